@@ -287,7 +287,11 @@ async def recorded(path: Path, *rows: tuple[str, datetime]) -> str:
         await tables.create(connection, is_postgresql=False)
         for rule, at in rows:
             await connection.execute(
-                text("INSERT INTO tollkeeper_usage VALUES ('user:1', :rule, 60, :at, 1, 0, 1)"),
+                text(
+                    "INSERT INTO tollkeeper_usage "
+                    "(subject, rule, step_s, start_s, allowed, denied, units) "
+                    "VALUES ('user:1', :rule, 60, :at, 1, 0, 1)"
+                ),
                 {"rule": rule, "at": int(at.timestamp())},
             )
     await database.close()

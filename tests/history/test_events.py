@@ -22,6 +22,7 @@ from tollkeeper.history.events import (
     caller_of,
     cleaned,
     event_of,
+    identity_of,
     recorded_subject,
     subject_of,
 )
@@ -50,7 +51,10 @@ def event(
     for _ in range(times):
         result = limiter.evaluate(request, cost)
     caller = "" if result.counted else caller_of(request)
-    noted = (NOW_NS, result, cost, caller, request.endpoint, request.method)
+    noted = (
+        *(NOW_NS, result, cost, caller, request.endpoint, request.method),
+        *(identity_of(request), b"req-1"),
+    )
     return event_of(noted, "eu-1", subjects)
 
 
@@ -60,6 +64,8 @@ def test_the_row_of_a_denial() -> None:
     assert found == DecisionEvent(
         *(NOW_NS // 1_000, "eu-1", "users", "user:42", "/orders", "POST"),
         *("denied", "limited", 1, 60_000, 0, '["trial"]'),
+        *(2, 60_000, 2, "", "42", "", "", "", "req-1"),
+        '{"users": "denied", "trial": "shadow_denied"}',
     )
 
 
@@ -89,7 +95,8 @@ def test_the_row_of_a_penalty_has_its_kind() -> None:
     user = Request(user="42")
     with Limiter.from_rules(rules, clock=ManualClock()) as limiter:
         results = [limiter.evaluate(user) for _ in range(5)]
-    noted = [(NOW_NS, result, 1, "", None, None) for result in results]
+    nobody = identity_of(Request())
+    noted = [(NOW_NS, result, 1, "", None, None, nobody, b"") for result in results]
     kinds = [event_of(each, "eu-1", "plain").kind for each in noted]
     assert kinds == ["limited", "limited", "limited", "cooldown", "block"]
 
@@ -144,7 +151,8 @@ def test_a_long_list_of_shadow_rules_is_cut() -> None:
     limiter = Limiter.from_rules(RULES)
     result = limiter.evaluate(Request(user="42"))
     many = result._replace(shadow_denied=tuple(f"rule-{number}" for number in range(1_000)))
-    found = event_of((NOW_NS, many, 1, "", None, None), "n", "plain")
+    noted = (NOW_NS, many, 1, "", None, None, identity_of(Request()), b"")
+    found = event_of(noted, "n", "plain")
     assert len(found.shadow_denied) < 1_100
     assert json.loads(found.shadow_denied)[:2] == ["rule-0", "rule-1"]
 
@@ -171,7 +179,7 @@ def test_requests_beyond_the_maximum_are_counted_by_rule() -> None:
     usage = UsageBuckets(buckets_max=2)
     for number in range(5):
         usage.add((f"user:{number}", "orders", 7), [1, 2, 3])
-    assert usage.take(10) == [
+    assert sorted(usage.take(10)) == [
         UsageIncrement(OTHERS, "orders", 420, 3, 6, 9),
         UsageIncrement("user:0", "orders", 420, 1, 2, 3),
         UsageIncrement("user:1", "orders", 420, 1, 2, 3),
@@ -191,13 +199,28 @@ def test_requests_that_do_not_fit_are_dropped_and_counted() -> None:
     assert len(usage) == 2
 
 
-def test_take_returns_the_oldest_buckets_sorted() -> None:
-    """Two writers lock rows in the same order."""
+def test_take_returns_the_oldest_buckets() -> None:
+    """What was taken can be put back."""
     usage = UsageBuckets()
     for name in ("c", "a", "b"):
-        usage.add((name, "r", 1), [1, 0, 0])
-    assert [each.subject for each in usage.take(2)] == ["a", "c"]
-    assert [each.subject for each in usage.take(2)] == ["b"]
+        usage.add((name, "r", 1), [1, 0, 0, 2, 3])
+    taken = usage.take(2)
+    assert [each.subject for each in taken] == ["c", "a"]
+    usage.put_back(taken)
+    assert sorted(usage.take(5)) == [
+        UsageIncrement(name, "r", 60, 1, 0, 0, 2, 3) for name in ("a", "b", "c")
+    ]
+
+
+def test_half_of_the_buckets_are_for_known_subjects() -> None:
+    """A flood of random keys does not take the bucket of a known client."""
+    usage = UsageBuckets(buckets_max=10, is_known=lambda pair: pair[0] == "user:ann")
+    for number in range(50):
+        usage.add((f"user:random-{number}", "r", 1), [1, 0, 1])
+    usage.add(("user:ann", "r", 1), [1, 0, 1])
+    counts = {subject: counts[0] for (subject, _, _), counts in usage.buckets.items()}
+    assert counts["user:ann"] == 1
+    assert (len(counts), counts[OTHERS]) == (7, 45)
 
 
 @given(

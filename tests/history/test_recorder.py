@@ -92,6 +92,7 @@ async def test_usage_matches_the_decisions(make: Make, limiter: AsyncLimiter, ur
     await recorder.stop()
     assert await rows(url, USAGE) == [
         ("tenant:acme", "tenants", 2, 0, 2),
+        ("tenant:acme", "users", 0, 0, 0),
         ("user:ann", "users", 2, 1, 4),
         ("user:bob", "users", 2, 1, 4),
         ("user:mallory", "(deny)", 0, 1, 0),
@@ -173,8 +174,9 @@ async def test_the_buffers_are_bounded_in_bytes(make: Make, limiter: AsyncLimite
     recorder = make(share=1.0)
     await noted(recorder, limiter, Request(api_key="k" * 50_000, endpoint="/" * 50_000))
     await noted(recorder, limiter, Request(user="root", method="M" * 50_000))
-    for _, _, _, caller, endpoint, method in recorder._noted:
-        assert len(caller) + len(endpoint or "") + len(method or "") < 1_200
+    for _, _, _, caller, endpoint, method, identity, _ in recorder._noted:
+        texts = [caller, endpoint, method, *identity]
+        assert sum(len(each or "") for each in texts) < 1_500
     assert all(len(subject) < 1_000 for subject, _, _ in recorder._usage.buckets)
     await recorder.stop()
 

@@ -15,6 +15,7 @@ from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.history import sink as sinks
 from tollkeeper.history.reading import RecordFilter, Records
 from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink, WritePace
+from tollkeeper.history.tables import Retention
 
 QUICK = WritePace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
 COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM tollkeeper_usage"
@@ -189,3 +190,66 @@ async def test_the_loop_writes_due_records(url: str) -> None:
     await sink.finish()
     await sink.close()
     assert await rows(url, COUNTS) == [(1, 1, 1)]
+
+
+# ── Room ───────────────────────────────────────────────────────────────────────────────────────
+
+BY_SUBJECT = "SELECT subject, sum(allowed) FROM tollkeeper_usage GROUP BY 1 ORDER BY 1"
+
+
+async def test_new_subjects_are_bounded_per_minute(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The busiest new ones get a row, known ones always do, and the others are counted together."""
+    monkeypatch.setattr(sinks, "NEW_SUBJECTS_MAX", 3)
+    minute = 30_000_000
+    first = Sink(Database(url), now_ns=lambda: minute * 60 * 10**9)
+    first.usage.add(("user:ann", "orders", minute - 60), [1, 0, 1])
+    await first.finish()
+    await first.close()
+    sink = Sink(Database(url), now_ns=lambda: minute * 60 * 10**9)
+    for number in range(50):
+        sink.usage.add((f"random:{number}", "orders", minute), [1, 0, 1])
+    for subject, count in (("user:ann", 1), ("user:bob", 2), ("user:eve", 3), ("user:joe", 4)):
+        sink.usage.add((subject, "orders", minute), [count, 0, count])
+    await sink.finish()
+    assert await rows(url, BY_SUBJECT) == [
+        *(("(others)", 50), ("user:ann", 2), ("user:bob", 2), ("user:eve", 3), ("user:joe", 4))
+    ]
+    sink.usage.add(("user:joe", "orders", minute), [1, 0, 1])
+    sink.usage.add(("random:51", "orders", minute), [1, 0, 1])
+    await sink.finish()
+    assert (await rows(url, BY_SUBJECT))[0] == ("(others)", 51)
+    assert (await rows(url, BY_SUBJECT))[-1] == ("user:joe", 5)
+    await sink.close()
+
+
+async def test_a_writer_without_room_drops_decisions_and_no_usage(url: str) -> None:
+    """Each writer stays within its room, and asks for a new measurement."""
+    sink = Sink(Database(url), Retention(rows_max=100), now_ns=lambda: 1_800_000_000 * 10**9)
+    sink.offer([event(1_800_000_000 * 10**6 + number) for number in range(300)])
+    for number in range(300):
+        sink.usage.add((f"user:{number}", "orders", 30_000_000), [1, 0, 1])
+    await sink.finish()
+    [(decisions,)] = await rows(url, DECISIONS)
+    assert 20 <= decisions <= 100
+    assert decisions + sink.dropped() >= 300
+    [(used, allowed, units)] = await rows(url, COUNTS)
+    assert (allowed, units) == (300, 300)
+    assert 10 <= used <= 100
+    await sink.close()
+
+
+async def test_a_failed_look_up_loses_no_usage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage that was taken is put back."""
+    sink = Sink(Database(url))
+    await sink.finish()
+    monkeypatch.setattr(sinks, "NEW_SUBJECTS_MAX", 0)
+    monkeypatch.setattr(sinks, "_KNOWN", "SELECT nonsense {places}")
+    sink.usage.add(("user:ann", "orders", 1), [1, 0, 1])
+    with pytest.raises(StoreError):
+        await sink.finish()
+    monkeypatch.undo()
+    await sink.finish()
+    assert await rows(url, COUNTS) == [(1, 1, 1)]
+    await sink.close()

@@ -11,12 +11,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from tests.history.databases import event, rows, until_async
 from tollkeeper.control.database import Database
 from tollkeeper.history import tables
+from tollkeeper.history.events import OTHERS
 from tollkeeper.history.sink import Sink, WritePace
-from tollkeeper.history.tables import Retention, Trimmer
+from tollkeeper.history.tables import ROOM_PARTS, Retention, Trimmer
 
 # 2027-01-15T08:00:00Z.
 NOW_S = 1_800_000_000
@@ -140,3 +142,84 @@ async def test_old_writers_are_removed(url: str) -> None:
     await trimmer.trim(NOW_S + 8 * DAY)
     assert await rows(url, count) == [(0,)]
     await sink.close()
+
+
+# ── The bound ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_fullest_hour_is_thinned(url: str) -> None:
+    """The least busy subjects of that hour become OTHERS; a quiet hour and the sums stay."""
+    sink, _ = sink_and_trimmer(url)
+    quiet, flood = NOW_S // 60 - 300, NOW_S // 60 - 120
+    for number in range(40):
+        sink.usage.add((f"user:{number}", "orders", quiet), [1, 0, 1])
+    for number in range(100):
+        sink.usage.add((f"random:{number:03}", "orders", flood), [1, 0, 1])
+    sink.usage.add(("user:0", "orders", flood), [1, 0, 1])
+    sink.usage.add(("new-and-busy", "orders", flood), [9, 1, 9])
+    await sink.finish()
+    await Trimmer(sink._database, Retention(7, 90, rows_max=140)).trim(NOW_S)
+    kept = {row[0] for row in await rows(url, "SELECT subject FROM tollkeeper_usage")}
+    assert {f"user:{number}" for number in range(40)} | {"new-and-busy", OTHERS} <= kept
+    assert sum(subject.startswith("random") for subject in kept) == 56
+    flooded = f"SELECT subject FROM tollkeeper_usage WHERE start_s = {flood // 60 * 3600}"
+    assert ("user:0",) in await rows(url, flooded), "a subject that was there before stays"
+    sums = "SELECT sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
+    assert await rows(url, sums) == [(150, 1, 150)]
+    await sink.close()
+
+
+async def test_decisions_of_the_fullest_hour_are_removed(url: str) -> None:
+    """The sample of allowed requests goes first; an hour with few decisions stays."""
+    sink, _ = sink_and_trimmer(url)
+    quiet_us, flood_us = (NOW_S - 9 * HOUR) * 10**6, (NOW_S - HOUR) * 10**6
+    sink.offer([event(quiet_us + each) for each in range(20)])
+    sink.offer([event(flood_us + each, outcome="allowed") for each in range(10)])
+    sink.offer([event(flood_us + each, subject=f"random:{each}") for each in range(70)])
+    await sink.finish()
+    await Trimmer(sink._database, Retention(7, 90, rows_max=100)).trim(NOW_S)
+    counts = "SELECT at_us / 3600000000, outcome, count(*) FROM tollkeeper_decisions GROUP BY 1, 2"
+    assert await rows(url, counts) == [
+        (quiet_us // 10**6 // HOUR, "denied", 20),
+        (flood_us // 10**6 // HOUR, "denied", 50),
+    ]
+    await sink.close()
+
+
+async def test_the_room_is_shared_by_the_writers(url: str) -> None:
+    """A worker that was killed after it took its turn does not keep the others from measuring."""
+    sink, trimmer = sink_and_trimmer(url)
+    await sink.finish()
+    bounded = Trimmer(sink._database, Retention(7, 90, rows_max=1_000))
+    await bounded.trim(NOW_S)
+    alone = await bounded.room()
+    assert (alone.decision_rows, alone.usage_rows) == (900 // ROOM_PARTS, 900 // ROOM_PARTS)
+    async with sink._database.writing_shared() as connection:
+        for number in range(9):
+            await connection.execute(
+                text("INSERT INTO tollkeeper_record_writers VALUES (:writer, 1, :at_s)"),
+                {"writer": f"w{number}", "at_s": NOW_S},
+            )
+    assert await trimmer._is_our_turn(NOW_S + 60, 60), "this worker is killed now"
+    assert await bounded.room() == alone
+    assert not await bounded.trim(NOW_S + 60, urgent=True)
+    assert await bounded.trim(NOW_S + 61, urgent=True)
+    shared = await bounded.room()
+    assert (shared.measured, shared.usage_rows) == (alone.measured + 1, 100 // ROOM_PARTS)
+    await sink.close()
+
+
+async def test_a_file_that_is_too_large_shrinks(url: str, tmp_path: Path) -> None:
+    """Rows are removed, and their pages are returned to the disk."""
+    sink, _ = sink_and_trimmer(url)
+    for number in range(5_000):
+        sink.usage.add((f"user:{number:0200}", "orders", NOW_S // 60), [1, 0, 1])
+    await sink.finish()
+    await sink.close()  # its last connection writes the log back
+    before = (tmp_path / "records.db").stat().st_size
+    bounded = Trimmer(sink._database, Retention(7, 90, bytes_max=before // 2))
+    for turn in range(4):
+        await bounded.trim(NOW_S + 60 * turn)
+    await sink.close()
+    assert (tmp_path / "records.db").stat().st_size < before // 2
+    assert await rows(url, "SELECT sum(allowed) FROM tollkeeper_usage") == [(5_000,)]

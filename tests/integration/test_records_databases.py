@@ -252,6 +252,139 @@ async def test_dropped_tables_are_created_again(url: str, gone: tuple[str, ...])
     assert found == [(NOW_US + 1,)]
 
 
+# ----------------------------------------------------------------------------- the bound
+
+
+async def bytes_of(url: str) -> int:
+    """Return the size of the records on disk."""
+    if url.startswith("sqlite"):
+        path = Path(url.removeprefix("sqlite:///"))
+        return sum(each.stat().st_size for each in path.parent.glob("records.db*"))
+    found = await rows(
+        url,
+        "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' "
+        "AND relname LIKE 'tollkeeper%'",
+    )
+    return int(found[0][0])
+
+
+async def test_a_flood_of_random_keys_stays_below_the_bound(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four workers write random subjects; one is killed; a known client keeps its own usage."""
+    monkeypatch.setattr(sinks, "URGENT_SECONDS", 0.0)
+    keep = Retention(rows_max=2_000, bytes_max=12_000_000)
+    clock = ManualClock(start=NOW_S)
+
+    def worker() -> Sink:
+        return Sink(Database(url), keep, now_ns=clock.now_ns)
+
+    async def write(sink: Sink, minute: int, number: int) -> None:
+        for each in range(150):
+            subject = f"user:{minute}-{number}-{each}".ljust(500, "x")
+            sink.usage.add((subject, "orders", NOW_S // 60 + minute), [1, 0, 1])
+            sink.offer([event(NOW_US + minute * 60_000_000 + each, subject=subject)])
+        sink.usage.add(("user:ann", "orders", NOW_S // 60 + minute), [1, 0, 1])
+        await sink.finish()
+
+    workers = [worker() for _ in range(4)]
+    workers[0].usage.add(("user:ann", "orders", NOW_S // 60), [1, 0, 1])
+    await workers[0].finish()
+    for minute in range(12):
+        await asyncio.gather(*(write(each, minute, at) for at, each in enumerate(workers)))
+        if minute == 6:
+            await workers[0].close()
+            workers[0] = worker()
+        clock.advance(60)
+        [(decisions,)] = await rows(url, "SELECT count(*) FROM tollkeeper_decisions")
+        [(used, total)] = await rows(url, "SELECT count(*), sum(allowed) FROM tollkeeper_usage")
+        assert decisions <= keep.rows_max
+        assert used <= keep.rows_max + 12
+        assert int(total) == 1 + (minute + 1) * 4 * 151, "usage is never dropped"
+        assert await bytes_of(url) < keep.bytes_max
+    ann = "SELECT sum(allowed) FROM tollkeeper_usage WHERE subject = 'user:ann'"
+    assert [int(each[0]) for each in await rows(url, ann)] == [49]
+    for each in workers:
+        await each.close()
+
+
+async def test_records_of_the_first_version_are_kept(url: str, records: Records) -> None:
+    """Columns are added; old rows are read with the values that are not known."""
+    is_postgresql = url.startswith("postgresql")
+    serial = "BIGSERIAL NOT NULL" if is_postgresql else "INTEGER PRIMARY KEY AUTOINCREMENT"
+    database = Database(url)
+    async with database.writing_shared() as connection:
+        partitioned = "PARTITION BY RANGE (at_us)" if is_postgresql else ""
+        await connection.execute(
+            text(tables._DECISIONS.format(serial=serial, partitioned=partitioned))
+        )
+        for statement in tables._TABLES:
+            await connection.execute(text(statement))
+        if is_postgresql:
+            await tables.create_days(connection, [TODAY])
+        for statement in (
+            "INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, 1, 0)",
+            f"INSERT INTO tollkeeper_usage VALUES ('user:1', 'orders', 60, {NOW_S}, 1, 2, 3)",
+        ):
+            await connection.execute(text(statement))
+        old = event(NOW_US)._asdict()
+        columns = list(old)[:12]
+        await connection.execute(
+            text(
+                f"INSERT INTO tollkeeper_decisions ({', '.join(columns)}) "
+                f"VALUES ({', '.join(f':{name}' for name in columns)})"
+            ),
+            {name: old[name] for name in columns},
+        )
+    await database.close()
+    first, second = (Sink(Database(url), now_ns=lambda: NOW_S * 10**9) for _ in range(2))
+    first.offer([event(NOW_US + 1, request_id="req-1")])
+    second.usage.add(("user:1", "orders", NOW_S // 60), [1, 0, 1, 4, 5])
+    await asyncio.gather(first.finish(), second.finish())
+    new, old = await records.decisions(ALL, 10)
+    assert (new.event.request_id, old.event.request_id) == ("req-1", "")
+    assert (old.event.limit_units, old.event.used_units, old.rules) == (0, -1, {})
+    [usage] = await records.usage(ALL, "minute", 10)
+    assert usage[4:] == (2, 2, 4, 4, 5)
+    await first.close()
+    await second.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"),
+    [
+        ({"user": "1"}, "user"),
+        ({"tenant": "acme"}, "tenant"),
+        ({"request_id": "req-1"}, "request"),
+        ({"rule": "orders", "outcome": "denied"}, "by"),
+        ({"rule": "trial", "outcome": "shadow_denied"}, "shadow"),
+    ],
+)
+async def test_each_filter_of_decisions_has_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], index: str
+) -> None:
+    """A query reads the decisions that it returns, and not the whole log."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    sink, records = Sink(Database(url)), Records(Database(url))
+    await sink.finish()
+    asked: list[tuple[str, Mapping[str, Any]]] = []
+
+    async def noted(statement: str, given: Mapping[str, Any]) -> list[Any]:
+        asked.append((statement, given))
+        return []
+
+    monkeypatch.setattr(records, "_rows", noted)
+    await records.decisions(RecordFilter(0, 2 * NOW_US, **wanted), 10)
+    async with sink._database.reading() as connection:
+        [(statement, given)] = asked
+        plan = await connection.execute(text(f"EXPLAIN QUERY PLAN {statement}"), dict(given))
+        shown = " ".join(str(row[3]) for row in plan)
+    assert f"tollkeeper_decisions_{index}" in shown
+    assert "TEMP B-TREE" not in shown, "the index is in the order of the page"
+    await sink.close()
+    await records.close()
+
+
 # ----------------------------------------------------------------------------- PostgreSQL's days
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cli.stub_service import run
 from tests.postgres_server import Postgres
 from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
@@ -40,6 +41,7 @@ class RecordedService:
 
     def __init__(self, service: ServiceProcess, secret: str) -> None:
         self.service = service
+        self.secret = secret
         self._headers = {"Authorization": f"Bearer {secret}"}
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
@@ -106,11 +108,13 @@ class RecordedService:
 
 
 @contextmanager
-def recorded(folder: Path, *options: str, workers: int) -> Iterator[RecordedService]:
+def recorded(
+    folder: Path, *options: str, workers: int, rules: Mapping[str, Any] = RULES
+) -> Iterator[RecordedService]:
     """Run a service with tokens."""
     secrets = secrets_of(folder)
     tokens = ("--tokens", str(folder / "tokens.json"))
-    with ServiceProcess(RULES, *tokens, *options, workers=workers) as service:
+    with ServiceProcess(rules, *tokens, *options, workers=workers) as service:
         yield RecordedService(service, secrets["admin"])
 
 
@@ -239,6 +243,73 @@ def test_a_paused_server_does_not_affect_checks(tmp_path: Path) -> None:
                 server.resume()
 
 
+# One rule counts everybody together, one each tenant, and one is tried out in shadow mode.
+SHARED_RULES = {
+    "version": 1,
+    "rules": [
+        {"id": "everybody", "by": [], "limits": "3/hour"},
+        {"id": "tenants", "match": {"tenant": "*"}, "by": "tenant", "limits": "100/hour"},
+        {"id": "trial", "by": "user", "limits": "1/hour", "mode": "shadow"},
+    ],
+}
+
+
+def test_an_operator_finds_the_denial_of_a_customer(tmp_path: Path) -> None:
+    """Tenant initech is denied by a rule that counts everybody together.
+
+    The operator finds the denial by the tenant, and by the request ID that the customer was given,
+    with the rule, its limit and its count; and the rule in shadow mode that would deny it too.
+    """
+    with recorded(tmp_path, workers=1, rules=SHARED_RULES) as found:
+        for user in ("ann", "bob", "eve"):
+            assert found.send("POST", "/v1/check", {"tenant": "acme", "user": user}).status == 200
+        customer = {"tenant": "initech", "user": "milton", "api_key": "sk_secret"}
+        denied = found.send("POST", "/v1/check", customer)
+        assert denied.status == 429
+        named = found.send("POST", "/v1/check", customer, **{"X-Request-Id": "stapler-1"})
+        assert named.headers["x-request-id"] == "stapler-1"
+
+        def items(path: str) -> list[dict[str, Any]]:
+            answer = found.send("GET", f"/v1/admin/{path}")
+            assert answer.status == 200, answer
+            rows: list[dict[str, Any]] = answer.data["items"]
+            return rows
+
+        until(
+            lambda: len(items("decisions?tenant=initech")) == 2,
+            "both denials are written",
+            SECONDS_MAX,
+            lambda: items("decisions"),
+        )
+        [one] = items(f"decisions?request_id={denied.headers['x-request-id']}")
+        assert (one["outcome"], one["rule"], one["subject"]) == ("denied", "everybody", ["*"])
+        assert (one["limit"], one["window"], one["count"]) == (3, 3600.0, 3)
+        assert one["identity"]["tenant"] == "initech"
+        assert one["identity"]["user"] == "milton"
+        assert one["identity"]["api_key"].startswith("#")
+        assert one["rules"] == {"everybody": "denied", "tenants": "allowed"}
+        [other] = items("decisions?request_id=stapler-1")
+        assert other["rules"] == {**one["rules"], "trial": "shadow_denied"}
+        assert items("decisions?outcome=shadow_denied&rule=trial") == [other]
+        assert items("decisions?outcome=shadow_denied&rule=tenants") == []
+
+        def indirectly() -> int:
+            rows = items("usage?subject=tenant:initech&outcome=denied&rule=everybody")
+            return sum(each["denied_indirectly"] for each in rows)
+
+        until(lambda: indirectly() == 2, "the usage is written", SECONDS_MAX, indirectly)
+        assert {each["denied"] for each in items("usage?subject=*&rule=everybody")} == {2}
+        environment = {"url": found.service.url, "TOKEN": found.secret}
+        shown = run("records", "decisions", "--tenant", "initech", "--json", **environment)
+        assert [each["request_id"] for each in json.loads(shown.stdout)["items"]] == [
+            *("stapler-1", denied.headers["x-request-id"])
+        ]
+        most = run("records", "top", "--by", "shadow_denied", "--rule", "trial", **environment)
+        assert "user:milton" in most.stdout, most.output
+        watched = run("top", "--once", "--interval", "1", **environment)
+        assert "SHADOW DENIED MOST" in watched.stdout, watched.output
+
+
 def test_recording_can_be_switched_off(tmp_path: Path) -> None:
     """There is no file, and the admin API answers NOT_RECORDED."""
     with recorded(tmp_path, "--record", "off", workers=1) as found:
@@ -256,6 +327,8 @@ def test_recording_can_be_switched_off(tmp_path: Path) -> None:
         (("--sample", "2"), "--sample 2 is not between 0 and 1"),
         (("--record-subjects", "some"), "plain, hashed, none"),
         (("--keep-usage", "0"), "--keep-usage 0 is not between 1"),
+        (("--keep-rows", "5"), "--keep-rows 5 is not between 10"),
+        (("--keep-megabytes", "1"), "--keep-megabytes 1 is not between 64"),
     ],
 )
 def test_invalid_options_are_rejected_at_startup(options: tuple[str, str], words: str) -> None:

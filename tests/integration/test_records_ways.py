@@ -35,7 +35,7 @@ def recorder_at(folder: Path) -> Recorder:
 
 def used(recorder: Recorder) -> dict[tuple[str, str], list[int]]:
     """Return the recorded [allowed, denied, units] by subject and rule."""
-    return {(who, rule): counts for (who, rule, _), counts in recorder._usage.buckets.items()}
+    return {(who, rule): counts[:3] for (who, rule, _), counts in recorder._usage.buckets.items()}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_a_single_check_is_recorded(ask: HttpClient) -> None:
         ("user:1", "users"): [3, 1, 3],
         ("user:2", "users"): [1, 0, 2],
     }
-    [(_, ruling, cost, known, endpoint, method)] = ask.context.recorder._noted
+    [(_, ruling, cost, known, endpoint, method, _, _)] = ask.context.recorder._noted
     assert (ruling.decision.allowed, cost, known, endpoint, method) == (False, 1, "", "/x", "GET")
 
 

@@ -12,6 +12,7 @@ from tollkeeper.cli.doctor import doctor
 from tollkeeper.cli.load import app as load
 from tollkeeper.cli.metrics import app as metrics
 from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
+from tollkeeper.cli.records import app as records
 from tollkeeper.cli.rules import app as rules
 from tollkeeper.cli.serve import serve
 from tollkeeper.cli.tokens import app as tokens
@@ -31,6 +32,7 @@ app.add_typer(rules, name="rules")
 app.add_typer(tokens, name="token")
 app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
+app.add_typer(records, name="records")
 for command in (serve, *check.COMMANDS, top, doctor):
     app.command(cls=CliCommand)(command)
 app.command("reconcile", cls=ReconcileCommand)(reconcile_command)

@@ -273,6 +273,22 @@ KeepUsageOption = Annotated[
     int | None,
     _option("--keep-usage", metavar="DAYS", help="How long usage is kept. [default: 90]"),
 ]
+KeepRowsOption = Annotated[
+    int | None,
+    _option(
+        "--keep-rows",
+        metavar="ROWS",
+        help="How many decisions, and how many rows of usage, are kept at most. [default: 500000]",
+    ),
+]
+KeepMegabytesOption = Annotated[
+    int | None,
+    _option(
+        "--keep-megabytes",
+        metavar="MB",
+        help="How much space the records take at most, in millions of bytes. [default: 512]",
+    ),
+]
 LogFormatOption = Annotated[
     str | None,
     _option("--log-format", metavar="auto|json|text", help="[default: text for a terminal]"),
@@ -336,6 +352,8 @@ def serve(
     record_subjects: RecordSubjectsOption = None,
     keep_decisions: KeepDecisionsOption = None,
     keep_usage: KeepUsageOption = None,
+    keep_rows: KeepRowsOption = None,
+    keep_megabytes: KeepMegabytesOption = None,
     log_format: LogFormatOption = None,
     access_log: AccessLogOption = None,
     drain_seconds: DrainSecondsOption = None,

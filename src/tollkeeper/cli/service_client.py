@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from time import monotonic
@@ -139,7 +139,7 @@ class ServiceClient:
         method: str,
         path: str,
         *,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, str | Sequence[str]] | None = None,
         body: Mapping[str, Any] | None = None,
         expected: str = "",
         reason: str = "",
@@ -175,7 +175,7 @@ class ServiceClient:
         method: str,
         path: str,
         accept: str,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, str | Sequence[str]] | None = None,
         body: Mapping[str, Any] | None = None,
         reason: str = "",
     ) -> tuple[httpx.Response, bytes]:

@@ -179,6 +179,7 @@ class ServiceSample:
     checked_most: Mapping[str, Any] | None = None
     """The answer of /v1/admin/top; None if it is not available or the token does not allow it."""
     denied_most: Mapping[str, Any] | None = None
+    shadow_denied_most: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,8 @@ class TopFrame:
     breakers: tuple[BreakerStatus, ...]
     checked_most: tuple[BusyKey, ...] | None
     denied_most: tuple[BusyKey, ...] | None
+    shadow_denied_most: tuple[BusyKey, ...] | None
+    """The keys that rules in shadow mode would deny most."""
 
 
 class FrameReader:
@@ -298,6 +301,7 @@ class FrameReader:
             ServiceSample(at_s, metrics, ready),
             checked_most=self._busiest("checks"),
             denied_most=self._busiest("denied"),
+            shadow_denied_most=self._busiest("shadow_denied"),
         )
 
     def _busiest(self, by: str) -> dict[str, Any] | None:
@@ -306,7 +310,8 @@ class FrameReader:
         try:
             return self._service.call("GET", "/v1/admin/top", query=query, expected="items")
         except ServiceError as error:
-            if error.status in {401, 403, 404}:
+            # 400: an earlier version of the service has no list of shadow denials.
+            if error.status in {400, 401, 403, 404, 422}:
                 return None
             raise
 
@@ -351,6 +356,7 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
         breakers=_breakers(metrics),
         checked_most=_keys(now.checked_most),
         denied_most=_keys(now.denied_most),
+        shadow_denied_most=_keys(now.shadow_denied_most),
     )
 
 
@@ -450,7 +456,7 @@ def view(
 ) -> RenderableType:
     """Render a frame in at most `height` lines; `note` is a line above the tables."""
     head = _head(frame, note)
-    keys = max(len(frame.checked_most or ()), len(frame.denied_most or ()))
+    keys = max(len(each or ()) for _, each in _key_lists(frame))
     shown = (ROWS_MAX if height is None else height) - len(head.rows) - 2
     # Keys get up to half of the lines; rules get the rest.
     key_rows = min(keys, max(shown // 2 - 2, 1)) if keys else 0
@@ -571,22 +577,32 @@ def _rules(rules: Sequence[RuleRates], rows: int) -> Table:
     return table
 
 
+def _key_lists(frame: TopFrame) -> list[tuple[str, tuple[BusyKey, ...] | None]]:
+    """Return the lists of keys to show, with their headings; that of shadow rules if it has any."""
+    lists = [("CHECKED MOST", frame.checked_most), ("DENIED MOST", frame.denied_most)]
+    if frame.shadow_denied_most:
+        lists.append(("SHADOW DENIED MOST", frame.shadow_denied_most))
+    return lists
+
+
 def _busiest_keys(frame: TopFrame, rows: int, width: int | None) -> Table:
-    """Render the two lists of keys side by side."""
-    headings = ("CHECKED MOST", "RULE", "/S", "DENIED MOST", "RULE", "/S")
-    table = _table(headings, text=(0, 1, 3, 4))
-    shown = [(each or ())[:rows] for each in (frame.checked_most, frame.denied_most)]
+    """Render the lists of keys side by side."""
+    lists = _key_lists(frame)
+    headings = [text for heading, _ in lists for text in (heading, "RULE", "/S")]
+    firsts = range(0, len(headings), 3)
+    table = _table(headings, text=[place for first in firsts for place in (first, first + 1)])
     columns: list[Text] = [Text(heading) for heading in headings]
     lines = [[Text()] * len(headings) for _ in range(rows)]
-    for first, keys in zip((0, 3), shown, strict=True):
-        for line, key in zip(lines, keys, strict=False):
+    for first, (_, keys) in zip(firsts, lists, strict=True):
+        for line, key in zip(lines, keys or (), strict=False):
             rate = "" if key.per_second is None else _number(key.per_second)
             line[first : first + 3] = Text(_line(key.subject)), Text(_line(key.rule)), Text(rate)
     widths = [max(each.cell_len for each in column) for column in zip(columns, *lines, strict=True)]
     subject, rule = _fitting(widths, width)
     for line in lines:
-        for place, most in ((0, subject), (1, rule), (3, subject), (4, rule)):
-            line[place].truncate(most, overflow="ellipsis")
+        for first in firsts:
+            line[first].truncate(subject, overflow="ellipsis")
+            line[first + 1].truncate(rule, overflow="ellipsis")
         table.add_row(*line)
     return table
 
@@ -596,8 +612,8 @@ def _fitting(widths: Sequence[int], width: int | None) -> tuple[int, int]:
     if width is None:
         return _KEY_CHARACTERS_MAX, _KEY_CHARACTERS_MAX
     gaps = 2 * (len(widths) - 1)
-    each = (width - gaps - widths[2] - widths[5]) // 2
-    rule = min(max(widths[1], widths[4]), max(each // 3, _KEY_CHARACTERS_MIN))
+    each = (width - gaps - sum(widths[2::3])) // (len(widths) // 3)
+    rule = min(max(widths[1::3]), max(each // 3, _KEY_CHARACTERS_MIN))
     return min(max(each - rule, _KEY_CHARACTERS_MIN), _KEY_CHARACTERS_MAX), rule
 
 

@@ -30,7 +30,8 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import URL, Connection, event, exc, func, make_url, select
@@ -58,6 +59,10 @@ ADVISORY_LOCK: Final = 0x746F6C6C6B656570
 
 CHANNEL: Final = "tollkeeper_rules"
 QUIET_SECONDS_MAX: Final = 5.0
+
+# SQLite's write-ahead log is emptied above this size, and pages of a file that shrinks at a time.
+LOG_BYTES_MAX: Final = 8 * 1024 * 1024
+SHRINK_PAGES: Final = 2_000
 
 EXAMPLES: Final = '"sqlite:///rules.db" or "postgresql://user:password@host/rules"'
 
@@ -92,6 +97,11 @@ class Database:
             return f"sqlite:///{self._url.database}"
         port = f":{self._url.port}" if self._url.port else ""
         return f"postgresql://{self._url.host or ''}{port}/{self._url.database or ''}"
+
+    @property
+    def path(self) -> Path | None:
+        """Return the SQLite file; None for PostgreSQL."""
+        return None if self.is_postgresql else Path(self._url.database or "").resolve()
 
     def again(self) -> Database:
         """Return the same database for another event loop: a connection belongs to its loop."""
@@ -199,6 +209,54 @@ class Database:
             remedy = "does the server run, and do user, password and database exist?"
         return StoreUnavailable(f"{self.name} cannot be used: {message}; {remedy}")
 
+    # ── The size of the tables ───────────────────────────────────────────────────────────────
+
+    def log_bytes(self) -> int:
+        """Return the size of SQLite's write-ahead log; 0 for PostgreSQL, whose log is not ours."""
+        with suppress(OSError):
+            if not self.is_postgresql:
+                return os.stat(f"{self._url.database}-wal").st_size  # noqa: PTH116 - as above
+        return 0
+
+    async def free_space(self, *tables: str) -> None:
+        """Let PostgreSQL reuse the space of deleted rows now; SQLite always does."""
+        if self.is_postgresql:
+            await self._outside_transaction(f"VACUUM {', '.join(tables)}")
+
+    async def shrink(self, bytes_max: int) -> None:
+        """Return free pages of an SQLite file to the disk while it is larger than this.
+
+        Only a file that `reach` has created can shrink.
+        """
+        if self.is_postgresql:
+            return
+        with suppress(OSError):
+            path = self._url.database or ""
+            if os.stat(path).st_size > bytes_max:  # noqa: PTH116 - as above
+                await self._outside_transaction(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
+
+    async def cut_log(self) -> None:
+        """Empty SQLite's write-ahead log if it is large: readers may have prevented its reuse."""
+        if self.log_bytes() > LOG_BYTES_MAX:
+            await self._outside_transaction("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    async def _outside_transaction(self, statement: str) -> None:
+        """Run a statement that no transaction may contain. Errors are ignored: it can wait."""
+        with suppress(StoreError), self.errors():
+            async with (
+                asyncio.timeout(TRANSACTION_SECONDS_MAX),
+                self.engine.connect() as connection,
+            ):
+                raw = await connection.get_raw_connection()
+                driver = raw.driver_connection
+                if driver is None:
+                    return
+                if self.is_postgresql:
+                    await driver.execute(statement)
+                else:
+                    # Unlike `execute`, it runs a statement that returns no rows to its end.
+                    await driver.executescript(statement)
+
     async def close(self) -> None:
         """Close every connection."""
         await self.engine.dispose()
@@ -249,7 +307,14 @@ async def _set_timeouts(connection: AsyncConnection, wait_s: float, total_s: flo
 
 
 def _open_and_close(path: str) -> None:
-    sqlite3.connect(path, timeout=WAIT_SECONDS_MAX).close()
+    with closing(sqlite3.connect(path, timeout=WAIT_SECONDS_MAX)) as connection:
+        if os.path.getsize(path):  # noqa: PTH202 - as above
+            return
+        # A new file can shrink later. The second statement writes it. If another process is just
+        # doing the same, nothing is left to do.
+        with suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute("PRAGMA journal_mode = WAL")
 
 
 def _on_connect(connection: Any, _record: object) -> None:

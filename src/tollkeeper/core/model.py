@@ -304,7 +304,8 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     the same fields; `isinstance` and `==` treat both alike.
 
     `source` is not a field of the decision. The rule engine keeps there what a refund needs: which
-    rules were charged, and when. It is None in other decisions, and in a copy from a pickle.
+    rules were charged, and when. In a denial by several rules, it is a tuple of their ids. It is
+    None in other decisions, and in a copy from a pickle.
 
     `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
     pass without counting, for `wait` and `hold`, which count them on this machine.
@@ -564,6 +565,8 @@ class CheckResult(NamedTuple):
     """The ids of the rules in shadow mode that would have denied the request."""
     counted: tuple[tuple[str, int], ...] = ()
     """The subject and the units of each rule in `applied`; empty if they are not known."""
+    shadow_subjects: tuple[str, ...] = ()
+    """The subject of each rule in `shadow_denied`; empty if they are not known."""
 
 
 def units_of(units: int, what: str) -> int:

@@ -10,8 +10,16 @@ database rejects are replaced, and subjects are recorded as the operator has cho
              value that can be guessed can be verified.
     none     not at all; usage is then by rule only.
 
+The *identity* of a request is its user, tenant, API key and address. It is recorded with every
+decision, in the same mode, because the rule that decided may count something else. An API key is
+always recorded as a digest there.
+
 **Usage.** A *bucket* counts what one subject did under one rule in one minute: allowed requests,
-denied requests, and units spent. Buckets are added to, never set, in memory and in the database, so
+denied requests, units spent, and requests that the rule would have denied if it were not in shadow
+mode. A rule may deny a request of a subject that it does not count (a rule for all requests
+together). Such a denial is also counted for the user, the tenant and the subjects of the other
+rules, apart from `denied`, so that the sum of `denied` is the number of denials. Buckets are added
+to, never set, in memory and in the database, so
 the counts of several workers and nodes add up in any order. At most BUCKETS_MAX buckets are kept.
 Requests beyond them are counted together, by rule, as OTHERS: the sums stay right, only the subject
 is lost. If even those are too many (rules times minutes, while the database is unavailable for
@@ -21,7 +29,7 @@ long), they are dropped, and the drops are counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -37,6 +45,8 @@ SUBJECT_LENGTH_MAX: Final = 600
 ENDPOINT_LENGTH_MAX: Final = 512
 METHOD_LENGTH_MAX: Final = 32
 SHADOWS_LENGTH_MAX: Final = 1_000
+IDENTITY_LENGTH_MAX: Final = 256
+REQUEST_ID_LENGTH_MAX: Final = 128
 # The largest number that both databases store.
 NUMBER_MAX: Final = 2**63 - 1
 _DIGEST_BYTES: Final = 12
@@ -54,9 +64,14 @@ MINUTE_SECONDS: Final = 60
 
 # ── Decisions ──────────────────────────────────────────────────────────────────────────────────
 
-# The time, the result, the cost, the caller if the result has no counted subject, the endpoint
-# and the method. A plain tuple, because creating one takes half the time of a named one.
-NotedDecision = tuple[int, "CheckResult", int, str, "str | None", "str | None"]
+# User, tenant, API key and address.
+Identity = tuple["str | None", "str | None", "str | None", "str | None"]
+# The time, the result, the cost, the caller if the result has no counted subject, the endpoint,
+# the method, the identity and the request ID. A plain tuple, because creating one takes half the
+# time of a named one.
+NotedDecision = tuple[
+    int, "CheckResult", int, str, "str | None", "str | None", Identity, "bytes | str"
+]
 
 
 class DecisionEvent(NamedTuple):
@@ -76,6 +91,37 @@ class DecisionEvent(NamedTuple):
     degraded: int
     shadow_denied: str
     """The ids of the rules, as a JSON list."""
+    limit_units: int = 0
+    """The limit that decided; 0 if none did."""
+    window_ms: int = 0
+    used_units: int = -1
+    """The units that the subject had used of the limit, after the decision; -1: not known."""
+    region: str = ""
+    user_id: str = ""
+    tenant: str = ""
+    api_key: str = ""
+    """A digest, whatever the mode."""
+    ip: str = ""
+    request_id: str = ""
+    rules: str = "{}"
+    """The outcome of each rule that applied, as a JSON object."""
+
+
+def identity_of(request: Request) -> Identity:
+    """Return who made a request; long values are cut, because the caller keeps them in memory."""
+    user, tenant, api_key, ip = request.user, request.tenant, request.api_key, request.ip
+    if (
+        (user is None or len(user) <= IDENTITY_LENGTH_MAX)
+        and (tenant is None or len(tenant) <= IDENTITY_LENGTH_MAX)
+        and (api_key is None or len(api_key) <= IDENTITY_LENGTH_MAX)
+        and (ip is None or len(ip) <= IDENTITY_LENGTH_MAX)
+    ):
+        return user, tenant, api_key, ip
+    return _cut(user), _cut(tenant), _cut(api_key), _cut(ip)
+
+
+def _cut(value: str | None) -> str | None:
+    return None if value is None else value[: IDENTITY_LENGTH_MAX + 1]
 
 
 def caller_of(request: Request) -> str:
@@ -83,9 +129,16 @@ def caller_of(request: Request) -> str:
     for name in _CALLER_FIELDS:
         value = getattr(request, name)
         if value is not None:
-            # No rule has checked the value: it must not look like several parts.
-            return f"{name}:{value}"[:SUBJECT_LENGTH_MAX].replace(PART, "\ufffd")
+            return subject_of_field(name, value)
     return ""
+
+
+def subject_of_field(name: str, value: str) -> str:
+    """Return a field of a request as a subject.
+
+    No rule has checked the value: it must not look like several parts.
+    """
+    return f"{name}:{value}"[:SUBJECT_LENGTH_MAX].replace(PART, "\ufffd")
 
 
 def subject_of(result: CheckResult) -> str:
@@ -111,9 +164,13 @@ def rule_of(result: CheckResult) -> str:
 
 def event_of(noted: NotedDecision, node: str, subjects: SubjectMode) -> DecisionEvent:
     """Return the row of a decision."""
-    now_ns, result, cost, caller, endpoint, method = noted
+    now_ns, result, cost, caller, endpoint, method, identity, request_id = noted
     decision = result.decision
     shadows = result.shadow_denied
+    has_limit = result.kind in {"limited", "unavailable"}
+    is_exact = result.kind == "limited" and not decision.degraded and decision.penalty is None
+    user, tenant, api_key, ip = identity
+    id_text = request_id.decode("latin-1") if isinstance(request_id, bytes) else request_id
     # Rounded up: a client that waits this many milliseconds is admitted. A client on the deny list
     # cannot wait.
     wait_ms = 0 if result.kind == "blocked" else -(-decision.retry_after_ns // 1_000_000)
@@ -130,7 +187,32 @@ def event_of(noted: NotedDecision, node: str, subjects: SubjectMode) -> Decision
         wait_ms,
         int(decision.degraded),
         json.dumps(_fitting(shadows)) if shadows else "[]",
+        limit_units=decision.limit if has_limit else 0,
+        window_ms=decision.policy.window_ns // 1_000_000 if has_limit else 0,
+        used_units=decision.limit - decision.remaining if is_exact else -1,
+        user_id=recorded_value(user, subjects),
+        tenant=recorded_value(tenant, subjects),
+        api_key="" if subjects == "none" else recorded_value(api_key, "hashed"),
+        ip=recorded_value(ip, subjects),
+        request_id=cleaned(id_text, REQUEST_ID_LENGTH_MAX),
+        rules=json.dumps(outcomes_of(result)),
     )
+
+
+def outcomes_of(result: CheckResult) -> dict[str, str]:
+    """Return the outcome of each rule that applied, as many as fit into the column.
+
+    After a denial by a penalty, the other rules were not checked.
+    """
+    decision = result.decision
+    if decision.allowed:
+        found = dict.fromkeys([each.rule for each in result.applied], "allowed")
+    else:
+        denied = decision.source if isinstance(decision.source, tuple) else (decision.rule,)
+        other = "allowed" if decision.penalty is None else "not_checked"
+        found = {each.rule: "denied" if each.rule in denied else other for each in result.applied}
+    found |= dict.fromkeys(result.shadow_denied, "shadow_denied")
+    return {rule: found[rule] for rule in _fitting(tuple(found))}
 
 
 def _fitting(shadows: tuple[str, ...]) -> list[str]:
@@ -173,12 +255,29 @@ def scope_parts(scope: Mapping[str, str], mode: SubjectMode) -> list[str]:
     return [recorded_subject(f"{name}:{value}", recorded) for name, value in scope.items()]
 
 
+def recorded_value(value: str | None, mode: SubjectMode) -> str:
+    """Return a field of the identity as it is recorded; "" if the request does not have it.
+
+    >>> recorded_value("acme", "plain"), recorded_value("acme", "none")
+    ('acme', '')
+    >>> recorded_value("acme", "hashed")
+    '#7dd7eea36c357c826d21bc31'
+    """
+    if not value or mode == "none":
+        return ""
+    return _digest(_cut(value) or "") if mode == "hashed" else cleaned(value, IDENTITY_LENGTH_MAX)
+
+
 def _hashed(part: str) -> str:
     name, colon, value = part.partition(":")
     if not colon:
         return cleaned(part, SUBJECT_LENGTH_MAX)
+    return f"{cleaned(name, SUBJECT_LENGTH_MAX)}:{_digest(value)}"
+
+
+def _digest(value: str) -> str:
     digest = blake2b(value.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES)
-    return f"{cleaned(name, SUBJECT_LENGTH_MAX)}:#{digest.hexdigest()}"
+    return f"#{digest.hexdigest()}"
 
 
 def cleaned(text: str, length_max: int) -> str:
@@ -198,7 +297,8 @@ def cleaned(text: str, length_max: int) -> str:
 
 # The subject, the rule, and the minute since the epoch.
 Bucket = tuple[str, str, int]
-# Allowed, denied, units: a list, because the path of a request adds to it.
+# Allowed, denied, units, shadow denials, and denials by a rule that does not count this subject: a
+# list, because the path of a request adds to it.
 Counts = list[int]
 
 
@@ -211,14 +311,28 @@ class UsageIncrement(NamedTuple):
     allowed: int
     denied: int
     units: int
+    shadow_denied: int = 0
+    denied_indirectly: int = 0
+
+    @property
+    def requests(self) -> int:
+        """The number of requests that this increment counts."""
+        return self.allowed + self.denied + self.shadow_denied + self.denied_indirectly
 
 
 class UsageBuckets:
     """Buckets in memory, for one thread."""
 
-    __slots__ = ("_buckets_max", "_others_max", "buckets", "dropped")
+    __slots__ = ("_buckets_max", "_is_known", "_others_max", "buckets", "dropped")
 
-    def __init__(self, buckets_max: int = BUCKETS_MAX, others_max: int = OTHERS_MAX) -> None:
+    def __init__(
+        self,
+        buckets_max: int = BUCKETS_MAX,
+        others_max: int = OTHERS_MAX,
+        is_known: Callable[[tuple[str, str]], bool] | None = None,
+    ) -> None:
+        """`is_known`: half of the buckets are for subjects and rules that it accepts."""
+        self._is_known = is_known
         self.buckets: dict[Bucket, Counts] = {}
         self._buckets_max = buckets_max
         self._others_max = others_max
@@ -231,7 +345,11 @@ class UsageBuckets:
     def new(self, bucket: Bucket) -> Counts:
         """Return the counts of a new bucket, or those of OTHERS if there is no room."""
         buckets = self.buckets
-        if len(buckets) >= self._buckets_max:
+        if len(buckets) >= self._buckets_max or (
+            self._is_known is not None
+            and len(buckets) >= self._buckets_max // 2
+            and not self._is_known(bucket[:2])
+        ):
             _, rule, minute = bucket
             bucket = (OTHERS, rule, minute)
             found = buckets.get(bucket)
@@ -239,8 +357,8 @@ class UsageBuckets:
                 return found
             if len(buckets) >= self._buckets_max + self._others_max:
                 self.dropped += 1
-                return [0, 0, 0]
-        counts = buckets[bucket] = [0, 0, 0]
+                return [0, 0, 0, 0, 0]
+        counts = buckets[bucket] = [0, 0, 0, 0, 0]
         return counts
 
     def add(self, bucket: Bucket, counts: Counts) -> None:
@@ -255,10 +373,16 @@ class UsageBuckets:
             mine[at] += count
 
     def take(self, limit: int) -> list[UsageIncrement]:
-        """Remove and return the oldest buckets, sorted: all writers lock rows in this order."""
+        """Remove and return the oldest buckets."""
         found = []
-        for bucket in sorted(islice(self.buckets, limit)):
+        for bucket in list(islice(self.buckets, limit)):
             subject, rule, minute = bucket
             counts = self.buckets.pop(bucket)
             found.append(UsageIncrement(subject, rule, minute * MINUTE_SECONDS, *counts))
         return found
+
+    def put_back(self, increments: Iterable[UsageIncrement]) -> None:
+        """Add what `take` returned."""
+        for each in increments:
+            bucket = (each.subject, each.rule, each.start_s // MINUTE_SECONDS)
+            self.add(bucket, list(each[3:]))

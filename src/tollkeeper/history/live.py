@@ -41,8 +41,8 @@ SECONDS_COUNTED: Final = HALF_LIFE_SECONDS / log(2)
 # A smaller count is not reported: the item did not occur in the last minutes.
 _COUNT_MIN: Final = 0.5
 
-# Two sketches and the penalties: 3,000 entries, each with a subject of 512 characters and a rule.
-FILE_BYTES_MAX: Final = 8 * 1024 * 1024
+# Three sketches and the penalties: 4,000 entries, each with a subject of 512 characters and a rule.
+FILE_BYTES_MAX: Final = 12 * 1024 * 1024
 PENALTIES_MAX: Final = 1_000
 SUFFIX: Final = ".live"
 
@@ -179,6 +179,7 @@ class WorkerReport(msgspec.Struct):
     checks: SketchData
     denied: SketchData
     penalties: list[ActivePenalty] = []
+    shadow_denied: SketchData = msgspec.field(default_factory=lambda: SketchData([], 0.0, 0.0))
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from sqlalchemy import text
 
 from tollkeeper.history.events import (
+    OTHERS,
     PART,
+    REQUEST_ID_LENGTH_MAX,
     SUBJECT_LENGTH_MAX,
     DecisionEvent,
     SubjectMode,
     cleaned,
     recorded_subject,
+    recorded_value,
     scope_parts,
 )
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from tollkeeper.control.database import Database
 
 UsageStep = Literal["minute", "hour", "day"]
+Outcome = Literal["allowed", "denied", "shadow_denied"]
 
 STEP_SECONDS: Final[Mapping[UsageStep, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
 # A whole list is queried in pages and returned in smaller pieces, so that other requests run
@@ -43,15 +47,31 @@ _USAGE: Final = """
 SELECT * FROM (
     SELECT start_s / :step * :step AS start_s,
            CASE WHEN step_s > :step THEN step_s ELSE :step END AS step_s,
-           subject, rule, sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units
+           subject, rule, sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units,
+           sum(shadow_denied) AS shadow_denied, sum(denied_indirectly) AS denied_indirectly
     FROM tollkeeper_usage WHERE {where}
-    GROUP BY 1, 2, subject, rule
+    GROUP BY 1, 2, subject, rule {having}
 ) AS found {after} ORDER BY start_s, subject, rule, step_s LIMIT :limit
 """
 _AFTER: Final = (
     "WHERE (start_s, subject, rule, step_s) > (:start_s, :after_subject, :after_rule, :after_step)"
 )
+# The counts of usage that an outcome selects.
+_COUNT_OF: Final = {
+    "checks": "allowed + denied",
+    "allowed": "allowed",
+    "denied": "denied + denied_indirectly",
+    "shadow_denied": "shadow_denied",
+}
+_MOST: Final = """
+SELECT subject, rule, sum({count}) AS most FROM tollkeeper_usage WHERE {where}
+GROUP BY subject, rule HAVING sum({count}) > 0 ORDER BY most DESC, subject, rule LIMIT :limit
+"""
 _DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {order} LIMIT :limit"
+
+
+# The columns of a decision's identity, by the field of the request.
+_COLUMNS: Final = {"user": "user_id", "tenant": "tenant", "api_key": "api_key", "ip": "ip"}
 
 
 class UsageRow(NamedTuple):
@@ -64,6 +84,16 @@ class UsageRow(NamedTuple):
     allowed: int
     denied: int
     units: int
+    shadow_denied: int = 0
+    denied_indirectly: int = 0
+
+
+class MostRow(NamedTuple):
+    """The count of a subject under a rule in a period."""
+
+    subject: str
+    rule: str
+    requests: int
 
 
 class DecisionRow(NamedTuple):
@@ -72,6 +102,7 @@ class DecisionRow(NamedTuple):
     id: int
     event: DecisionEvent
     shadow_denied: list[str]
+    rules: dict[str, str]
 
 
 class DecisionCursor(NamedTuple):
@@ -89,9 +120,14 @@ class RecordFilter:
     to_us: int
     subject: str | None = None
     rule: str | None = None
-    outcome: str | None = None
+    """The rule that decided; with the outcome `shadow_denied`, the rule in shadow mode."""
+    outcome: Outcome | None = None
+    user: str | None = None
+    """Of decisions: the user, the tenant and the ID of the request."""
+    tenant: str | None = None
+    request_id: str | None = None
     scope: Mapping[str, str] = field(default_factory=dict)
-    """Only subjects with all these parts: the scope of a token."""
+    """Only subjects with all these parts, and decisions on their requests: a token's scope."""
 
 
 class Records:
@@ -137,6 +173,7 @@ class Records:
         conditions = ["start_s >= :from_s", "start_s < :to_s"]
         given: dict[str, Any] = {"step": step_s, "from_s": from_s, "to_s": to_s, "limit": limit}
         self._narrow(wanted, conditions, given)
+        count = _COUNT_OF.get(wanted.outcome or "")
         if after is not None:
             conditions.append("(start_s / :step * :step > :start_s OR subject >= :after_subject)")
             given |= {
@@ -146,7 +183,9 @@ class Records:
                 "after_step": after.step_s,
             }
         statement = _USAGE.format(
-            where=" AND ".join(conditions), after="" if after is None else _AFTER
+            where=" AND ".join(conditions),
+            after="" if after is None else _AFTER,
+            having="" if count is None else f"HAVING sum({count}) > 0",
         )
         rows = await self._rows(statement, given)
         return [UsageRow(row[0], row[1], row[2], row[3], *map(int, row[4:])) for row in rows]
@@ -169,10 +208,8 @@ class Records:
         """Return one page of decisions before `before`, the newest first. Raises StoreError."""
         conditions = ["at_us >= :from_us", "at_us < :to_us"]
         given: dict[str, Any] = {"from_us": wanted.from_us, "to_us": wanted.to_us, "limit": limit}
-        self._narrow(wanted, conditions, given)
-        if wanted.outcome is not None:
-            conditions.append("outcome = :outcome")
-            given["outcome"] = wanted.outcome
+        self._narrow(wanted, conditions, given, of_decisions=True)
+        self._narrow_decisions(wanted, conditions, given)
         if before is not None:
             conditions.append("(at_us, id) < (:before_us, :before_id)")
             given |= {"before_us": before.at_us, "before_id": before.id}
@@ -182,23 +219,85 @@ class Records:
             order="ORDER BY at_us DESC, id DESC",
         )
         return [
-            DecisionRow(row[0], DecisionEvent(*row[1:]), json.loads(row[-1]))
+            DecisionRow(row[0], event, json.loads(event.shadow_denied), json.loads(event.rules))
             for row in await self._rows(statement, given)
+            for event in [DecisionEvent(*row[1:])]
         ]
 
-    def _narrow(self, wanted: RecordFilter, conditions: list[str], given: dict[str, Any]) -> None:
+    async def most(
+        self, wanted: RecordFilter, by: Literal["checks", "denied", "shadow_denied"], limit: int
+    ) -> list[MostRow]:
+        """Return the subjects with the most checks or denials in a period. Raises StoreError.
+
+        It reads all usage of the period, which is bounded like the table.
+        """
+        conditions = ["start_s >= :from_s", "start_s < :to_s", "subject <> :others"]
+        given: dict[str, Any] = {
+            "from_s": -(-wanted.from_us // 10**6),
+            "to_s": -(-wanted.to_us // 10**6),
+            "others": OTHERS,
+            "limit": limit,
+        }
+        self._narrow(wanted, conditions, given)
+        statement = _MOST.format(count=_COUNT_OF[by], where=" AND ".join(conditions))
+        rows = await self._rows(statement, given)
+        return [MostRow(subject, rule, int(count)) for subject, rule, count in rows]
+
+    def _narrow(
+        self,
+        wanted: RecordFilter,
+        conditions: list[str],
+        given: dict[str, Any],
+        *,
+        of_decisions: bool = False,
+    ) -> None:
         if wanted.subject is not None:
             conditions.append("subject = :subject")
             given["subject"] = recorded_subject(wanted.subject, self._subjects)
         if wanted.rule is not None:
-            conditions.append("rule = :rule")
             given["rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
+            if not of_decisions or wanted.outcome != "shadow_denied":
+                conditions.append("rule = :rule")
         find = "strpos" if self._database.is_postgresql else "instr"
-        for number, part in enumerate(scope_parts(wanted.scope, self._subjects)):
+        parts = scope_parts(wanted.scope, self._subjects)
+        for number, (name, part) in enumerate(zip(wanted.scope, parts, strict=True)):
             # Whole parts at any position: "tenant:acme" does not match "tenant:acme-2".
-            conditions.append(f"{find}(:sep || subject || :sep, :scope_{number}) > 0")
+            of_scope = f"{find}(:sep || subject || :sep, :scope_{number}) > 0"
             given["sep"] = PART
             given[f"scope_{number}"] = f"{PART}{part}{PART}"
+            value = self._identity(name, wanted.scope[name]) if of_decisions else ""
+            if value:
+                of_scope = f"({of_scope} OR {_COLUMNS[name]} = :value_{number})"
+                given[f"value_{number}"] = value
+            conditions.append(of_scope)
+
+    def _narrow_decisions(
+        self, wanted: RecordFilter, conditions: list[str], given: dict[str, Any]
+    ) -> None:
+        """Add the conditions that only decisions have; each has an index."""
+        if wanted.outcome == "shadow_denied":
+            conditions.append("shadow_denied <> '[]'")
+            if wanted.rule is not None:
+                find = "strpos" if self._database.is_postgresql else "instr"
+                conditions.append(f"{find}(shadow_denied, :shadow) > 0")
+                given["shadow"] = json.dumps(given.pop("rule"))
+        elif wanted.outcome is not None:
+            conditions.append("outcome = :outcome")
+            given["outcome"] = wanted.outcome
+        for name, value in (("user", wanted.user), ("tenant", wanted.tenant)):
+            if value is not None:
+                # The indexes have no empty values.
+                conditions += [f"{_COLUMNS[name]} = :{name}", f"{_COLUMNS[name]} <> ''"]
+                given[name] = self._identity(name, value)
+        if wanted.request_id is not None:
+            conditions += ["request_id = :request_id", "request_id <> ''"]
+            given["request_id"] = cleaned(wanted.request_id, REQUEST_ID_LENGTH_MAX)
+
+    def _identity(self, name: str, value: str) -> str:
+        """Return a field of the identity as it was recorded; "" if it is not recorded."""
+        if name not in _COLUMNS or self._subjects == "none":
+            return ""
+        return recorded_value(value, "hashed" if name == "api_key" else self._subjects)
 
     async def _rows(self, statement: str, given: Mapping[str, Any]) -> list[Any]:
         async with self._database.reading() as connection:

@@ -30,13 +30,19 @@ from tollkeeper.history.events import (
     LISTED,
     METHOD_LENGTH_MAX,
     MINUTE_NS,
+    Bucket,
+    Counts,
     DecisionEvent,
     NotedDecision,
     SubjectMode,
     UsageBuckets,
     caller_of,
     event_of,
+    identity_of,
     recorded_subject,
+    rule_of,
+    subject_of,
+    subject_of_field,
 )
 from tollkeeper.history.live import (
     PENALTIES_MAX,
@@ -63,7 +69,7 @@ CLOSE_SECONDS_MAX: Final = 1.0
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
 
-TopBy = Literal["checks", "denied"]
+TopBy = Literal["checks", "denied", "shadow_denied"]
 # A subject and a rule.
 SubjectRule = tuple[str, str]
 Portion = TypeVar("Portion")
@@ -125,14 +131,25 @@ class Recorder:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._ending: asyncio.Event | None = None
-        self._sketches: dict[TopBy, Sketch[SubjectRule]] = {"checks": Sketch(), "denied": Sketch()}
+        self._sketches: dict[TopBy, Sketch[SubjectRule]] = {
+            "checks": Sketch(),
+            "denied": Sketch(),
+            "shadow_denied": Sketch(),
+        }
         self._lock = threading.Lock()  # of the sketches, which other threads read
 
     # ── On the path ──────────────────────────────────────────────────────────────────────────
 
-    def note(self, request: Request, result: CheckResult, cost: int, now_ns: int) -> None:
-        """Record a decision; `now_ns` is the Unix time."""
-        decision, applied, kind, shadows, counted = result
+    def note(
+        self,
+        request: Request,
+        result: CheckResult,
+        cost: int,
+        now_ns: int,
+        request_id: bytes | str = b"",
+    ) -> None:
+        """Record a decision; `now_ns` is the Unix time, `request_id` that of the reply."""
+        decision, applied, kind, shadows, counted, _ = result
         allowed = decision.allowed
         minute = now_ns // MINUTE_NS
         if len(counted) == 1:
@@ -150,30 +167,38 @@ class Recorder:
             self._note_several(result, allowed, minute)
         elif kind != "unlimited":
             self._note_uncounted(request, result, cost, minute)
-        if not allowed or shadows or random() < self._share:  # noqa: S311 - a sample
-            noted = self._noted
-            if len(noted) >= EVENTS_MAX:
-                self._dropped += 1
-                return
-            caller = "" if counted else caller_of(request)
-            endpoint, method = request.endpoint, request.method
-            # The buffer is bounded in bytes, too: a path may be very long.
-            if endpoint is not None and len(endpoint) > ENDPOINT_LENGTH_MAX:
-                endpoint = endpoint[: ENDPOINT_LENGTH_MAX + 1]
-            if method is not None and len(method) > METHOD_LENGTH_MAX:
-                method = method[: METHOD_LENGTH_MAX + 1]
-            noted.append((now_ns, result, cost, caller, endpoint, method))
-            if len(noted) == BATCH_EVENTS_MAX:
-                self._hand_over()
+        if not allowed or shadows:
+            self._note_denials(request, result, minute)
+        elif random() >= self._share:  # noqa: S311 - a sample
+            return
+        noted = self._noted
+        if len(noted) >= EVENTS_MAX:
+            self._dropped += 1
+            return
+        caller = "" if counted else caller_of(request)
+        endpoint, method = request.endpoint, request.method
+        # The buffer is bounded in bytes, too: a path may be very long.
+        if endpoint is not None and len(endpoint) > ENDPOINT_LENGTH_MAX:
+            endpoint = endpoint[: ENDPOINT_LENGTH_MAX + 1]
+        if method is not None and len(method) > METHOD_LENGTH_MAX:
+            method = method[: METHOD_LENGTH_MAX + 1]
+        identity = identity_of(request)
+        noted.append((now_ns, result, cost, caller, endpoint, method, identity, request_id))
+        if len(noted) == BATCH_EVENTS_MAX:
+            self._hand_over()
 
     def note_all(
-        self, checks: Sequence[tuple[Request, int]], results: Sequence[CheckResult], now_ns: int
+        self,
+        checks: Sequence[tuple[Request, int]],
+        results: Sequence[CheckResult],
+        now_ns: int,
+        request_id: bytes | str = b"",
     ) -> None:
         """Record decisions of an atomic batch: if one denies, the others spent nothing."""
         all_pass = all(result.decision.allowed for result in results)
         for (request, cost), result in zip(checks, results, strict=True):
             if all_pass or not result.decision.allowed:
-                self.note(request, result, cost, now_ns)
+                self.note(request, result, cost, now_ns, request_id)
 
     def settle(self, result: CheckResult, units: int, now_ns: int) -> None:
         """Correct usage by units that were spent, or given back (below 0), after a check.
@@ -183,23 +208,15 @@ class Recorder:
         """
         minute = now_ns // MINUTE_NS
         for applied, (subject, each) in zip(result.applied, result.counted, strict=False):
-            bucket = (subject, applied.rule, minute)
-            counts = self._buckets.get(bucket)
-            if counts is None:
-                counts = self._usage.new(bucket)
-            counts[2] += units * each
+            self._counts((subject, applied.rule, minute))[2] += units * each
 
     def _note_several(self, result: CheckResult, allowed: bool, minute: int) -> None:
-        buckets = self._buckets
         rule = result.decision.rule
         for applied, (subject, units) in zip(result.applied, result.counted, strict=True):
             # A denial counts for the rule that denied; the others charged nothing.
             if not allowed and applied.rule != rule:
                 continue
-            bucket = (subject, applied.rule, minute)
-            counts = buckets.get(bucket)
-            if counts is None:
-                counts = self._usage.new(bucket)
+            counts = self._counts((subject, applied.rule, minute))
             if allowed:
                 counts[0] += 1
                 counts[2] += units
@@ -211,13 +228,32 @@ class Recorder:
     ) -> None:
         """Count usage under a list, or under limits that came with the call."""
         rule = LISTED.get(result.kind) or (result.applied[0].rule if result.applied else "")
-        bucket = (caller_of(request), rule, minute)
-        counts = self._buckets.get(bucket) or self._usage.new(bucket)
+        counts = self._counts((caller_of(request), rule, minute))
         if result.decision.allowed:
             counts[0] += 1
             counts[2] += cost
         else:
             counts[1] += 1
+
+    def _note_denials(self, request: Request, result: CheckResult, minute: int) -> None:
+        """Count shadow denials, and a denial for the subjects that its rule does not count."""
+        for rule, subject in zip(result.shadow_denied, result.shadow_subjects, strict=False):
+            self._counts((subject, rule, minute))[3] += 1
+        if result.decision.allowed:
+            return
+        counted = result.counted
+        denied_as = subject_of(result) if counted else caller_of(request)
+        subjects = {subject for subject, _ in counted} if len(counted) > 1 else set()
+        for name, value in (("tenant", request.tenant), ("user", request.user)):
+            if value is not None:
+                subjects.add(subject_of_field(name, value))
+        subjects.discard(denied_as)
+        rule = rule_of(result) if subjects else ""
+        for subject in subjects:
+            self._counts((subject, rule, minute))[4] += 1
+
+    def _counts(self, bucket: Bucket) -> Counts:
+        return self._buckets.get(bucket) or self._usage.new(bucket)
 
     def _hand_over(self) -> None:
         if self._is_behind or self._loop is None:
@@ -311,19 +347,24 @@ class Recorder:
         usage = self._sink.usage
         checks: dict[SubjectRule, float] = {}
         denied: dict[SubjectRule, float] = {}
+        shadow_denied: dict[SubjectRule, float] = {}
         for portion in _portions(list(handed.usage.buckets.items())):
             for (counted, rule, minute), counts in portion:
                 subject = recorded_subject(counted, self.subjects)
                 usage.add((subject, rule, minute), counts)
                 key = (subject, rule)
-                checks[key] = checks.get(key, 0) + counts[0] + counts[1]
+                if requests := counts[0] + counts[1]:
+                    checks[key] = checks.get(key, 0) + requests
                 if counts[1]:
                     denied[key] = denied.get(key, 0) + counts[1]
+                if counts[3]:
+                    shadow_denied[key] = shadow_denied.get(key, 0) + counts[3]
             await asyncio.sleep(PORTION_PAUSE_SECONDS)
         now_s = self._monotonic_s()
         with self._lock:
             self._sketches["checks"].add(checks, now_s)
             self._sketches["denied"].add(denied, now_s)
+            self._sketches["shadow_denied"].add(shadow_denied, now_s)
         self._sink.offer(handed.noted)
 
     def _row_of(self, noted: NotedDecision) -> DecisionEvent:
@@ -347,7 +388,7 @@ class Recorder:
         with self._lock:
             data = {by: SketchData(*sketch.data(now_s)) for by, sketch in self._sketches.items()}
         penalties = list(self._penalties())[:PENALTIES_MAX]
-        return WorkerReport(now_s, data["checks"], data["denied"], penalties)
+        return WorkerReport(now_s, data["checks"], data["denied"], penalties, data["shadow_denied"])
 
     # ── Queries ──────────────────────────────────────────────────────────────────────────────
 
@@ -357,11 +398,18 @@ class Recorder:
         return self._dropped + self._usage.dropped + lost
 
     def top(self, by: TopBy, limit: int) -> tuple[list[HeavyHitter[SubjectRule]], float]:
-        """Return the subjects of all workers with most checks or denials, and the count of all."""
+        """Return the subjects of all workers with most checks or denials, and the count of all.
+
+        `shadow_denied`: denials that rules in shadow mode did not enforce.
+        """
         now_s = self._monotonic_s()
         merged: Sketch[SubjectRule] = Sketch(now_s=now_s)
         for report in self._all():
-            data = report.checks if by == "checks" else report.denied
+            data = {
+                "checks": report.checks,
+                "denied": report.denied,
+                "shadow_denied": report.shadow_denied,
+            }[by]
             merged.merge(data.counts, data.missed, data.total, now_s - report.at_s)
         return merged.top(limit, now_s), merged.total
 

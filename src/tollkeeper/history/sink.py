@@ -8,6 +8,17 @@ If the connection breaks during a commit, the client cannot know whether the bat
 So each batch has a number, and the transaction stores the last number of its writer: a batch that
 is already there is not added again. The sums are exact, whatever happens to connections.
 
+**Room.** The tables are bounded (`tables.py`). A writer adds rows while it has *room*. It asks for
+a new measurement when half of it is used, and drops decisions when none is left. Usage is never
+dropped: rows that are not admitted are added to those of OTHERS.
+
+**New subjects.** A client may send a random key with every request. A writer adds at most
+NEW_SUBJECTS_MAX subjects a minute that the database does not know, the busiest of each batch first.
+Subjects that have usage in the database are admitted while there is room. It remembers KNOWN_MAX
+of them, and looks up others when it has no more room for new ones. So a flood of random keys does
+not hide the usage of known clients, neither on disk nor in memory: half of the buckets are only for
+known subjects.
+
 All of this runs in an event loop of its own, in a thread of its own (`recorder.py`).
 """
 
@@ -22,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -30,13 +42,24 @@ from sqlalchemy import text
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.history import tables
 from tollkeeper.history.events import (
+    MINUTE_NS,
     MINUTE_SECONDS,
     NUMBER_MAX,
+    OTHERS,
+    Bucket,
+    Counts,
     DecisionEvent,
     UsageBuckets,
     UsageIncrement,
 )
-from tollkeeper.history.tables import TRIM_SECONDS, Retention, Trimmer
+from tollkeeper.history.tables import (
+    DECISION_BYTES,
+    TRIM_SECONDS,
+    USAGE_BYTES,
+    Retention,
+    Room,
+    Trimmer,
+)
 
 if TYPE_CHECKING:
     from datetime import date
@@ -52,9 +75,17 @@ BATCH_EVENTS_MAX: Final = 1_000
 BATCH_BUCKETS_MAX: Final = 5_000
 # Rows bound at a time: between them, the worker's event loop gets Python's lock and answers.
 STATEMENT_ROWS: Final = 100
+NEW_SUBJECTS_MAX: Final = 10_000
+# Subjects that a writer remembers, and how many others it looks up for a batch, the busiest first.
+KNOWN_MAX: Final = 100_000
+LOOKUPS_MAX: Final = 1_000
+# A writer that has used half of its room asks for more this often.
+URGENT_SECONDS: Final = 1.0
 RETRY_SECONDS_MIN: Final = 0.5
 RETRY_SECONDS_MAX: Final = 30.0
 _PAUSE_SECONDS: Final = 0.000_5
+# Positions in the room that is left: rows, followed by bytes.
+_DECISIONS, _USAGE = 0, 2
 
 _NOW: Final = text("SELECT floor(extract(epoch FROM clock_timestamp()))::bigint")
 _CLAIM_BATCH: Final = text(
@@ -71,10 +102,13 @@ _ADD_EVENT: Final = (
 _ADD_USAGE: Final = (
     "INSERT INTO tollkeeper_usage AS kept "  # noqa: S608 - our own names
     f"({', '.join(UsageIncrement._fields)}, step_s) "
-    f"VALUES ({{places}}, {MINUTE_SECONDS}) "
-    "ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET "
-    "allowed = kept.allowed + excluded.allowed, denied = kept.denied + excluded.denied, "
-    "units = kept.units + excluded.units"
+    f"VALUES ({{places}}, {MINUTE_SECONDS}) {tables.ADD_COUNTS}"
+)
+# Which of these subjects and rules have usage.
+_KNOWN: Final = (
+    "WITH asked (subject, rule) AS (VALUES {places}) SELECT subject, rule FROM asked "
+    "WHERE EXISTS (SELECT 1 FROM tollkeeper_usage AS kept "
+    "WHERE kept.subject = asked.subject AND kept.rule = asked.rule)"
 )
 # Errors of a value, not of the database: classes of SQLSTATE, and errors that drivers raise.
 _DATA_CLASSES: Final = ("22", "23")
@@ -129,7 +163,8 @@ class Sink:
         self._retention = retention or Retention()
         self._trimmer = Trimmer(database, self._retention)
         self._events: deque[Any] = deque()
-        self.usage = UsageBuckets()
+        self._subjects = _Subjects()
+        self.usage = UsageBuckets(is_known=self._subjects.is_known)
         """Usage to write; callers add to it."""
         self._usage_due_s = 0.0
         self._numbers = 0
@@ -139,7 +174,10 @@ class Sink:
         self._add_event = _with_placeholders(_ADD_EVENT, len(DecisionEvent._fields), database)
         self._add_usage = _with_placeholders(_ADD_USAGE, len(UsageIncrement._fields), database)
         self._has_tables = False
+        self._room: Room | None = None
+        self._room_left: list[int] = []
         self._trim_at_s = 0.0
+        self._urgent_at_s = 0.0
         self._failures = 0
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -181,6 +219,7 @@ class Sink:
         try:
             await self._prepare()
             while await self.write() and not self._stopping.is_set():
+                await self._trim()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), self._pace.batch_seconds)
             await self._trim()
@@ -231,6 +270,7 @@ class Sink:
         if found is None:
             async with self._database.writing_shared() as connection:
                 await tables.create(connection, is_postgresql=is_postgresql)
+        self._use_room(await self._trimmer.join(self._writer, self._now_ns() // 10**9))
         self._has_tables = True
 
     async def write(self) -> bool:
@@ -248,15 +288,18 @@ class Sink:
         except (ValueError, OverflowError, TypeError) as error:  # the driver cannot encode a value
             self._drop(batch, error)
         self._pending = None
+        await self._database.cut_log()
         self.written += len(batch.events)
         return len(self._events) >= BATCH_EVENTS_MAX or self._is_usage_due()
 
     async def _next(self) -> RecordBatch | None:
+        if self._is_room_used():
+            await self._trim()
         count = min(len(self._events), BATCH_EVENTS_MAX)
-        events = await self._rows([self._events.popleft() for _ in range(count)])
+        events = self._with_room(await self._rows([self._events.popleft() for _ in range(count)]))
         usage: list[UsageIncrement] = []
         if self._is_usage_due():
-            usage = self.usage.take(BATCH_BUCKETS_MAX)
+            usage = await self._admitted(self.usage.take(BATCH_BUCKETS_MAX))
             if not len(self.usage):
                 self._usage_due_s = time.monotonic() + self._pace.usage_seconds
         if not events and not usage:
@@ -273,6 +316,104 @@ class Sink:
             rows += map(self._row_of, some)
             await asyncio.sleep(_PAUSE_SECONDS)
         return rows
+
+    # ── Room ─────────────────────────────────────────────────────────────────────────────────
+
+    def _use_room(self, room: Room) -> None:
+        if self._room is None or room.measured != self._room.measured:
+            self._room, self._room_left = room, list(room[1:])
+
+    def _is_room_used(self) -> bool:
+        """Return True if half of the room for decisions or for usage is used."""
+        return self._is_half_used(_DECISIONS) or self._is_half_used(_USAGE)
+
+    def _is_half_used(self, at: int) -> bool:
+        given = self._room
+        return given is not None and (
+            self._half_left(at) <= 0 or self._room_left[at + 1] <= given[at + 2] // 2
+        )
+
+    def _half_left(self, at: int) -> int:
+        """Return the rows until half of the room is used."""
+        return 0 if self._room is None else self._room_left[at] - self._room[at + 1] // 2
+
+    def _has_room(self, at: int, row_bytes: int) -> bool:
+        """Take room for a row; return False if there is none."""
+        left = self._room_left
+        if left[at] < 1 or left[at + 1] < row_bytes:
+            return False
+        left[at] -= 1
+        left[at + 1] -= row_bytes
+        return True
+
+    def _with_room(self, events: list[DecisionEvent]) -> list[DecisionEvent]:
+        """Return the decisions that there is room for; the others are dropped."""
+        for at, each in enumerate(events):
+            if not self._has_room(_DECISIONS, _row_bytes(each, DECISION_BYTES)):
+                self._dropped += len(events) - at
+                return events[:at]
+        return events
+
+    async def _admitted(self, usage: list[UsageIncrement]) -> list[UsageIncrement]:
+        """Return the usage to write, with the subjects that are not admitted under OTHERS.
+
+        The rows are sorted, OTHERS last: all writers lock rows in this order.
+        """
+        subjects = self._subjects
+        subjects.begin(self._now_ns() // MINUTE_NS)
+        usage.sort(key=attrgetter("requests"), reverse=True)
+        unknown = [
+            each for each in usage if each.subject != OTHERS and not subjects.is_known(each[:2])
+        ]
+        if len(unknown) > min(subjects.new_left, self._half_left(_USAGE)):
+            try:
+                await self._look_up(unknown[:LOOKUPS_MAX])
+            except BaseException:
+                self.usage.put_back(usage)
+                raise
+        admitted: list[UsageIncrement] = []
+        folded: dict[Bucket, Counts] = {}
+        # The known subjects take their room first.
+        for each in sorted(usage, key=lambda each: not subjects.is_known(each[:2])):
+            if self._is_admitted(each):
+                admitted.append(each)
+            else:
+                counts = folded.setdefault((OTHERS, each.rule, each.start_s), [0] * 5)
+                for at, count in enumerate(each[3:]):
+                    counts[at] += count
+        admitted.sort()
+        return admitted + [UsageIncrement(*key, *counts) for key, counts in sorted(folded.items())]
+
+    def _is_admitted(self, used: UsageIncrement) -> bool:
+        """Return True if the usage of a subject gets a row of its own, and take its room."""
+        subjects = self._subjects
+        if used.subject == OTHERS:
+            return False
+        if subjects.has_row(used[:3]):
+            return True
+        is_known = subjects.is_known(used[:2])
+        # Half of the room is for known subjects only.
+        if not is_known and (not subjects.new_left or self._is_half_used(_USAGE)):
+            return False
+        if not self._has_room(_USAGE, _row_bytes(used, USAGE_BYTES)):
+            return False
+        subjects.new_left -= not is_known
+        subjects.add_row(used[:3])
+        return True
+
+    async def _look_up(self, usage: Sequence[UsageIncrement]) -> None:
+        """Note the subjects that have usage in the database as known."""
+        for some in _chunks(usage):
+            # Each pair once: a batch may have several minutes of a subject.
+            pairs = list(dict.fromkeys((each.subject, each.rule) for each in some))
+            places = _places(2 * len(pairs), self._database)
+            asked = ", ".join(map("({}, {})".format, places[::2], places[1::2]))
+            given = tuple(value for pair in pairs for value in pair)
+            async with self._database.reading() as connection:
+                found = await connection.exec_driver_sql(_KNOWN.format(places=asked), given)
+                for row in found:
+                    self._subjects.add(tuple(row))
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     def _is_usage_due(self) -> bool:
         return len(self.usage) > 0 and time.monotonic() >= self._usage_due_s
@@ -317,16 +458,21 @@ class Sink:
 
     def _drop(self, batch: RecordBatch, error: Exception) -> None:
         log.error("a batch of records is dropped: %s", error)
-        self._dropped += len(batch.events) + sum(each.allowed + each.denied for each in batch.usage)
+        self._dropped += len(batch.events) + sum(each.requests for each in batch.usage)
 
     async def _trim(self) -> None:
-        if time.monotonic() < self._trim_at_s and not self._trimmer.is_behind:
+        now_s = time.monotonic()
+        urgent = self._is_room_used() and now_s >= self._urgent_at_s
+        if now_s < self._trim_at_s and not self._trimmer.is_behind and not urgent:
             return
-        # Workers try at different moments, and the first one trims for all.
-        spread = _random.uniform(0.5, 1.0)
-        self._trim_at_s = time.monotonic() + TRIM_SECONDS * spread
-        if await self._trimmer.trim(await self._database_time_s()):
+        self._urgent_at_s = now_s + URGENT_SECONDS
+        if now_s >= self._trim_at_s:
+            # Workers try at different moments, and the first one trims for all.
+            self._trim_at_s = now_s + TRIM_SECONDS * _random.uniform(0.5, 1.0)
+        database_s = await self._database_time_s()
+        if await self._trimmer.trim(database_s, urgent=urgent):
             self._days = set()
+        self._use_room(await self._trimmer.room())
 
     async def _database_time_s(self) -> int:
         """Return the time of PostgreSQL's clock; for SQLite, this machine's.
@@ -342,14 +488,69 @@ class Sink:
 
 def _with_placeholders(statement: str, count: int, database: Database) -> str:
     """Return the statement with the placeholders of the database's driver."""
-    places = [f"${place + 1}" if database.is_postgresql else "?" for place in range(count)]
-    return statement.format(places=", ".join(places))
+    return statement.format(places=", ".join(_places(count, database)))
+
+
+def _places(count: int, database: Database) -> list[str]:
+    return [f"${place + 1}" if database.is_postgresql else "?" for place in range(count)]
+
+
+class _Subjects:
+    """The subjects that one writer knows, and the rows that it has written in this minute.
+
+    Both are kept as hashes of the subject, the rule (and the minute), in a bounded number. When
+    KNOWN_MAX subjects are known, the older half is forgotten.
+    """
+
+    __slots__ = ("_known", "_minute", "_older", "_rows", "new_left")
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._older: set[int] = set()
+        self._rows: set[int] = set()
+        self._minute = 0
+        self.new_left = NEW_SUBJECTS_MAX
+        """How many subjects that are not known may still be added in this minute."""
+
+    def begin(self, minute: int) -> None:
+        """Start counting again if another minute has begun."""
+        if minute != self._minute:
+            self._minute, self._rows, self.new_left = minute, set(), NEW_SUBJECTS_MAX
+
+    def is_known(self, pair: tuple[Any, ...]) -> bool:
+        """Return True if this subject has usage under this rule in the database."""
+        key = hash(pair)
+        return key in self._known or key in self._older
+
+    def add(self, pair: tuple[Any, ...]) -> None:
+        """Note that a subject has usage under a rule."""
+        if len(self._known) >= KNOWN_MAX // 2:
+            self._known, self._older = set(), self._known
+        self._known.add(hash(pair))
+
+    def has_row(self, row: tuple[Any, ...]) -> bool:
+        """Return True if this writer has written the row: to add to it takes no room."""
+        return hash(row) in self._rows
+
+    def add_row(self, row: tuple[Any, ...]) -> None:
+        """Note that a row is written."""
+        self.add(row[:2])
+        if len(self._rows) < KNOWN_MAX:
+            self._rows.add(hash(row))
+
+
+def _row_bytes(row: tuple[Any, ...], bytes_each: int) -> int:
+    """Return the bytes that a row takes at most, with its indexes."""
+    return bytes_each + tables.TEXT_COPIES * sum(
+        len(each) if each.isascii() else len(each.encode("utf-8", "replace"))
+        for each in row
+        if isinstance(each, str)
+    )
 
 
 def _fitting(used: UsageIncrement) -> tuple[Any, ...]:
     """Return the row with units that both databases can store."""
-    *others, units = used
-    return (*others, min(units, NUMBER_MAX))
+    return tuple(used._replace(units=min(used.units, NUMBER_MAX)))
 
 
 def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -3,11 +3,12 @@
     tollkeeper_decisions        denials, and a share of the allowed requests; one row each
     tollkeeper_usage            usage by subject and rule, per minute or per hour
     tollkeeper_record_writers   the last batch of each writer, so that no batch is added twice
-    tollkeeper_record_state     one row: the version of these tables, and when they were trimmed
+    tollkeeper_record_state     one row: the version of these tables, when they were trimmed, and
+                                how much each writer may add
 
-The first worker creates the tables that are missing (CREATE … IF NOT EXISTS). The row in
-`tollkeeper_record_state` has their version. There are no migrations, because all records may be
-dropped. Tables of an unknown version are rejected.
+The first worker creates the tables that are missing (CREATE … IF NOT EXISTS), and adds the columns
+that an earlier version did not have. The row in `tollkeeper_record_state` has the version. Tables
+of an unknown version are rejected.
 
 Times are integers since the epoch, in UTC, with their unit in the column's name, so they compare
 and add up alike in both databases.
@@ -26,13 +27,31 @@ One worker of the fleet trims every TRIM_SECONDS: the one that first updates the
 stops after STEPS_MAX steps of each kind, some hundred milliseconds, and continues after its next
 batch: thousands of rows a second, more than a worker ever writes. If that is not enough, another
 worker helps a minute later.
+
+**The bound.** The records have a maximum of rows (of each table) and of bytes (of both). The worker
+that trims also counts rows and bytes, and publishes the *room* of each writer: a share of what is
+left until FULL. So does a worker that starts. A writer that has used its room adds no row until the
+next count, which it may ask for at once (`sink.py`). So the bound holds for any number of workers,
+and after one was killed.
+
+Above HIGH, the trimmer thins the *fullest hour* of the table, so that a flood of requests removes
+records of its own hour, and not those of quiet days:
+
+- Usage: minutes become hours early. Then the subjects with the fewest requests in that hour are
+  added to OTHERS, those without usage in another hour first. The sums stay right. A client that
+  sends random keys has one request under each, so real subjects stay.
+- Decisions: the sample of allowed requests goes first, then a random part of the rest.
+
+SQLite reuses freed pages, and returns them to the disk while the file is larger than HIGH.
+PostgreSQL reuses the space of rows after VACUUM, which the trimmer runs. Its size is computed from
+the rows, because freed space in a table is not visible without an extension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import text
 
@@ -40,13 +59,15 @@ from tollkeeper.control.database import lock
 from tollkeeper.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from sqlalchemy.ext.asyncio import AsyncConnection
 
     from tollkeeper.control.database import Database
 
-VERSION: Final = 1
+VERSION: Final = 2
+# Versions whose tables `create` extends.
+_EARLIER: Final = frozenset({1})
 # Partitions are created this many days ahead: enough for a database that fails over a weekend.
 DAYS_AHEAD: Final = 3
 DAY_US: Final = 86_400 * 10**6
@@ -71,11 +92,27 @@ CREATE TABLE IF NOT EXISTS tollkeeper_decisions (
     shadow_denied TEXT NOT NULL
 ) {partitioned}
 """
-_OTHERS: Final = (
-    "CREATE INDEX IF NOT EXISTS tollkeeper_decisions_at ON tollkeeper_decisions (at_us, id)",
-    """
-CREATE INDEX IF NOT EXISTS tollkeeper_decisions_of ON tollkeeper_decisions (subject, at_us, id)
-""",
+# Added after the tables were created: version 1 did not have these columns.
+_ADDED: Final = (
+    ("tollkeeper_decisions", "limit_units BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_decisions", "window_ms BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_decisions", "used_units BIGINT NOT NULL DEFAULT -1"),
+    ("tollkeeper_decisions", "region TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "user_id TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "tenant TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "api_key TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "ip TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "request_id TEXT NOT NULL DEFAULT ''"),
+    ("tollkeeper_decisions", "rules TEXT NOT NULL DEFAULT '{}'"),
+    ("tollkeeper_usage", "shadow_denied BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_usage", "denied_indirectly BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_record_state", "measured BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_record_state", "decision_rows BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_record_state", "decision_bytes BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_record_state", "usage_rows BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_record_state", "usage_bytes BIGINT NOT NULL DEFAULT 0"),
+)
+_TABLES: Final = (
     """
 CREATE TABLE IF NOT EXISTS tollkeeper_usage (
     subject TEXT NOT NULL,
@@ -87,7 +124,6 @@ CREATE TABLE IF NOT EXISTS tollkeeper_usage (
     units NUMERIC NOT NULL,
     PRIMARY KEY (subject, rule, start_s, step_s)
 )""",
-    "CREATE INDEX IF NOT EXISTS tollkeeper_usage_at ON tollkeeper_usage (start_s)",
     """
 CREATE TABLE IF NOT EXISTS tollkeeper_record_writers (
     writer TEXT NOT NULL PRIMARY KEY,
@@ -100,11 +136,28 @@ CREATE TABLE IF NOT EXISTS tollkeeper_record_state (
     version INTEGER NOT NULL,
     tended_s BIGINT NOT NULL
 )""",
-    f"""
-INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, {VERSION}, 0)
-ON CONFLICT (id) DO NOTHING
-""",  # noqa: S608 - our own number
 )
+# The name, the table, the columns, and the condition of a partial index.
+_INDEXES: Final = (
+    ("tollkeeper_decisions_at", "tollkeeper_decisions (at_us, id)"),
+    ("tollkeeper_decisions_of", "tollkeeper_decisions (subject, at_us, id)"),
+    ("tollkeeper_decisions_by", "tollkeeper_decisions (rule, at_us, id)"),
+    ("tollkeeper_decisions_user", "tollkeeper_decisions (user_id, at_us, id) WHERE user_id <> ''"),
+    ("tollkeeper_decisions_tenant", "tollkeeper_decisions (tenant, at_us, id) WHERE tenant <> ''"),
+    (
+        "tollkeeper_decisions_request",
+        "tollkeeper_decisions (request_id, at_us, id) WHERE request_id <> ''",
+    ),
+    (
+        "tollkeeper_decisions_shadow",
+        "tollkeeper_decisions (at_us, id) WHERE shadow_denied <> '[]'",
+    ),
+    ("tollkeeper_usage_at", "tollkeeper_usage (start_s)"),
+)
+_VERSION_ROW: Final = f"""
+INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, {VERSION}, 0)
+ON CONFLICT (id) DO UPDATE SET version = excluded.version
+"""  # noqa: S608 - our own number
 _STATE: Final = "tollkeeper_record_state"
 _NAMES: Final = ("tollkeeper_decisions", "tollkeeper_usage", "tollkeeper_record_writers", _STATE)
 _QUOTED: Final = ", ".join(f"'{name}'" for name in _NAMES)
@@ -116,14 +169,15 @@ _THERE: Final = {
 
 
 async def version(connection: AsyncConnection, *, is_postgresql: bool) -> int | None:
-    """Return the version of the tables; None if some are missing and may be created."""
+    """Return the version of the tables; None if `create` has something to create or to extend."""
     found = await connection.execute(text(_THERE[is_postgresql]))
     there = set(found.scalars())
     if _STATE not in there:
         return None
     row = await connection.execute(text(f"SELECT version FROM {_STATE}"))  # noqa: S608 - our own
     number: int | None = row.scalar_one_or_none()
-    return None if number == VERSION and len(there) < len(_NAMES) else number
+    is_incomplete = number == VERSION and len(there) < len(_NAMES)
+    return None if is_incomplete or number in _EARLIER else number
 
 
 def check_version(found: int | None, name: str) -> None:
@@ -136,14 +190,28 @@ def check_version(found: int | None, name: str) -> None:
 
 
 async def create(connection: AsyncConnection, *, is_postgresql: bool) -> None:
-    """Create the missing tables, in a transaction that waits for others that do the same."""
+    """Create the missing tables and columns, in a transaction that waits for others that do it."""
     if is_postgresql:
         await lock(connection, ADVISORY_LOCK)
     serial = "BIGSERIAL NOT NULL" if is_postgresql else "INTEGER PRIMARY KEY AUTOINCREMENT"
     partitioned = "PARTITION BY RANGE (at_us)" if is_postgresql else ""
     await connection.execute(text(_DECISIONS.format(serial=serial, partitioned=partitioned)))
-    for statement in _OTHERS:
+    for statement in _TABLES:
         await connection.execute(text(statement))
+    for table, column in _ADDED:
+        if is_postgresql:
+            await connection.execute(text(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {column}"))
+        elif column.split()[0] not in await _columns(connection, table):
+            await connection.execute(text(f"ALTER TABLE {table} ADD COLUMN {column}"))
+    for name, columns in _INDEXES:
+        await connection.execute(text(f"CREATE INDEX IF NOT EXISTS {name} ON {columns}"))
+    await connection.execute(text(_VERSION_ROW))
+
+
+async def _columns(connection: AsyncConnection, table: str) -> set[str]:
+    """Return the names of the columns of a table in SQLite."""
+    found = await connection.execute(text(f"PRAGMA table_info({table})"))
+    return {str(row[1]) for row in found}
 
 
 # ── Partitions of PostgreSQL ───────────────────────────────────────────────────────────────────
@@ -223,42 +291,41 @@ DAY_SECONDS: Final = 86_400
 # A writer that was silent for this long does not repeat a batch.
 WRITER_SECONDS: Final = 7 * DAY_SECONDS
 
+_COUNTS: Final = ("allowed", "denied", "units", "shadow_denied", "denied_indirectly")
+ADD_COUNTS: Final = "ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET " + ", ".join(
+    f"{each} = kept.{each} + excluded.{each}" for each in _COUNTS
+)
+_COUNTED: Final = {
+    "counts": ", ".join(_COUNTS),
+    "sums": ", ".join(f"sum({each}) AS {each}" for each in _COUNTS),
+    "added": ADD_COUNTS,
+}
 # PostgreSQL removes and adds the same rows in one statement, whatever other writers add meanwhile.
 _ROLL_UP: Final = """
 WITH gone AS (
     DELETE FROM tollkeeper_usage WHERE ctid = ANY (ARRAY(
         SELECT ctid FROM tollkeeper_usage WHERE step_s = 60 AND start_s < :before
         ORDER BY start_s LIMIT :limit FOR UPDATE SKIP LOCKED))
-    RETURNING subject, rule, start_s, allowed, denied, units
+    RETURNING *
 ), hours AS (
-    SELECT subject, rule, start_s / 3600 * 3600 AS hour_s, sum(allowed)::bigint AS allowed,
-           sum(denied)::bigint AS denied, sum(units) AS units
-    FROM gone GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
+    SELECT subject, rule, start_s / 3600 * 3600 AS hour_s, {sums}
+    FROM gone GROUP BY 1, 2, 3 ORDER BY subject = '(others)', 1, 2, 3
 ), added AS (
-    INSERT INTO tollkeeper_usage AS kept
-        (subject, rule, step_s, start_s, allowed, denied, units)
-    SELECT subject, rule, 3600, hour_s, allowed, denied, units FROM hours
-    ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET
-        allowed = kept.allowed + excluded.allowed,
-        denied = kept.denied + excluded.denied,
-        units = kept.units + excluded.units
+    INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
+    SELECT subject, rule, 3600, hour_s, {counts} FROM hours {added}
 )
 SELECT count(*) FROM gone
-"""
+""".format(**_COUNTED)  # noqa: S608 - our own text
 # SQLite has one writer at a time, so two statements find the same rows.
 _OLD_MINUTES: Final = (
     "SELECT rowid FROM tollkeeper_usage WHERE step_s = 60 AND start_s < :before "
     "ORDER BY start_s, rowid LIMIT :limit"
 )
-_ADD_HOURS: Final = f"""
-INSERT INTO tollkeeper_usage (subject, rule, step_s, start_s, allowed, denied, units)
-SELECT subject, rule, 3600, start_s / 3600 * 3600 AS hour_s, sum(allowed), sum(denied), sum(units)
-FROM tollkeeper_usage WHERE rowid IN ({_OLD_MINUTES}) GROUP BY subject, rule, hour_s
-ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET
-    allowed = allowed + excluded.allowed,
-    denied = denied + excluded.denied,
-    units = units + excluded.units
-"""  # noqa: S608 - our own text
+_ADD_HOURS: Final = """
+INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
+SELECT subject, rule, 3600, start_s / 3600 * 3600 AS hour_s, {sums}
+FROM tollkeeper_usage WHERE rowid IN ({old}) GROUP BY subject, rule, hour_s {added}
+""".format(old=_OLD_MINUTES, **_COUNTED)
 _REMOVE_MINUTES: Final = f"""
 DELETE FROM tollkeeper_usage WHERE rowid IN ({_OLD_MINUTES})
 """  # noqa: S608 - same
@@ -268,12 +335,120 @@ _REMOVE_USAGE: Final = (
 )
 
 
+_ROOM: Final = (
+    "SELECT measured, decision_rows, decision_bytes, usage_rows, usage_bytes "
+    "FROM tollkeeper_record_state"
+)
+_SIZES_SQLITE: Final = """
+SELECT (SELECT count(*) FROM tollkeeper_decisions), (SELECT count(*) FROM tollkeeper_usage),
+    (SELECT page_count FROM pragma_page_count) * (SELECT page_size FROM pragma_page_size)
+    - (SELECT freelist_count FROM pragma_freelist_count)
+    * (SELECT page_size FROM pragma_page_size)
+"""
+_SIZES_POSTGRESQL: Final = """
+SELECT decisions, decision_text, usage, usage_text FROM (
+    SELECT count(*) AS decisions, coalesce(sum(pg_column_size(kept.*)), 0) AS decision_text
+    FROM tollkeeper_decisions AS kept) AS one, (
+    SELECT count(*) AS usage, coalesce(sum(pg_column_size(kept.*)), 0) AS usage_text
+    FROM tollkeeper_usage AS kept) AS two
+"""
+# The hour with the most rows; the oldest one of several.
+_FULLEST: Final = (
+    "SELECT {at} / {hour} AS hour, count(*) FROM {table} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
+)
+_LEAST_BUSY: Final = """
+SELECT subject, rule FROM (
+    SELECT subject, rule, sum(allowed + denied + shadow_denied + denied_indirectly) AS requests
+    FROM tollkeeper_usage WHERE start_s >= :from_s AND start_s < :to_s AND subject <> '(others)'
+    GROUP BY subject, rule
+) AS used ORDER BY EXISTS (
+    SELECT 1 FROM tollkeeper_usage AS other
+    WHERE other.subject = used.subject AND other.rule = used.rule
+    AND (other.start_s < :from_s OR other.start_s >= :to_s)
+), requests, subject, rule LIMIT :limit
+"""
+_THIS_SUBJECT: Final = (
+    "WHERE subject = :subject AND rule = :rule AND start_s >= :from_s AND start_s < :to_s"
+)
+# SQLite: two statements for each subject.
+_FOLD: Final = """
+INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
+SELECT '(others)', rule, step_s, start_s, {sums}
+FROM tollkeeper_usage {where} GROUP BY rule, step_s, start_s {added}
+""".format(where=_THIS_SUBJECT, **_COUNTED)
+_FOLDED: Final = f"DELETE FROM tollkeeper_usage {_THIS_SUBJECT}"  # noqa: S608 - our own text
+# PostgreSQL: one statement. It waits for no row but those of OTHERS, which all writers lock last.
+_FOLD_ALL: Final = """
+WITH gone AS (
+    DELETE FROM tollkeeper_usage WHERE ctid = ANY (ARRAY(
+        SELECT kept.ctid FROM tollkeeper_usage AS kept
+        JOIN unnest(CAST(:subjects AS text[]), CAST(:rules AS text[])) AS least (subject, rule)
+            USING (subject, rule)
+        WHERE kept.start_s >= :from_s AND kept.start_s < :to_s FOR UPDATE OF kept SKIP LOCKED))
+    RETURNING *
+), sums AS (
+    SELECT rule, step_s, start_s, {sums} FROM gone GROUP BY 1, 2, 3 ORDER BY 1, 3, 2
+), added AS (
+    INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
+    SELECT '(others)', rule, step_s, start_s, {counts} FROM sums {added}
+)
+SELECT count(*) FROM gone
+""".format(**_COUNTED)  # noqa: S608 - our own text
+_DISPENSABLE: Final = """
+SELECT at_us, id FROM tollkeeper_decisions WHERE at_us >= :from_us AND at_us < :to_us
+ORDER BY outcome <> 'allowed' OR shadow_denied <> '[]', random() LIMIT :limit
+"""
+_FORGET: Final = "DELETE FROM tollkeeper_decisions WHERE at_us = :at_us AND id = :id"
+
+# Parts of the bound: thinning begins, thinning ends, and no writer adds a row.
+HIGH: Final = 0.8
+LOW: Final = 0.7
+FULL: Final = 0.9
+# Subjects or decisions that are removed in one turn, and in one transaction.
+THIN_MAX: Final = 5_000
+THIN_STEP: Final = 1_000
+# A measurement gives away this part of what is left: writers that have not looked since the last
+# one still use theirs.
+ROOM_PARTS: Final = 4
+# A writer that was silent for this long has ended, or has nothing to write.
+WRITING_SECONDS: Final = 120
+# The part of a row that is not text: numbers, headers, and the entries of its indexes.
+DECISION_BYTES: Final = 400
+USAGE_BYTES: Final = 150
+# Every text is in the table, and most are also in an index.
+TEXT_COPIES: Final = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long records are kept."""
+    """How long records are kept, and how many."""
 
     decisions_days: int = 7
     usage_days: int = 90
+    rows_max: int = 500_000
+    """Of decisions, and of usage."""
+    bytes_max: int = 512_000_000
+    """Of both together."""
+
+
+class Room(NamedTuple):
+    """How much a writer may add until the next measurement."""
+
+    measured: int
+    """The number of the measurement."""
+    decision_rows: int
+    decision_bytes: int
+    usage_rows: int
+    usage_bytes: int
+
+
+class Sizes(NamedTuple):
+    """The size of the tables. In SQLite, the bytes of each table are estimated."""
+
+    decision_rows: int
+    decision_bytes: int
+    usage_rows: int
+    usage_bytes: int
 
 
 class Trimmer:
@@ -285,9 +460,31 @@ class Trimmer:
         self.is_behind = False
         """True if there is more to trim at once."""
 
-    async def trim(self, now_s: int) -> bool:
-        """Trim the due rows if it is this worker's turn. Raises StoreError."""
-        if not self.is_behind and not await self._is_our_turn(now_s):
+    async def join(self, writer: str, now_s: int) -> Room:
+        """Add a writer, and return its room. Raises StoreError."""
+        async with self._database.writing_shared() as connection:
+            await connection.execute(
+                text(
+                    "INSERT INTO tollkeeper_record_writers (writer, batch, at_s) "
+                    "VALUES (:writer, 0, :at_s) ON CONFLICT (writer) DO NOTHING"
+                ),
+                {"writer": writer, "at_s": now_s},
+            )
+        await self._publish_room(await self.sizes(), now_s)
+        return await self.room()
+
+    async def room(self) -> Room:
+        """Return the room of each writer, as it was last measured. Raises StoreError."""
+        async with self._database.reading() as connection:
+            found = await connection.execute(text(_ROOM))
+            return Room(*map(int, found.one()))
+
+    async def trim(self, now_s: int, *, urgent: bool = False) -> bool:
+        """Trim the due rows if it is this worker's turn. Raises StoreError.
+
+        With `urgent`, a turn is due a second after the last one: a writer needs room.
+        """
+        if not self.is_behind and not await self._is_our_turn(now_s, 1 if urgent else TRIM_SECONDS):
             return False
         self.is_behind = False
         if self._database.is_postgresql:
@@ -300,18 +497,15 @@ class Trimmer:
                 before_us,
             )
         # Whole hours: the last one stays in minutes until all of it is old enough.
-        hours_before_s = (now_s - MINUTES_KEPT_SECONDS) // HOUR_SECONDS * HOUR_SECONDS
-        if self._database.is_postgresql:
-            await self._in_steps(_ROLL_UP, hours_before_s)
-        else:
-            await self._in_steps(_REMOVE_MINUTES, hours_before_s, first=_ADD_HOURS)
+        await self._roll_up((now_s - MINUTES_KEPT_SECONDS) // HOUR_SECONDS * HOUR_SECONDS)
         await self._in_steps(
             _REMOVE_USAGE.format(row="ctid" if self._database.is_postgresql else "rowid"),
             now_s - self._retention.usage_days * DAY_SECONDS,
         )
+        await self._enforce_bound(now_s)
         return True
 
-    async def _is_our_turn(self, now_s: int) -> bool:
+    async def _is_our_turn(self, now_s: int, every_s: int) -> bool:
         async with self._database.writing_shared() as connection:
             found = await connection.execute(
                 text(
@@ -319,7 +513,7 @@ class Trimmer:
                     "WHERE tended_s <= :due OR tended_s > :wrong"
                 ),
                 # A time that is far ahead was set by a wrong clock.
-                {"now": now_s, "due": now_s - TRIM_SECONDS, "wrong": now_s + TRIM_SECONDS},
+                {"now": now_s, "due": now_s - every_s, "wrong": now_s + TRIM_SECONDS},
             )
             if not found.rowcount:
                 return False
@@ -328,6 +522,13 @@ class Trimmer:
                 {"before": now_s - WRITER_SECONDS},
             )
             return True
+
+    async def _roll_up(self, before_s: int) -> None:
+        """Add up the minutes before this time by the hour."""
+        if self._database.is_postgresql:
+            await self._in_steps(_ROLL_UP, before_s)
+        else:
+            await self._in_steps(_REMOVE_MINUTES, before_s, first=_ADD_HOURS)
 
     async def _drop_days(self, now_s: int) -> None:
         now_us = now_s * 1_000_000
@@ -349,3 +550,122 @@ class Trimmer:
             if count < STEP_ROWS:
                 return
         self.is_behind = True
+
+    # ── The bound ────────────────────────────────────────────────────────────────────────────
+
+    async def sizes(self) -> Sizes:
+        """Count the rows and bytes of both tables. Raises StoreError."""
+        async with self._database.reading() as connection:
+            if self._database.is_postgresql:
+                counted = await connection.execute(text(_SIZES_POSTGRESQL))
+                decisions, decision_text, usage, usage_text = map(int, counted.one())
+                return Sizes(
+                    decisions,
+                    decisions * DECISION_BYTES + decision_text * TEXT_COPIES,
+                    usage,
+                    usage * USAGE_BYTES + usage_text * TEXT_COPIES,
+                )
+            counted = await connection.execute(text(_SIZES_SQLITE))
+            decisions, usage, used = map(int, counted.one())
+        # Decisions have three times the bytes of usage. SQLite may be built without dbstat, which
+        # would know.
+        shares = max(3 * decisions + usage, 1)
+        of_decisions = used * 3 * decisions // shares
+        return Sizes(decisions, of_decisions, usage, used - of_decisions)
+
+    async def _enforce_bound(self, now_s: int) -> None:
+        """Thin the tables that are too large, and publish the room of each writer."""
+        keep, sizes = self._retention, await self.sizes()
+        all_bytes = sizes.decision_bytes + sizes.usage_bytes
+        too_many_bytes = all_bytes > HIGH * keep.bytes_max
+        removed = 0
+        usage_goes = too_many_bytes and sizes.usage_bytes >= sizes.decision_bytes
+        if sizes.usage_rows > HIGH * keep.rows_max or usage_goes:
+            await self._roll_up(now_s // HOUR_SECONDS * HOUR_SECONDS)
+            part = _excess(sizes.usage_rows, sizes.usage_bytes, all_bytes, keep)
+            removed += await self._thin_usage(part)
+        decisions_go = too_many_bytes and not usage_goes
+        if sizes.decision_rows > HIGH * keep.rows_max or decisions_go:
+            part = _excess(sizes.decision_rows, sizes.decision_bytes, all_bytes, keep)
+            removed += await self._thin_decisions(part)
+        if removed:
+            self.is_behind = self.is_behind or removed >= THIN_MAX
+            await self._database.free_space("tollkeeper_usage", "tollkeeper_decisions")
+            sizes = await self.sizes()
+        await self._database.shrink(int(HIGH * keep.bytes_max))
+        await self._publish_room(sizes, now_s)
+
+    async def _publish_room(self, sizes: Sizes, now_s: int) -> None:
+        keep = self._retention
+        log_bytes = self._database.log_bytes()
+        left_bytes = FULL * keep.bytes_max - sizes.decision_bytes - sizes.usage_bytes - log_bytes
+        async with self._database.writing_shared() as connection:
+            found = await connection.execute(
+                text("SELECT count(*) FROM tollkeeper_record_writers WHERE at_s > :since"),
+                {"since": now_s - WRITING_SECONDS},
+            )
+            writers = max(int(found.scalar_one()), 1) * ROOM_PARTS
+            bytes_each = max(int(left_bytes), 0) // 2 // writers
+            await connection.execute(
+                text(
+                    "UPDATE tollkeeper_record_state SET measured = measured + 1, "
+                    "decision_rows = :decisions, decision_bytes = :bytes, "
+                    "usage_rows = :usage, usage_bytes = :bytes"
+                ),
+                {
+                    "bytes": bytes_each,
+                    "decisions": max(int(FULL * keep.rows_max) - sizes.decision_rows, 0) // writers,
+                    "usage": max(int(FULL * keep.rows_max) - sizes.usage_rows, 0) // writers,
+                },
+            )
+
+    async def _thin_usage(self, count: int) -> int:
+        """Count the least busy subjects of the fullest hour under OTHERS; return their number."""
+        hour_s = await self._fullest("tollkeeper_usage", "start_s", HOUR_SECONDS)
+        between = {"from_s": hour_s, "to_s": hour_s + HOUR_SECONDS}
+        async with self._database.reading() as connection:
+            found = await connection.execute(text(_LEAST_BUSY), {**between, "limit": count})
+            least = sorted((str(subject), str(rule)) for subject, rule in found)
+        for some in _parts(least):
+            async with self._database.writing_shared() as connection:
+                if self._database.is_postgresql:
+                    subjects, rules = map(list, zip(*some, strict=True))
+                    given = {**between, "subjects": subjects, "rules": rules}
+                    await connection.execute(text(_FOLD_ALL), given)
+                    continue
+                each = [{**between, "subject": subject, "rule": rule} for subject, rule in some]
+                await connection.execute(text(_FOLD), each)
+                await connection.execute(text(_FOLDED), each)
+        return len(least)
+
+    async def _thin_decisions(self, count: int) -> int:
+        """Remove decisions of the fullest hour; return their number."""
+        hour_us = await self._fullest("tollkeeper_decisions", "at_us", HOUR_SECONDS * 10**6)
+        given = {"from_us": hour_us, "to_us": hour_us + HOUR_SECONDS * 10**6, "limit": count}
+        async with self._database.reading() as connection:
+            found = await connection.execute(text(_DISPENSABLE), given)
+            gone = sorted((int(at_us), int(number)) for at_us, number in found)
+        for some in _parts(gone):
+            async with self._database.writing_shared() as connection:
+                each = [{"at_us": at_us, "id": number} for at_us, number in some]
+                await connection.execute(text(_FORGET), each)
+        return len(gone)
+
+    async def _fullest(self, table: str, at: str, hour: int) -> int:
+        """Return the beginning of the hour with the most rows, in the unit of `hour`."""
+        async with self._database.reading() as connection:
+            found = await connection.execute(text(_FULLEST.format(table=table, at=at, hour=hour)))
+            row = found.one_or_none()
+        return 0 if row is None else int(row[0]) * hour
+
+
+def _excess(rows: int, table_bytes: int, all_bytes: int, keep: Retention) -> int:
+    """Return how many rows of a table to remove now."""
+    bytes_each = max(table_bytes // max(rows, 1), 1)
+    over = max(rows - LOW * keep.rows_max, (all_bytes - LOW * keep.bytes_max) / bytes_each)
+    return min(max(int(over), 0), THIN_MAX)
+
+
+def _parts(rows: Sequence[tuple[Any, Any]]) -> Iterator[Sequence[tuple[Any, Any]]]:
+    for start in range(0, len(rows), THIN_STEP):
+        yield rows[start : start + THIN_STEP]

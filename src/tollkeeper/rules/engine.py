@@ -95,8 +95,8 @@ RuleChecks = Sequence[RuleCheck]
 RuleCharge = tuple[RuleCheck, int | None]
 # The rules, the plan that they made, and a result whose applied rules can be reused.
 KnownPlan = tuple[CompiledRules, CheckPlan, CheckResult | None]
-# A decision, and the ids of the shadow rules that would have denied.
-Decided = tuple[Decision, Sequence[str]]
+# A decision, and the shadow rules that would have denied.
+Decided = tuple[Decision, RuleChecks]
 
 
 class RepeatedCheck:
@@ -267,7 +267,7 @@ class RuleEngine:
         decision, shadow_denied = self.decide(plan, repeated.request)
         if earlier is None or shadow_denied or decision.degraded:
             return self._result(plan, decision, shadow_denied)
-        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4]))
+        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4], ()))
 
     async def evaluate_repeated_async(self, repeated: RepeatedCheck) -> CheckResult:
         """Check a request that is checked often, on asyncio."""
@@ -278,7 +278,7 @@ class RuleEngine:
         decision, shadow_denied = await self.decide_async(plan, repeated.request)
         if earlier is None or shadow_denied or decision.degraded:
             return self._result(plan, decision, shadow_denied)
-        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4]))
+        return _new_result(CheckResult, (decision, earlier[1], "limited", (), earlier[4], ()))
 
     def decide(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
@@ -460,9 +460,9 @@ class RuleEngine:
                 answers.append(error)
         return answers
 
-    def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> list[str]:
-        """Count the answers of shadow rules; return the ids of those that would have denied."""
-        denied: list[str] = []
+    def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> RuleChecks:
+        """Count the answers of shadow rules; return those that would have denied."""
+        denied: list[RuleCheck] = []
         for check, answer in zip(checks, answers, strict=False):
             if isinstance(answer, Decision):
                 self._counted(check, answer)
@@ -474,7 +474,7 @@ class RuleEngine:
             elif answer is not None:
                 raise answer
             if not isinstance(answer, Decision) or not answer.allowed:
-                denied.append(check.rule.id)
+                denied.append(check)
         self._count_failed(checks[len(answers) :])
         return denied
 
@@ -557,24 +557,27 @@ class RuleEngine:
     # ── Results and counts ─────────────────────────────────────────────────────────────────────
 
     def _result(
-        self, plan: CheckPlan, decision: Decision, shadow_denied: Sequence[str] = ()
+        self, plan: CheckPlan, decision: Decision, shadow_denied: RuleChecks = ()
     ) -> CheckResult:
         if plan.verdict is not None:
             return CheckResult(decision, kind=_KINDS[plan.verdict])
         checks = plan.enforced
         if not checks:
-            return CheckResult(decision, (), "unlimited", tuple(shadow_denied))
+            ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
+            return CheckResult(decision, (), "unlimited", ids, (), subjects)
         kind: ResultKind = "limited"
         if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
+        ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
         return _new_result(
             CheckResult,
             (
                 decision,
                 tuple([check.prepared.applied for check in checks]),
                 kind,
-                tuple(shadow_denied),
+                ids,
                 tuple([(check.subject, check.units) for check in checks]),
+                subjects,
             ),
         )
 
@@ -918,8 +921,11 @@ def charge_limits(
 
 
 def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
-    """Return an allowed decision with the charge of each of its rules, for a refund."""
+    """Return a decision with its rules: each charge, for a refund, or all rules that denied."""
     if not decision.allowed:
+        denied = tuple([each.rule for each in decided if not each.allowed])
+        if len(denied) > 1:
+            decision.source = denied
         return decision
     if decision.charged_ns is None:
         charged_ns = next(
@@ -952,6 +958,11 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     if source is None or decision.charged_ns is None:
         return []
     return [(source, decision.charged_ns)]
+
+
+def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the ids and the subjects of shadow rules that would have denied."""
+    return tuple([check.rule.id for check in denied]), tuple([check.subject for check in denied])
 
 
 def _check_call(check: RuleCheck) -> Call:

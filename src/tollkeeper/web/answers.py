@@ -331,7 +331,7 @@ def _listed(items: Iterator[bytes]) -> RawHeader | None:
 
 def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
     """Return the headers of an answer as ASGI takes them: bytes, with lower-case names."""
-    decision, applied, kind, _, _ = result
+    decision, applied, kind, _, _, _ = result
     if kind != "limited" or decision.degraded or not decision.allowed or style.draft != 10:
         return _raw_headers_in_full(result, now_ns, style)
     known = _known.get(applied) or _learn(applied)
@@ -361,7 +361,7 @@ def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> l
 
 def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list[RawHeader]:
     """Return the headers of any answer in any style. `raw_headers_of` has a shortcut."""
-    decision, applied, kind, _, _ = result
+    decision, applied, kind, _, _, _ = result
     if kind == "unlimited":
         return []
     if kind == "blocked":
@@ -461,7 +461,7 @@ class PreparedHeaders:
     @classmethod
     def of(cls, result: CheckResult, now_ns: int, style: Style) -> PreparedHeaders | None:
         """Prepare headers from one result; None if more than the numbers may change."""
-        decision, applied, kind, _, _ = result
+        decision, applied, kind, _, _, _ = result
         has_one_limit = len(applied) == 1 and len(applied[0].limits) == 1 and kind == "limited"
         if not has_one_limit or not decision.allowed or decision.degraded:
             return None

@@ -13,7 +13,7 @@ import pytest
 
 from tests.history.databases import event, filled, until_async
 from tests.service.admin.client import RULES, Admin, admin_of
-from tollkeeper import Request
+from tollkeeper import AsyncLimiter, Request
 from tollkeeper.control.database import Database
 from tollkeeper.history.events import SubjectMode, recorded_subject
 from tollkeeper.history.live import ActivePenalty
@@ -29,9 +29,29 @@ NOON_US = NOON * 60 * 10**6
 DAY = "from=2026-11-15T00:00:00Z&to=2026-11-16T00:00:00Z"
 SEP = "\x1f"
 
+SHADOW_RULES = """
+version: 1
+rules:
+  - {id: trial, match: {user: "*"}, by: user, limits: 1/hour, mode: shadow}
+"""
+
 EVENTS = [
     event(NOON_US),
-    event(NOON_US + 1, subject="user:7", rule="login", shadow_denied='["trial"]'),
+    event(
+        NOON_US + 1,
+        subject="user:7",
+        rule="login",
+        shadow_denied='["trial"]',
+        limit_units=100,
+        window_ms=60_000,
+        used_units=100,
+        user_id="7",
+        tenant="acme",
+        api_key="#5f0c",
+        ip="192.0.2.7",
+        request_id="req-7",
+        rules='{"login": "denied", "trial": "shadow_denied"}',
+    ),
     event(NOON_US + 2, subject=f"tenant:acme{SEP}user:7", outcome="allowed", retry_after_ms=0),
     event(NOON_US + 3, degraded=1, kind="unavailable"),
     event(NOON_US + 4, subject="tenant:acme-2"),
@@ -89,6 +109,8 @@ async def test_usage_by_step(recording: Admin) -> None:
         "allowed": 4,
         "denied": 2,
         "units": 8,
+        "shadow_denied": 0,
+        "denied_indirectly": 0,
     }
     days = (await fetched(recording, f"{path}&step=day"))["items"]
     assert [(each["allowed"], each["denied"], each["units"]) for each in days] == [(5, 2, 9)]
@@ -123,9 +145,12 @@ async def test_usage_as_csv(recording: Admin, query: str, headers: dict[str, str
     answer = await recording.call("GET", f"/usage?{DAY}&step=minute{query}", headers=headers)
     assert answer.headers["content-type"].startswith("text/csv")
     table = list(csv.reader(io.StringIO(answer.text)))
-    assert table[0] == ["start", "seconds", "subject", "rule", "allowed", "denied", "units"]
+    assert table[0] == [
+        *("start", "seconds", "subject", "rule", "allowed", "denied", "units"),
+        *("shadow_denied", "denied_indirectly"),
+    ]
     assert table[1] == [
-        *("2026-11-15T12:00:00Z", "60", "tenant:acme, user:7", "login", "5", "0", "5")
+        *("2026-11-15T12:00:00Z", "60", "tenant:acme, user:7", "login", "5", "0", "5", "0", "0")
     ]
     assert len(table) == 1 + len(USAGE)
     nothing = await recording.call("GET", "/usage?format=csv&subject=nobody")
@@ -158,13 +183,20 @@ async def test_decisions_are_sorted_by_time(recording: Admin) -> None:
     assert found[3] == {
         "time": "2026-11-15T12:00:00.000001Z",
         "node": "eu-1",
+        "region": None,
+        "request_id": "req-7",
         "rule": "login",
         "subject": ["user:7"],
+        "identity": {"user": "7", "tenant": "acme", "api_key": "#5f0c", "ip": "192.0.2.7"},
+        "rules": {"login": "denied", "trial": "shadow_denied"},
         "endpoint": "/orders",
         "method": "POST",
         "outcome": "denied",
         "kind": "limited",
         "cost": 1,
+        "limit": 100,
+        "window": 60.0,
+        "count": 100,
         "retry_after": 2.5,
         "degraded": False,
         "shadow_denied": ["trial"],
@@ -178,6 +210,17 @@ async def test_decisions_are_sorted_by_time(recording: Admin) -> None:
         ("outcome=allowed", 1),
         ("outcome=denied", 4),
         ("rule=login", 1),
+        ("outcome=shadow_denied", 1),
+        ("outcome=shadow_denied&rule=trial", 1),
+        ("outcome=shadow_denied&rule=login", 0),
+        ("outcome=shadow_denied&rule=tri", 0),
+        ("user=7", 1),
+        ("tenant=acme", 1),
+        ("tenant=acme&user=7&request_id=req-7", 1),
+        ("tenant=acme&user=42", 0),
+        ("tenant=", 0),
+        ("request_id=req-7", 1),
+        ("request_id=req", 0),
         ("subject=user:42", 2),
         ("subject=user:42&outcome=allowed", 0),
         ("subject=user:4", 0),
@@ -189,7 +232,10 @@ async def test_decisions_are_sorted_by_time(recording: Admin) -> None:
     ],
 )
 async def test_decisions_are_filtered(recording: Admin, query: str, count: int) -> None:
-    """By outcome, rule, subject and time; an unescaped plus in a URL is accepted."""
+    """By outcome, rule, subject, identity, request ID and time.
+
+    An unescaped plus in a URL is accepted.
+    """
     times = "" if "from" in query else f"&{DAY}"
     assert len((await fetched(recording, f"/decisions?{query}{times}"))["items"]) == count
 
@@ -283,7 +329,10 @@ async def test_a_token_with_a_scope_sees_its_own_records(recording: Admin, tmp_p
     usage = await fetched(recording, f"/usage?{DAY}", headers=headers)
     assert [each["subject"] for each in usage["items"]] == [["tenant:acme", "user:7"]]
     decisions = await fetched(recording, f"/decisions?{DAY}", headers=headers)
-    assert [each["subject"] for each in decisions["items"]] == [["tenant:acme", "user:7"]]
+    assert [(each["subject"], each["identity"]["tenant"]) for each in decisions["items"]] == [
+        (["tenant:acme", "user:7"], None),
+        (["user:7"], "acme"),
+    ]
     for other in ("user:42", "tenant:acme-2"):
         found = await fetched(recording, f"/usage?{DAY}&subject={other}", headers=headers)
         assert found["items"] == []
@@ -293,6 +342,35 @@ async def test_a_token_with_a_scope_sees_its_own_records(recording: Admin, tmp_p
 
 
 # ── Top, penalties ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_who_would_be_denied_most(recording: Admin) -> None:
+    """Of the last minutes, and of the recorded usage; by one rule, if the query names it."""
+    recorder: Recorder = recording.context.recorder
+    limiter = AsyncLimiter.from_rules(SHADOW_RULES)
+    await recorder.start()
+    for user, times in (("ann", 5), ("bob", 3), ("eve", 1)):
+        for _ in range(times):
+            request = Request(user=user)
+            recorder.note(request, await limiter.evaluate(request), 1, NOON_US * 1_000)
+    await until_async(lambda: recorder.top("shadow_denied", 5)[0], "the thread has counted")
+    live = (await fetched(recording, "/top?by=shadow_denied&rule=trial"))["items"]
+    assert [(each["subject"], round(each["count"])) for each in live] == [
+        (["user:ann"], 4),
+        (["user:bob"], 2),
+    ]
+    assert (await fetched(recording, "/top?by=shadow_denied&rule=other"))["items"] == []
+    await recorder.stop()
+    await limiter.close()
+    found = await fetched(recording, f"/top?by=shadow_denied&rule=trial&limit=1&{DAY}")
+    assert [(each["subject"], each["count"]) for each in found["items"]] == [(["user:ann"], 4)]
+    usage = await fetched(recording, f"/usage?{DAY}&outcome=shadow_denied&rule=trial")
+    assert [(each["subject"], each["shadow_denied"]) for each in usage["items"]] == [
+        (["user:ann"], 4),
+        (["user:bob"], 2),
+    ]
+    log = await fetched(recording, f"/decisions?{DAY}&outcome=shadow_denied&rule=trial&user=bob")
+    assert [each["rules"] for each in log["items"]] == [{"trial": "shadow_denied"}] * 2
 
 
 async def test_the_busiest_subjects(recording: Admin) -> None:

@@ -74,6 +74,21 @@ def test_records_need_a_database(settings: ServiceSettings, tmp_path: Path) -> N
         worker.check_record(wrong)
 
 
+def test_records_and_rules_need_files_of_their_own(tmp_path: Path) -> None:
+    """Records never take the space of the rules; two spellings of a path are one file."""
+    data = str(tmp_path)
+    settings = ServiceSettings.gather(
+        {
+            "data": data,
+            "rules": f"sqlite:///{tmp_path}/rules.db",
+            "record": f"sqlite:///{tmp_path}/../{tmp_path.name}/rules.db",
+        }
+    )
+    with pytest.raises(ConfigError, match="records need a file of their own"):
+        worker.check_record(settings)
+    worker.check_record(ServiceSettings.gather({"data": data}))
+
+
 @pytest.mark.parametrize(("given", "expected"), [("10", 10), ("7", 7), ("none", None)])
 def test_header_style(given: str, expected: int | None, tmp_path: Path) -> None:
     """The settings choose the headers."""

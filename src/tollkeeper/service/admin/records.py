@@ -25,17 +25,23 @@ from starlette.responses import StreamingResponse
 
 from tollkeeper.core.errors import show
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
-from tollkeeper.history.events import SubjectMode, recorded_subject, scope_parts
+from tollkeeper.history.events import (
+    REQUEST_ID_LENGTH_MAX,
+    SubjectMode,
+    recorded_subject,
+    scope_parts,
+)
 from tollkeeper.history.live import COUNTERS_MAX, SECONDS_COUNTED, ActivePenalty
 from tollkeeper.history.reading import (
     DecisionCursor,
     DecisionRow,
+    Outcome,
     RecordFilter,
     Records,
     UsageRow,
     UsageStep,
 )
-from tollkeeper.history.recorder import Recorder
+from tollkeeper.history.recorder import Recorder, TopBy
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.service.admin.operations import (
     PREFIX,
@@ -59,7 +65,10 @@ CURSOR_LENGTH_MAX: Final = 4_000
 # Concurrent look-ups of penalties, so that the store answers each one in time.
 _LOOKUPS_MAX: Final = 100
 
-_COLUMNS: Final = ("start", "seconds", "subject", "rule", "allowed", "denied", "units")
+_COLUMNS: Final = (
+    *("start", "seconds", "subject", "rule", "allowed", "denied", "units"),
+    *("shadow_denied", "denied_indirectly"),
+)
 
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,6 +96,13 @@ class UsageOut(ApiOutput):
     allowed: int = Field(description="Requests that passed.")
     denied: int = Field(description="Requests that the rule denied.")
     units: int = Field(description="Units spent.")
+    shadow_denied: int = Field(
+        description="Requests that the rule would have denied if it were not in shadow mode."
+    )
+    denied_indirectly: int = Field(
+        description="Requests of this subject that the rule denied although it counts something "
+        "else, for example all requests together. They are in `denied` of that subject."
+    )
 
 
 class UsagePage(ApiOutput):
@@ -98,13 +114,30 @@ class UsagePage(ApiOutput):
     next: Next
 
 
+class IdentityOut(ApiOutput):
+    """Who made a request, as far as it is recorded."""
+
+    user: str | None
+    tenant: str | None
+    api_key: str | None = Field(description="A digest.")
+    ip: str | None
+
+
 class DecisionLogOut(ApiOutput):
     """One decision."""
 
     time: datetime
     node: str
-    rule: str
+    region: str | None = Field(description="The region of the node; null if it has none.")
+    request_id: str | None = Field(description="`X-Request-Id` of the reply.")
+    rule: str = Field(description="The rule that decided.")
     subject: Subject
+    identity: IdentityOut
+    rules: dict[str, str] = Field(
+        description="The outcome of every rule that applied: `allowed`, `denied`, `shadow_denied`, "
+        "or `not_checked` after a denial by a penalty.",
+        examples=[{"orders": "denied", "trial": "shadow_denied"}],
+    )
     endpoint: str
     method: str
     outcome: Literal["allowed", "denied"]
@@ -113,6 +146,11 @@ class DecisionLogOut(ApiOutput):
         examples=["limited", "cooldown", "block", "blocked"],
     )
     cost: int
+    limit: int | None = Field(description="The limit that decided; null if none did.")
+    window: float | None = Field(description="The window of the limit, in seconds.")
+    count: int | None = Field(
+        description="The units of the limit that were in use after the decision; null if unknown."
+    )
     retry_after: float = Field(description="Seconds until the same cost would have passed.")
     degraded: bool = Field(description="True if the store was unavailable.")
     shadow_denied: list[str] = Field(description="Rules in shadow mode that would have denied it.")
@@ -132,7 +170,9 @@ class TalkerOut(ApiOutput):
 
     subject: Subject
     rule: str
-    count: float = Field(description="Requests, halved every minute; an upper bound.")
+    count: float = Field(
+        description="Requests, halved every minute, an upper bound; with `from`, of the period."
+    )
     error: float = Field(description="The count may be too high by this much.")
     per_second: float = Field(description="The rate that leads to this count.")
 
@@ -140,9 +180,11 @@ class TalkerOut(ApiOutput):
 class TopOut(ApiOutput):
     """The busiest subjects."""
 
-    by: Literal["checks", "denied"]
+    by: Literal["checks", "denied", "shadow_denied"]
     items: list[TalkerOut]
-    per_second: float | None = Field(description="Of all subjects; null for a token with a scope.")
+    per_second: float | None = Field(
+        description="Of all subjects; null with `rule` or `from`, and for a token with a scope."
+    )
 
 
 class PenaltyOut(ApiOutput):
@@ -230,7 +272,13 @@ _Subject = Annotated[
     WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {**_LIST_SCHEMA, "items": _TEXT_SCHEMA}]}),
 ]
 _Rule = Annotated[_Text | None, Query(description="The ID of the rule.")]
-Outcome = Annotated[Literal["allowed", "denied"] | None, Query()]
+OutcomeOf = Annotated[
+    Outcome | None,
+    Query(
+        description="`shadow_denied`: a rule in shadow mode would have denied the request; `rule` "
+        "is then that rule."
+    ),
+]
 _When = Annotated[
     str | None,
     Query(
@@ -265,6 +313,7 @@ def _asked(
     rule: _Rule = None,
     from_: _When = None,
     to: _Until = None,
+    outcome: OutcomeOf = None,
 ) -> RecordSelection:
     until = datetime.now(UTC) if to is None else moment(to, "to")
     since = _day_before(until) if from_ is None else moment(from_, "from")
@@ -279,6 +328,7 @@ def _asked(
         _microseconds(until),
         subject=None if subject is None else SEPARATOR.join(subject),
         rule=rule,
+        outcome=outcome,
         scope=viewer.scope,
     )
     return RecordSelection(wanted, since, until)
@@ -442,6 +492,8 @@ async def list_usage(
             allowed=row.allowed,
             denied=row.denied,
             units=row.units,
+            shadow_denied=row.shadow_denied,
+            denied_indirectly=row.denied_indirectly,
         )
         for row in rows[:limit]
     ]
@@ -468,7 +520,7 @@ async def _csv(records: Records, wanted: RecordFilter, step: UsageStep) -> Respo
 def _cells(row: UsageRow) -> tuple[Any, ...]:
     start = _time(row.start_s).isoformat().replace("+00:00", "Z")
     subject = ", ".join(_parts(row.subject))
-    return (start, row.step_s, subject, row.rule, row.allowed, row.denied, row.units)
+    return (start, row.step_s, subject, *row[3:])
 
 
 def _lines(rows: Iterable[Iterable[Any]]) -> str:
@@ -491,7 +543,15 @@ async def list_decisions(
     response: Response,
     recorder: RecorderOf,
     selection: Selection,
-    outcome: Outcome = None,
+    user: Annotated[_Text | None, Query(description="The user of the request.")] = None,
+    tenant: Annotated[_Text | None, Query(description="The tenant of the request.")] = None,
+    request_id: Annotated[
+        str | None,
+        Query(
+            description="`X-Request-Id` that the caller was given.",
+            max_length=REQUEST_ID_LENGTH_MAX,
+        ),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=DECISIONS_MAX)] = DECISIONS,
     before: Annotated[
         str | None,
@@ -499,7 +559,7 @@ async def list_decisions(
     ] = None,
 ) -> DecisionLogPage:
     """Return every denial and a sample of the allowed requests, the newest first."""
-    wanted = replace(selection.wanted, outcome=outcome)
+    wanted = replace(selection.wanted, user=user, tenant=tenant, request_id=request_id)
     cursor = None if before is None else DecisionCursor(*map(int, before.split(".")))
     rows = await recorder.records.decisions(wanted, limit + 1, cursor)
     following = None
@@ -516,13 +576,25 @@ def _decision(row: DecisionRow) -> DecisionLogOut:
     return DecisionLogOut(
         time=EPOCH + timedelta(microseconds=event.at_us),
         node=event.node,
+        region=event.region or None,
+        request_id=event.request_id or None,
         rule=event.rule,
         subject=_parts(event.subject),
+        identity=IdentityOut(
+            user=event.user_id or None,
+            tenant=event.tenant or None,
+            api_key=event.api_key or None,
+            ip=event.ip or None,
+        ),
+        rules=row.rules,
         endpoint=event.endpoint,
         method=event.method,
         outcome="allowed" if event.outcome == "allowed" else "denied",
         kind=event.kind,
         cost=event.cost,
+        limit=event.limit_units or None,
+        window=event.window_ms / 1_000 if event.window_ms else None,
+        count=None if event.used_units < 0 else event.used_units,
         retry_after=event.retry_after_ms / 1_000,
         degraded=bool(event.degraded),
         shadow_denied=row.shadow_denied,
@@ -542,16 +614,38 @@ async def top(
     recorder: RecorderOf,
     viewer: ViewerOf,
     by: Annotated[
-        Literal["checks", "denied"], Query(description="By checks or by denials.")
+        Literal["checks", "denied", "shadow_denied"],
+        Query(
+            description="By checks, by denials, or by requests that a rule in shadow mode would "
+            "have denied."
+        ),
     ] = "checks",
+    rule: _Rule = None,
+    from_: Annotated[
+        str | None,
+        Query(
+            alias="from",
+            description="Count the records from this time, or this date (UTC), instead of the "
+            "last minutes.",
+            json_schema_extra={"format": "date-time"},
+        ),
+    ] = None,
+    to: _Until = None,
     limit: Annotated[int, Query(ge=1, le=COUNTERS_MAX)] = TOP,
 ) -> TopOut:
-    """Return the busiest subjects of the last minutes on all workers of this machine.
+    """Return the busiest subjects: of the last minutes on this machine, or of the records.
 
-    Counts are halved every minute. The true count is at most `count` and at least `count - error`.
+    Of the last minutes, counts are halved every minute, and the true count is at most `count` and
+    at least `count - error`. With `from`, counts are those of the recorded usage, of all nodes.
     """
-    found, total = recorder.top(by, COUNTERS_MAX if viewer.scope else limit)
-    seen = [each for each in found if within(each.item[0], viewer.scope, recorder.subjects)]
+    if from_ is not None or to is not None:
+        return await _top_of_records(recorder, _asked(viewer, None, rule, from_, to), by, limit)
+    found, total = recorder.top(by, COUNTERS_MAX if viewer.scope or rule else limit)
+    seen = [
+        each
+        for each in found
+        if rule in {None, each.item[1]} and within(each.item[0], viewer.scope, recorder.subjects)
+    ]
     items = [
         TalkerOut(
             subject=_parts(each.item[0]),
@@ -562,8 +656,25 @@ async def top(
         )
         for each in seen[:limit]
     ]
-    per_second = None if viewer.scope else round(total / SECONDS_COUNTED, 3)
+    per_second = None if viewer.scope or rule else round(total / SECONDS_COUNTED, 3)
     return TopOut(by=by, items=items, per_second=per_second)
+
+
+async def _top_of_records(
+    recorder: Recorder, selection: RecordSelection, by: TopBy, limit: int
+) -> TopOut:
+    seconds = (selection.to - selection.from_).total_seconds()
+    items = [
+        TalkerOut(
+            subject=_parts(row.subject),
+            rule=row.rule,
+            count=row.requests,
+            error=0,
+            per_second=round(row.requests / seconds, 6),
+        )
+        for row in await recorder.records.most(selection.wanted, by, limit)
+    ]
+    return TopOut(by=by, items=items, per_second=None)
 
 
 @router.get(

@@ -108,7 +108,7 @@ class RateLimitService:
             outcomes = await self._decided(checks, call)
             self._count("OK")
             if self._recorder is not None:
-                _record(self._recorder, checks, outcomes)
+                _record(self._recorder, checks, outcomes, _metadata(call, "x-request-id") or "")
             return response_of(outcomes, self._clock.now_ns(), self._style)
         except DecodeError:
             code, message = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
@@ -121,7 +121,7 @@ class RateLimitService:
 
     async def _permitted(self, tokens: Tokens, call: RateLimitCall) -> Token:
         """Return the caller's token, or abort the call."""
-        token = tokens.permitted(_authorization(call), "check")
+        token = tokens.permitted(_metadata(call, "authorization"), "check")
         if isinstance(token, TokenRejection):
             await self._refuse(call, token)
         return token
@@ -217,7 +217,10 @@ class RateLimitService:
 
 
 def _record(
-    recorder: Recorder, checks: Sequence[DescriptorCheck], outcomes: Sequence[Outcome]
+    recorder: Recorder,
+    checks: Sequence[DescriptorCheck],
+    outcomes: Sequence[Outcome],
+    request_id: str,
 ) -> None:
     """Record the checks that spend, unless one of them could not be decided."""
     results = [each for each in outcomes if isinstance(each, CheckResult)]
@@ -229,6 +232,7 @@ def _record(
             [(each.request, each.units) for each, _ in pairs],
             [result for _, result in pairs],
             time.time_ns(),
+            request_id,
         )
 
 
@@ -241,8 +245,8 @@ def _too_late(result: CheckResult) -> CheckResult:
     )
 
 
-def _authorization(call: RateLimitCall) -> str | None:
+def _metadata(call: RateLimitCall, name: str) -> str | None:
     for key, value in call.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str):
+        if key == name and isinstance(value, str):
             return value
     return None

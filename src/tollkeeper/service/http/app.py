@@ -160,7 +160,7 @@ class HttpService:
                 if headers.get(b"content-type") not in KNOWN_JSON_TYPES:
                     check_json_type(headers[b"content-type"])
             status, sent, body = await handle(
-                _new_tuple(ServiceRequest, (scope, headers, body, token))
+                _new_tuple(ServiceRequest, (scope, headers, body, token, request_id))
             )
         except CancelledError:
             if not self._timeouts.expired():

@@ -131,7 +131,7 @@ def _authorize(context: ServiceContext) -> Handler:
             context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
             result = await _hold(context, request, result, hold_ns_max)
             if context.recorder is not None:
-                context.recorder.note(request, result, 1, context.now_ns())
+                context.recorder.note(request, result, 1, context.now_ns(), http_request.request_id)
             reply = check_reply(result, context.now_ns(), context.settings.style)
         except TollkeeperError as error:
             reply = _error_reply(error)

@@ -94,7 +94,9 @@ def _limit(context: ServiceContext) -> Handler:
         result = result._replace(counted=((subject_of(key), body.cost),))
         decided_ns = context.now_ns()
         if context.recorder is not None:
-            context.recorder.note(_NO_REQUEST, result, body.cost, decided_ns)
+            context.recorder.note(
+                _NO_REQUEST, result, body.cost, decided_ns, http_request.request_id
+            )
         return check_reply(result, decided_ns, context.settings.style)
 
     return limit

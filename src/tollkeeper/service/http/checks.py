@@ -26,6 +26,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from time import perf_counter_ns
 from typing import Annotated, Any, Final
 
@@ -327,8 +328,8 @@ def _check(context: ServiceContext) -> Handler:
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
-            recorder.note(request, result, cost, decided_ns)
-        decision, _, kind, shadow_denied, _ = result
+            recorder.note(request, result, cost, decided_ns, http_request[4])
+        decision, _, kind, shadow_denied, _, _ = result
         if kind != "limited" or not decision.allowed or decision.degraded or read.settles:
             return check_reply(result, decided_ns, style, settles=read.settles)
         # The common reply, without the two calls that `check_reply` would take.
@@ -366,7 +367,7 @@ def check_reply(
 
 def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, Any]:
     """Return the members of a CheckReply; with `settles`, also what was charged."""
-    decision, _, kind, shadow_denied, _ = result
+    decision, _, kind, shadow_denied, _, _ = result
     # Without a limit there are no numbers; without a store they are unknown.
     has_limit = kind in {"limited", "unavailable"}
     is_exact = kind == "limited" and not decision.degraded
@@ -399,6 +400,7 @@ def _batch(context: ServiceContext) -> Handler:
     async def batch(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         settles = [each.settle for each in body.checks]
+        ids = repeat(http_request.request_id)
         wanted = [
             (in_scope(http_request.token, request_of(each)), each.cost) for each in body.checks
         ]
@@ -407,22 +409,26 @@ def _batch(context: ServiceContext) -> Handler:
             decided = await limiter.evaluate_all(wanted)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
-                context.recorder.note_all(wanted, decided, context.now_ns())
+                context.recorder.note_all(
+                    wanted, decided, context.now_ns(), http_request.request_id
+                )
             results: list[Any] = list(map(_batch_decision, decided, settles))
         elif is_remote:
-            results = await asyncio.gather(*map(one, wanted, settles))
+            results = await asyncio.gather(*map(one, wanted, settles, ids))
         else:
-            results = [await each for each in map(one, wanted, settles)]
+            results = [await each for each in map(one, wanted, settles, ids)]
         return json_reply(BatchReply(results))
 
-    async def one(check: tuple[Request, int], settles: bool) -> BatchDecision | BatchError:
+    async def one(
+        check: tuple[Request, int], settles: bool, request_id: bytes
+    ) -> BatchDecision | BatchError:
         request, cost = check
         started_ns = perf_counter_ns()
         try:
             result = await limiter.evaluate(request, cost)
             note_seconds(perf_counter_ns() - started_ns)
             if context.recorder is not None:
-                context.recorder.note(request, result, cost, context.now_ns())
+                context.recorder.note(request, result, cost, context.now_ns(), request_id)
             return _batch_decision(result, settles)
         except (CapacityError, ConfigError, StoreError) as error:
             return _batch_error(error)

@@ -124,6 +124,8 @@ class ServiceRequest(NamedTuple):
     headers: Mapping[bytes, bytes]
     body: bytes
     token: Token
+    request_id: bytes = b""
+    """The X-Request-Id of the reply."""
 
 
 class ServiceReply(NamedTuple):

@@ -32,6 +32,8 @@ WORKERS_MAX: Final = 512
 NODES_MAX: Final = 10_000
 SECONDS_MAX: Final = 3_600.0
 DAYS_MAX: Final = 3_650
+ROWS_MAX: Final = 1_000_000_000
+MEGABYTES_MAX: Final = 10_000_000
 CONFIG_BYTES_MAX: Final = 1024 * 1024
 _LISTED_MAX: Final = 100
 # `--rules none`: the service decides only by limits that are given with the call.
@@ -133,6 +135,10 @@ class ServiceSettings:
     """Days."""
     keep_usage: int = 90
     """Days."""
+    keep_rows: int = 500_000
+    """The most rows of decisions, and of usage."""
+    keep_megabytes: int = 512
+    """The most space that the records take, in millions of bytes."""
     log_format: LogFormat = "auto"
     """`auto`: text for a terminal, JSON for everything else."""
     access_log: bool = False
@@ -178,6 +184,8 @@ class ServiceSettings:
         _within("sample", self.sample, 0, 1)
         _within("keep-decisions", self.keep_decisions, 1, DAYS_MAX)
         _within("keep-usage", self.keep_usage, 1, DAYS_MAX)
+        _within("keep-rows", self.keep_rows, 10_000, ROWS_MAX)
+        _within("keep-megabytes", self.keep_megabytes, 64, MEGABYTES_MAX)
         _within("drain-seconds", self.drain_seconds, 0, SECONDS_MAX)
         _within("shutdown-seconds", self.shutdown_seconds, 1, SECONDS_MAX)
         _within("jwt-leeway", self.jwt_leeway, 0, SECONDS_MAX)

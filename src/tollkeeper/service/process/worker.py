@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tollkeeper.control.database import Database
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.history.live import ActivePenalty, ReportFolder
 from tollkeeper.history.reading import Records
@@ -93,9 +94,20 @@ def style_of(settings: ServiceSettings) -> Style:
 
 
 def check_record(settings: ServiceSettings) -> None:
-    """Raise ConfigError if the URL of the records is invalid. Does not connect."""
-    if settings.record != "off":
-        Database(settings.record)
+    """Raise ConfigError if the URL of the records is invalid. Does not connect.
+
+    Records and rules have one database server at most, and never one SQLite file: records would
+    take space and turns at writing from the rules.
+    """
+    if settings.record == "off":
+        return
+    records = Database(settings.record)
+    rules = Database(settings.database) if settings.database else None
+    if rules is not None and records.path is not None and records.path == rules.path:
+        raise ConfigError(
+            f"--record and --rules name the same SQLite file, {records.path}; records need a file "
+            f"of their own, for example --record sqlite:///records.db"
+        )
 
 
 def recorder_of(
@@ -105,7 +117,12 @@ def recorder_of(
     if settings.record == "off":
         return None
     database = Database(settings.record)
-    keep = Retention(settings.keep_decisions, settings.keep_usage)
+    keep = Retention(
+        settings.keep_decisions,
+        settings.keep_usage,
+        settings.keep_rows,
+        settings.keep_megabytes * 1_000_000,
+    )
 
     def penalties() -> list[ActivePenalty]:
         return [
