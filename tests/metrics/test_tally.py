@@ -16,8 +16,16 @@ from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUna
 from tollkeeper.core.model import CheckResult
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
+from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import JOIN, LimiterMetrics
-from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.metrics.tally import (
+    RATE_SAMPLE_EVERY,
+    RATE_SECONDS,
+    RATES_MAX,
+    RuleCounts,
+    SubjectRates,
+    Tally,
+)
 from tollkeeper.testing import ManualClock
 
 USER = Request(user="1")
@@ -206,3 +214,57 @@ def test_failures_of_several_rules_are_one_degraded_check() -> None:
         assert limiter.tally().degraded == 1
         failed = {rule: each.failed for rule, each in limiter.counts().items() if each.failed}
         assert failed == {"users": 1, "tenants": 1}
+
+
+# ── The busiest subject ────────────────────────────────────────────────────────────────────────
+
+
+def test_a_rate_is_of_the_last_whole_period() -> None:
+    """Samples from before the first reading have no known time. An idle period has no rates."""
+    rates = SubjectRates()
+    rates.sample(["early"])
+    assert rates.rates(100.0) == {}
+    for _ in range(30):
+        rates.sample(["user:1", "tenant:t"])
+    rates.sample(["user:2"])
+    assert rates.rates(100.0 + RATE_SECONDS - 1) == {}
+    found = rates.rates(100.0 + 2 * RATE_SECONDS)
+    assert found["user:1"] == found["tenant:t"] == pytest.approx(RATE_SAMPLE_EVERY / 2)
+    assert found["user:2"] == pytest.approx(RATE_SAMPLE_EVERY / 2 / RATE_SECONDS)
+    assert rates.rates(100.0 + 2 * RATE_SECONDS + 1) == found
+    assert rates.rates(100.0 + 4 * RATE_SECONDS) == {}
+
+
+@given(st.integers(200, 2_000))
+def test_many_rare_subjects_do_not_look_like_a_busy_one(count: int) -> None:
+    """The sketch is bounded, and a name in it inherits the count of another."""
+    rates = SubjectRates()
+    rates.rates(0.0)
+    for number in range(count):
+        rates.sample([f"ip:{number}"])
+    found = rates.rates(RATE_SECONDS)
+    assert len(found) <= RATES_MAX
+    assert all(rate <= RATE_SAMPLE_EVERY / RATE_SECONDS + 1e-9 for rate in found.values())
+
+
+def test_the_busiest_subject_is_found_with_several_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its checks are denied. The subject of a rule that counts all clients is no client."""
+    now_s = [0.0]
+    monkeypatch.setattr(counters, "monotonic", lambda: now_s[0])
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "users", "by": ["user"], "limits": ["5/hour"]},
+            {"id": "all", "by": [], "limits": ["1000000/hour"]},
+            {"id": "routes", "by": ["endpoint"], "limits": ["1000000/hour"]},
+        ],
+    }
+    with Limiter.from_rules(rules) as limiter:
+        metrics = LimiterMetrics(limiter)
+        assert metrics.snapshot().values["busiest_subject_rate"] == {"": 0}
+        for number in range(9_000):
+            user = "wild" if number % 3 else f"user-{number}"
+            limiter.check(Request(user=user, endpoint="/"))
+        now_s[0] = RATE_SECONDS
+        rate = metrics.snapshot().values["busiest_subject_rate"][""]
+        assert rate == pytest.approx(6_000 / RATE_SECONDS, rel=0.3)

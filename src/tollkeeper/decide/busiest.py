@@ -41,6 +41,10 @@ class Busiest:
     def sample(self, subject: str) -> None:
         """Note the subject of a check, and choose the next check to sample."""
         self.next_in = self._gap()
+        self.add(subject)
+
+    def add(self, subject: str) -> None:
+        """Note the subject of a check that the caller has sampled."""
         samples = self._samples
         if subject not in samples and len(samples) == BUSIEST_MAX:
             fewest = min(samples, key=samples.__getitem__)
@@ -52,5 +56,9 @@ class Busiest:
 
     def top(self, count: int) -> list[tuple[str, int]]:
         """Return up to `count` subjects with their approximate number of checks, most first."""
+        return [(subject, samples * SAMPLE_EVERY) for subject, samples in self.samples(count)]
+
+    def samples(self, count: int) -> list[tuple[str, int]]:
+        """Return up to `count` subjects with their samples, most first."""
         ranked = sorted(self._samples.items(), key=lambda item: -item[1])
-        return [(subject, samples * SAMPLE_EVERY) for subject, samples in ranked[: max(count, 0)]]
+        return ranked[: max(count, 0)]

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from operator import add, attrgetter, sub
+from time import monotonic
 from typing import Any, Final, Literal, NamedTuple
 
 from tollkeeper.core.errors import ConfigError
@@ -66,6 +68,9 @@ FAMILIES: Final = (
         ("rule", "algorithm", "endpoint", "outcome", "source"),
     ),
     MetricFamily("rule_failures", "counter", "Decisions that the store failed to make.", ("rule",)),
+    MetricFamily(
+        "busiest_subject_rate", "gauge", "Checks per second of the busiest subject.", (), "max"
+    ),
     MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
     MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
@@ -329,6 +334,17 @@ class LimiterMetrics:
         self._store(found)
         return found
 
+    def subject_rates(self) -> dict[str, float]:
+        """Return the checks per second of the busiest subjects in this process, by digest."""
+        try:
+            rates = self._limiter.tally().subjects.rates(monotonic())
+        except ConfigError:  # it has no rules
+            return {}
+        return {
+            blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): rate
+            for subject, rate in rates.items()
+        }
+
     def _name_rules(self) -> None:
         document = self._limiter.compiled_rules.document
         if document is not self._document:
@@ -384,6 +400,8 @@ class LimiterMetrics:
         }.items():
             found.put("checks", count, outcome)
         found.put("degraded_checks", tally.degraded)
+        rates = self.subject_rates().values()
+        found.put("busiest_subject_rate", round(max(rates, default=0.0), 1))
         for kind in ("timeout", "unavailable", "full"):
             found.put("store_errors", tally.errors.get(kind, 0), kind)
 

@@ -6,12 +6,67 @@ three decisions of rules (RuleCounts).
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout
+from tollkeeper.decide.busiest import BUSIEST_MAX, Busiest
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
+
+
+# The shortest time over which the rate of a subject is measured.
+RATE_SECONDS: Final = 30.0
+# One check in so many is sampled: at 100 checks a second, a subject has 47 samples. It is a prime
+# number, so that clients which take turns are all sampled.
+RATE_SAMPLE_EVERY: Final = 61
+# Subjects whose rates are reported to the other workers of the machine.
+RATES_MAX: Final = 16
+
+
+class SubjectRates:
+    """The checks per second of the busiest subjects, from a sample of the checks.
+
+    Each period has a sketch of its own, so a rate is of that period alone. A check is sampled once
+    for each of its subjects, however many rules count it.
+    """
+
+    __slots__ = ("_began_s", "_lock", "_rates", "_sketch")
+
+    def __init__(self) -> None:
+        self._sketch = Busiest()
+        self._began_s: float | None = None
+        self._rates: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def sample(self, subjects: Iterable[str]) -> None:
+        """Note the subjects of a check that is sampled."""
+        with self._lock:
+            for subject in subjects:
+                self._sketch.add(subject)
+
+    def rates(self, now_s: float) -> Mapping[str, float]:
+        """Return the rates in the last whole period, and begin the next one if it is time.
+
+        A name that replaced another in the full sketch inherited its count. That part is left out,
+        so that many rare subjects do not look like a busy one.
+        """
+        with self._lock:
+            if self._began_s is None:  # what was sampled before has no known time
+                self._sketch, self._began_s = Busiest(), now_s
+            taken_s = now_s - self._began_s
+            if taken_s >= RATE_SECONDS:
+                found = self._sketch.samples(BUSIEST_MAX)
+                inherited = found[-1][1] if len(found) == BUSIEST_MAX else 0
+                self._rates = {
+                    subject: (samples - inherited) * RATE_SAMPLE_EVERY / taken_s
+                    for subject, samples in found[:RATES_MAX]
+                    if samples > inherited
+                }
+                self._sketch, self._began_s = Busiest(), now_s
+            return self._rates
 
 
 @dataclass(slots=True)
@@ -53,6 +108,7 @@ class Tally:
     """Checks without a decision: the error of the store was raised to the caller."""
     degraded: int = 0
     """Checks that the store did not decide alone: a failure policy took part, or raised."""
+    subjects: SubjectRates = field(default_factory=SubjectRates)
     unruled: dict[str, int] = field(default_factory=dict)
     """Checks without a limit, by reason: unlimited, exempt or blocked."""
     errors: dict[str, int] = field(default_factory=dict)

@@ -55,7 +55,7 @@ from tollkeeper.decide.failure import (
     uncounted_of,
 )
 from tollkeeper.decide.store import Answer, AnyGate, AsyncStore, Store
-from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.metrics.tally import RATE_SAMPLE_EVERY, RuleCounts, Tally
 from tollkeeper.rules.compiled import (
     FACTOR_STEPS,
     CheckPlan,
@@ -86,6 +86,9 @@ _WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
 }
 # Three times as fast as calling CheckResult, whose constructor is written in Python.
 _new_result: Final = tuple.__new__
+
+# Fields that many clients share. A rule that counts by nothing else has no client as its subject.
+_NOT_CLIENTS: Final = frozenset({"endpoint", "method", "tier"})
 
 # Attempts to charge a limit, each with the room that the last one found.
 CHARGE_ATTEMPTS_MAX: Final = 8
@@ -293,10 +296,13 @@ class RuleEngine:
                 decision: Decision = check.gate.check(  # type: ignore[assignment]  # for threads
                     check.gate_subject, check.units
                 )
+                tally = self.tally
                 if decision.allowed:
-                    self.tally.allowed += 1
+                    tally.allowed = count = tally.allowed + 1
                 else:
-                    self.tally.denied += 1
+                    tally.denied = count = tally.denied + 1
+                if not count % RATE_SAMPLE_EVERY:
+                    self._sample(checks)
                 return self._counted(check, decision), ()
             answers = self._store.check_together(plan.joint, _MayFail(self._on_failure, checks))  # type: ignore[arg-type]  # for threads
         except (StoreError, CapacityError) as error:
@@ -318,10 +324,13 @@ class RuleEngine:
                 decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
                     check.gate_subject, check.units
                 )
+                tally = self.tally
                 if decision.allowed:
-                    self.tally.allowed += 1
+                    tally.allowed = count = tally.allowed + 1
                 else:
-                    self.tally.denied += 1
+                    tally.denied = count = tally.denied + 1
+                if not count % RATE_SAMPLE_EVERY:
+                    self._sample(checks)
                 return self._counted(check, decision), ()
             answers = await self._check_together(  # type: ignore[misc]  # for asyncio
                 plan.joint,  # type: ignore[arg-type]  # for asyncio
@@ -341,7 +350,7 @@ class RuleEngine:
         shadow_answers: Sequence[RuleAnswer] | None = None
         waited = False
         if decision is not None:
-            self._count_check(decision)
+            self._count_check(decision, plan.enforced)
         elif not plan.enforced:
             decision = self._without_limits(plan)
         else:
@@ -595,13 +604,16 @@ class RuleEngine:
         """Return one decision from those of several rules; count each rule, and the check once."""
         counted = list(map(self._counted, checks, decisions))
         combined = combine_decisions(counted)
-        self._count_check(combined)
+        self._count_check(combined, checks)
         return combined if len(counted) == 1 else _with_charges(combined, counted)
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
         rule = check.rule
-        counts = self.counts.get(rule.id) or self._counts_of(rule.id)
+        try:
+            counts = self.counts[rule.id]
+        except KeyError:
+            counts = self._counts_of(rule.id)
         if decision.allowed:
             counts.allowed += 1
             decision.source = check
@@ -609,20 +621,27 @@ class RuleEngine:
             counts.shadow_denied += 1
         else:
             counts.denied += 1
-        if len(check.prepared.gates) == 1:
+        if rule.split == 1 or len(check.prepared.gates) == 1:
             return decision
         return whole_decision(decision, check.gate.limits, check.prepared.limits)
 
-    def _count_check(self, decision: Decision, checks: RuleChecks = ()) -> None:
-        """Count a check by its decision; `checks` are needed if the decision is degraded."""
+    def _sample(self, checks: RuleChecks) -> None:
+        """Note the clients of a check that is due to be sampled."""
+        clients = (check.subject for check in checks if set(check.rule.by) - _NOT_CLIENTS)
+        self.tally.subjects.sample(dict.fromkeys(clients))
+
+    def _count_check(self, decision: Decision, checks: RuleChecks) -> None:
+        """Count a check by its decision. One in RATE_SAMPLE_EVERY is sampled."""
         tally = self.tally
         tally.degraded += decision.degraded
         if decision.allowed:
-            tally.allowed += 1
+            tally.allowed = count = tally.allowed + 1
         elif decision.degraded and self._is_closed(checks, decision.rule):
-            tally.unavailable += 1
+            tally.unavailable = count = tally.unavailable + 1
         else:
-            tally.denied += 1
+            tally.denied = count = tally.denied + 1
+        if not count % RATE_SAMPLE_EVERY:
+            self._sample(checks)
 
     def _counts_of(self, rule: str) -> RuleCounts:
         counts = self.counts.get(rule)
@@ -726,7 +745,7 @@ class RuleEngine:
         if not failed or not all(decided):
             decision = combine_decisions(decided)
             if spend:
-                self._count_check(decision)
+                self._count_check(decision, checks)
                 self._count_degraded(failed, allowed=False, is_local=False)
             return _with_charges(decision, decided)
         failed_checks = [self._failed_check(check, error) for check, error in failed]

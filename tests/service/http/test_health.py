@@ -17,6 +17,7 @@ from tests.service.http.client import RULES, http_service
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.decide.store import StoreStats
 from tollkeeper.metrics.counters import FAMILIES, MetricsSnapshot
+from tollkeeper.metrics.tally import RATE_SECONDS
 from tollkeeper.service.http import health
 from tollkeeper.service.http.context import encode
 from tollkeeper.service.http.health import WorkerCounts, fold_dead
@@ -162,6 +163,31 @@ async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
             assert samples(http.app.metrics.text())[ALLOWED] == 111
         names = {each.name for each in tmp_path.glob("*.json")}  # noqa: ASYNC240 - a test
         assert names == {f"{alive}.json", f"{os.getpid()}.json", "gone.json"}
+
+
+async def test_the_rates_of_a_subject_in_several_workers_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's requests are spread over the workers. No file and no metric has its key."""
+    now_s = [0.0]
+    monkeypatch.setattr("tollkeeper.metrics.counters.monotonic", lambda: now_s[0])
+    async with http_service(counters=tmp_path) as http:
+        metrics = http.app.metrics
+        metrics.write()
+        for _ in range(600):
+            await http.check(user="secret-key")
+        now_s[0] = RATE_SECONDS
+        own = samples(metrics.text())["tollkeeper_busiest_subject_rate[]"]
+        assert own == pytest.approx(20, rel=0.3)
+        written = (tmp_path / f"{os.getpid()}.json").read_bytes()
+        assert b"secret-key" not in written + metrics.text()
+        left = health._read(tmp_path / f"{os.getpid()}.json")
+        assert left is not None
+        other = encode(WorkerCounts(subjects={**left.subjects, "0" * 16: 1.0}))
+        (tmp_path / f"{os.getppid()}.json").write_bytes(other)
+        (tmp_path / f"{DEAD}.json").write_bytes(other)
+        both = samples(metrics.text())["tollkeeper_busiest_subject_rate[]"]
+        assert both == pytest.approx(2 * own, rel=0.01)
 
 
 async def test_a_worker_that_dies_while_it_folds_counts_nothing_twice(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Threshold(NamedTuple):
 THRESHOLDS: Final = (
     Threshold("rejections", 0.2, 0.99, "Share of the checks that are denied."),
     Threshold("violations", 1_000, 1e9, "Denied checks per minute."),
+    Threshold("subject_rate", 100, 1e9, "Checks per second of the busiest subject on a node."),
     Threshold("rule_growth", 10, 1e6, "Denials of a rule, as a multiple of the hour before."),
     Threshold("decision_p99", 0.01, 10, "Seconds that the slowest hundredth of checks takes."),
     Threshold("store_p99", 0.02, 10, "The same for the calls to one server of the store."),

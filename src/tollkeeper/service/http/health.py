@@ -27,6 +27,7 @@ import fcntl
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -210,6 +211,8 @@ class WorkerCounts:
     """The contents of a counter file: of one worker, or of all dead workers."""
 
     counted: MetricsSnapshot = field(default_factory=MetricsSnapshot)
+    subjects: dict[str, float] = field(default_factory=dict)
+    """Checks per second of the worker's busiest subjects, by digest: they may use other workers."""
     folded: list[int] = field(default_factory=list)
     """Only for dead workers: those whose files are included and still have to be removed."""
 
@@ -257,7 +260,7 @@ class WorkerMetrics:
         """Write the counters for the other workers if they changed. A full disk is only logged."""
         if self._folder is None:
             return
-        text = encode(WorkerCounts(self.snapshot()))
+        text = encode(WorkerCounts(self.snapshot(), self._reading.subject_rates()))
         path = self._folder / f"{os.getpid()}.json"
         try:
             if text != self._written or not path.exists():
@@ -282,10 +285,13 @@ class WorkerMetrics:
             if self._folder is not None:
                 dead = _read(self._folder / _DEAD) or dead
             total.add(dead.counted)
+            subjects = Counter(self._reading.subject_rates())
             for path in _files(self._folder):
                 number = int(path.stem)
                 if number != own and number not in dead.folded and (found := _read(path)):
                     total.add(found.counted if _is_alive(path) else found.counted.lasting())
+                    subjects.update(found.subjects if _is_alive(path) else {})
+        total.put("busiest_subject_rate", round(max(subjects.values(), default=0.0), 1))
         total.put("workers", self.workers())
         return total
 
