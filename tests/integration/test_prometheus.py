@@ -48,6 +48,7 @@ RULES: dict[str, Any] = {
             "by": [],
             "limits": ["1/hour"],
             "mode": "shadow",
+            "scale": {"source": "cpu"},
         },
     ],
     "deny": ["api_key:bad"],
