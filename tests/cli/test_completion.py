@@ -53,6 +53,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         (["tollkeeper", "ru"], {"rules"}),
         (["tollkeeper", "re"], {"reset", "reconcile"}),
         (["tollkeeper", "rules", "ro"], {"rollback"}),
+        (["tollkeeper", "override", "cr"], {"create"}),
         (["tollkeeper", "check", "--at"], {"--attribute"}),
         (["tollkeeper", "check", "--user", "42", "--co"], {"--cost", "--count"}),
     ],

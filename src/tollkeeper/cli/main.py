@@ -9,6 +9,8 @@ import typer
 from tollkeeper.cli import check
 from tollkeeper.cli.common import CliCommand, CliGroup
 from tollkeeper.cli.doctor import doctor
+from tollkeeper.cli.entries import app as entries
+from tollkeeper.cli.entries import override_app as override
 from tollkeeper.cli.load import app as load
 from tollkeeper.cli.metrics import app as metrics
 from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
@@ -29,6 +31,8 @@ app: Final = typer.Typer(
 )
 
 app.add_typer(rules, name="rules")
+app.add_typer(entries, name="entries")
+app.add_typer(override, name="override")
 app.add_typer(tokens, name="token")
 app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")

@@ -650,7 +650,7 @@ def apply(
     """
     source = source_from_file(file)
     document = source.document()
-    changed_by = _author(author)
+    changed_by = author_of(author)
     nodes = _announce_store(announce_to)
     for advice in hidden_tiers(document):
         print_text(f"tollkeeper: warning: {advice}", to_stderr=True)
@@ -687,7 +687,7 @@ def rollback(
 
     Example: tollkeeper rules rollback 3 --database sqlite:///rules.db --reason "too strict"
     """
-    changed_by = _author(author)
+    changed_by = author_of(author)
     nodes = _announce_store(announce_to)
 
     async def change() -> RuleChange:
@@ -788,7 +788,7 @@ def _edit_rule(
     if not database:
         _edit_over_http(edit, service, as_json)
         return
-    changed_by = _author(author)
+    changed_by = author_of(author)
     nodes = _announce_store(announce_to)
 
     async def change() -> RuleChange:
@@ -888,7 +888,8 @@ def _finish(change: RuleChange, nodes: Store | None, as_json: bool) -> None:
         print_text(f"nothing to change: version {version.number} has the same rules")
 
 
-def _author(given: str | None) -> str:
+def author_of(given: str | None) -> str:
+    """Return the author of a change: the one given, or the login name. Raises ConfigError."""
     if given is not None:
         return given
     try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from time import monotonic
@@ -160,6 +160,45 @@ class ServiceClient:
         detail = data.get("detail") or data.get("title") if isinstance(data, dict) else None
         raise ServiceError(self._complaint(response, detail), response.status_code)
 
+    def upload(
+        self, path: str, parts: Iterable[bytes], query: Mapping[str, str], reason: str = ""
+    ) -> dict[str, Any]:
+        """Send a long body in parts, and return the JSON object of the answer."""
+        headers = _headers("application/json", reason)
+        try:
+            response = self._client.post(
+                f"{self.url}{path}",
+                content=parts,
+                params=query,
+                headers=headers,
+                timeout=TIMEOUT_S_MAX,
+            )
+            data = response.json()
+        except self._http.HTTPError as error:
+            raise self._unreachable(error) from None
+        except ValueError:
+            data = None
+        if response.is_success and isinstance(data, dict):
+            return data
+        detail = data.get("detail") if isinstance(data, dict) else None
+        raise ServiceError(self._complaint(response, detail), response.status_code)
+
+    def download(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
+        """Yield a long answer in parts."""
+        try:
+            with self._client.stream(
+                "GET", f"{self.url}{path}", params=query, timeout=TIMEOUT_S_MAX
+            ) as response:
+                if not response.is_success:
+                    content = self._read(response, monotonic() + self._timeout_s)
+                    data = json.loads(content) if content.startswith(b"{") else {}
+                    raise ServiceError(
+                        self._complaint(response, data.get("detail")), response.status_code
+                    )
+                yield from response.iter_bytes()
+        except self._http.HTTPError as error:
+            raise self._unreachable(error) from None
+
     def metrics(self) -> Scrape:
         """Return the metrics of the service."""
         response, content = self._send("GET", "/metrics", "text/plain")
@@ -180,9 +219,7 @@ class ServiceClient:
         reason: str = "",
     ) -> tuple[httpx.Response, bytes]:
         until_s = monotonic() + self._timeout_s
-        headers = {"accept": accept.encode()}
-        if reason:
-            headers["x-reason"] = one_line(reason, REASON_LENGTH_MAX).encode()
+        headers = _headers(accept, reason)
         try:
             with self._client.stream(
                 method, f"{self.url}{path}", params=query, json=body, headers=headers
@@ -234,6 +271,13 @@ class ServiceClient:
         if "CERTIFICATE_VERIFY_FAILED" in why:
             advice = "give the CA certificate that signed its certificate in --ca"
         return ServiceError(f"{self.url} cannot be reached ({why}); {advice}")
+
+
+def _headers(accept: str, reason: str) -> dict[str, bytes]:
+    headers = {"accept": accept.encode()}
+    if reason:
+        headers["x-reason"] = one_line(reason, REASON_LENGTH_MAX).encode()
+    return headers
 
 
 def _httpx() -> Any:

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, text, tuple_, update
@@ -42,7 +43,7 @@ from tollkeeper.control.schema import (
 from tollkeeper.control.schema import entries as rows
 from tollkeeper.core.errors import ChangeRefused, ConfigError, show
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import from_data
+from tollkeeper.rules.document.reading import DocumentError, from_data
 from tollkeeper.rules.entries import (
     Entry,
     EntryKind,
@@ -303,6 +304,11 @@ class EntryRows:
             change = _change(_REMOVE[kind], Entry(kind, key, before), before, None)
             return await self._finish(connection, seq, author, reason, change)
 
+    async def problems(self, entries: Sequence[Entry], limit: int) -> list[tuple[int, str]]:
+        """Return the positions of entries that cannot be written, and why; at most `limit`."""
+        document = await self._document()
+        return await asyncio.to_thread(lambda: list(islice(_problems(entries, document), limit)))
+
     async def write(
         self,
         entries: Sequence[Entry],
@@ -326,7 +332,8 @@ class EntryRows:
                 f"{len(entries):,} entries are more than {IMPORT_ENTRIES_MAX:,}; "
                 f"write them in several parts"
             )
-        await asyncio.to_thread(_check_all, entries, await self._document())
+        for at, message in await self.problems(entries, 1):
+            raise InvalidEntry(at, message)
         count = 0
         async with self._database.writing(IMPORT_SECONDS_MAX) as connection:
             before = seq = (await _position(connection)).seq
@@ -427,16 +434,21 @@ async def _check_ids(connection: AsyncConnection, batch: Sequence[Entry], start:
                 raise InvalidEntry(start + given[key], str(DuplicateId(key)))
 
 
-def _check_all(entries: Sequence[Entry], document: Document) -> None:
-    seen: dict[tuple[str, str], int] = {}
+def _problems(entries: Sequence[Entry], document: Document) -> Iterator[tuple[int, str]]:
+    # Hashes of 64 bits: a million keys as text would take 200 MB more.
+    seen: set[int] = set()
     for at, entry in enumerate(entries):
-        first = seen.setdefault((entry.kind, entry.key), at)
-        if first != at:
-            raise InvalidEntry(at, f"{entry.kind} {show(entry.key)} is given twice; remove one")
+        known = len(seen)
+        seen.add(hash(entry[:2]))
+        if len(seen) == known:
+            yield at, f"{entry.kind} {show(entry.key)} is given twice; remove one"
+            continue
         try:
             _check_references(entry, document)
+        except DocumentError as error:
+            yield at, error.problems[0].message
         except (ConfigError, DuplicateId) as error:
-            raise InvalidEntry(at, str(error)) from None
+            yield at, str(error)
 
 
 def _check_references(entry: Entry, document: Document) -> None:

@@ -25,7 +25,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
-from tollkeeper.service.admin import load, page, problems, quotas, records, rules, subjects
+from tollkeeper.service.admin import (
+    entry_files,
+    load,
+    page,
+    problems,
+    quotas,
+    records,
+    rules,
+    subjects,
+)
 from tollkeeper.service.admin.control import AdminContext, control_plane
 from tollkeeper.service.admin.operations import PREFIX
 from tollkeeper.service.http import openapi
@@ -59,6 +68,7 @@ def admin_app(context: AdminContext) -> FastAPI:
     routers = [
         rules.router,
         subjects.router,
+        entry_files.router,
         rules.versions_router,
         quotas.router,
         records.router,

@@ -177,6 +177,8 @@ class ControlPlane:
         self.context = context
         self._repository: Repository | None = None
         self._opening = asyncio.Lock()
+        self.importing = asyncio.Lock()
+        """Held by the one import of entries that this worker makes at a time."""
 
     def compiled_rules(self) -> CompiledRules:
         """Return the rules in force in this node."""
