@@ -31,6 +31,7 @@ tollkeeper_checks_total{{outcome="allowed"}} {allowed}
 tollkeeper_checks_total{{outcome="denied"}} {denied}
 tollkeeper_checks_total{{outcome="unlimited"}} {allowed}
 tollkeeper_degraded_checks_total {denied}
+tollkeeper_busiest_subject_rate {allowed / 10}
 tollkeeper_rule_decisions_total{{outcome="allowed",rule="orders",source="store"}} {allowed}
 tollkeeper_rule_decisions_total{{outcome="denied",rule="orders",source="store"}} {denied}
 tollkeeper_rule_failures_total{{rule="orders"}} {denied}
@@ -75,6 +76,7 @@ def test_rates_are_of_the_interval() -> None:
     assert (rule.rule, rule.allowed, rule.denied) == ("orders", 200, 10)
     assert not others
     assert found.store_errors == {"timeout": 10}
+    assert "busiest subject 140/s" in "\n".join(shown(found))
 
 
 async def test_a_request_is_one_check_however_many_rules_apply() -> None:

@@ -242,6 +242,8 @@ class TopFrame:
     degraded: float
     unruled: float
     """Checks that no rule decided: on a list, or without a rule that applies."""
+    busiest_subject: float | None
+    """Checks per second of the busiest subject; None if the service does not say."""
     rules: tuple[RuleRates, ...]
     decision: LatencyQuantiles
     store: LatencyQuantiles
@@ -341,6 +343,7 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
         denied=checks.get("denied", 0.0) + checks.get("unavailable", 0.0),
         degraded=between.rate("tollkeeper_degraded_checks_total"),
         unruled=sum(checks.get(each, 0.0) for each in ("unlimited", "exempt", "blocked")),
+        busiest_subject=metrics.value("tollkeeper_busiest_subject_rate"),
         rules=between.rules(),
         decision=between.latency("tollkeeper_decision_seconds"),
         store=between.latency("tollkeeper_store_seconds"),
@@ -508,6 +511,8 @@ def _checks_text(frame: TopFrame) -> Text:
     )
     if frame.unruled:
         text.append(f", {_per_second(frame.unruled)} without a rule")
+    if frame.busiest_subject:
+        text.append(f"; busiest subject {_per_second(frame.busiest_subject)}")
     return text
 
 
