@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from bench.engines import OURS
@@ -27,6 +28,7 @@ try:
     from bench.record import run_record
     from bench.redis_measure import FULL as REDIS_FULL
     from bench.redis_measure import QUICK as REDIS_QUICK
+    from bench.redis_measure import RedisEffort
     from bench.redis_run import WORKS as REDIS_WORKS
     from bench.redis_run import run_redis
     from bench.report import (
@@ -65,7 +67,7 @@ def main() -> None:
     rules = run_rules(lambda work: _wanted(options, "", work), effort, _progress)
     redis = run_redis(
         lambda work: _wanted(options, REDIS_ALGORITHM, work),
-        REDIS_QUICK if options.quick else REDIS_FULL,
+        _redis_effort(options),
         _progress,
     )
     http = run_http(
@@ -89,6 +91,11 @@ def main() -> None:
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 
+def _redis_effort(options: argparse.Namespace) -> RedisEffort:
+    effort = REDIS_QUICK if options.quick else REDIS_FULL
+    return replace(effort, packed_states=options.subjects) if options.subjects else effort
+
+
 def _options() -> argparse.Namespace:
     works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
     works += RECORD_WORKS
@@ -106,6 +113,12 @@ def _options() -> argparse.Namespace:
         default=[],
         metavar="WORD",
         help="only algorithms and works whose names hold all of these words",
+    )
+    parser.add_argument(
+        "--subjects",
+        type=int,
+        metavar="N",
+        help="load up to N subjects for 'redis packed'; 10000000 takes 4 GB and some minutes",
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure bytes a key")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there too")

@@ -133,6 +133,8 @@ def fillings(effort: RedisEffort) -> Iterator[Filling]:
     def mixed() -> int:
         return int(SPENT_MAX ** rng.random())
 
+    # With a hash for each subject, whose size does not depend on the number of subjects. For
+    # packed states, see redis_packed.py.
     ten, one = (OURS, TEN_LIMITS), (OURS, ONE_LIMIT)
     orders = (our_rule("orders"), TEN_LIMITS)
     rules = [(our_rule(f"rule{number}"), (each,)) for number, each in enumerate(TEN_LIMITS)]
@@ -173,7 +175,10 @@ def measure_bytes(filling: Filling) -> Bytes:
 
 
 async def _fill(uri: str, filling: Filling, subjects: int) -> None:
-    sessions = [engine.open_async(uri, rates) for engine, rates in filling.parts]
+    own = f"{uri}?layout=subject"
+    sessions = [
+        engine.open_async(own if engine.ours else uri, rates) for engine, rates in filling.parts
+    ]
     work = iter(range(_FIRST_USER, _FIRST_USER + subjects))
     await asyncio.gather(*(_spend(sessions, work, filling.cost) for _ in range(CONNECTIONS_MAX)))
     for session in sessions:

@@ -34,10 +34,27 @@ class RedisEffort:
     """Requests of redis-benchmark in a run."""
     subjects: int
     """The largest number of subjects whose memory is measured. Peers get fewer."""
+    packed_states: int
+    """The largest number of subjects that are loaded to measure packed states."""
+    packed_rounds: int
 
 
-FULL: Final = RedisEffort(rounds=5, run_seconds=0.25, tool_requests=50_000, subjects=50_000)
-QUICK: Final = RedisEffort(rounds=3, run_seconds=0.1, tool_requests=20_000, subjects=20_000)
+FULL: Final = RedisEffort(
+    rounds=5,
+    run_seconds=0.25,
+    tool_requests=50_000,
+    subjects=50_000,
+    packed_states=400_000,
+    packed_rounds=60,
+)
+QUICK: Final = RedisEffort(
+    rounds=3,
+    run_seconds=0.1,
+    tool_requests=20_000,
+    subjects=20_000,
+    packed_states=50_000,
+    packed_rounds=20,
+)
 
 
 @dataclass(frozen=True, slots=True)

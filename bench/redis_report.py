@@ -11,6 +11,7 @@ from tests.redis_servers import Single
 
 from bench.redis_bytes import MANY, Bytes
 from bench.redis_measure import RedisEffort, RedisRow
+from bench.redis_packed import PackedRow
 from bench.redis_placement import Placement
 
 _WIDTHS: Final = (20, 34, 10, 9, 9, 8, 11)
@@ -63,6 +64,7 @@ class RedisResults:
 
     works: list[RedisWork] = field(default_factory=list)
     sizes: list[Bytes] = field(default_factory=list)
+    packed: list[PackedRow] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
 
 
@@ -133,9 +135,9 @@ def bytes_heading() -> str:
     """Return the lines above the sizes."""
     return (
         "\nredis, bytes per state (one limit's count of one subject): used_memory of a fresh "
-        "server; units spent: 1 to 10,000\non a logarithmic scale, unless the row says "
-        "otherwise; the last two columns are computed for 10,000,000 states\nand for 10,000,000 "
-        f"keys in one server, with the same bytes per key and larger hash tables\n"
+        "server; layout=subject; units spent: 1 to 10,000\non a logarithmic scale, unless the row "
+        "says otherwise; the last two columns are computed for 10,000,000 states\nand for "
+        f"10,000,000 keys in one server, with the same bytes per key and larger hash tables\n"
         f"{_rule(_BYTES_HEADINGS, _BYTES_WIDTHS)}"
     )
 
@@ -194,6 +196,12 @@ def goals_of(results: RedisResults) -> list[Goal]:
         largest = max(sizes, key=lambda each: each.states)
         what = f"bytes per state with ten limits per subject, {MANY:,} states"
         goals.append(Goal(what, largest.per_state_of_many, 50, 30, less_is_better=True))
+    for row in results.packed:
+        what = f"packed states, {row.work}, {row.subjects:,} subjects"
+        if row.subjects == MANY:
+            size, time = row.bytes_per_state["packed"], row.time_ratio
+            goals.append(Goal(f"{what}: bytes per state", size, 50, 45, less_is_better=True))
+            goals.append(Goal(f"{what}: × server time", time, 1.1, 1.05, less_is_better=True))
     return goals
 
 
@@ -240,6 +248,10 @@ def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort
                 "per_state_of_10m_keys": each.per_state_of_many_keys,
             }
             for each in results.sizes
+        ],
+        "packed": [
+            {**asdict(row), "bytes_ratio": row.bytes_ratio, "time_ratio": row.time_ratio}
+            for row in results.packed
         ],
         "goals": [asdict(goal) for goal in results.goals],
     }

@@ -12,6 +12,7 @@ from bench.redis_benchmark import RedisBenchmark
 from bench.redis_bytes import fillings, measure_bytes
 from bench.redis_engines import CONNECTIONS_MAX, ENGINES, FOUR_LIMITS, LIMITS_FIXED, ONE_LIMIT, OURS
 from bench.redis_measure import RedisEffort, measure_async, measure_sync
+from bench.redis_packed import measure_packed, packed_heading, packed_line
 from bench.redis_placement import FREE, Placement, placed, placements
 from bench.redis_report import (
     RedisResults,
@@ -28,7 +29,7 @@ from bench.redis_report import (
     server_facts,
 )
 
-WORKS: Final = ("redis async", "redis sync", "redis cluster", "redis bytes")
+WORKS: Final = ("redis async", "redis sync", "redis cluster", "redis bytes", "redis packed")
 TASKS: Final = (1, 64, CONNECTIONS_MAX)
 _LIMITS: Final = (("1 limit", ONE_LIMIT), ("4 limits", FOUR_LIMITS))
 
@@ -58,6 +59,8 @@ def run_redis(
         _run_cluster(effort, results, progress)
     if "redis bytes" in works:
         _run_bytes(effort, results, progress)
+    if "redis packed" in works:
+        _run_packed(effort, results, progress)
     results.goals = goals_of(results)
     if results.goals:
         print(goals_table(results.goals), flush=True)
@@ -127,3 +130,12 @@ def _run_bytes(effort: RedisEffort, results: RedisResults, progress: Progress) -
         results.sizes.append(found)
         print(bytes_line(found), flush=True)
     print(bytes_proof(results.sizes), flush=True)
+
+
+def _run_packed(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
+    print(packed_heading(), flush=True)
+    progress("filling redis, packed …")
+    for row in measure_packed(effort):
+        progress("")
+        results.packed.append(row)
+        print(packed_line(row), flush=True)

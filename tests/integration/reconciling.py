@@ -26,8 +26,8 @@ def patient(uri: str) -> str:
 
 
 def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
-    """Create healthy states, and return their keys."""
-    with Limiter("100/hour", store=patient(uri), name=rule) as limiter:
+    """Create healthy states, and return their keys, which show their subjects."""
+    with Limiter("100/hour", store=patient(uri) + "&layout=subject", name=rule) as limiter:
         for number in range(keys):
             limiter.check(f"user:{number}")
     return [b"tk:{user:%d}" % number for number in range(keys)]

@@ -24,12 +24,14 @@ import pytest
 
 from tests.redis_servers import Promotion, Server, Single, until
 from tollkeeper import AsyncLimiter, Decision, Limit, Limiter
-from tollkeeper.core.clock import Clock
+from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.store import Answer
 from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.scripts import RuleScripts
 from tollkeeper.decide.stores.redis.store import RedisStore
 
 WIRES = ("threads", "asyncio")
@@ -48,6 +50,12 @@ COUNTED = Limit(1_000_000, per=YEAR, algorithm="fixed_window")
 
 Outcome = Decision | StoreError
 Found = TypeVar("Found")
+
+
+def key_of(subject: str, prefix: str = "tk") -> str:
+    """Return the key of the bucket that holds a subject's states."""
+    config = parse("redis://localhost", prefix=prefix)
+    return RuleScripts((COUNTED,), "", config, SystemClock()).key(subject).decode()
 
 
 class Client:

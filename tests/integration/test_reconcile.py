@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
+from tests.integration.redis_wires import key_of
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 from tollkeeper import Limit, Limiter
@@ -197,11 +198,13 @@ def test_log_without_its_times(single: Single) -> None:
 
 def test_repaired_subject_is_limited_again(single: Single) -> None:
     """Its checks failed before the repair and count after it."""
-    spend(single.uri)
-    single.admin.hset("tk:{user:3}", "orders", "garbage")
     with Limiter(
         "100/hour", store=patient(single.uri), name="orders", on_failure="closed"
     ) as limiter:
+        limiter.check("user:3")
+        with single.client() as raw:
+            [field] = raw.hkeys(key_of("user:3"))
+            raw.hset(key_of("user:3"), field, "garbage")
         assert limiter.check("user:3").degraded
         reconciled(single.uri, repair="all")
         decision = limiter.check("user:3")
@@ -283,7 +286,8 @@ def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
 
 def test_holder_of_a_large_share(single: Single, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant that invents users is reported, unless there are few states."""
-    with Limiter("9/hour", store=patient(single.uri), name="orders") as limiter:
+    store = f"{patient(single.uri)}&layout=subject"
+    with Limiter("9/hour", store=store, name="orders") as limiter:
         for number in range(60):
             tenant = "tenant:acme" if number % 2 else f"tenant:{number}"
             limiter.check((tenant, f"user:{number}"))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.integration.redis_wires import (
     counted,
     errors_of,
     fail_over,
+    key_of,
     outcome,
 )
 from tests.redis_servers import Cluster, Server, Single, until
@@ -57,7 +59,14 @@ def lone_node() -> Iterator[Single]:
 
 def slot(subject: str) -> int:
     """Return the slot of a subject."""
-    return slot_of(f"tk:{{{subject}}}".encode())
+    return slot_of(key_of(subject).encode())
+
+
+def beside(*subjects: str) -> str:
+    """Return another subject in the slot of the first, but in none of their buckets."""
+    number, taken = slot(subjects[0]), {key_of(each) for each in subjects}
+    tried = (f"{subjects[0]} {each}" for each in count())
+    return next(each for each in tried if slot(each) == number and key_of(each) not in taken)
 
 
 def other_primary(cluster: Cluster, number: int) -> Server:
@@ -94,10 +103,10 @@ def test_a_call_follows_a_slot_that_has_moved(cluster: Cluster, key: str, wire: 
 @both_wires
 def test_calls_follow_a_slot_while_it_moves(cluster: Cluster, key: str, wire: str) -> None:
     """ASK: a key that has moved, one that has not, and a new one are each charged once."""
-    # A tag ends at the first brace, so these share a slot.
-    moved, waiting, new = key, f"{key}}}waiting", f"{key}}}new"
+    moved, waiting = key, beside(key)
+    new = beside(moved, waiting)
     number = slot(key)
-    assert {slot(moved), slot(waiting), slot(new)} == {number}
+    assert len({key_of(each) for each in (moved, waiting, new)}) == 3
     target = other_primary(cluster, number).port
     with client(wire, cluster.uri) as api:
         assert api.check(moved, 10).remaining == COUNTED.limit - 10
@@ -128,8 +137,8 @@ def test_calls_follow_a_slot_while_it_moves(cluster: Cluster, key: str, wire: st
 
 def test_slots_that_move_under_load_lose_and_duplicate_nothing(cluster: Cluster, key: str) -> None:
     """Back and forth, with calls from threads and tasks: no error, and exactly the limit."""
-    limit = Limit(4_000, per=YEAR, algorithm="sliding_window_log")
-    keys = [key, f"{key}}}beside"]  # in one slot
+    limit = Limit(4_000, per=YEAR, algorithm="fixed_window")
+    keys = [key, beside(key)]
     before = redirections(cluster)
     moves = 0
     with clients_of_both(cluster.uri, limit, deadline_ms=10_000) as clients, ExitStack() as stack:

@@ -48,10 +48,10 @@ def servers(request: pytest.FixtureRequest) -> Running:
     return servers
 
 
-def remaining(servers: Running, limit: dict[str, Any], key: str) -> int:
-    """Return the remaining units of a limit."""
+def remaining(servers: Running, limit: dict[str, Any], key: str, *roomy: dict[str, Any]) -> int:
+    """Return the remaining units of a limit, beside others of its rule that have more room."""
     store = open_store(servers.uri, **PATIENCE)
-    left = store.gate([Limit(**limit)], "").peek(key, 0).remaining
+    left = store.gate([Limit(**each) for each in (limit, *roomy)], "").peek(key, 0).remaining
     store.close()
     return left
 
@@ -88,7 +88,10 @@ def test_several_limits_are_charged_only_for_admitted_requests(
     limits = [*wide[:3], tight, *wide[3:]]
     results = crew.hammer([Job(servers.uri, limits, **each) for each in WORKERS])
     assert admitted(results) == {"k": 700}
-    assert [remaining(servers, limit, "k") for limit in wide] == [LIMIT - 700] * len(wide)
+    for limit in wide:
+        # Beside a log, a limit's count is in the same place only if the log is asked for, too.
+        roomy = [each | {"limit": 10 * LIMIT} for each in wide if each is not limit]
+        assert remaining(servers, limit, "k", *roomy) == LIMIT - 700
 
 
 WIRES = ("threads", "asyncio")

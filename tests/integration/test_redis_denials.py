@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from tests.integration.redis_wires import SECONDS_MAX, YEAR, Client, both_wires, client
+from tests.integration.redis_wires import SECONDS_MAX, YEAR, Client, both_wires, client, key_of
 from tests.redis_servers import Single, until
 from tollkeeper import AsyncLimiter, Limit, Limiter
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
@@ -181,7 +181,7 @@ def test_a_flush_counts_within_a_second(server: Single, key: str, wire: str) -> 
     """Also by the server's own clock."""
     with client(wire, server.uri, Limit(1, per=YEAR), denied_cache_ms=200) as api:
         assert [api.check(key).allowed for _ in range(2)] == [True, False]
-        server.admin.delete(f"tk:{{{key}}}")
+        server.admin.delete(key_of(key))
         until(lambda: api.check(key).allowed, "a check reaches the server again", SECONDS_MAX)
 
 

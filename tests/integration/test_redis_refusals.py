@@ -19,6 +19,7 @@ from tests.integration.redis_wires import (
     client,
     configured,
     counted,
+    key_of,
     outcome,
 )
 from tests.redis_servers import Single, User, until
@@ -139,17 +140,17 @@ def test_a_server_without_memory_raises_store_full(server: Single, key: str, wir
 
 def _hash(server: Single, key: str) -> dict[bytes, bytes]:
     with server.client() as raw:
-        found: dict[bytes, bytes] = raw.hgetall(f"tk:{{{key}}}")
+        found: dict[bytes, bytes] = raw.hgetall(key_of(key))
         return found
 
 
 @both_wires
 def test_a_key_of_another_application_is_not_changed(server: Single, key: str, wire: str) -> None:
     """WRONGTYPE: the error says how to avoid the conflict."""
-    server.admin.set(f"tk:{{{key}}}", "mine")
+    server.admin.set(key_of(key), "mine")
     with client(wire, server.uri) as api:
         assert "set another prefix=" in str(refusal(api, key))
-    assert server.admin.get(f"tk:{{{key}}}") == "mine"
+    assert server.admin.get(key_of(key)) == "mine"
 
 
 @both_wires

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.integration.redis_wires import SECONDS_MAX, YEAR, both_wires
+from tests.integration.redis_wires import SECONDS_MAX, YEAR, both_wires, key_of
 from tests.redis_servers import Cluster, Sentinels, running, until
 from tollkeeper import AsyncLimiter, Limit, Limiter, Request
 from tollkeeper.core.errors import StoreError, StoreUnavailable
@@ -116,8 +116,8 @@ def test_a_check_that_fails_does_not_keep_others_from_being_charged(
     servers: Any = running(kind)
     store = store_of(servers.uri)
     broken, well = f"{key} broken", f"{key} well"
-    node = servers.node_of(slot_of(f"tk:{{{broken}}}".encode())) if kind == "cluster" else servers
-    node.admin.set(f"tk:{{{broken}}}", "text")
+    node = servers.node_of(slot_of(key_of(broken).encode())) if kind == "cluster" else servers
+    node.admin.set(key_of(broken), "text")
     checks = [(TENANT, "tenant", broken), (TENANT, "tenant", well)]
 
     def left() -> int:
@@ -133,7 +133,7 @@ def test_a_check_that_fails_does_not_keep_others_from_being_charged(
         assert isinstance(failed, StoreUnavailable)
         assert passes([decided])
         assert left() == TENANT.limit - 1
-    node.admin.delete(f"tk:{{{broken}}}")
+    node.admin.delete(key_of(broken))
     store.close()
 
 
@@ -167,7 +167,7 @@ async def test_a_dead_shard_does_not_switch_off_rules_of_other_shards() -> None:
     with Cluster(full_coverage=False) as cluster:
         well, dead = cluster.primaries()[:2]
         owners = {
-            name: cluster.node_of(slot_of(f"tk:{{{name}}}".encode())).port
+            name: cluster.node_of(slot_of(key_of(name).encode())).port
             for number in range(200)
             for name in (f"user:{number}", f"tenant:{number}")
         }
@@ -202,7 +202,7 @@ def test_one_key_that_fails_in_a_call_of_several_leaves_the_others_charged(
     """A limiter without rules: the failure policy answers for the key that failed only."""
     server: Any = running("single")
     broken, well = f"{key} broken", f"{key} well"
-    server.admin.set(f"tk:{{{broken}}}", "text")
+    server.admin.set(key_of(broken), "text")
     how: Any = {"store": store_of(server.uri), "name": "several"}
     limits = Limit(3, per=YEAR, algorithm="fixed_window")
     checks = [(broken, 1), (well, 1)]
@@ -216,5 +216,5 @@ def test_one_key_that_fails_in_a_call_of_several_leaves_the_others_charged(
     denied = [each.decision for each in closed.evaluate_all(checks)]
     assert [(each.allowed, each.degraded) for each in denied] == [(False, True), (True, False)]
     assert closed.peek(well).remaining == 2
-    server.admin.delete(f"tk:{{{broken}}}")
+    server.admin.delete(key_of(broken))
     how["store"].close()

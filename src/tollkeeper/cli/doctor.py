@@ -26,6 +26,7 @@ from tollkeeper.cli.common import (
     print_json,
     print_text,
 )
+from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable
 from tollkeeper.core.version import __version__
 from tollkeeper.decide import kernel
@@ -56,7 +57,7 @@ CHECKS: Final = (
 """All checks, in the order in which they are printed. Not every store has all of them."""
 
 # The commands that the scripts call; the user needs permission for them.
-SCRIPT_COMMANDS: Final = ("hget", "hset", "hdel", "pttl", "pexpire", "time")
+SCRIPT_COMMANDS: Final = ("hget", "hset", "hdel", "hrandfield", "pttl", "pexpire", "time")
 FULLNESS_HIGH: Final = 0.9
 _SUBJECTS_TRIED_MAX: Final = 10_000
 _NS_PER_MS: Final = 1_000_000
@@ -268,7 +269,7 @@ def _try_scripts(
     limiter = Limiter("10/second", store=store, name="doctor", on_failure="raise")
     answering = {node.address for node in health.nodes if node.reachable and not node.loading}
     findings = []
-    for address, subject in _subjects(topology, config.prefix):
+    for address, subject in _subjects(topology, config, limiter):
         if address not in answering:
             continue
         try:
@@ -281,14 +282,18 @@ def _try_scripts(
     return merge_findings(findings)
 
 
-def _subjects(topology: Topology, prefix: str) -> Iterator[tuple[str, str]]:
+def _subjects(
+    topology: Topology, config: RedisConfig, limiter: Limiter
+) -> Iterator[tuple[str, str]]:
     """Yield each primary with a new subject that is stored there."""
-    from tollkeeper.decide.stores.redis.topology import slot_of  # noqa: PLC0415 - the redis extra
+    from tollkeeper.decide.stores.redis.scripts import RuleScripts  # noqa: PLC0415 - the redis extra
+    from tollkeeper.decide.stores.redis.topology import slot_of  # noqa: PLC0415 - as above
 
+    scripts = RuleScripts(limiter.limits, "doctor", config, SystemClock())
     left = set(topology.primaries())
     for _ in range(_SUBJECTS_TRIED_MAX):
         subject = f"tollkeeper-doctor:{token_hex(8)}"
-        address = topology.slots[slot_of(f"{prefix}:{{{subject}}}".encode())]
+        address = topology.slots[slot_of(scripts.key(subject))]
         if address in left:
             left.remove(address)
             yield str(address), subject

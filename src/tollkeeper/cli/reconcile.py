@@ -679,9 +679,11 @@ def _share_findings(audited: Sequence[AuditedServer]) -> Iterator[ReconcileFindi
         if states >= STATES_MIN and count >= SHARE_HIGH * states
     ]
     if not large:
-        yield ReconcileFinding(
-            "shares", "ok", f"no holder has more than {SHARE_HIGH:.0%} of the states"
-        )
+        packed = sum(one.in_buckets for one in audited)
+        what = f"no holder has more than {SHARE_HIGH:.0%} of the states"
+        if packed:
+            what += f"; {packed:,} states are packed, and do not show their subjects"
+        yield ReconcileFinding("shares", "ok", what)
     for holder, count in large:
         found = f"{key_text(holder)} has {count / states:.0%} of all {states:,} states"
         remedy = "does this client invent keys? Add a rule that counts by a field it cannot choose"
@@ -697,9 +699,10 @@ def _stored_rules(
         fields.update(one.rules)
     held = states_by_rule(document, fields)
     kept = sum(bool(count) for count in held.values())
-    yield ReconcileFinding(
-        "rules kept", "ok", f"{kept:,} of {len(held):,} rules have states in the store"
-    )
+    what = f"{kept:,} of {len(held):,} rules have states in the store"
+    if packed := sum(one.in_buckets for one in audited):
+        what += f", besides {packed:,} packed states, which do not show their rules"
+    yield ReconcileFinding("rules kept", "ok", what)
     strange = states_without_rule(document, fields)
     if strange:
         named = [f"{name} {count:,}" for name, count in strange.most_common(EXAMPLES_MAX)]

@@ -173,3 +173,49 @@ def test_any_value_is_read_or_reported(raw: bytes) -> None:
     for start in (b"", b"\x95", b"\xdc\x00\x05"):
         found = read_subject({b"a": start + raw})
         assert len(found.rules) + len(found.unreadable) == 1
+
+
+# ── Buckets
+# ─────────────────────────────────────────────────────────────────────────────────────────
+
+NAME = bytes(range(1, 9))  # begins like a chunk of a log, which only an own hash has
+
+
+def bucket_value(*numbers: int, ends_s: int = 1_763_000_060) -> bytes:
+    parts = [BASE_US.to_bytes(7), ends_s.to_bytes(4), *(packed(each)[3:] for each in numbers)]
+    return b"".join(parts)
+
+
+def test_states_of_a_bucket_are_read() -> None:
+    """The value has no length; the second when the states end takes the place of the ttl."""
+    found = read_subject({NAME: bucket_value(*BUCKET[2:], *COUNTER[2:])}, in_bucket=True)
+    rule = found.rules[NAME]
+    assert rule.states == (StoredState(4, 0, 3_000_000, 0), StoredState(7, 0, 12, 30))
+    assert rule.needed_until_us == pytest.approx(1_763_000_060_000_000)
+    assert (found.states, found.unreadable) == (2, ())
+
+
+def test_long_states_of_a_bucket_continue_in_pieces() -> None:
+    """A piece without its state is reported."""
+    numbers = [number for place in range(12) for number in (100 + 2 * place, 0, 123_456)]
+    raw = bucket_value(*numbers)
+    pieces = {NAME: raw[:PIECE_BYTES], b"\x021:" + NAME: raw[PIECE_BYTES:]}
+    assert len(raw) < 2 * PIECE_BYTES
+    assert read_subject(pieces, in_bucket=True).states == 12
+    lost = read_subject({b"\x021:" + NAME: b"x"}, in_bucket=True)
+    assert only_wrong(lost) == "parts of a rule's states, without the rule's own field"
+
+
+@pytest.mark.parametrize("raw", [b"", b"garbage", bucket_value(), bucket_value(4, 0), b"\xc1" * 30])
+def test_a_damaged_state_of_a_bucket_is_reported(raw: bytes) -> None:
+    """The other states of the bucket are read."""
+    values = {NAME: raw, b"12345678": bucket_value(*BUCKET[2:])}
+    found = read_subject(values, in_bucket=True)
+    assert [each.field for each in found.unreadable] == [NAME]
+    assert found.states == 1
+
+
+@given(st.dictionaries(st.binary(max_size=12), st.binary(max_size=80), max_size=6))
+def test_no_content_of_a_bucket_raises_an_error(values: dict[bytes, bytes]) -> None:
+    """Whatever another program wrote."""
+    read_subject(values, in_bucket=True)

@@ -14,18 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.redis_servers import Single, running
+from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
 from tollkeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
 from tollkeeper.core.rates import parse_limits
 from tollkeeper.decide.stores.redis import codec
 from tollkeeper.decide.stores.redis.codec import (
+    BUCKETS,
+    FIELD_BYTES,
     FIELD_BYTES_MAX,
+    BucketPlaces,
     ReplyDecoder,
+    bucket_name,
     encode_limits,
     encode_numbers,
     field_of,
     id_of,
+    is_bucket,
 )
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.scripts import RuleScripts
 
 YEAR = 366 * 86_400
 NUMBERS_A_LIMIT = 8
@@ -344,3 +352,49 @@ def test_a_logs_denial_lasts_if_one_unit_is_missing(alive: int, cost: int, lasts
     """If more are missing, some become free before the last, at an unknown time."""
     decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
     assert decoder.lasts([~NOW_US, NOW_US - 5, alive, NOW_US - 9], cost) is lasts
+
+
+# ── Places in buckets ──────────────────────────────────────────────────────────────────────────
+
+
+def places(rule: str = "r", hash_key: str = "", prefix: str = "tk") -> BucketPlaces:
+    return BucketPlaces((limit_of("token_bucket"),), rule, prefix, hash_key)
+
+
+def field_in(gate: bytes) -> bytes:
+    return cast("bytes", unpacked(gate)[0])
+
+
+def test_a_place_never_changes() -> None:
+    """Nodes of all versions find the same states."""
+    key, gate = places("orders").of("user:42")
+    assert (key, field_in(gate).hex()) == (b"tk:{%yBO}", "c2d38a14c49a05a6")
+    assert unpacked(gate)[1:] == [*unpacked(encode_limits((limit_of("token_bucket"),), ""))[1:], 0]
+
+
+@given(st.text(max_size=60), st.text(max_size=20), st.text(max_size=16))
+def test_rules_of_a_subject_share_its_bucket(subject: str, rule: str, hash_key: str) -> None:
+    """So they are in one slot of a cluster. Their fields differ."""
+    one, other = (places(name, hash_key).of(subject) for name in (rule, f"{rule} 2"))
+    assert one[0] == other[0]
+    assert is_bucket(one[0])
+    assert field_in(one[1]) != field_in(other[1])
+    assert len(field_in(one[1])) == FIELD_BYTES
+
+
+def test_subjects_spread_over_all_buckets() -> None:
+    """With another hash key, the same subjects are elsewhere."""
+    subjects = [f"user:{number}" for number in range(2_000)]
+    one, other = ({places(hash_key=key).of(each)[0] for each in subjects} for key in ("", "key"))
+    assert len(one) > 1_980
+    assert len(one & other) < 100
+    assert len({bucket_name(number) for number in range(BUCKETS)}) == BUCKETS
+
+
+@given(st.text(min_size=1, max_size=8))
+def test_no_subject_has_the_key_of_a_bucket(subject: str) -> None:
+    """Even if a client chooses a subject that looks like one."""
+    config = parse("redis://localhost", layout="subject")
+    scripts = RuleScripts((limit_of("token_bucket"),), "r", config, SystemClock())
+    for each in (subject, f"%{subject}", "%AAA", f"x:{{%{subject}}}", f"}}{subject}"):
+        assert not is_bucket(scripts.key(each))

@@ -16,6 +16,7 @@ from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import CapacityError, StoreError
 from tollkeeper.core.steps import Call, Steps, run
 from tollkeeper.decide.store import Answer
+from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.gates import JointCheck
@@ -33,6 +34,8 @@ BOTH = "no connection; another part of the request may have been counted once"
 # A full bucket at a time in microseconds: allowed. And an empty one: denied.
 ALLOWED = [10, -1, 0]
 DENIED = [~10, 10, 9_000_000]
+# With a hash for each subject, a key shows its subject.
+CONFIG = parse("redis://localhost", layout="subject")
 NAMES = {CHECK: "check", JOINT_CHECK: "joint", REFUND: "refund"}
 
 
@@ -64,7 +67,7 @@ def _shown(call: ScriptCall) -> str:
 def joint_check(optional: Collection[int] = (), cost: int = 1) -> JointCheck:
     """Return checks of the subjects `a` with 5 a minute, and `b` with 6."""
     checks = [
-        (RuleScripts((Limit(limit, per=60),), "rule", "tk", SystemClock()), subject, cost)
+        (RuleScripts((Limit(limit, per=60),), "rule", CONFIG, SystemClock()), subject, cost)
         for subject, limit in (("a", 5), ("b", 6))
     ]
     return JointCheck(checks, DenialCache(0), optional)

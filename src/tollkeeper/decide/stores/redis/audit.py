@@ -36,7 +36,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from tollkeeper.decide.stores.redis.codec import TIME_BYTES
+from tollkeeper.decide.stores.redis.codec import FIELD_BYTES, TIME_BYTES, is_bucket
 from tollkeeper.decide.stores.redis.config import Address
 from tollkeeper.decide.stores.redis.topology import (
     REDIS_PY_ERRORS,
@@ -101,6 +101,7 @@ NUMBERS_MAX: Final = 4_096
 CHUNKS_MAX: Final = 4_096
 _FIRST: Final = 2  # the first limit's place, after base and ttl
 _CHUNK_MARK, _PIECE_MARK = 1, 2
+_END_BYTES: Final = 4
 
 _PIECE_NAME: Final = re.compile(rb"\x02([1-9][0-9]{0,5}):(.+)", re.DOTALL)
 _CHUNK_NAME: Final = re.compile(rb"\x01([0-9]{1,11})\.([0-9]{1,16}):(.+)", re.DOTALL)
@@ -161,17 +162,19 @@ class StoredSubject:
         return sum(len({abs(state.id) for state in held.states}) for held in self.rules.values())
 
 
-def is_part(name: bytes) -> bool:
+def is_part(name: bytes, *, in_bucket: bool = False) -> bool:
     """Return True for a field that belongs to another: a chunk of a log, or a piece."""
-    return name[:1] in {b"\x01", b"\x02"}
+    return len(name) > FIELD_BYTES if in_bucket else name[:1] in {b"\x01", b"\x02"}
 
 
 def read_subject(
     values: Mapping[bytes, bytes],
     names: Container[bytes] | None = None,
     logs: Container[int] = frozenset(),
+    *,
+    in_bucket: bool = False,
 ) -> StoredSubject:
-    """Return the contents of a hash.
+    """Return the contents of a subject's hash, or of a bucket.
 
     `names` has the names of all its fields if `values` omits chunks of logs. `logs` has the numbers
     (`codec.id_of`) of limits that are known to be logs.
@@ -180,16 +183,17 @@ def read_subject(
     wrong: list[UnreadableField] = []
     parts: dict[bytes, list[bytes]] = {}
     for name in values:
-        if is_part(name):
+        if is_part(name, in_bucket=in_bucket):
             parts.setdefault(_owner(name), []).append(name)
     present = values if names is None else names
     for name, raw in values.items():
-        if is_part(name):
+        if is_part(name, in_bucket=in_bucket):
             continue
         mine = parts.pop(name, [])
         try:
-            held, used = _read_rule(name, raw, values)
-            used |= _check_log_chunks(name, held, values, present, logs)
+            held, used = _read_rule(name, raw, values, in_bucket=in_bucket)
+            if not in_bucket:
+                used |= _check_log_chunks(name, held, values, present, logs)
         except ValueError as error:
             wrong.append(UnreadableField(name, raw, str(error), (name, *mine)))
             continue
@@ -210,7 +214,7 @@ def _owner(name: bytes) -> bytes:
 
 
 def _read_rule(
-    name: bytes, raw: bytes, values: Mapping[bytes, bytes]
+    name: bytes, raw: bytes, values: Mapping[bytes, bytes], *, in_bucket: bool
 ) -> tuple[StoredRule, set[bytes]]:
     """Return a rule's states and the names of their pieces. Raises ValueError."""
     used: set[bytes] = set()
@@ -220,7 +224,7 @@ def _read_rule(
             break
         raw += values[piece]
         used.add(piece)
-    return _stored_rule(list(_numbers(raw))), used
+    return _stored_rule(list((_bucket_numbers if in_bucket else _numbers)(raw))), used
 
 
 def _stored_rule(numbers: list[float]) -> StoredRule:
@@ -306,6 +310,19 @@ def _numbers(raw: bytes) -> Iterator[float]:
         raise ValueError("bytes follow the states")
 
 
+def _bucket_numbers(raw: bytes) -> Iterator[float]:
+    """Yield the numbers of a state in a bucket. Raises ValueError."""
+    place = TIME_BYTES + _END_BYTES
+    if len(raw) < place:
+        raise ValueError("it ends too early")
+    base_us = int.from_bytes(raw[:TIME_BYTES])
+    yield float(base_us)
+    yield int.from_bytes(raw[TIME_BYTES:place]) * 1_000 - base_us / 1_000
+    while place < len(raw):
+        number, place = _number(raw, place)
+        yield float(number)
+
+
 def _length(raw: bytes) -> tuple[int, int]:
     mark = raw[0]
     if mark & 0xF0 == 0x90:
@@ -364,6 +381,8 @@ class AuditedServer:
     address: Address
     keys: int = 0
     states: int = 0
+    in_buckets: int = 0
+    """States in buckets, which do not name their rules and subjects."""
     memory_bytes: int = 0
     weighed: int = 0
     """Keys whose size the server returned."""
@@ -375,9 +394,9 @@ class AuditedServer:
     defects: list[KeyDefect] = field(default_factory=list)
     """The first DEFECTS_MAX; `counts` counts all."""
     rules: Counter[bytes] = field(default_factory=Counter)
-    """States by the rule's field."""
+    """States in subjects' own hashes, by the rule's field."""
     holders: Counter[bytes] = field(default_factory=Counter)
-    """States by holder: a part of a subject such as `tenant:acme`."""
+    """The same states by holder: a part of a subject such as `tenant:acme`."""
     sample: list[bytes] = field(default_factory=list)
     """A uniform random sample of the keys."""
 
@@ -525,29 +544,33 @@ class _ServerAudit:
         ):
             _raise_forbidden(values)
             if isinstance(values, dict):
-                found[key] = read_subject(values, logs=self._pace.logs)
+                found[key] = read_subject(values, logs=self._pace.logs, in_bucket=is_bucket(key))
         for key in large:
             found[key] = self._read_large(key)
         return found
 
     def _read_large(self, key: bytes) -> StoredSubject:
         """Read a hash without the chunks of its logs, which may be megabytes."""
+        in_bucket = is_bucket(key)
         try:
             names = self._client.execute_command("HKEYS", key)
-            wanted = [name for name in names if name[:1] != b"\x01"]
+            wanted = [name for name in names if in_bucket or name[:1] != b"\x01"]
             values = self._client.execute_command("HMGET", key, *wanted) if wanted else []
         except ResponseError as error:
             _raise_forbidden(error)
             return StoredSubject()  # the key has moved to another node, or is not a hash
         pairs = zip(wanted, values, strict=True)
         known = {name: value for name, value in pairs if value is not None}
-        return read_subject(known, set(names), self._pace.logs)
+        return read_subject(known, set(names), self._pace.logs, in_bucket=in_bucket)
 
     def _judge(self, key: bytes, ttl_ms: int, read: StoredSubject, now_us: int) -> None:
         self._found.states += read.states
-        for name, each in read.rules.items():
-            self._found.rules[name] += len({abs(state.id) for state in each.states})
-        self._count_holders(key, read.states)
+        if is_bucket(key):
+            self._found.in_buckets += read.states
+        else:
+            for name, each in read.rules.items():
+                self._found.rules[name] += len({abs(state.id) for state in each.states})
+            self._count_holders(key, read.states)
         for wrong in read.unreadable:
             why = f"field {wrong.field!r}: {wrong.why}"
             self._note(KeyDefect("unreadable", self._node, key, why, unreadable=wrong))

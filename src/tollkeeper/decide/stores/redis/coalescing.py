@@ -271,7 +271,7 @@ class Coalescer:
         of its callers may already have got the error that nothing was sent.
         """
         scripts, subject, cost = check
-        await self._run(scripts.peek(scripts.key(subject), cost, scripts.now()[0]))
+        await self._run(scripts.peek(subject, cost, scripts.now()[0]))
 
     async def _send(self, check: CheckKey, count: int) -> tuple[CheckAttempt, list[int]]:
         """Send `count` checks as one call; return the attempt and the script's reply."""

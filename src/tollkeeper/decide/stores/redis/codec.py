@@ -14,6 +14,7 @@ This module does no I/O and needs no Redis library.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -48,6 +49,16 @@ NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3}
 _CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
 
 
+# A rule without a log keeps its states in buckets, which many subjects share. With ten million
+# subjects, a bucket has 38 of them: few enough for Redis to store it in one packed piece.
+BUCKETS: Final = 2**18
+_BUCKET_NAME: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
+FIELD_BYTES: Final = 8  # of a field in a bucket; the name of a piece is longer
+_FIELD_BITS: Final = 8 * FIELD_BYTES
+_IN_BUCKET: Final = b"\x00"  # ends the gate of a rule whose states are in buckets
+
+
 # ── Limits as bytes ────────────────────────────────────────────────────────────────────────────
 
 
@@ -72,6 +83,12 @@ def id_of(limit: Limit) -> int:
 
 def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
     """Return the first argument of every script: the rule's field, and eight numbers per limit."""
+    values = _numbers_of(limits)
+    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
+
+
+def _numbers_of(limits: Sequence[Limit]) -> list[int]:
+    """Return eight numbers for each limit. Raises ConfigError if two limits have the same id."""
     by_id: dict[int, Limit] = {}
     values: list[int] = []
     for limit in limits:
@@ -88,7 +105,54 @@ def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
             _chunk_or_fill(limit),
             max(limit.refill_step_ns // NS_PER_US, 1),
         ]
-    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
+    return values
+
+
+def fits_bucket(limits: Sequence[Limit]) -> bool:
+    """Return True if the states of these limits are short enough for a bucket: none is a log."""
+    return all(limit.algorithm != "sliding_window_log" for limit in limits)
+
+
+def bucket_name(number: int) -> bytes:
+    """Return the name of a bucket: three characters, as in base64."""
+    names = _BUCKET_NAME
+    return b"%c%c%c" % (names[number >> 12], names[number >> 6 & 63], names[number & 63])
+
+
+def is_bucket(key: bytes) -> bool:
+    """Return True for the key of a bucket, False for that of a subject's own hash."""
+    return _BUCKET_KEY.fullmatch(key) is not None
+
+
+class BucketPlaces:
+    """The places of a rule's states in buckets: a key, and the first argument of a script.
+
+    One keyed hash of the subject chooses the bucket and, together with the rule, the field. So all
+    rules of a subject have their states in one bucket, and thus in one slot of a cluster. Two
+    subjects share a count if 82 bits of their hashes are equal: among ten million subjects, with a
+    probability of one in 10**11. A client that wants to share the count of another one must find
+    a subject with the same 82 bits, which takes 2**81 attempts on average.
+    """
+
+    __slots__ = ("_end", "_head", "_mask", "_start", "_state")
+
+    def __init__(self, limits: Sequence[Limit], rule: str, prefix: str, hash_key: str) -> None:
+        numbers = _numbers_of(limits)
+        self._head = prefix.encode() + b":{%"
+        self._start = _array_head(2 + len(numbers)) + bytes((0xA0 | FIELD_BYTES,))
+        self._end = b"".join(map(_number, numbers)) + _IN_BUCKET
+        name = blake2b(rule.encode(), digest_size=FIELD_BYTES)
+        self._mask = int.from_bytes(name.digest())
+        self._state = blake2b(key=hash_key.encode(), digest_size=FIELD_BYTES + 3)
+
+    def of(self, subject: str) -> tuple[bytes, bytes]:
+        """Return the bucket's key, and the gate with the field of the subject."""
+        state = self._state.copy()
+        state.update(subject.encode())
+        number = int.from_bytes(state.digest())
+        field = (number ^ self._mask) & (1 << _FIELD_BITS) - 1
+        key = b"%b%b}" % (self._head, bucket_name((number >> _FIELD_BITS) % BUCKETS))
+        return key, b"%b%b%b" % (self._start, field.to_bytes(FIELD_BYTES), self._end)
 
 
 def encode_numbers(values: Sequence[int]) -> bytes:

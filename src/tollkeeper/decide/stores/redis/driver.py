@@ -196,8 +196,8 @@ def _closed() -> StoreUnavailable:
 
 def probe(address: Address, config: RedisConfig, tls: ssl.SSLContext | None) -> None:
     """Do what a call does, on a new connection. Raises StoreError if there is no reply in time."""
-    scripts = RuleScripts((Limit(1, per=1),), "probe", config.prefix, SystemClock())
-    call = scripts.peek(scripts.key("probe"), 1, SERVER_TIME)
+    scripts = RuleScripts((Limit(1, per=1),), "probe", config, SystemClock())
+    call = scripts.peek("probe", 1, SERVER_TIME)
     connection = BlockingConnection(address, config, tls)
     try:
         # Any reply will do. In a cluster it is most likely that the key is elsewhere.

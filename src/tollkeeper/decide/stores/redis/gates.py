@@ -12,7 +12,7 @@ run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any, Final
 
 from hiredis import ReplyError
@@ -21,7 +21,8 @@ from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable, 
 from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Steps, run, run_async
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.store import Answer
+from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.decide.store import Answer, AsyncGateCheck, GateCheck
 from tollkeeper.decide.stores.redis.coalescing import batch_max
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
@@ -96,7 +97,7 @@ class _GateLogic:
     def _peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
         scripts = self.scripts
         now, early_ns = scripts.now()
-        reply = yield from driver.running(scripts.peek(scripts.key(subject), cost, now))
+        reply = yield from driver.running(scripts.peek(subject, cost, now))
         return scripts.decoder.peek(reply, cost, early_ns)
 
     def _giving(self, driver: RedisDriver, subject: str, call: ScriptCall) -> Steps[None]:
@@ -111,6 +112,11 @@ class RedisGate(_GateLogic):
     """One rule's limits, for threads."""
 
     __slots__ = ("_driver",)
+
+    @property
+    def gates(self) -> tuple[RedisGate]:
+        """The gates of all places where this one counts."""
+        return (self,)
 
     def __init__(
         self,
@@ -172,6 +178,11 @@ class AsyncRedisGate(_GateLogic):
     """
 
     __slots__ = ("_capacity", "_driver", "_driver_of_loop")
+
+    @property
+    def gates(self) -> tuple[AsyncRedisGate]:
+        """The gates of all places where this one counts."""
+        return (self,)
 
     def __init__(
         self,
@@ -244,6 +255,102 @@ class AsyncRedisGate(_GateLogic):
         """Forget what the subject spent and was granted."""
         call = self.scripts.reset(subject)
         await run_async(self._giving(self._driver_of_loop(), subject, call))
+
+
+class MovingGate:
+    """One rule's limits in both layouts, for threads, while a fleet changes its layout.
+
+    A check charges both places or none. So the nodes of either layout see every charge of this
+    node, and this node sees those of all nodes. Its decision is the tighter of the two.
+    """
+
+    __slots__ = ("_check_together", "gates", "limits")
+
+    def __init__(
+        self,
+        gates: tuple[RedisGate, ...],
+        check_together: Callable[[Sequence[GateCheck]], list[Answer]],
+    ) -> None:
+        self.limits = gates[0].limits
+        self.gates = gates
+        self._check_together = check_together
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: the server decides."""
+
+    def check(self, subject: str, cost: int) -> Decision:
+        """Spend `cost` units if every limit has room in both places."""
+        return decision_of(self._check_together([(self, subject, cost)])[0])
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return combine_decisions([gate.peek(subject, cost) for gate in self.gates])
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """Give units that were charged at `charged_ns` back to every limit."""
+        for gate in self.gates:
+            gate.refund(subject, units, charged_ns)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """Add extra units on top of every limit."""
+        for gate in self.gates:
+            gate.grant(subject, units, ttl_ns)
+
+    def reset(self, subject: str) -> None:
+        """Forget what the subject spent and was granted."""
+        for gate in self.gates:
+            gate.reset(subject)
+
+
+class AsyncMovingGate:
+    """`MovingGate` for asyncio."""
+
+    __slots__ = ("_check_together", "gates", "limits")
+
+    def __init__(
+        self,
+        gates: tuple[AsyncRedisGate, ...],
+        check_together: Callable[[Sequence[AsyncGateCheck]], Awaitable[list[Answer]]],
+    ) -> None:
+        self.limits = gates[0].limits
+        self.gates = gates
+        self._check_together = check_together
+
+    async def check(self, subject: str, cost: int) -> Decision:
+        """Spend `cost` units if every limit has room in both places."""
+        return decision_of((await self._check_together([(self, subject, cost)]))[0])
+
+    async def peek(self, subject: str, cost: int) -> Decision:
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return combine_decisions([await gate.peek(subject, cost) for gate in self.gates])
+
+    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """Give units that were charged at `charged_ns` back to every limit."""
+        for gate in self.gates:
+            await gate.refund(subject, units, charged_ns)
+
+    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """Add extra units on top of every limit."""
+        for gate in self.gates:
+            await gate.grant(subject, units, ttl_ns)
+
+    async def reset(self, subject: str) -> None:
+        """Forget what the subject spent and was granted."""
+        for gate in self.gates:
+            await gate.reset(subject)
+
+
+def decision_of(answer: Answer) -> Decision:
+    """Return a decision; raise the error of a check that failed."""
+    if isinstance(answer, StoreError):
+        raise answer
+    return answer
+
+
+def tighter(answers: Sequence[Answer]) -> Answer:
+    """Return the error or the tightest decision among the places of one check."""
+    failed = [each for each in answers if isinstance(each, StoreError)]
+    return failed[0] if failed else combine_decisions([decision_of(each) for each in answers])
 
 
 class JointCheck:
@@ -369,7 +476,7 @@ class JointCheck:
             optional = [at in self._optional for at in group]
             return joint_call(attempts, optional, spend=spend)
         [one] = attempts
-        return one.call() if spend else one.scripts.peek(one.key, one.cost, one.now)
+        return one.call() if spend else one.scripts.peek(one.subject, one.cost, one.now)
 
     def _note(self, at: int, reply: Any) -> None:
         """Keep a check's reply, and the decision or the error in it."""

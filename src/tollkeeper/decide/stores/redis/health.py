@@ -2,8 +2,8 @@
 
 `count_states` walks the keys with SCAN, a page at a time, and at most KEYS_LOOKED_AT_MAX of them,
 so no server is blocked. If these are all keys, the count is exact. If not, it is the share of our
-keys among them, times the size of the database. count.lua counts the states of each subject, or of
-a sample of the subjects.
+keys among them, times the size of the database. count.lua counts the states of each key, or of a
+sample of the keys.
 
 `survey` queries every server, several at a time, and asks each Sentinel whether it could carry out
 a failover. A fact that a server does not return, because the user lacks permission or the version
@@ -65,9 +65,9 @@ from tollkeeper.decide.stores.redis.topology import (
 
 KEYS_LOOKED_AT_MAX: Final = 10_000
 KEYS_PER_SCAN: Final = 1_000
-# Of the subjects found, this many have their states counted, and this many are measured.
-SUBJECTS_COUNTED_MAX: Final = 1_000
-SUBJECTS_WEIGHED_MAX: Final = 50
+# Of the keys found, this many have their states counted, and this many are measured.
+KEYS_COUNTED_MAX: Final = 1_000
+KEYS_WEIGHED_MAX: Final = 50
 NODES_AT_ONCE_MAX: Final = 16
 PINGS_MIN, PINGS_MAX = 3, 20
 PINGING_NS_MAX: Final = NS_PER_SECOND // 2
@@ -89,12 +89,12 @@ _COUNT_SHA: Final = sha1(_COUNT, usedforsecurity=False).hexdigest()
 class StateCounts:
     """The states of one prefix on all primaries. A *state* is one limit's count of one subject."""
 
-    subjects: int
+    keys: int
     states: int
     exact: bool
     """True if everything was counted; otherwise the numbers are estimates from a part."""
     bytes: int
-    """Memory of all subjects, estimated from a sample; 0 if the server does not say."""
+    """Memory of all keys, estimated from a sample; 0 if the server does not say."""
     expired_keys: int
     """Keys of any prefix that these servers expired; 0 if they do not say."""
 
@@ -155,7 +155,7 @@ def _count_all(topology: Topology, primaries: Sequence[Address], prefix: str) ->
 def _sum(counted: Sequence[_Counted]) -> StateCounts:
     parts = [one.counts for one in counted]
     return StateCounts(
-        subjects=sum(part.subjects for part in parts),
+        keys=sum(part.keys for part in parts),
         states=sum(part.states for part in parts),
         exact=all(part.exact for part in parts),
         bytes=sum(part.bytes for part in parts),
@@ -186,20 +186,20 @@ class _Scan:
             looked_at += page
         self.whole = cursor == 0
         self.keys: list[bytes] = list(keys)
-        self.subjects = len(keys)
+        self.key_count = len(keys)
         if cursor and isinstance(dbsize, int):
-            self.subjects = max(dbsize * len(keys) // looked_at, len(keys))
+            self.key_count = max(dbsize * len(keys) // looked_at, len(keys))
         self.expired_keys = info.get("expired_keys", 0) if isinstance(info, dict) else 0
 
     def counted(self) -> _Counted:
         """Return the counts of this primary."""
         sample = self.keys
-        if len(sample) > SUBJECTS_COUNTED_MAX:
-            sample = random.sample(sample, SUBJECTS_COUNTED_MAX)
+        if len(sample) > KEYS_COUNTED_MAX:
+            sample = random.sample(sample, KEYS_COUNTED_MAX)
         # The first call contains the script; the others name it.
         calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
         calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
-        weighing = [("MEMORY USAGE", key) for key in sample[:SUBJECTS_WEIGHED_MAX]]
+        weighing = [("MEMORY USAGE", key) for key in sample[:KEYS_WEIGHED_MAX]]
         replies = pipelined(self._client, [*calls, *weighing])
         states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
         sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
@@ -208,19 +208,19 @@ class _Scan:
             raise replies[0]
         return _Counted(
             StateCounts(
-                subjects=self.subjects,
-                states=_scaled(states, self.subjects),
-                exact=self.whole and len(states) == self.subjects,
-                bytes=_scaled(sizes, self.subjects),
+                keys=self.key_count,
+                states=_scaled(states, self.key_count),
+                exact=self.whole and len(states) == self.key_count,
+                bytes=_scaled(sizes, self.key_count),
                 expired_keys=self.expired_keys,
             ),
             moved,
         )
 
 
-def _scaled(sample: Sequence[int], subjects: int) -> int:
-    """Extrapolate the sum of a sample to all subjects."""
-    return round(sum(sample) * subjects / len(sample)) if sample else 0
+def _scaled(sample: Sequence[int], keys: int) -> int:
+    """Extrapolate the sum of a sample to all keys."""
+    return round(sum(sample) * keys / len(sample)) if sample else 0
 
 
 def server_status(topology: Topology, prefix: str) -> list[ServerStatus]:

@@ -27,11 +27,14 @@ from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.model import UNITS_MAX, Decision, Limit
 from tollkeeper.decide.stores.redis.codec import (
     NS_PER_US,
+    BucketPlaces,
     ReplyDecoder,
     encode_limits,
     encode_numbers,
     field_of,
+    fits_bucket,
 )
+from tollkeeper.decide.stores.redis.config import RedisConfig
 
 # The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
 ScriptTime = bytes | int
@@ -84,7 +87,7 @@ def pack(*parts: str | bytes | int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A script to run on one subject's hash, or on several of one slot."""
+    """A script to run on the hash of one subject, or on several hashes of one slot."""
 
     script: LuaScript
     key: bytes
@@ -111,6 +114,7 @@ class RuleScripts:
     """
 
     __slots__ = (
+        "_buckets",
         "_clock",
         "_key_head",
         "by_server_clock",
@@ -121,27 +125,29 @@ class RuleScripts:
         "tails",
     )
 
-    def __init__(self, limits: tuple[Limit, ...], rule: str, prefix: str, clock: Clock) -> None:
+    def __init__(
+        self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
+    ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
-        self._key_head = prefix.encode() + b":{"
-        # All limits that the rule has or ever had keep their states in this field.
+        self._key_head = config.prefix.encode() + b":{"
+        # In the subject's own hash, all limits that the rule has or ever had keep their states in
+        # this field.
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
-        # EVALSHA <sha> 1 <key> <limits> <cost>: everything but the key and the cost.
+        self._buckets = None
+        if config.layout == "packed" and fits_bucket(limits):
+            self._buckets = BucketPlaces(limits, rule, config.prefix, config.hash_key)
+        # EVALSHA <sha> 1 <key> <gate> <cost>: everything but the key, the gate and the cost.
         self.head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
         self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
 
-    def tail(self, cost: int) -> bytes:
-        """Return the end of a check's payload: the limits and the cost."""
+    @staticmethod
+    def tail(cost: int) -> bytes:
+        """Return the end of a check's payload: the cost."""
         digits = b"%d" % cost
-        return b"\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-            len(self.encoded),
-            self.encoded,
-            len(digits),
-            digits,
-        )
+        return b"\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
@@ -150,47 +156,49 @@ class RuleScripts:
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
-    def key(self, subject: str) -> bytes:
-        """Return the key of a subject's hash. The hash tag is the subject.
-
-        Redis ignores an empty tag, so a subject that begins with a brace gets an escape.
-        """
+    def place(self, subject: str) -> tuple[bytes, bytes]:
+        """Return the key of a subject's states, and the gate: the first argument of a script."""
+        if self._buckets is not None:
+            return self._buckets.of(subject)
+        # The hash tag is the subject. Redis ignores an empty tag, so a subject that begins with a
+        # brace gets an escape. No subject's tag begins with one % alone: those are the buckets'.
         if subject[:1] in {"}", "%"}:
             subject = "%" + subject
-        return b"%b%b}" % (self._key_head, subject.encode())
+        return b"%b%b}" % (self._key_head, subject.encode()), self.encoded
 
-    def check(self, key: bytes, cost: int, now: ScriptTime) -> ScriptCall:
-        """Return the call that spends `cost` units if every limit has room."""
-        return ScriptCall(CHECK, key, (self.encoded, cost, now))
+    def key(self, subject: str) -> bytes:
+        """Return the key of a subject's states."""
+        return self.place(subject)[0]
 
-    def peek(self, key: bytes, cost: int, now: ScriptTime) -> ScriptCall:
+    def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
+        key, gate = self.place(subject)
+        return ScriptCall(script, key, (gate, *arguments))
+
+    def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
-        return ScriptCall(CHECK, key, (self.encoded, cost, now, _PEEK))
+        return self._call(CHECK, subject, cost, now, _PEEK)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged: ScriptTime = (
             UNKNOWN_TIME if charged_ns is None else max(charged_ns, 0) // NS_PER_US
         )
-        arguments = (self.encoded, units, self.now()[0], charged)
-        return ScriptCall(REFUND, self.key(subject), arguments)
+        return self._call(REFUND, subject, units, self.now()[0], charged)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
         spent = encode_numbers(self.decoder.spent(reply, cost))
-        arguments = (self.encoded, 0, self.now()[0], UNKNOWN_TIME, spent)
-        return ScriptCall(REFUND, self.key(subject), arguments)
+        return self._call(REFUND, subject, 0, self.now()[0], UNKNOWN_TIME, spent)
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""
         # Rounded up: a grant never ends before the promised time.
         ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
-        arguments = (self.encoded, units, self.now()[0], ttl, UNITS_MAX)
-        return ScriptCall(GRANT, self.key(subject), arguments)
+        return self._call(GRANT, subject, units, self.now()[0], ttl, UNITS_MAX)
 
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
-        return ScriptCall(RESET, self.key(subject), (self.encoded,))
+        return self._call(RESET, subject, 0, self.now()[0])
 
 
 # The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
@@ -204,7 +212,18 @@ class CheckAttempt:
     start: it shows whether a denial in the reply is still up to date.
     """
 
-    __slots__ = ("cost", "count", "early_ns", "key", "mark", "now", "scripts", "sent_ns", "subject")
+    __slots__ = (
+        "cost",
+        "count",
+        "early_ns",
+        "gate",
+        "key",
+        "mark",
+        "now",
+        "scripts",
+        "sent_ns",
+        "subject",
+    )
 
     def __init__(
         self,
@@ -223,7 +242,7 @@ class CheckAttempt:
             self.now, self.early_ns = scripts.now()
         self.mark = mark
         self.count = count
-        self.key = scripts.key(self.subject)
+        self.key, self.gate = scripts.place(self.subject)
         self.sent_ns = time.monotonic_ns()
 
     def payload(self) -> bytes:
@@ -231,13 +250,13 @@ class CheckAttempt:
         cost = self.count * self.cost
         if self.now != SERVER_TIME:
             return self.call().by_sha()
-        scripts, key = self.scripts, self.key
+        scripts, key, gate = self.scripts, self.key, self.gate
         tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
-        return b"%b%d\r\n%b%b" % (scripts.head, len(key), key, tail)
+        return b"%b%d\r\n%b\r\n$%d\r\n%b%b" % (scripts.head, len(key), key, len(gate), gate, tail)
 
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""
-        return self.scripts.check(self.key, self.count * self.cost, self.now)
+        return ScriptCall(CHECK, self.key, (self.gate, self.count * self.cost, self.now))
 
     def decision(self, reply: list[int]) -> Decision:
         """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
@@ -258,6 +277,6 @@ def joint_call(
     first, *others = attempts
     arguments: list[bytes | int] = [first.now, b"" if spend else _PEEK]
     for attempt, may_fail in zip(attempts, optional, strict=True):
-        arguments += [attempt.scripts.encoded, attempt.cost, int(may_fail)]
+        arguments += [attempt.gate, attempt.cost, int(may_fail)]
     keys = tuple([attempt.key for attempt in others])
     return ScriptCall(JOINT_CHECK, first.key, tuple(arguments), keys)

@@ -24,10 +24,18 @@ from tollkeeper.decide.store import (
     StoreStats,
 )
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
-from tollkeeper.decide.stores.redis.config import RedisConfig
+from tollkeeper.decide.stores.redis.codec import fits_bucket
+from tollkeeper.decide.stores.redis.config import Layout, RedisConfig
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
-from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, JointCheck, RedisGate
+from tollkeeper.decide.stores.redis.gates import (
+    AsyncMovingGate,
+    AsyncRedisGate,
+    JointCheck,
+    MovingGate,
+    RedisGate,
+    tighter,
+)
 from tollkeeper.decide.stores.redis.health import (
     RedisHealth,
     count_states,
@@ -82,20 +90,28 @@ class RedisStore:
         )
         _stores.add(self)
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate:
+    def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate | MovingGate:
         """Prepare a rule's limits for threads."""
         self._require_open()
-        return RedisGate(
-            self._scripts(limits, rule), self._threads, self._cache, self._checks, self._sample
+        gates = tuple(
+            [
+                RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
+                for scripts in self._scripts(limits, rule)
+            ]
         )
+        return gates[0] if len(gates) == 1 else MovingGate(gates, self.check_together)
 
-    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate:
+    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate | AsyncMovingGate:
         """Prepare a rule's limits for asyncio."""
         self._require_open()
-        scripts = self._scripts(limits, rule)
-        return AsyncRedisGate(
-            scripts, self._servers, self._driver_of_loop, self._cache, self._checks, self._sample
+        servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
+        gates = tuple(
+            [
+                AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
+                for scripts in self._scripts(limits, rule)
+            ]
         )
+        return gates[0] if len(gates) == 1 else AsyncMovingGate(gates, self.check_together_async)
 
     def check_together(
         self, checks: Sequence[GateCheck], optional: Container[int] = ()
@@ -107,11 +123,11 @@ class RedisStore:
         """
         if not checks:
             return []
-        joint = self._joint_check(checks, optional)
+        joint, places = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
-        if answers is not None:
-            return answers
-        return run(joint.deciding(self._threads))
+        if answers is None:
+            answers = run(joint.deciding(self._threads))
+        return _by_check(answers, places)
 
     async def check_together_async(
         self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
@@ -119,15 +135,15 @@ class RedisStore:
         """`check_together`, awaited. A caller that is cancelled has spent nothing."""
         if not checks:
             return []
-        joint = self._joint_check(checks, optional)
+        joint, places = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is not None:
-            return answers
+            return _by_check(answers, places)
         # Shielded: a call that was sent is charged even if its caller is cancelled. Then the units
         # must be given back.
         deciding = asyncio.ensure_future(run_async(joint.deciding(self._driver_of_loop())))
         try:
-            return await asyncio.shield(deciding)
+            return _by_check(await asyncio.shield(deciding), places)
         except asyncio.CancelledError:
             joint.cancelled = True
             raise
@@ -136,15 +152,33 @@ class RedisStore:
         self,
         checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
         optional: Container[int],
-    ) -> JointCheck:
+    ) -> tuple[JointCheck, list[int]]:
+        """Return the checks of all places, and with `layout=both` the number of each check's."""
         # They are gates of this store.
-        own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
-        return JointCheck(
-            [(gate.scripts, subject, cost) for gate, subject, cost in own], self._cache, optional
-        )
+        if self.config.layout != "both":
+            own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
+            parts = [(gate.scripts, subject, cost) for gate, subject, cost in own]
+            return JointCheck(parts, self._cache, optional), []
+        moving = cast("Sequence[tuple[_AnyGate, str, int]]", checks)
+        parts = []
+        places: list[int] = []
+        optional_parts: set[int] = set()
+        for number, (gate, subject, cost) in enumerate(moving):
+            for each in gate.gates:
+                if number in optional:
+                    optional_parts.add(len(parts))
+                parts.append((each.scripts, subject, cost))
+            places.append(len(gate.gates))
+        return JointCheck(parts, self._cache, optional_parts), places
 
-    def _scripts(self, limits: Sequence[Limit], rule: str) -> RuleScripts:
-        return RuleScripts(tuple(limits), rule, self.config.prefix, self._clock)
+    def _scripts(self, limits: Sequence[Limit], rule: str) -> list[RuleScripts]:
+        """Return the calls for each place where the states are counted: one, or two."""
+        moving = self.config.layout == "both" and fits_bucket(limits)
+        layouts: tuple[Layout, ...] = ("packed", "subject") if moving else (self.config.layout,)
+        return [
+            RuleScripts(tuple(limits), rule, replace(self.config, layout=layout), self._clock)
+            for layout in layouts
+        ]
 
     def _driver_of_loop(self) -> AsyncioDriver:
         loop = asyncio.get_running_loop()
@@ -173,8 +207,8 @@ class RedisStore:
     def stats(self) -> StoreStats:
         """Count the states under this store's prefix; exact while there are few.
 
-        With more than a thousand subjects the number of states is an estimate, and with more than
-        ten thousand keys the number of subjects too. Blocks for a few round trips, at most
+        With more than a thousand keys the number of states is an estimate, and with more than ten
+        thousand the number of keys too. Blocks for a few round trips, at most
         `connect_ms` each; from asyncio, call it with `asyncio.to_thread`. Raises StoreUnavailable
         or StoreTimeout.
         """
@@ -285,6 +319,20 @@ class RedisStore:
         self._servers.forked()
         self._threads.forked()
         self._drivers.clear()
+
+
+_AnyGate = RedisGate | AsyncRedisGate | MovingGate | AsyncMovingGate
+
+
+def _by_check(answers: list[Answer], places: list[int]) -> list[Answer]:
+    """Return one answer for each check from those of its places; each has one without `places`."""
+    if not places:
+        return answers
+    found, start = [], 0
+    for count in places:
+        found.append(tighter(answers[start : start + count]))
+        start += count
+    return found
 
 
 _stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()

@@ -28,7 +28,7 @@ local next_p = HELD_FIRST
 if raw then
     for g = GATE_FIRST + ID, #gate, GATE_STEP do
         in_place = in_place and held[next_p] == gate[g]
-        next_p = next_p + width(gate[g])
+        next_p = next_p + (gate[g] % 2 == 1 and 4 or 3)
     end
     in_place = in_place and not held[next_p]
     next_p = HELD_FIRST
@@ -36,7 +36,7 @@ if raw then
         local p = HELD_FIRST
         while held[p] do
             granted = granted or held[p] < 0
-            p = p + width(held[p])
+            p = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
         end
     end
 end
@@ -49,9 +49,9 @@ for i = 0, limits - 1 do
     local kind, id, capacity = gate[g + KIND], gate[g + ID], gate[g + CAPACITY]
     local p
     if in_place then
-        p, next_p = next_p, next_p + width(id)
+        p, next_p = next_p, next_p + (id % 2 == 1 and 4 or 3)
     elseif raw then
-        p = place(id)
+        p = place(held, id)
     end
     local last, a, b, room, log, kept, dead = -1, 0, 0, capacity, nil, 0, 0
     local wide = id % 2 == 1
@@ -63,7 +63,24 @@ for i = 0, limits - 1 do
     size = size + 2
     if kind == BUCKET then
         if p then
-            a, at = used_now(g, last, a, now)
+            -- The refill is rounded down: a part of a millionth that is not refilled yet cannot be
+            -- spent. A full bucket is as new: its next step counts from now.
+            a, at = min(a, capacity * MICROS_PER_UNIT), last
+            local elapsed = now - last
+            if elapsed > 0 then
+                if gate[g + STEP] > 1 then
+                    elapsed = elapsed - fmod(elapsed, gate[g + STEP])
+                end
+                if elapsed < gate[g + FULL] then
+                    a = a - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
+                    at = last + elapsed
+                else
+                    a = 0
+                end
+                if a <= 0 then
+                    a, at = 0, now
+                end
+            end
             room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
         end
     elseif kind == FIXED then
@@ -103,7 +120,7 @@ for i = 0, limits - 1 do
 
     local own = cost
     if granted then
-        local q = place(-id)
+        local q = place(held, -id)
         local units, ends = 0, 0
         if q then
             units, ends = held[q + 2], held[q + 3]
@@ -169,7 +186,7 @@ if not passes then
     answer[1] = -1 - now
 elseif cost > 0 and not ARGV[4] then
     -- This write comes first, because a server without memory rejects it: then nothing changes.
-    keep(dropped and without(dropped) or held, need_us)
+    keep(dropped and without(held, dropped) or held, need_us)
     if appends then
         for _, append in ipairs(appends) do
             append()

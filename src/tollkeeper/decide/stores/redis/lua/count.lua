@@ -1,23 +1,41 @@
--- Count the states in a subject's hash, KEYS[1]. It only reads, and does not use state.lua, which
--- explains the layout: that reads one rule, and this all rules.
+-- Count the states in KEYS[1], a subject's hash or a bucket. It only reads, and does not use state.lua,
+-- which explains the layout: that reads one rule of one subject, and this all of them.
 --
--- A field that begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There
--- may be many long chunks, so only their names are read.
+-- A key {%...} whose next character is no % and no } is a bucket. In a subject's hash, a field that
+-- begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There may be many
+-- long chunks, so only their names are read. In a bucket, a field that continues another has more than
+-- 8 bytes. Of a long bucket, the first 1,000 fields are read.
 
-local PIECE_BYTES = 64
-local states = 0
-for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+local PIECE_BYTES, FIELDS_MAX = 64, 1000
+local key = KEYS[1]
+local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]')
+local fields, states, read = redis.call('HKEYS', key), 0, 0
+for _, field in ipairs(fields) do
     local first = string.byte(field)
-    if first ~= 1 and first ~= 2 then
-        local raw, pieces = redis.call('HGET', KEYS[1], field), 1
+    local continues = first == 1 or first == 2
+    if in_bucket then
+        continues = #field > 8
+        read = read + 1
+        if read > FIELDS_MAX then
+            return math.floor(states * #fields / FIELDS_MAX)
+        end
+    end
+    if not continues then
+        local raw, pieces = redis.call('HGET', key, field), 1
         while #raw == pieces * PIECE_BYTES do
-            local more = redis.call('HGET', KEYS[1], '\2' .. pieces .. ':' .. field)
+            local more = redis.call('HGET', key, '\2' .. pieces .. ':' .. field)
             if not more then
                 break
             end
             raw, pieces = raw .. more, pieces + 1
         end
-        local held, counted, p = cmsgpack.unpack(raw), {}, 3
+        local held, counted, p
+        if in_bucket then
+            held, p = {cmsgpack.unpack_limit(raw, 1000, 11)}, 2
+        else
+            held, p = cmsgpack.unpack(raw), 3
+        end
+        counted = {}
         while held[p] do
             local id = held[p] -- negative: granted on top of the same limit
             if not counted[math.abs(id)] then

@@ -10,7 +10,7 @@ local need_us = 0
 
 for g = GATE_FIRST, #gate, GATE_STEP do
     local id = -gate[g + ID]
-    local p = place(id)
+    local p = place(held, id)
     local total, ends = units, now + (ARGV[4] ~= '' and tonumber(ARGV[4]) or gate[g + WINDOW])
     if p and now < held[p + 3] then
         total, ends = total + held[p + 2], max(ends, held[p + 3])

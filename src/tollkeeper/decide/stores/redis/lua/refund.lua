@@ -105,9 +105,9 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     local i = (g - GATE_FIRST) / GATE_STEP * 4
     local units = exact and exact[i + 1] or tonumber(ARGV[2])
     local charged = exact and exact[i + 2] or tonumber(ARGV[4])
-    local p = place(gate[g + ID])
+    local p = place(held, gate[g + ID])
     if p and units > 0 then
-        local wide = width(gate[g + ID]) == 4
+        local wide = gate[g + ID] % 2 == 1
         local b = wide and held[p + 3]
         local last, a
         last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], b, units, charged)
@@ -123,7 +123,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
     if exact and exact[i + 3] > 0 and now < exact[i + 4] then
         local id = -gate[g + ID]
-        local q = place(id)
+        local q = place(held, id)
         local drawn, ends = exact[i + 3], exact[i + 4]
         if q then
             drawn, ends = drawn + held[q + 2], max(ends, held[q + 3])
@@ -135,12 +135,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
 end
 if changed then
-    local states = without(dropped)
-    if need_us > 0 then
-        keep(states, need_us)
-    else
-        write(states)
-    end
+    keep(without(held, dropped), need_us > 0 and need_us)
     for _, move in ipairs(moves) do
         move()
     end

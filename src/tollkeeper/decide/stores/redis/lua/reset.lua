@@ -1,11 +1,13 @@
 -- Delete a rule's states and grants of a subject.
+--
+-- ARGV[3]  the time in microseconds; empty: the server's
 
 if not raw then
     return 0
 end
 local dropped, logs = {}, {}
 for g = GATE_FIRST, #gate, GATE_STEP do
-    local p, q = place(gate[g + ID]), place(-gate[g + ID])
+    local p, q = place(held, gate[g + ID]), place(held, -gate[g + ID])
     if q then
         dropped[q] = true
     end
@@ -20,8 +22,8 @@ for g = GATE_FIRST, #gate, GATE_STEP do
         end
     end
 end
-write(without(dropped))
+local refused = keep(without(held, dropped))
 for _, log in ipairs(logs) do
     log[1].drop(log[2], log[3])
 end
-return 1
+return refused or 1

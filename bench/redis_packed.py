@@ -1,0 +1,169 @@
+"""Memory and server time of packed states, beside those of a hash for each subject, in one run.
+
+A bucket holds the states of many subjects, so the memory of a state depends on the number of
+subjects: with few of them, most buckets hold one state. The rows show the sizes from a thousand
+subjects to 40 million. A row loads at most `RedisEffort.packed_states` subjects, in as many buckets
+as have the number of states that each would have with all subjects: 400,000 subjects in 10,486
+buckets are as dense as ten million in 262,144. `--subjects 10000000` loads all of them.
+
+The memory is the growth of `used_memory`. The server time is that of `INFO commandstats`: the mean
+time of EVALSHA in the fastest run of 500 calls, which other processes have disturbed least. For new
+subjects, it is the fastest of the last quarter of the runs, when the buckets are nearly full. The
+two layouts have a server each and take turns. Subjects have spent 1 to 5,000 units on a logarithmic
+scale; calls spend one more.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import hiredis
+from tests.redis_servers import Single
+
+from bench.measure import SEED
+from bench.redis_bytes import ONE_LIMIT, SPENT_MAX, TEN_LIMITS
+from bench.redis_engines import Rates, our_limits
+from bench.redis_measure import RedisEffort
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.decide.stores.redis.codec import BUCKETS, bucket_name
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+
+LAYOUTS: Final = ("subject", "packed")
+SUBJECTS: Final = (1_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
+_CALLS: Final = 500
+_REPLY_BYTES: Final = 1 << 16
+_FIRST_USER: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Both layouts with one number of subjects."""
+
+    work: str
+    subjects: int
+    loaded: int
+    bytes_per_state: dict[str, float]
+    new_us: dict[str, float]
+    """Server time of a call that creates a subject's states."""
+    check_us: dict[str, float]
+    """Server time of a call that finds them."""
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Return the memory of packed states, relative to that of a hash for each subject."""
+        return self.bytes_per_state["packed"] / self.bytes_per_state["subject"]
+
+    @property
+    def time_ratio(self) -> float:
+        """Return the server time of a call on packed states, relative to the other layout's."""
+        return self.check_us["packed"] / self.check_us["subject"]
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A server with one layout, and a connection that sends checks to it."""
+
+    server: Single
+    scripts: RuleScripts
+    buckets: int
+    connection: socket.socket
+    reader: Any = field(default_factory=hiredis.Reader)
+
+    def payload(self, number: int, cost: int) -> bytes:
+        attempt = CheckAttempt((self.scripts, f"user:{number}", cost), 0)
+        if self.buckets:
+            attempt.key = b"tk:{%%%b}" % bucket_name(number % self.buckets)
+        return attempt.payload()
+
+    def run(self, numbers: Sequence[int], cost: Callable[[], int]) -> float:
+        """Send these checks at once, and return the server's microseconds per call."""
+        payloads = [self.payload(number, cost()) for number in numbers]
+        self.server.admin.config_resetstat()
+        self.connection.sendall(b"".join(payloads))
+        missing = len(payloads)
+        while missing:
+            self.reader.feed(self.connection.recv(_REPLY_BYTES))
+            while (reply := self.reader.gets()) is not False:
+                if type(reply) is not list or reply[0] < 0:
+                    raise RuntimeError(f"a check was not allowed: {reply!r}")
+                missing -= 1
+        found: dict[str, Any] = self.server.admin.info("commandstats")
+        return float(found["cmdstat_evalsha"]["usec_per_call"])
+
+    def used_memory(self) -> int:
+        return int(self.server.admin.info("memory")["used_memory"])
+
+
+def measure_packed(effort: RedisEffort) -> Iterator[PackedRow]:
+    """Measure one limit with each number of subjects, and ten limits with one of them."""
+    for subjects in SUBJECTS:
+        yield _row("one limit", ONE_LIMIT, subjects, effort)
+    yield _row("ten limits", TEN_LIMITS, SUBJECTS[2], effort)
+
+
+def _row(work: str, rates: Rates, subjects: int, effort: RedisEffort) -> PackedRow:
+    loaded = min(subjects, effort.packed_states) // _CALLS * _CALLS
+    buckets = max(BUCKETS * loaded // subjects, 1)
+    rng = random.Random(SEED)
+    row = PackedRow(work, subjects, loaded, {}, {}, {})
+    with ExitStack() as stack:
+        servers = {}
+        for layout in LAYOUTS:
+            server = stack.enter_context(Single())
+            server.admin.script_load(CHECK.text)
+            config = parse(server.uri, layout=layout)
+            scripts = RuleScripts(our_limits(rates), "", config, SystemClock())
+            connection = stack.enter_context(socket.create_connection(server.address))
+            one = _Loaded(server, scripts, buckets if layout == "packed" else 0, connection)
+            one.run(range(_CALLS), lambda: 1)  # allocates the buffers
+            server.flush()
+            before = one.used_memory()
+            row.new_us[layout] = _load(one, loaded, rng)
+            row.bytes_per_state[layout] = (one.used_memory() - before) / loaded / len(rates)
+            servers[layout] = one
+        times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        for _ in range(effort.packed_rounds):
+            numbers = [_FIRST_USER + rng.randrange(loaded) for _ in range(_CALLS)]
+            for layout, one in servers.items():
+                times[layout].append(one.run(numbers, lambda: 1))
+        row.check_us.update((layout, min(found)) for layout, found in times.items())
+    return row
+
+
+def _load(one: _Loaded, subjects: int, rng: random.Random) -> float:
+    """Create the states of the subjects; return the server time of a call."""
+
+    def mixed() -> int:
+        return int((SPENT_MAX // 2) ** rng.random())
+
+    starts = range(_FIRST_USER, _FIRST_USER + subjects, _CALLS)
+    times = [one.run(range(start, start + _CALLS), mixed) for start in starts]
+    return min(times[-len(times) // 4 :])
+
+
+def packed_heading() -> str:
+    """Return the lines above the rows."""
+    return (
+        "\nredis, packed states (layout=packed, the default) beside a hash per subject "
+        "(layout=subject), in one run: used_memory per state,\nand the server time of a call "
+        "that creates a subject's states (new) or finds them (check); units spent: 1 to 5,000\n"
+        f"{'work':12}{'subjects':>12}{'loaded':>12}{'bytes/state: own':>18}{'packed':>8}"
+        f"{'ratio':>7}{'µs new: own':>13}{'packed':>8}{'µs check: own':>15}{'packed':>8}"
+        f"{'ratio':>7}"
+    )
+
+
+def packed_line(row: PackedRow) -> str:
+    """Return the line of one row."""
+    sizes, new, check = row.bytes_per_state, row.new_us, row.check_us
+    return (
+        f"{row.work:12}{row.subjects:12,}{row.loaded:12,}{sizes['subject']:18.1f}"
+        f"{sizes['packed']:8.1f}{row.bytes_ratio:7.2f}{new['subject']:13.2f}{new['packed']:8.2f}"
+        f"{check['subject']:15.2f}{check['packed']:8.2f}{row.time_ratio:7.2f}"
+    )

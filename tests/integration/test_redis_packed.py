@@ -1,0 +1,297 @@
+"""States of many subjects in one hash: their memory, their expiry, and their independence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+from time import time_ns
+from typing import Any
+
+import pytest
+
+from tests.conformance.stores import PATIENCE
+from tests.integration.redis_wires import YEAR, key_of
+from tests.redis_servers import Single, running, until
+from tollkeeper import AsyncLimiter, Limit, Limiter
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.core.model import ALGORITHM_NAMES
+from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.codec import BUCKETS, bucket_name, is_bucket
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+
+SECONDS_MAX = 20.0
+PACKED: tuple[Any, ...] = tuple(name for name in ALGORITHM_NAMES if name != "sliding_window_log")
+every_packed_algorithm = pytest.mark.parametrize("algorithm", PACKED)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """Start a server whose keys all belong to these tests."""
+    with Single() as started:
+        yield started
+
+
+@pytest.fixture
+def store(server: Single) -> Iterator[Store]:
+    """Open an empty store that decides by the server's clock."""
+    server.flush()
+    opened = open_store(server.uri, denied_cache_ms=0, **PATIENCE)
+    yield opened
+    opened.close()
+
+
+def neighbours(wanted: int) -> list[str]:
+    """Return subjects of one bucket."""
+    by_bucket: dict[str, list[str]] = {}
+    for number in count():
+        found = by_bucket.setdefault(key_of(f"user:{number}"), [])
+        found.append(f"user:{number}")
+        if len(found) == wanted:
+            return found
+    raise AssertionError
+
+
+def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
+    """Check subjects once, in that many buckets, as dense as they are with all buckets in use."""
+    scripts = RuleScripts((limit,), "api", parse(server.uri), SystemClock())
+    server.admin.script_load(CHECK.text)
+    for start in range(0, subjects, 5_000):
+        pipeline = server.admin.pipeline(transaction=False)
+        for number in range(start, min(start + 5_000, subjects)):
+            attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
+            key = b"tk:{%%%b}" % bucket_name(number % buckets)
+            cost = attempt.cost
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
+        pipeline.execute()
+
+
+@every_packed_algorithm
+def test_a_state_of_one_limit_takes_less_than_50_bytes(algorithm: Any, server: Single) -> None:
+    """50,000 subjects, as dense as ten million are: by `used_memory`, and by MEMORY USAGE."""
+    server.flush()
+    subjects = 50_000 if algorithm == "token_bucket" else 5_000
+    buckets = BUCKETS * subjects // 10_000_000
+    limit = Limit(10_000, per=30 * 86_400, algorithm=algorithm)
+    load(server, limit, 1_000, buckets)  # loads the script, and allocates the buffers
+    server.flush()
+    before = server.admin.info("memory")["used_memory"]
+    load(server, limit, subjects, buckets)
+    grown = server.admin.info("memory")["used_memory"] - before
+    keys = list(server.admin.scan_iter(count=1_000))
+    assert len(keys) == buckets
+    weighed = sum(server.admin.memory_usage(key) for key in keys[:100]) / len(keys[:100])
+    assert weighed * buckets / subjects < 50
+    if algorithm == "token_bucket":
+        assert grown / subjects < 50
+    assert server.admin.object("ENCODING", keys[0]) in {"listpack", "ziplist"}
+
+
+def test_several_limits_and_grants_stay_in_the_packed_form(server: Single, store: Store) -> None:
+    """A value of more than 64 bytes is cut into pieces, and a refund drops pieces again."""
+    limits = [Limit(10**6, per=60 + number, algorithm=PACKED[number % 4]) for number in range(16)]
+    gate = store.gate(limits, "many")
+    for number in range(8):
+        assert gate.check("k", 10_000 + number)
+    gate.grant("k", 10**9, None)
+    assert gate.peek("k", 0).remaining == 10**6 - 80_028 + 10**9
+    assert server.admin.object("ENCODING", key_of("k")) in {"listpack", "ziplist"}
+    assert store.stats().states == 16
+    gate.reset("k")
+    assert server.admin.dbsize() == 0
+
+
+@every_packed_algorithm
+def test_subjects_of_one_bucket_count_apart(algorithm: Any, server: Single, store: Store) -> None:
+    """Spending, granting, refunding and resetting one of them changes no other."""
+    limit = Limit(10, per=YEAR, algorithm=algorithm)
+    gate, other = store.gate([limit], "one"), store.gate([limit], "other")
+    spent, granted, reset, untouched = neighbours(4)
+    for subject in (spent, granted, reset):
+        assert gate.check(subject, 10)
+    gate.grant(granted, 3, None)
+    gate.reset(reset)
+    assert other.check(spent, 1).remaining == 9
+    assert len(server.admin.keys()) == 1
+    found = {each: gate.peek(each, 0).remaining for each in (spent, granted, reset, untouched)}
+    assert found == {spent: 0, granted: 3, reset: 10, untouched: 10}
+    gate.refund(spent, 4, None)
+    assert gate.peek(spent, 0).remaining == 4
+    assert gate.peek(granted, 0).remaining == 3
+
+
+def test_a_log_keeps_a_hash_of_its_own(server: Single, store: Store) -> None:
+    """With all other limits of its rule, because one script call decides them."""
+    log = Limit(10, per=60, algorithm="sliding_window_log")
+    store.gate([log, Limit(5, per=60)], "both").check("k", 1)
+    assert server.admin.keys() == ["tk:{k}"]
+
+
+@every_packed_algorithm
+def test_states_that_have_ended_are_deleted_while_the_bucket_is_in_use(
+    algorithm: Any, server: Single, store: Store
+) -> None:
+    """One busy subject keeps its bucket for a year. The other states disappear, and only those."""
+    short = store.gate([Limit(5, per=0.05, algorithm=algorithm)], "short")
+    long = store.gate([Limit(10**6, per=YEAR, algorithm=algorithm)], "long")
+    busy, idle, *ended = neighbours(5)
+    for subject in ended:
+        short.check(subject, 5)
+    long.check(idle, 7)
+    long.check(busy, 1)
+    key = key_of(busy)
+
+    def swept() -> bool:
+        for _ in range(20):
+            long.check(busy, 1)
+        return bool(server.admin.hlen(key) == 2)
+
+    until(swept, "the ended states are deleted", SECONDS_MAX, lambda: server.admin.hlen(key))
+    assert long.peek(idle, 0).remaining == 10**6 - 7
+    assert server.admin.pttl(key) > 0
+
+
+def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store) -> None:
+    """Clients that come once, with random keys, do not make a bucket grow without end."""
+    scripts = RuleScripts((Limit(5, per=0.05),), "", parse(server.uri), SystemClock())
+    server.admin.script_load(CHECK.text)
+    key = key_of("k")
+    store.gate([Limit(5, per=YEAR)], "").check("k", 5)  # keeps the bucket
+
+    def add(first: int, subjects: int) -> None:
+        pipeline = server.admin.pipeline(transaction=False)
+        for number in range(first, first + subjects):
+            gate = scripts.place(f"user:{number}")[1]
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, gate, 1)
+        pipeline.execute()
+
+    add(0, 300)
+    before = server.admin.hlen(key)
+    assert before > 200
+    ended_s = server.admin.time()[0] + 3
+    until(lambda: server.admin.time()[0] >= ended_s, "the states have ended", SECONDS_MAX)
+    add(1_000, 200)
+    assert server.admin.hlen(key) < before
+
+
+def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: Store) -> None:
+    """Its expiry is extended by a longer state, and never shortened by a shorter one."""
+    subjects = neighbours(3)
+    lives = []
+    for subject, per in zip(subjects, (60, 3_600, 1), strict=True):
+        store.gate([Limit(10, per=per)], "r").check(subject, 10)
+        lives.append(server.admin.pttl(key_of(subject)))
+    assert 60_000 <= lives[0] <= 70_000
+    assert 3_600_000 <= lives[2] <= lives[1] <= 4_052_000
+    short = store.gate([Limit(10, per=0.05)], "short")
+    server.flush()
+    short.check(subjects[0], 10)
+    until(lambda: server.admin.dbsize() == 0, "the bucket has expired", SECONDS_MAX)
+
+
+def test_joint_checks_of_one_bucket_are_all_or_none(store: Store) -> None:
+    """Two subjects of one bucket, and one subject twice."""
+    gate = store.gate([Limit(2, per=YEAR, algorithm="fixed_window")], "r")
+    one, two = neighbours(2)
+    assert all(store.check_together([(gate, one, 1), (gate, two, 2), (gate, one, 1)]))
+    denied = store.check_together([(gate, one, 1), (gate, f"{one} new", 1)])
+    assert not all(denied)
+    assert gate.peek(f"{one} new", 0).remaining == 2
+
+
+def test_the_hash_key_chooses_the_place(server: Single) -> None:
+    """Nodes with the same key count together, others apart. The key is not shown."""
+    server.flush()
+    uris = [f"{server.uri}?hash_key={key}" for key in ("s3cret", "s3cret", "other")]
+    limiters = [Limiter("5/hour", store=uri) for uri in uris]
+    assert [each.check("k").remaining for each in limiters] == [4, 3, 4]
+    assert "s3cret" not in repr(parse(uris[0]))
+    for each in limiters:
+        each.close()
+
+
+def test_both_layouts_are_read_by_their_own_option(server: Single) -> None:
+    """`layout=subject` keeps the hash per subject that earlier versions wrote."""
+    server.flush()
+    with Limiter("5/hour", store=f"{server.uri}?layout=subject") as own:
+        own.check("k")
+        assert server.admin.keys() == ["tk:{k}"]
+        with Limiter("5/hour", store=server.uri) as packed:
+            assert packed.check("k").remaining == 4
+            assert own.check("k").remaining == 3
+    keys = server.admin.keys()
+    assert sorted(is_bucket(key.encode()) for key in keys) == [False, True]
+
+
+@pytest.mark.parametrize(("before", "after"), [("subject", "packed"), ("packed", "subject")])
+@every_packed_algorithm
+def test_a_fleet_that_changes_its_layout_never_exceeds_a_limit(
+    algorithm: Any, before: str, after: str, server: Single
+) -> None:
+    """Nodes with `both` count with the nodes of either layout, before and after the change."""
+    server.flush()
+    limit, random = Limit(100, per=YEAR, algorithm=algorithm), Random(7)
+    old, both, new = (
+        Limiter(limit, store=f"{server.uri}?layout={layout}&denied_cache_ms=0")
+        for layout in (before, "both", after)
+    )
+    # The first nodes have changed to `both`: the old nodes and they share the quota of a window.
+    allowed = [random.choice((old, both)).check("first").allowed for _ in range(130)]
+    assert sum(allowed) == 100
+    # A window later all nodes have `both`, and some change on: they share the quota, too.
+    allowed = [random.choice((both, new)).check("next", 3).allowed for _ in range(50)]
+    assert sum(allowed) == 33
+    assert both.peek("next").remaining == new.peek("next").remaining == 1
+    both.refund("next", 3)
+    assert new.peek("next").remaining == 4
+    both.grant("next", 5)
+    assert new.peek("next").remaining == 9
+    both.reset("next")
+    assert new.peek("next").remaining == both.peek("next").remaining == 100
+    for each in (old, both, new):
+        each.close()
+
+
+@pytest.mark.parametrize("kind", ["single", "cluster"])
+async def test_several_subjects_are_charged_in_both_layouts_or_in_none(kind: str) -> None:
+    """Also in a cluster, where the two places of a subject are on different nodes."""
+    uri = running(kind).uri
+    key = f"both {kind} {time_ns()}"
+    limits = [Limit(4, per=YEAR, algorithm="fixed_window")]
+    stores = {
+        layout: open_store(uri, layout=layout, denied_cache_ms=0, **PATIENCE)
+        for layout in ("packed", "subject", "both")
+    }
+    both: Any = stores["both"]
+    gate, awaited = both.gate(limits, "r"), both.async_gate(limits, "r")
+
+    def left(subject: str) -> set[int]:
+        gates = [each.gate(limits, "r") for each in stores.values()]
+        return {each.peek(f"{key} {subject}", 0).remaining for each in gates}
+
+    assert all(both.check_together([(gate, f"{key} a", 1), (gate, f"{key} b", 3)]))
+    assert (left("a"), left("b")) == ({3}, {1})
+    checks = [(awaited, f"{key} a", 1), (awaited, f"{key} b", 2)]
+    assert not all(await both.check_together_async(checks))
+    assert (left("a"), left("b")) == ({3}, {1})
+    assert (await awaited.check(f"{key} a", 2)).remaining == 1
+    await awaited.refund(f"{key} a", 1, None)
+    assert left("a") == {2}
+    await awaited.reset(f"{key} a")
+    assert (await awaited.peek(f"{key} a", 0)).remaining == 4
+    await both.aclose()
+    for each in stores.values():
+        each.close()
+
+
+async def test_asyncio_counts_in_the_same_places(server: Single) -> None:
+    """Coalesced checks of one subject too."""
+    server.flush()
+    limiter = AsyncLimiter("100/hour", store=server.uri)
+    await asyncio.gather(*(limiter.check("k") for _ in range(60)))
+    with Limiter("100/hour", store=server.uri) as threads:
+        assert threads.peek("k").remaining == 40
+    await limiter.close()
