@@ -107,6 +107,41 @@ async def test_usage_matches_the_decisions(make: Make, limiter: AsyncLimiter, ur
     assert recorder.dropped() == 0
 
 
+async def test_a_denial_counts_for_the_other_subjects_of_its_request(
+    make: Make, limiter: AsyncLimiter, url: str
+) -> None:
+    """Once for each, apart from `denied`; the second time from memory."""
+    recorder = make()
+    await recorder.start()
+    both = Request(user="bob", tenant="acme", api_key="sk_1")
+    await noted(recorder, limiter, *[both] * 4, Request(user="mallory", tenant="acme"))
+    await recorder.stop()
+    found = "SELECT subject, rule, denied, denied_indirectly FROM tollkeeper_usage ORDER BY 1, 2"
+    assert await rows(url, found) == [
+        ("tenant:acme", "(deny)", 0, 1),
+        ("tenant:acme", "tenants", 0, 0),
+        ("tenant:acme", "users", 0, 2),
+        ("user:bob", "users", 2, 0),
+        ("user:mallory", "(deny)", 1, 0),
+    ]
+    identities = "SELECT DISTINCT user_id, tenant, api_key LIKE '#%' FROM tollkeeper_decisions"
+    assert sorted(await rows(url, identities)) == [("bob", "acme", 1), ("mallory", "acme", 0)]
+
+
+async def test_no_identity_is_recorded_without_subjects(
+    make: Make, limiter: AsyncLimiter, url: str, tmp_path: Path
+) -> None:
+    """Neither in decisions nor in usage."""
+    recorder = make(subjects="none")
+    await recorder.start()
+    await noted(recorder, limiter, *[Request(user="bob", tenant="acme", ip="192.0.2.1")] * 4)
+    await recorder.stop()
+    found = "SELECT DISTINCT subject, user_id, tenant, api_key, ip FROM tollkeeper_decisions"
+    assert await rows(url, found) == [("", "", "", "", "")]
+    stored = (tmp_path / "records.db").read_bytes()
+    assert not any(value in stored for value in (b"bob", b"acme", b"192.0.2.1"))
+
+
 async def test_a_denied_atomic_batch_is_no_usage(
     make: Make, limiter: AsyncLimiter, url: str
 ) -> None:

@@ -138,7 +138,10 @@ def subject_of_field(name: str, value: str) -> str:
 
     No rule has checked the value: it must not look like several parts.
     """
-    return f"{name}:{value}"[:SUBJECT_LENGTH_MAX].replace(PART, "\ufffd")
+    subject = f"{name}:{value}"
+    if len(subject) <= SUBJECT_LENGTH_MAX and PART not in subject:
+        return subject
+    return subject[:SUBJECT_LENGTH_MAX].replace(PART, "\ufffd")
 
 
 def subject_of(result: CheckResult) -> str:

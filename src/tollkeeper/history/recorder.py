@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from random import random
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.history.events import (
@@ -68,6 +68,8 @@ CLOSE_SECONDS_MAX: Final = 1.0
 # Items that the thread handles at a time, some 200 µs, and its pause after them.
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
+# Denied requests whose other subjects are kept: to find them takes two microseconds.
+INDIRECT_MAX: Final = 1_000
 
 TopBy = Literal["checks", "denied", "shadow_denied"]
 # A subject and a rule.
@@ -122,6 +124,7 @@ class Recorder:
         self._noted: list[NotedDecision] = []
         self._usage = UsageBuckets()
         self._buckets = self._usage.buckets
+        self._indirect: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._dropped = 0
         self._is_behind = False
         self._has_warned = False
@@ -237,19 +240,21 @@ class Recorder:
 
     def _note_denials(self, request: Request, result: CheckResult, minute: int) -> None:
         """Count shadow denials, and a denial for the subjects that its rule does not count."""
-        for rule, subject in zip(result.shadow_denied, result.shadow_subjects, strict=False):
-            self._counts((subject, rule, minute))[3] += 1
-        if result.decision.allowed:
+        decision, _, _, shadows, counted, subjects = result
+        if shadows:
+            for rule, subject in zip(shadows, subjects, strict=False):
+                self._counts((subject, rule, minute))[3] += 1
+        if decision.allowed:
             return
-        counted = result.counted
-        denied_as = subject_of(result) if counted else caller_of(request)
-        subjects = {subject for subject, _ in counted} if len(counted) > 1 else set()
-        for name, value in (("tenant", request.tenant), ("user", request.user)):
-            if value is not None:
-                subjects.add(subject_of_field(name, value))
-        subjects.discard(denied_as)
-        rule = rule_of(result) if subjects else ""
-        for subject in subjects:
+        rule = decision.rule
+        key = (rule, request.tenant, request.user, counted)
+        indirect = self._indirect.get(key)
+        if indirect is None or not counted:
+            rule, indirect = rule_of(result), _indirect(request, result)
+            if len(self._indirect) >= INDIRECT_MAX:
+                self._indirect.clear()
+            self._indirect[key] = indirect
+        for subject in indirect:
             self._counts((subject, rule, minute))[4] += 1
 
     def _counts(self, bucket: Bucket) -> Counts:
@@ -431,6 +436,16 @@ class Recorder:
         yield self._report()
         if self._reports is not None:
             yield from self._reports.others()
+
+
+def _indirect(request: Request, result: CheckResult) -> tuple[str, ...]:
+    """Return the subjects of a denied request that the rule does not count."""
+    found = {subject for subject, _ in result.counted}
+    if request.tenant is not None:
+        found.add(subject_of_field("tenant", request.tenant))
+    if request.user is not None:
+        found.add(subject_of_field("user", request.user))
+    return tuple(found - {subject_of(result) if result.counted else caller_of(request)})
 
 
 async def _closed(connections: Records | Sink) -> None:
