@@ -24,6 +24,7 @@ if [ "$purpose" != run ]; then
     need redis-sentinel redis-sentinel
     need openssl openssl
     need nginx nginx-light
+    need nft nftables
     need promtool prometheus
     need faketime faketime
     need ip iproute2

@@ -18,6 +18,7 @@ from tollkeeper.history.live import (
     PENALTIES_MAX,
     SECONDS_COUNTED,
     ActivePenalty,
+    DenialStreaks,
     ReportFolder,
     Sketch,
     SketchData,
@@ -174,3 +175,50 @@ def test_a_clock_that_is_set_back_changes_nothing() -> None:
     sketch: Sketch[str] = Sketch()
     sketch.add({"ann": 8}, now_s=1_000)
     assert sketch.top(1, now_s=500)[0].count == 8
+
+
+# ── Denials in a row ───────────────────────────────────────────────────────────────────────────
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from("abc"),
+            st.tuples(st.integers(0, 1), st.integers(0, 9)).filter(any),
+            max_size=3,
+        ),
+        max_size=20,
+    )
+)
+def test_denials_count_from_the_last_batch_with_an_allowed_request(
+    batches: list[dict[str, tuple[int, int]]],
+) -> None:
+    """For any batches, as a count by hand does."""
+    streaks = DenialStreaks()
+    wanted: Counter[str] = Counter()
+    for number, batch in enumerate(batches):
+        streaks.add(batch, float(number))
+        for address, (allowed, denied) in batch.items():
+            wanted[address] = 0 if allowed else wanted[address] + denied
+    found = {each.address: each.denied for each in streaks.most(9, 20.0)}
+    assert found == {address: denied for address, denied in wanted.items() if denied}
+
+
+def test_the_number_of_addresses_is_bounded() -> None:
+    """A flood of made-up addresses does not replace one that is denied again and again."""
+    streaks = DenialStreaks(streaks_max=10)
+    streaks.add({"192.0.2.7": (0, 50)}, 0.0)
+    for number in range(100):
+        streaks.add({f"10.0.0.{number}-{each}": (0, 1) for each in range(50)}, 0.0)
+    assert len(streaks.most(1_000, 0.0)) == 10
+    assert streaks.most(1, 0.0)[0].denied == 50
+
+
+def test_a_streak_ends_without_denials() -> None:
+    """After ten minutes; an allowed request is remembered for one."""
+    streaks = DenialStreaks()
+    streaks.add({"a": (0, 5), "b": (0, 5)}, 0.0)
+    streaks.add({"b": (1, 5)}, 1.0)
+    assert [each.address for each in streaks.most(9, 600.0)] == ["a"]
+    assert streaks.most(9, 600.1) == []
+    assert (streaks.allowed(61.0), streaks.allowed(61.1)) == (["b"], [])

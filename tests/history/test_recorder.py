@@ -256,6 +256,34 @@ async def test_reports_of_workers_are_merged(
     await two.stop()
 
 
+async def test_denials_in_a_row_of_all_workers(make: Make, tmp_path: Path) -> None:
+    """They are added; an address that any of them has allowed since is left out."""
+    one, two = make(live=ReportFolder(tmp_path, number=1)), make(live=ReportFolder(tmp_path))
+    rules = "version: 1\nrules: [{id: api, by: ip, limits: 1/minute}]"
+    clock = ManualClock()
+    async with AsyncLimiter.from_rules(rules, clock=clock) as limiter:
+        for recorder in (one, two):
+            await recorder.start()
+        bad, good = Request(ip="192.0.2.7"), Request(ip="192.0.2.8")
+        await limiter.check(bad)
+        await limiter.check(good)
+        await noted(one, limiter, *[bad] * 30, *[good] * 30)
+        await noted(two, limiter, *[bad] * 20)
+
+        def listed(at_least: int) -> dict[str, int]:
+            found = two.denied_in_a_row(at_least)
+            return {each.address: each.denied for each, _ in found}
+
+        both = {"192.0.2.7": 50, "192.0.2.8": 30}
+        await until_async(lambda: listed(10) == both, "both workers have reported")
+        assert listed(51) == {}
+        clock.advance(60)
+        await noted(one, limiter, good)
+        await until_async(lambda: listed(10) == {"192.0.2.7": 50}, "the allowed one is left out")
+        for recorder in (one, two):
+            await recorder.stop()
+
+
 async def test_the_number_of_drops_never_decreases(make: Make, limiter: AsyncLimiter) -> None:
     """It stays the same while a batch is between the recorder and the writing thread."""
     recorder = make()

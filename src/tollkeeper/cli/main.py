@@ -7,6 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from tollkeeper.cli import check
+from tollkeeper.cli.blocklist import blocklist
 from tollkeeper.cli.common import CliCommand, CliGroup
 from tollkeeper.cli.doctor import doctor
 from tollkeeper.cli.entries import app as entries
@@ -37,7 +38,7 @@ app.add_typer(tokens, name="token")
 app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
 app.add_typer(records, name="records")
-for command in (serve, *check.COMMANDS, top, doctor):
+for command in (serve, *check.COMMANDS, top, blocklist, doctor):
     app.command(cls=CliCommand)(command)
 app.command("reconcile", cls=ReconcileCommand)(reconcile_command)
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
 from math import log
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -149,6 +149,80 @@ def decayed(passed_s: float) -> float:
     return float(0.5 ** (max(passed_s, 0.0) / HALF_LIFE_SECONDS))
 
 
+# ── Denials in a row ───────────────────────────────────────────────────────────────────────────
+
+# Addresses whose denials a worker counts: those with the most. A report has the first of them.
+STREAKS_MAX: Final = 4_000
+STREAKS_REPORTED_MAX: Final = 1_000
+# A streak ends after this time without a denial.
+STREAK_SECONDS: Final = 600.0
+# How long a worker reports that it allowed an address which it had denied before.
+ALLOWED_SECONDS: Final = 60.0
+
+
+class DenialStreak(msgspec.Struct):
+    """The denials of an address in a row, by one worker."""
+
+    address: str
+    denied: int
+    last_s: float
+    """The last denial, by the clock that counts from boot."""
+
+
+class DenialStreaks:
+    """Counts how often each address was denied in a row, in batches of about a second.
+
+    An address of which any request in the batch was allowed starts again. So the count is never too
+    high, and may be too low by the denials of a second. If there are too many addresses, those with
+    the fewest denials are forgotten: a flood of made-up addresses cannot replace a persistent one.
+
+    >>> streaks = DenialStreaks()
+    >>> for counts in ((0, 600), (0, 500), (1, 7)):
+    ...     streaks.add({"192.0.2.7": counts}, now_s=0)
+    ...     [(each.address, each.denied) for each in streaks.most(9, now_s=0)]
+    [('192.0.2.7', 600)]
+    [('192.0.2.7', 1100)]
+    []
+    """
+
+    __slots__ = ("_allowed_s", "_streaks", "_streaks_max")
+
+    def __init__(self, streaks_max: int = STREAKS_MAX) -> None:
+        self._streaks_max = streaks_max
+        self._streaks: dict[str, DenialStreak] = {}
+        self._allowed_s: dict[str, float] = {}
+
+    def add(self, counts: Mapping[str, tuple[int, int]], now_s: float) -> None:
+        """Add the allowed and denied requests of a batch, by address."""
+        streaks = self._streaks
+        for address, (allowed, denied) in counts.items():
+            streak = streaks.get(address)
+            if allowed:
+                if streak is not None:
+                    del streaks[address]
+                    self._allowed_s[address] = now_s
+            elif streak is None:
+                streaks[address] = DenialStreak(address, denied, now_s)
+            else:
+                streak.denied += denied
+                streak.last_s = now_s
+        if len(streaks) > self._streaks_max:
+            kept = self.most(self._streaks_max, now_s)
+            self._streaks = {each.address: each for each in kept}
+        recently = ((each, at_s) for each, at_s in self._allowed_s.items())
+        self._allowed_s = {each: at_s for each, at_s in recently if now_s - at_s <= ALLOWED_SECONDS}
+
+    def most(self, limit: int, now_s: float) -> list[DenialStreak]:
+        """Return the longest streaks, the longest first."""
+        lasting = (each for each in self._streaks.values() if now_s - each.last_s <= STREAK_SECONDS)
+        return nlargest(limit, lasting, key=attrgetter("denied"))
+
+    def allowed(self, now_s: float) -> list[str]:
+        """Return addresses that were denied before and were allowed in the last minute."""
+        recent = [each for each, at_s in self._allowed_s.items() if now_s - at_s <= ALLOWED_SECONDS]
+        return recent[-STREAKS_REPORTED_MAX:]
+
+
 # ── Reports of workers ─────────────────────────────────────────────────────────────────────────
 
 
@@ -180,6 +254,9 @@ class WorkerReport(msgspec.Struct):
     denied: SketchData
     penalties: list[ActivePenalty] = []
     shadow_denied: SketchData = msgspec.field(default_factory=lambda: SketchData([], 0.0, 0.0))
+    streaks: list[DenialStreak] = []
+    allowed: list[str] = []
+    """Addresses that were denied before and were allowed in the last minute."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

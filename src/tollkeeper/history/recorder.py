@@ -46,7 +46,10 @@ from tollkeeper.history.events import (
 )
 from tollkeeper.history.live import (
     PENALTIES_MAX,
+    STREAKS_REPORTED_MAX,
     ActivePenalty,
+    DenialStreak,
+    DenialStreaks,
     HeavyHitter,
     ReportFolder,
     Sketch,
@@ -72,6 +75,8 @@ PORTION_PAUSE_SECONDS: Final = 0.000_5
 INDIRECT_MAX: Final = 1_000
 
 TopBy = Literal["checks", "denied", "shadow_denied"]
+# The subject of a rule that counts by address, and of a denied address.
+_ADDRESS: Final = "ip:"
 # A subject and a rule.
 SubjectRule = tuple[str, str]
 Portion = TypeVar("Portion")
@@ -139,7 +144,8 @@ class Recorder:
             "denied": Sketch(),
             "shadow_denied": Sketch(),
         }
-        self._lock = threading.Lock()  # of the sketches, which other threads read
+        self._streaks = DenialStreaks()
+        self._lock = threading.Lock()  # of the sketches and streaks, which other threads read
 
     # ── On the path ──────────────────────────────────────────────────────────────────────────
 
@@ -353,6 +359,7 @@ class Recorder:
         checks: dict[SubjectRule, float] = {}
         denied: dict[SubjectRule, float] = {}
         shadow_denied: dict[SubjectRule, float] = {}
+        addresses: dict[str, tuple[int, int]] = {}
         for portion in _portions(list(handed.usage.buckets.items())):
             for (counted, rule, minute), counts in portion:
                 subject = recorded_subject(counted, self.subjects)
@@ -364,12 +371,17 @@ class Recorder:
                     denied[key] = denied.get(key, 0) + counts[1]
                 if counts[3]:
                     shadow_denied[key] = shadow_denied.get(key, 0) + counts[3]
+                if requests and counted.startswith(_ADDRESS) and self.subjects == "plain":
+                    address = counted.removeprefix(_ADDRESS)
+                    allowed, rejected = addresses.get(address, (0, 0))
+                    addresses[address] = allowed + counts[0], rejected + counts[1]
             await asyncio.sleep(PORTION_PAUSE_SECONDS)
         now_s = self._monotonic_s()
         with self._lock:
             self._sketches["checks"].add(checks, now_s)
             self._sketches["denied"].add(denied, now_s)
             self._sketches["shadow_denied"].add(shadow_denied, now_s)
+            self._streaks.add(addresses, now_s)
         self._sink.offer(handed.noted)
 
     def _row_of(self, noted: NotedDecision) -> DecisionEvent:
@@ -392,8 +404,18 @@ class Recorder:
         now_s = self._monotonic_s()
         with self._lock:
             data = {by: SketchData(*sketch.data(now_s)) for by, sketch in self._sketches.items()}
+            streaks = self._streaks.most(STREAKS_REPORTED_MAX, now_s)
+            allowed = self._streaks.allowed(now_s)
         penalties = list(self._penalties())[:PENALTIES_MAX]
-        return WorkerReport(now_s, data["checks"], data["denied"], penalties, data["shadow_denied"])
+        return WorkerReport(
+            now_s,
+            data["checks"],
+            data["denied"],
+            penalties,
+            data["shadow_denied"],
+            streaks,
+            allowed,
+        )
 
     # ── Queries ──────────────────────────────────────────────────────────────────────────────
 
@@ -431,6 +453,27 @@ class Recorder:
                 if each.until_ns > now_ns and (last is None or last.until_ns < each.until_ns):
                     found[each.rule, each.subject] = each
         return sorted(found.values(), key=lambda each: -each.until_ns)[:PENALTIES_MAX]
+
+    def denied_in_a_row(self, at_least: int) -> list[tuple[DenialStreak, float]]:
+        """Return addresses that were denied this often in a row, and the age of the last denial.
+
+        The denials of all workers are added. An address that one of them has denied before, and has
+        allowed in the last minute, is left out.
+        """
+        now_s = self._monotonic_s()
+        found: dict[str, DenialStreak] = {}
+        allowed: set[str] = set()
+        for report in self._all():
+            allowed.update(report.allowed)
+            for each in report.streaks:
+                known = found.get(each.address, DenialStreak(each.address, 0, each.last_s))
+                denied, last_s = known.denied + each.denied, max(known.last_s, each.last_s)
+                found[each.address] = DenialStreak(each.address, denied, last_s)
+        return [
+            (each, max(now_s - each.last_s, 0.0))
+            for each in found.values()
+            if each.denied >= at_least and each.address not in allowed
+        ]
 
     def _all(self) -> Iterator[WorkerReport]:
         yield self._report()

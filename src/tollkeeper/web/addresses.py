@@ -101,6 +101,7 @@ class ClientAddresses:
                 f"choose one of {', '.join(FORWARDED_HEADERS)}"
             )
         networks, self._trusts_unix = _compiled(trusted_proxies)
+        self.trusted_networks = tuple(map(str, networks))
         self._networks = tuple((each.version, each.shift, each.prefix) for each in networks)
         self._searches_left = 0 if trusted_proxies else PROXY_SEARCHES_MAX
         # Only a proxy connects through a Unix socket, so this search does not depend on the others.

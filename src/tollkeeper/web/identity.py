@@ -141,6 +141,11 @@ class Identity:
         """True if the address of a client depends on anything but the peer."""
         return self._addresses.trusts_proxies
 
+    @property
+    def trusted_networks(self) -> tuple[str, ...]:
+        """The networks of the trusted proxies."""
+        return self._addresses.trusted_networks
+
     def address_of(self, request: WebRequest) -> str | None:
         """Return the client's address, behind trusted proxies; of an IPv6 network the first."""
         return self._addresses.of(request)

@@ -22,6 +22,7 @@ from tollkeeper.service.admin.api import admin_app
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Role, Tokens, create_token
 from tollkeeper.testing import ManualClock
+from tollkeeper.web.identity import Identity
 
 RULES = """
 version: 1
@@ -49,6 +50,7 @@ class FakeContext:
     recorder: Any = None
     control: Any = None
     loads: SharedLoads = field(init=False)
+    identity: Identity = field(default_factory=lambda: Identity({}))
 
     def __post_init__(self) -> None:
         self.loads = SharedLoads(self.limiter, None)

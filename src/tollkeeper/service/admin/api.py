@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
 from tollkeeper.service.admin import (
+    blocklist,
     entry_files,
     load,
     page,
@@ -73,6 +74,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         quotas.router,
         records.router,
         load.router,
+        blocklist.router,
     ]
     for router in routers:
         app.include_router(router, prefix=PREFIX)

@@ -38,6 +38,7 @@ from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Tokens
+from tollkeeper.web.identity import Identity
 
 # Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
 ROLLBACK_ATTEMPTS_MAX: Final = 20
@@ -56,6 +57,7 @@ class AdminContext(Protocol):
     recorder: Recorder | None
     control: ControlPlane | None
     loads: SharedLoads
+    identity: Identity
 
 
 class NoDatabase(ChangeRefused):
