@@ -74,6 +74,14 @@ def remove_override(
     return replace(document, overrides=others)
 
 
+def remove_override_id(document: Document, name: str) -> Document:
+    """Remove the override that has this id. Raises NotFound if there is none."""
+    others = tuple(each for each in document.overrides if not name or each.id != name)
+    if len(others) == len(document.overrides):
+        raise NotFound(f"there is no override {show(name)}; it has perhaps expired")
+    return replace(document, overrides=others)
+
+
 def set_tier(
     document: Document, name: str, limits: Limits, consistency: Consistency | None = None
 ) -> Document:

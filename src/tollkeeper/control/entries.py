@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
@@ -41,9 +41,16 @@ from tollkeeper.control.schema import (
     feed,
 )
 from tollkeeper.control.schema import entries as rows
-from tollkeeper.core.errors import ChangeRefused, ConfigError, show
+from tollkeeper.core.errors import (
+    ChangeRefused,
+    ConfigError,
+    SafetyFinding,
+    UnsafeChange,
+    show,
+)
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, from_data
+from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.entries import (
     Entry,
     EntryKind,
@@ -59,6 +66,8 @@ __all__ = ["DuplicateId", "EntryChange", "EntryRows", "FeedPage", "FeedPosition"
 RETENTION: Final = timedelta(days=7)
 """How long a removed or expired entry stays in the database."""
 PURGE_MAX: Final = 1_000
+# SQLite has a maximum of parameters of a statement.
+PARAMETERS_MAX: Final = 500
 BATCH_ROWS: Final = 10_000
 ROWS_MAX: Final = 1_000
 """The largest page of entries or of their audit."""
@@ -67,16 +76,15 @@ IMPORT_ENTRIES_MAX: Final = 10_000_000
 IMPORT_SECONDS_MAX: Final = 900.0
 SEQ_MAX: Final = 2**63 - 1
 
-ChangeKind = Literal[
-    "assign", "unassign", "override", "remove-override", "list", "unlist", "import"
-]
+RemoveKind = Literal["unassign", "remove-override", "unlist"]
+ChangeKind = Literal["assign", "override", "list", "import", RemoveKind]
 _PUT: Final[dict[EntryKind, ChangeKind]] = {
     "assignment": "assign",
     "override": "override",
     "allow": "list",
     "deny": "list",
 }
-_REMOVE: Final[dict[EntryKind, ChangeKind]] = {
+REMOVE_KINDS: Final[dict[EntryKind, RemoveKind]] = {
     "assignment": "unassign",
     "override": "remove-override",
     "allow": "unlist",
@@ -197,6 +205,28 @@ class EntryRows:
             found = await connection.execute(query.order_by(rows.c.key).limit(limit).offset(offset))
             return [Entry(*row) for row in found], total or 0
 
+    async def known(self, kind: EntryKind, keys: Sequence[str]) -> set[str]:
+        """Return those of the keys that are entries of this kind."""
+        found: set[str] = set()
+        async with self._database.reading() as connection:
+            for at in range(0, len(keys), PARAMETERS_MAX):
+                some = rows.c.key.in_(keys[at : at + PARAMETERS_MAX])
+                query = select(rows.c.key).where(rows.c.kind == kind, some, _live())
+                found.update((await connection.execute(query)).scalars())
+        return found
+
+    async def members_of(self, tiers: Collection[str]) -> dict[str, str]:
+        """Return one subject of each of these tiers that has any."""
+        if not tiers:
+            return {}
+        query = (
+            select(rows.c.data, func.min(rows.c.key))
+            .where(rows.c.kind == "assignment", rows.c.data.in_(list(tiers)), _live())
+            .group_by(rows.c.data)
+        )
+        async with self._database.reading() as connection:
+            return {row[0]: row[1] for row in await connection.execute(query)}
+
     async def overrides_of(
         self, attribute: str, value: str, rule: str | None = None
     ) -> list[Entry]:
@@ -268,18 +298,26 @@ class EntryRows:
 
     # ── Changing ───────────────────────────────────────────────────────────────────────────────
 
-    async def put(self, entry: Entry, *, author: str, reason: str = "") -> EntryChange:
+    async def put(
+        self, entry: Entry, *, author: str, reason: str = "", force: bool = False
+    ) -> EntryChange:
         """Add an entry, or replace the one with the same key.
 
-        Raises DuplicateId for an override whose id is taken, and DocumentError if the tier or the
-        rule does not exist.
+        Raises DuplicateId for an override whose id is taken, DocumentError if the tier or the rule
+        does not exist, and, unless `force` is True, UnsafeChange for a list entry that matches
+        everyone or an override that no request fits.
         """
         check_signature(author, reason)
-        _check_references(entry, await self._document())
+        document = await self._document()
+        _check_references(entry, document)
+        unsafe = () if force else await asyncio.to_thread(_unsafe, entry, document)
+        if unsafe:
+            raise UnsafeChange(unsafe)
         async with self._database.writing() as connection:
             before = await _data_of(connection, entry.kind, entry.key)
             if entry.kind == "override" and before is not None:
                 raise DuplicateId(entry.key)
+            await _check_ids(connection, [entry], 0)
             seq = (await _position(connection)).seq + 1
             await self._write_batch(connection, [entry], seq, always=True)
             change = _change(_PUT[entry.kind], entry, before, entry.data)
@@ -301,7 +339,7 @@ class EntryRows:
             await connection.execute(
                 update(rows).where(rows.c.kind == kind, rows.c.key == key).values(**row)
             )
-            change = _change(_REMOVE[kind], Entry(kind, key, before), before, None)
+            change = _change(REMOVE_KINDS[kind], Entry(kind, key, before), before, None)
             return await self._finish(connection, seq, author, reason, change)
 
     async def problems(self, entries: Sequence[Entry], limit: int) -> list[tuple[int, str]]:
@@ -339,8 +377,7 @@ class EntryRows:
             before = seq = (await _position(connection)).seq
             for start in range(0, len(entries), BATCH_ROWS):
                 batch = entries[start : start + BATCH_ROWS]
-                if not replace:
-                    await _check_ids(connection, batch, start)
+                await _check_ids(connection, batch, start, replace=replace)
                 count += await self._write_batch(connection, batch, seq + 1)
                 seq += len(batch)
                 if progress is not None:
@@ -421,16 +458,29 @@ async def _purge(connection: AsyncConnection) -> int:
     return max((seq for seq, removed in found if removed), default=0)
 
 
-async def _check_ids(connection: AsyncConnection, batch: Sequence[Entry], start: int) -> None:
-    """Raise InvalidEntry if an override has the id of another one."""
+async def _check_ids(
+    connection: AsyncConnection, batch: Sequence[Entry], start: int, *, replace: bool = False
+) -> None:
+    """Raise InvalidEntry if an override has the id of another one, or of another subject.
+
+    Nodes find an override by its subject. An id that moves to another subject would leave the old
+    one in the memory of a node that has not seen its removal, so a removed id keeps its subject
+    for as long as its row is there.
+    """
     given = {entry.key: at for at, entry in enumerate(batch) if entry.kind == "override"}
     keys = list(given)
-    for at in range(0, len(keys), 500):  # SQLite has a maximum of parameters
-        query = select(rows.c.key, rows.c.data).where(
-            rows.c.kind == "override", rows.c.key.in_(keys[at : at + 500]), _live()
+    for at in range(0, len(keys), PARAMETERS_MAX):
+        query = select(rows.c.key, rows.c.data, _live()).where(
+            rows.c.kind == "override", rows.c.key.in_(keys[at : at + PARAMETERS_MAX])
         )
-        for key, data in await connection.execute(query):
-            if batch[given[key]].data != data:
+        for key, data, is_live in await connection.execute(query):
+            new = batch[given[key]].data
+            if json.loads(new)["for"] != json.loads(data)["for"]:
+                message = (
+                    f"{show(key)} was the id of an override of another subject; choose another"
+                )
+                raise InvalidEntry(start + given[key], message)
+            if is_live and new != data and not replace:
                 raise InvalidEntry(start + given[key], str(DuplicateId(key)))
 
 
@@ -463,6 +513,18 @@ def _check_references(entry: Entry, document: Document) -> None:
         parse_override(data, [rule.id for rule in document.rules])
     if any(override.id == entry.key for override in document.overrides):
         raise DuplicateId(entry.key)
+
+
+def _unsafe(entry: Entry, document: Document) -> tuple[SafetyFinding, ...]:
+    """Return the safety findings about one entry."""
+    alone = replace(document, assign={}, allow=(), deny=(), overrides=())
+    if entry.kind == "override":
+        return new_findings(replace(alone, overrides=(override_of(entry),)), alone)
+    if entry.kind == "assignment":
+        return ()
+    if entry.kind == "allow":
+        return new_findings(replace(alone, allow=(entry.data,)), alone)
+    return new_findings(replace(alone, deny=(entry.data,)), alone)
 
 
 def _change(

@@ -39,7 +39,14 @@ from tollkeeper.control.database import CHANNEL, Database, listen
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.entries import EntryRows, check_signature
 from tollkeeper.control.schema import audit, bring_up_to_date, versions
-from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict, show
+from tollkeeper.core.errors import (
+    ConfigError,
+    SafetyFinding,
+    UnsafeChange,
+    VersionConflict,
+    quoted,
+    show,
+)
 from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Document, Override
 from tollkeeper.rules.document.reading import read
@@ -141,7 +148,7 @@ class Repository:
         self._editing = asyncio.Lock()
         # The newest parsed document and its number: parsing 10,000 rules takes seconds.
         self._parsed: tuple[int, Document] | None = None
-        self.entries = EntryRows(database, self._newest_document)
+        self.entries = EntryRows(database, self.newest_document)
         """The assignments, overrides and list entries beside the document."""
         self.audit_log = AuditLog(database)
         """Every change of the document, of entries and of counts."""
@@ -240,7 +247,7 @@ class Repository:
             self._parsed = (version.number, document)
         return document
 
-    async def _newest_document(self) -> Document:
+    async def newest_document(self) -> Document:
         """Return the newest document, parsed once for each version; an empty one if none is."""
         number = await self.number()
         if self._parsed is not None and self._parsed[0] == number:
@@ -417,6 +424,17 @@ class Repository:
         _check_current(expected, current)
         before = None if current is None else await self.document_of(current)
         unsafe = await asyncio.to_thread(new_findings, checked, before)
+        gone = set(before.tiers) - set(checked.tiers) if before is not None else set()
+        unsafe += tuple(
+            SafetyFinding(
+                "orphaned-tier",
+                "tiers",
+                f"there is no tier {quoted(tier)} any more",
+                f"{show(member)} is assigned to it beside the document",
+                "keep the tier, or assign its members to another one",
+            )
+            for tier, member in (await self.entries.members_of(gone)).items()
+        )
         if unsafe and not request.force:
             raise UnsafeChange(unsafe)
         diff = await asyncio.to_thread(_diff, current, written)

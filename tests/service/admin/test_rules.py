@@ -218,8 +218,9 @@ async def test_a_rule_has_the_id_of_its_url(admin: Admin) -> None:
 
 async def test_a_rule_with_an_override_cannot_be_removed(admin: Admin) -> None:
     """422: the document would be invalid without it."""
-    body = {"for": {"user": "9"}, "rule": "login", "multiply": 2}
-    await admin.call("POST", "/overrides", json=body)
+    document = (await admin.call("GET", "/rules")).json()
+    document["overrides"] = [{"for": {"user": "9"}, "rule": "login", "multiply": 2}]
+    await admin.call("PUT", "/rules", json=document)
     found = await admin.rejected("DELETE", "/rules/login", 422)
     assert [each["where"] for each in found["problems"]] == ["overrides[0].rule"]
 

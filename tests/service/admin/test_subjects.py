@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.service.admin.client import Admin, admin, template
 
 __all__ = ["admin", "template"]  # fixtures, found by name
+
+TWICE = {"multiply": 2, "until": "2h", "reason": "launch"}
 
 
 async def items(admin: Admin, path: str) -> list[Any]:
@@ -88,20 +91,84 @@ async def test_invalid_assignments_are_rejected(
 
 
 async def test_overrides_are_added_and_removed(admin: Admin) -> None:
-    """A new one comes first; its author and reason are those of the change by default."""
-    body = {"for": {"user": "7"}, "rule": "orders", "limits": ["99/second"]}
-    await admin.call("POST", "/overrides", json=body, headers={"X-Reason": "launch"})
+    """By id or by subject; beside the document and in it. They make no version."""
+    body = {"for": {"user": "7"}, "rule": "orders", "limits": ["99/second"], "until": "2h"}
+    made = (
+        await admin.call("POST", "/overrides", json=body, headers={"X-Reason": "launch"})
+    ).json()
+    assert (made["number"], made["change"], made["kind"]) == (1, 1, "override")
     first, second = await items(admin, "/overrides")
-    assert first == {**body, "author": "admin-token", "reason": "launch"}
+    assert (first["id"], first["author"], first["reason"]) == (made["key"], "admin-token", "launch")
+    left = datetime.fromisoformat(first["until"]) - datetime.now(UTC)
+    assert timedelta(hours=1) < left <= timedelta(hours=2)
     assert second == {"for": {"user": "7"}, "multiply": 2}
-    own = {"for": {"tenant": "t"}, "multiply": 3, "reason": "mine", "until": "2030-01-01T00:00:00Z"}
+    until = (datetime.now(UTC) + timedelta(days=1)).isoformat().replace("+00:00", "Z")
+    own = {
+        "id": "mine",
+        "for": {"ip": "192.0.2.7"},
+        "multiply": 3,
+        "until": until,
+        "reason": "mine",
+    }
     version = (await admin.call("POST", "/overrides", json=own)).json()
-    assert version["reason"] == "mine"
+    assert (version["reason"], version["key"]) == ("mine", "mine")
     assert (await items(admin, "/overrides"))[0] == {**own, "author": "admin-token"}
+    found = await admin.rejected("POST", "/overrides", 409, json=own)
+    assert "there is an override 'mine' already" in found["detail"]
     await admin.call("DELETE", "/overrides/user:7?rule=orders")
-    await admin.call("DELETE", "/overrides/user:7")
+    assert (await admin.call("DELETE", "/overrides/user:7")).json()["number"] == 2
     await admin.rejected("DELETE", "/overrides/user:7", 404)
-    assert len(await items(admin, "/overrides")) == 1
+    await admin.call("DELETE", "/overrides/mine")
+    await admin.rejected("DELETE", "/overrides/mine", 404)
+    assert await items(admin, "/overrides") == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"until": None}, "the override has no end; write until: 2h"),
+        ({"until": "2020-01-01T00:00:00Z"}, "is in the past"),
+        ({"reason": None}, "the override has no reason; say why"),
+    ],
+)
+async def test_an_override_needs_a_reason_and_an_end(
+    admin: Admin, changed: dict[str, Any], words: str
+) -> None:
+    """In the future; the error says what is missing."""
+    body = {"for": {"user": "7"}, "multiply": 2, "until": "2h", "reason": "launch", **changed}
+    body = {name: value for name, value in body.items() if value is not None}
+    found = await admin.rejected("POST", "/overrides", 400, json=body)
+    assert words in found["detail"]
+
+
+async def test_a_rollback_leaves_entries_alone(admin: Admin) -> None:
+    """Tiers, overrides and list entries that were made since stay in force."""
+    await admin.call("PUT", "/tiers/max", json={"limits": "5/s"})
+    await admin.call("PUT", "/assignments/user:1", json={"tier": "pro"})
+    await admin.call("POST", "/lists/deny", json={"entry": "user:evil"})
+    await admin.call("POST", "/versions/1/rollback")
+    assert (await admin.call("GET", "/assignments/user:1")).json()["tier"] == "pro"
+    assert await items(admin, "/lists/deny") == ["user:evil"]
+
+
+async def test_a_tier_with_members_beside_the_document_is_not_removed(admin: Admin) -> None:
+    """Its members would fall back to other limits."""
+    await admin.call("PUT", "/tiers/max", json={"limits": "5/s"})
+    await admin.call("PUT", "/assignments/user:1", json={"tier": "max"})
+    found = await admin.rejected("DELETE", "/tiers/max", 409)
+    assert "'user:1' is assigned to it beside the document" in str(found)
+    await admin.call("DELETE", "/assignments/user:1")
+    await admin.call("DELETE", "/tiers/max")
+
+
+async def test_the_etag_of_a_list_changes_with_its_entries(admin: Admin) -> None:
+    """A client that asks for news sees a change that made no version."""
+    before = (await admin.call("GET", "/assignments")).headers["etag"]
+    await admin.call("GET", "/assignments", 304, headers={"If-None-Match": before})
+    made = await admin.call("PUT", "/assignments/user:1", json={"tier": "pro"})
+    found = await admin.call("GET", "/assignments", headers={"If-None-Match": before})
+    assert found.headers["etag"] == made.headers["etag"] == '"v1-1"'
+    await admin.call("PUT", "/tiers/max", json={"limits": "5/s"}, headers={"If-Match": '"v1-1"'})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +178,7 @@ async def test_overrides_are_added_and_removed(admin: Admin) -> None:
         ({"multiply": 2}, "override"),
         ({"for": {"user": "7"}, "multiply": 0}, "override.multiply"),
         ({"for": {"user": "7"}, "multiply": 2, "rule": "nope"}, "override.rule"),
-        ({"for": {"ip": "7"}, "multiply": 2}, "override.for"),
+        ({"for": {"ip": "7"}, "multiply": 2}, "override.for.ip"),
         ({"for": {"user": "7"}, "multiply": 2, "until": "tomorrow"}, "override.until"),
     ],
 )
@@ -121,20 +188,27 @@ async def test_invalid_overrides_are_rejected(admin: Admin, body: Any, where: st
     assert any(each["where"].startswith(where) for each in found["problems"]), found["problems"]
 
 
-@pytest.mark.parametrize("subject", ["7", "ip:7", "user:"])
-async def test_an_override_needs_a_subject(admin: Admin, subject: str) -> None:
-    """A user, key or tenant."""
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [("tier:7", "or a subject"), ("ip:7", "is not an address"), ("user:", "or a subject")],
+)
+async def test_an_override_needs_a_subject(admin: Admin, subject: str, words: str) -> None:
+    """A user, key, tenant or address."""
     found = await admin.rejected("DELETE", f"/overrides/{subject}", 400)
-    assert "is not a subject" in found["detail"]
+    assert words in found["detail"]
 
 
 async def test_list_entries_are_read_added_and_removed(admin: Admin) -> None:
-    """Each list has its own entries; an existing entry is not added again."""
+    """Each list has its own entries; those of the document are removed by a version."""
     assert await items(admin, "/lists/allow") == ["sk_internal_*", "10.0.0.0/8"]
-    assert (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
-    assert (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()["number"] == 2
+    for change in (1, 2):
+        made = (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()
+        assert (made["number"], made["change"], made["key"]) == (1, change, "deny user:1")
     assert await items(admin, "/lists/deny") == ["user:1"]
-    await admin.call("DELETE", "/lists/allow?entry=10.0.0.0/8")
+    await admin.call("DELETE", "/lists/deny?entry=user:1")
+    assert await items(admin, "/lists/deny") == []
+    removed = await admin.call("DELETE", "/lists/allow?entry=10.0.0.0/8")
+    assert removed.json()["number"] == 2
     assert await items(admin, "/lists/allow") == ["sk_internal_*"]
     await admin.rejected("DELETE", "/lists/allow?entry=10.0.0.0/8", 404)
     found = await admin.rejected("POST", "/lists/deny", 400, json={"entry": "ip:nope"})
@@ -158,7 +232,7 @@ async def test_long_lists_have_pages(admin: Admin) -> None:
         url = link["url"] if link else None
         pages += 1
     assert pages == 3
-    assert seen == ["user:42", *(f"user:n{number}" for number in range(5))]
+    assert seen == [*(f"user:n{number}" for number in range(5)), "user:42"]
     assert await items(admin, "/assignments?offset=100") == []
 
 
@@ -176,7 +250,7 @@ async def test_a_page_has_1_to_200_rows(admin: Admin, path: str, query: str) -> 
         ("PUT", "/tiers/max", {"limits": "5/s"}),
         ("PUT", "/assignments/user:1", {"tier": "pro"}),
         ("DELETE", "/assignments/user:42", None),
-        ("POST", "/overrides", {"for": {"user": "1"}, "multiply": 2}),
+        ("POST", "/overrides", {**TWICE, "for": {"user": "1"}}),
         ("DELETE", "/overrides/user:7", None),
         ("POST", "/lists/deny", {"entry": "user:1"}),
         ("DELETE", "/lists/allow?entry=10.0.0.0/8", None),
@@ -193,4 +267,5 @@ async def test_every_change_may_have_a_condition(
     stale = await admin.call(method, path, 412, json=body, headers={"If-Match": '"v1"'})
     assert stale.headers["etag"] == '"v2"'
     made = await admin.call(method, path, json=body, headers={"If-Match": '"v2"'})
-    assert made.headers["etag"] == '"v3"'
+    is_entry = made.json()["change"] is not None
+    assert made.headers["etag"] == ('"v2-1"' if is_entry else '"v3"')

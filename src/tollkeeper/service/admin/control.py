@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
-from tollkeeper.control.entries import check_signature
+from tollkeeper.control.edits import NotFound
+from tollkeeper.control.entries import REMOVE_KINDS, EntryChange, EntryRows, check_signature
 from tollkeeper.control.follow import announce
 from tollkeeper.control.repository import Kind, Repository, Version
 from tollkeeper.core.errors import (
@@ -36,6 +37,7 @@ from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
+from tollkeeper.rules.entries import Entry, EntryKind
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.web.identity import Identity
@@ -126,13 +128,13 @@ def control_plane(context: AdminContext) -> ControlPlane:
     return context.control
 
 
-def etag_of(number: int) -> str:
-    """Return the ETag of a version.
+def etag_of(number: int, change: int = 0) -> str:
+    """Return the ETag of a version, or of the entries beside it after a change of them.
 
-    >>> etag_of(12)
-    '"v12"'
+    >>> etag_of(12), etag_of(12, 57)
+    ('"v12"', '"v12-57"')
     """
-    return f'"v{number}"'
+    return f'"v{number}-{change}"' if change else f'"v{number}"'
 
 
 # The fields of a request that name a client, as the key of an audit entry has them.
@@ -242,8 +244,52 @@ class ControlPlane:
             force=change.force,
             expected=await self._expected(repository, change.condition),
         )
-        await self._announce(version)
+        await self._announce(version.number)
         return version
+
+    async def put_entry(self, change: ChangeRequest, entry: Entry) -> EntryChange:
+        """Put an entry beside the document. Raises ChangeRefused, StoreError."""
+        repository = await self.repository()
+        await self._expected(repository, change.condition)
+        made = await repository.entries.put(
+            entry, author=change.author, reason=change.reason, force=change.force
+        )
+        await self._announce(made.seq)
+        return made
+
+    async def remove_entries(
+        self,
+        change: ChangeRequest,
+        kind: EntryKind,
+        keys: Sequence[str],
+        edit: Callable[[Document], Document],
+    ) -> Version | EntryChange:
+        """Remove entries, and with `edit` the one of the document, if it stands there.
+
+        Raises NotFound if there is neither.
+        """
+        repository = await self.repository()
+        await self._expected(repository, change.condition)
+        made: Version | EntryChange | None = None
+        missing: NotFound | None = None
+        try:
+            edit(await repository.newest_document())  # nearly always raises
+            made = await self.edit(change, REMOVE_KINDS[kind], edit)
+        except NotFound as error:
+            missing = error
+        for key in keys:
+            with suppress(NotFound):
+                made = await repository.entries.remove(
+                    kind, key, author=change.author, reason=change.reason
+                )
+                await self._announce(made.seq)
+        if made is None:
+            raise missing or NotFound("there is no such entry")
+        return made
+
+    async def entries(self) -> EntryRows | None:
+        """Return the entries beside the document; None if the rules come from a file."""
+        return None if self.context.database is None else (await self.repository()).entries
 
     async def apply(self, change: ChangeRequest, document: Document) -> Version:
         """Put a whole document in force. Raises ChangeRefused, StoreError."""
@@ -259,7 +305,7 @@ class ControlPlane:
             force=change.force,
             expected=await self._closest(repository, change.condition),
         )
-        await self._announce(version)
+        await self._announce(version.number)
         return version
 
     async def rollback(self, change: ChangeRequest, number: int) -> Version:
@@ -281,7 +327,7 @@ class ControlPlane:
                 if expected is not None or attempt == ROLLBACK_ATTEMPTS_MAX:
                     raise
                 continue
-            await self._announce(version)
+            await self._announce(version.number)
             return version
         raise AssertionError("the last attempt returns or raises")
 
@@ -361,12 +407,12 @@ class ControlPlane:
             raise VersionConflict(0, current)
         return current if current in condition.numbers else max(condition.numbers)
 
-    async def _announce(self, version: Version) -> None:
-        """Announce a version to the nodes on the same store; otherwise they find it by polling."""
+    async def _announce(self, number: int) -> None:
+        """Announce a change to the nodes on the same store; otherwise they find it by polling."""
         store = self.context.limiter.store
         if store.channel is None:
             return
         try:
-            await asyncio.to_thread(announce, store, version.number)
+            await asyncio.to_thread(announce, store, number)
         except StoreError as error:
-            log.warning("version %s cannot be announced: %s", version.number, error)
+            log.warning("change %s cannot be announced: %s", number, error)

@@ -29,11 +29,12 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from tollkeeper.control.entries import check_signature
+from tollkeeper.control.entries import EntryChange, check_signature
 from tollkeeper.control.repository import Kind, Version
 from tollkeeper.control.schema import REASON_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, quoted, show
 from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.entries import Entry, EntryKind
 from tollkeeper.service.admin.control import (
     ChangeRequest,
     ControlPlane,
@@ -123,6 +124,14 @@ class VersionOut(ApiOutput):
     created_at: datetime
     kind: str = Field(description="The kind of change.", examples=["put-rule"])
     base: int | None = Field(description="The version that it changes; null for the first one.")
+    change: int | None = Field(
+        default=None, description="The number of the change, if it changed an entry and no rule."
+    )
+    key: str | None = Field(
+        default=None,
+        description="The entry that it changed: a subject, or the id of an override.",
+        examples=["ov_5f2c91d07b3a"],
+    )
 
 
 BODY_BYTES_MAX: Final = 5 * 2**20
@@ -147,7 +156,7 @@ _FIRST: Final = "(`If-None-Match: *`: only if there is no version yet.)"
 # A character has up to four bytes in UTF-8, and each arrives as a character of Latin-1.
 REASON_BYTES_MAX: Final = 4 * REASON_LENGTH_MAX
 _ETAG: Final = re.compile(r'\s*(W/)?"([^"]*)"\s*')
-_OURS: Final = re.compile(r"v(0|[1-9][0-9]{0,9})")
+_OURS: Final = re.compile(r"v(0|[1-9][0-9]{0,9})(?:-[0-9]{1,19})?")
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -583,6 +592,26 @@ def version_reply(response: Response, version: Version) -> VersionOut:
     return version_out(version)
 
 
+async def change_reply(
+    response: Response, control: ControlPlane, made: Version | EntryChange
+) -> VersionOut:
+    """Return the reply to a change of the document or of an entry beside it."""
+    if isinstance(made, Version):
+        return version_reply(response, made)
+    number = await control.number() or 0
+    response.headers["ETag"] = etag_of(number, made.seq)
+    return VersionOut(
+        number=number,
+        author=made.author,
+        reason=made.reason,
+        created_at=made.created_at,
+        kind=made.kind,
+        base=number or None,
+        change=made.seq,
+        key=made.key,
+    )
+
+
 class RuleEditor(NamedTuple):
     """Makes the change of a request, and replies with the new version."""
 
@@ -596,6 +625,18 @@ class RuleEditor(NamedTuple):
         """Make a new version. `reason` is that of the body, if it has one."""
         version = await self.control.edit(self.change.because(reason), kind, edit)
         return version_reply(self.response, version)
+
+    async def put(self, entry: Entry, reason: str | None = None) -> VersionOut:
+        """Put an entry beside the document."""
+        made = await self.control.put_entry(self.change.because(reason), entry)
+        return await change_reply(self.response, self.control, made)
+
+    async def remove(
+        self, kind: EntryKind, keys: Sequence[str], edit: Callable[[Document], Document]
+    ) -> VersionOut:
+        """Remove entries, and with `edit` the one that stands in the document."""
+        made = await self.control.remove_entries(self.change, kind, keys, edit)
+        return await change_reply(self.response, self.control, made)
 
 
 def _editor(response: Response, control: Control, change: Change) -> RuleEditor:

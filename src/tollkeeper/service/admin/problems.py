@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tollkeeper.control.edits import NotFound
+from tollkeeper.control.entries import DuplicateId
 from tollkeeper.core.errors import (
     SafetyFinding,
     TollkeeperError,
@@ -191,6 +192,8 @@ def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
         found = [finding_data(each) for each in error.findings[:LISTED_MAX]]
         detail = f"{message}\nTo make the change anyway, repeat the request with ?force=true"
         return problem(409, "UNSAFE_CHANGE", detail, findings=found)
+    if isinstance(error, DuplicateId):
+        return problem(409, "DUPLICATE_ID", message)
     if isinstance(error, NoDatabase):
         return problem(409, "RULES_FROM_FILE", message)
     answer = answers.error_answer(error)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from pydantic import Field
@@ -377,7 +377,10 @@ def _parsed(rule_id: str, rule: Mapping[str, Any], tiers: Mapping[str, Any]) -> 
     return placed(lambda: from_data(data, "<body>"), "rules[0]", "rule").rules[0]
 
 
-def placed(parse: Callable[[], Document], path: str, name: str) -> Document:
+_Parsed = TypeVar("_Parsed")
+
+
+def placed(parse: Callable[[], _Parsed], path: str, name: str) -> _Parsed:
     """Parse a document made of one part. Raises DocumentError with places in the part."""
     try:
         return parse()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query, Response
@@ -13,11 +15,14 @@ from pydantic import Field
 from tollkeeper.control import edits
 from tollkeeper.control.edits import ListName
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.rules.document.model import Document, Override
+from tollkeeper.rules import entries
+from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.tree import below
 from tollkeeper.rules.document.writing import limit_data, to_data
-from tollkeeper.rules.matching.lists import check_entry
+from tollkeeper.rules.entries import Entry, EntryKind
+from tollkeeper.rules.matching.patterns import compile_network
+from tollkeeper.service.admin.control import ControlPlane, CurrentRules, etag_of
 from tollkeeper.service.admin.operations import (
     ROWS,
     AdminRoute,
@@ -31,15 +36,17 @@ from tollkeeper.service.admin.operations import (
     Offset,
     OverrideBody,
     OverrideData,
+    PageRows,
     Reason,
     Rows,
     Total,
     VersionOut,
+    change_reply,
     change_responses,
     if_newer,
+    link_next,
     page_of,
     rules_responses,
-    version_reply,
 )
 from tollkeeper.service.admin.problems import ApiInput, ApiOutput
 from tollkeeper.service.admin.rules import placed
@@ -49,7 +56,7 @@ router = APIRouter(route_class=AdminRoute)
 _NAME_MAX: Final = 128
 _SUBJECT_MAX: Final = 600
 _ENTRY_MAX: Final = 1_100
-_OWNERS: Final = ("user", "api_key", "tenant")
+_OWNERS: Final = ("user", "api_key", "tenant", "ip")
 
 TierName = Annotated[
     str, Path(description="The name of the tier.", examples=["pro"], max_length=128)
@@ -100,7 +107,7 @@ class AssignmentOut(ApiOutput):
 
 
 class AssignmentPage(ApiOutput):
-    """Assignments, in the order of the document."""
+    """Assignments: those beside the document by subject, then those in it."""
 
     items: list[AssignmentOut]
     total: Total
@@ -115,7 +122,7 @@ class AssignmentIn(ApiInput):
 
 
 class OverridePage(ApiOutput):
-    """Overrides, in the order of the document: the first one that matches applies."""
+    """Overrides: those beside the document by id, then those in it."""
 
     items: list[OverrideData]
     total: Total
@@ -243,13 +250,56 @@ async def list_assignments(
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> AssignmentPage:
-    """Return the subjects and their tiers, in the order of the document."""
-    found = if_newer(await control.current(), if_none_match)
-    response.headers["ETag"] = found.etag
-    rows = [pair for pair in found.document.assign.items() if tier in {None, pair[1]}]
-    page = page_of(response, "/assignments", rows, limit, offset, tier=tier)
-    items = [AssignmentOut(subject=subject, tier=name) for subject, name in page.items]
+    """Return the subjects and their tiers: entries by subject, then those of the document."""
+    found = await _current(response, control, if_none_match)
+    in_document = [Entry("assignment", *pair) for pair in found.document.assign.items()]
+    in_document = [entry for entry in in_document if tier in {None, entry.data}]
+    page = await _page(control, "assignment", in_document, limit, offset, tier)
+    items = [AssignmentOut(subject=entry.key, tier=entry.data) for entry in page.items]
+    _link(response, "/assignments", page.next, limit, tier=tier)
     return AssignmentPage(items=items, total=page.total, next=page.next)
+
+
+async def _current(
+    response: Response, control: ControlPlane, if_none_match: str | None
+) -> CurrentRules:
+    """Return the newest rules, with an ETag that also changes with the entries beside them."""
+    found = await control.current()
+    rows = await control.entries()
+    if rows is not None and found.number is not None:
+        position = await rows.position()
+        found = found._replace(etag=etag_of(found.number, position.seq))
+    response.headers["ETag"] = if_newer(found, if_none_match).etag
+    return found
+
+
+async def _page(
+    control: ControlPlane,
+    kind: EntryKind,
+    in_document: Sequence[Entry],
+    limit: int,
+    offset: int,
+    data: str | None = None,
+) -> PageRows[Entry]:
+    """Return a page of the entries beside the document, and then of those in it."""
+    rows = await control.entries()
+    found: list[Entry] = []
+    total = 0
+    if rows is not None:
+        found, total = await rows.page(kind, limit=limit, offset=offset, data=data)
+        known = await rows.known(kind, [entry.key for entry in in_document])
+        in_document = [entry for entry in in_document if entry.key not in known]
+    start = max(0, offset - total)
+    found += in_document[start : start + limit - len(found)]
+    total += len(in_document)
+    return PageRows(found, total, offset + limit if offset + limit < total else None)
+
+
+def _link(
+    response: Response, path: str, following: int | None, limit: int, **query: str | None
+) -> None:
+    if following is not None:
+        link_next(response, path, limit=limit, offset=following, **query)
 
 
 @router.get(
@@ -263,11 +313,12 @@ async def get_assignment(
     subject: Subject, response: Response, control: Control, if_none_match: IfNoneMatch = None
 ) -> AssignmentOut:
     """Return the tier of a subject."""
-    found = if_newer(await control.current(), if_none_match)
-    tier = found.document.assign.get(subject)
+    found = await _current(response, control, if_none_match)
+    rows = await control.entries()
+    entry = None if rows is None else await rows.get("assignment", subject)
+    tier = found.document.assign.get(subject) if entry is None else entry.data
     if tier is None:
         raise edits.NotFound(f"{show(subject)} is assigned to no tier")
-    response.headers["ETag"] = found.etag
     return AssignmentOut(subject=subject, tier=tier)
 
 
@@ -284,11 +335,9 @@ async def put_assignment(
     editor: Editor,
 ) -> VersionOut:
     """Assign a subject to a tier, in place of its former tier."""
-    return await editor.edit(
-        "assign",
-        lambda document: edits.assign(document, subject, assignment.tier),
-        assignment.reason,
-    )
+    data = {"version": 1, "tiers": {assignment.tier: "1/s"}, "assign": {subject: assignment.tier}}
+    from_data(data, "<body>")  # raises an error that names the place
+    return await editor.put(entries.assignment(subject, assignment.tier), assignment.reason)
 
 
 @router.delete(
@@ -300,7 +349,9 @@ async def put_assignment(
 )
 async def delete_assignment(subject: Subject, editor: Editor) -> VersionOut:
     """Remove a subject from its tier."""
-    return await editor.edit("unassign", lambda document: edits.unassign(document, subject))
+    return await editor.remove(
+        "assignment", [subject], lambda document: edits.unassign(document, subject)
+    )
 
 
 # ── Overrides ────────────────────────────────────────────────────────────────────────────────────
@@ -320,11 +371,16 @@ async def list_overrides(
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> OverridePage:
-    """Return the overrides of the newest rules, also expired ones. The first match applies."""
-    found = if_newer(await control.current(), if_none_match)
-    response.headers["ETag"] = found.etag
-    page = page_of(response, "/overrides", found.document.overrides, limit, offset)
-    items = to_data(Document(overrides=tuple(page.items))).get("overrides", [])
+    """Return the overrides: entries that are in force by id, then those of the document."""
+    found = await _current(response, control, if_none_match)
+    data = to_data(Document(overrides=found.document.overrides)).get("overrides", [])
+    in_document = [Entry("override", each.get("id", ""), json.dumps(each)) for each in data]
+    page = await _page(control, "override", in_document, limit, offset)
+    _link(response, "/overrides", page.next, limit)
+    items = [
+        {**({"id": entry.key} if entry.key else {}), **json.loads(entry.data)}
+        for entry in page.items
+    ]
     return OverridePage(items=items, total=page.total, next=page.next)
 
 
@@ -338,29 +394,25 @@ async def list_overrides(
 async def add_override(
     override: OverrideBody, response: Response, control: Control, change: Change
 ) -> VersionOut:
-    """Add other limits for one user, key or tenant, in place of its override for the same rule.
+    """Add other limits for one user, key, tenant or address, until a time.
 
-    An override without author or reason gets those of the change.
+    It needs a reason (here or in the header) and an end: `until` is a time with its zone, or a
+    duration such as `2h`. Without an id it gets one. The newest override of a subject applies.
     """
-    await control.repository()
-    found = await control.current()
-    parsed = await asyncio.to_thread(_parsed, override, found.document)
+    document = await (await control.repository()).newest_document()
+    now = datetime.now(UTC)
+    rules = [rule.id for rule in document.rules]
+    parsed = await asyncio.to_thread(
+        lambda: placed(
+            lambda: entries.parse_override(override, rules, now), "overrides[0]", "override"
+        )
+    )
     change = change.because(change.reason or parsed.reason)
     signed = replace(
         parsed, author=parsed.author or change.author, reason=parsed.reason or change.reason
     )
-    version = await control.edit(
-        change, "override", lambda document: edits.add_override(document, signed)
-    )
-    return version_reply(response, version)
-
-
-def _parsed(override: Mapping[str, Any], document: Document) -> Override:
-    rules: list[dict[str, Any]] = []
-    if "rule" in override:  # the rule must exist; its content does not matter
-        rules = [{"id": each.id, "by": [], "limits": "1/s"} for each in document.rules]
-    data = {"version": 1, "rules": rules, "overrides": [override]}
-    return placed(lambda: from_data(data, "<body>"), "overrides[0]", "override").overrides[0]
+    made = await control.put_entry(change, entries.override_entry(signed, now))
+    return await change_reply(response, control, made)
 
 
 @router.delete(
@@ -381,14 +433,25 @@ async def delete_override(
         ),
     ] = None,
 ) -> VersionOut:
-    """Remove a subject's override for a rule."""
+    """Remove one override by its id, or a subject's overrides for a rule."""
+    if ":" not in subject:
+        return await editor.remove(
+            "override", [subject], lambda document: edits.remove_override_id(document, subject)
+        )
     attribute, _, value = subject.partition(":")
     if attribute not in _OWNERS or not value:
         raise ConfigError(
-            f"{show(subject)} is not a subject; write user:42, api_key:sk_1 or tenant:acme"
+            f"{show(subject)} is not the id of an override or a subject; "
+            f"write user:42, api_key:sk_1, tenant:acme or ip:192.0.2.7"
         )
-    return await editor.edit(
-        "remove-override", lambda document: edits.remove_override(document, attribute, value, rule)
+    if attribute == "ip":
+        value = str(compile_network(value))
+    rows = (await editor.control.repository()).entries
+    keys = [entry.key for entry in await rows.overrides_of(attribute, value, rule)]
+    return await editor.remove(
+        "override",
+        keys,
+        lambda document: edits.remove_override(document, attribute, value, rule),
     )
 
 
@@ -411,11 +474,13 @@ async def get_list(
     if_none_match: IfNoneMatch = None,
 ) -> EntryPage:
     """Return the entries of `allow` (never limited) or `deny` (always denied; it has priority)."""
-    found = if_newer(await control.current(), if_none_match)
-    response.headers["ETag"] = found.etag
-    entries: tuple[str, ...] = getattr(found.document, list_name)
-    page = page_of(response, f"/lists/{list_name}", entries, limit, offset)
-    return EntryPage(items=page.items, total=page.total, next=page.next)
+    found = await _current(response, control, if_none_match)
+    in_document = [
+        entries.list_entry(list_name, each) for each in getattr(found.document, list_name)
+    ]
+    page = await _page(control, list_name, in_document, limit, offset)
+    _link(response, f"/lists/{list_name}", page.next, limit)
+    return EntryPage(items=[entry.data for entry in page.items], total=page.total, next=page.next)
 
 
 @router.post(
@@ -426,11 +491,8 @@ async def get_list(
     responses=change_responses(),
 )
 async def add_entry(list_name: Which, entry: EntryIn, editor: Editor) -> VersionOut:
-    """Add an entry at the end of a list. An existing entry changes nothing."""
-    check_entry(entry.entry)
-    return await editor.edit(
-        "list", lambda document: edits.add_entry(document, list_name, entry.entry), entry.reason
-    )
+    """Add an entry to a list."""
+    return await editor.put(entries.list_entry(list_name, entry.entry), entry.reason)
 
 
 @router.delete(
@@ -454,6 +516,6 @@ async def delete_entry(
     ],
 ) -> VersionOut:
     """Remove an entry. It is in the query, because many entries contain slashes."""
-    return await editor.edit(
-        "unlist", lambda document: edits.remove_entry(document, list_name, entry)
+    return await editor.remove(
+        list_name, [entry], lambda document: edits.remove_entry(document, list_name, entry)
     )
