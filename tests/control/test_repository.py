@@ -32,7 +32,7 @@ async def test_versions_are_added_and_rolled_back(repository: Repository) -> Non
     third = await repository.rollback(1, author="bob", expected=2)
     assert (third.number, third.base, third.kind, third.text) == (3, 2, "rollback", first.text)
     assert [each.number for each in await repository.history()] == [3, 2, 1]
-    assert [each.version for each in await repository.audit()] == [3, 2, 1]
+    assert [each.version for each in (await repository.audit_log.page()).items] == [3, 2, 1]
 
 
 async def test_a_change_of_an_old_version_is_a_conflict(repository: Repository) -> None:
@@ -74,6 +74,6 @@ async def test_invalid_arguments_are_rejected(
 @pytest.mark.parametrize("limit", [0, -1, 1_001, True, "5"])
 async def test_page_sizes_are_checked(repository: Repository, limit: Any) -> None:
     """A page has from 1 to 1,000 entries."""
-    for page in (repository.history, repository.audit):
+    for page in (repository.history, repository.audit_log.page):
         with pytest.raises(ConfigError, match=r"is not from 1 to 1,000; try limit=50"):
             await page(limit=limit)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.rule_databases import UNSAFE, document, repository, url
 from tollkeeper.control import edits
+from tollkeeper.control.audit import AuditCursor
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
 from tollkeeper.core.model import Limit
@@ -37,7 +38,7 @@ async def test_an_empty_repository_has_no_version(repository: Repository) -> Non
     assert await repository.current() is None
     assert await repository.number() == 0
     assert await repository.history() == []
-    assert await repository.audit() == []
+    assert (await repository.audit_log.page()).items == []
     with pytest.raises(edits.NotFound, match="there is no version 1; there is none yet"):
         await repository.version(1)
 
@@ -85,7 +86,7 @@ async def test_a_change_of_an_old_version_is_rejected(
     with pytest.raises(VersionConflict):
         await repository.rollback(1, author="bob", expected=expected)
     assert await repository.number() == 2
-    assert len(await repository.audit()) == 2
+    assert len((await repository.audit_log.page()).items) == 2
 
 
 async def test_a_change_without_effect_adds_no_version(repository: Repository) -> None:
@@ -119,7 +120,10 @@ async def test_history_and_audit_come_in_pages(repository: Repository) -> None:
     assert await repository.history(limit=2) == versions[:2]
     assert await repository.history(limit=2, before=4) == versions[2:4]
     assert await repository.history(before=1) == []
-    assert [each.version for each in await repository.audit(limit=2, before=4)] == [3, 2]
+    assert [
+        each.version
+        for each in (await repository.audit_log.page(limit=2, before=AuditCursor(4, 1))).items
+    ] == [3, 2]
 
 
 async def test_lists_may_leave_out_texts_and_cut_diffs(repository: Repository) -> None:
@@ -127,7 +131,10 @@ async def test_lists_may_leave_out_texts_and_cut_diffs(repository: Repository) -
     versions = (await with_versions(repository, 3))[::-1]
     brief = await repository.history(texts=False)
     assert brief == [replace(each, text="") for each in versions]
-    whole, cut = await repository.audit(), await repository.audit(diff_length_max=20)
+    whole, cut = (
+        (await repository.audit_log.page()).items,
+        (await repository.audit_log.page(length_max=20)).items,
+    )
     assert cut == [replace(each, diff=each.diff[:20]) for each in whole]
     assert len(whole[0].diff) > 20
 
@@ -136,7 +143,7 @@ async def test_the_audit_has_author_reason_and_diff(repository: Repository) -> N
     """The diff of the first version is its whole text."""
     await repository.apply(TEN, author="ann", reason="first", expected=0)
     second = await repository.apply(TWENTY, author="bob", reason="more", expected=1)
-    newest, first = await repository.audit()
+    newest, first = (await repository.audit_log.page()).items
     assert (newest.version, newest.author, newest.reason, newest.kind, newest.forced) == (
         *(2, "bob", "more", "apply", ""),
     )
@@ -166,14 +173,14 @@ async def test_an_unsafe_change_must_be_forced(repository: Repository) -> None:
     assert await repository.number() == 1
     forced = await repository.apply(UNSAFE, author="ann", expected=1, force=True)
     assert forced.number == 2
-    assert (await repository.audit(limit=1))[0].forced == str(error.value)
+    assert (await repository.audit_log.page(limit=1)).items[0].forced == str(error.value)
 
 
 async def test_a_forced_finding_does_not_block_later_edits(repository: Repository) -> None:
     """Only new findings block an edit."""
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
     await repository.set_tier("pro", PRO, author="ann")
-    assert (await repository.audit(limit=1))[0].forced == ""
+    assert (await repository.audit_log.page(limit=1)).items[0].forced == ""
     wider = replace(UNSAFE, allow=("*",))
     with pytest.raises(UnsafeChange) as error:
         await repository.apply(wider, author="ann", expected=2)

@@ -66,5 +66,5 @@ async def test_a_huge_document_is_applied_loaded_and_edited(
     assert current is not None
     assert await asyncio.to_thread(read, current.text) == huge
     await repository.assign("user:42", "pro", author="ann")
-    (entry,) = await repository.audit(limit=1)
+    (entry,) = (await repository.audit_log.page(limit=1)).items
     assert len(entry.diff.splitlines()) < 10

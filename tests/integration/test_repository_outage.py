@@ -33,7 +33,6 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
     "current": lambda it: it.current(),
     "version": lambda it: it.version(1),
     "history": lambda it: it.history(),
-    "audit": lambda it: it.audit(),
     "audit_log.page": lambda it: it.audit_log.page(),
     "audit_log.add": lambda it: it.audit_log.add("grant", "", "{}", author="ann"),
     "diff": lambda it: it.diff(1, 1),

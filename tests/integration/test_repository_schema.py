@@ -204,7 +204,7 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
     """Every statement short of dropping the triggers is rejected, and nothing changes."""
     await repository.apply(document("1/second"), author="ann", expected=0)
     await repository.apply(document("2/second"), author="bob", expected=1)
-    before = await repository.history(), await repository.audit()
+    before = await repository.history(), (await repository.audit_log.page()).items
     number = "number" if table == "tollkeeper_versions" else "version"
     ways = TAMPERING | (ON_SQLITE if url.startswith("sqlite") else ON_POSTGRESQL)
     for name, statement in ways.items():
@@ -212,6 +212,8 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
             await run(url, statement(table, number))
         message = str(error.value.orig)
         assert "never changed" in message or "next number" in message, name
-        assert (await repository.history(), await repository.audit()) == before, name
+        assert (await repository.history(), (await repository.audit_log.page()).items) == before, (
+            name
+        )
     # The repository still works.
     assert (await repository.assign("user:1", "pro", author="ann")).number == 3

@@ -30,7 +30,9 @@ async def checked_document(repository: Repository) -> Document:
     numbers = [each.number for each in versions]
     assert numbers == list(range(len(versions), 0, -1))
     assert [each.base for each in versions] == [*numbers[1:], None]
-    assert [each.version for each in await repository.audit(limit=1_000)] == numbers
+    assert [
+        each.version for each in (await repository.audit_log.page(limit=1_000)).items
+    ] == numbers
     assert await repository.number() == numbers[0]
     documents = [read(each.text) for each in versions]
     return documents[0]

@@ -53,7 +53,7 @@ from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.writing import to_yaml
 
-__all__ = ["AuditEntry", "Kind", "Repository", "Version"]
+__all__ = ["Kind", "Repository", "Version"]
 
 ROWS_MAX: Final = 1_000
 """The largest page of the history or the audit."""
@@ -97,21 +97,6 @@ class Version:
     """The number of the version that was changed; None for the first."""
     kind: str
     """The kind of change: apply, rollback, assign and so on."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
-    """Who changed what, when and why. Each version has one entry."""
-
-    version: int
-    author: str
-    reason: str
-    created_at: datetime
-    kind: str
-    diff: str
-    """The difference from the version before; for the first version, its whole text."""
-    forced: str
-    """The safety findings that were overruled; empty if there were none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,21 +203,6 @@ class Repository:
         query = _page(select(*columns), versions.c.number, limit, before)
         async with self._database.reading() as connection:
             return [Version(**row) for row in (await connection.execute(query)).mappings()]
-
-    async def audit(
-        self, limit: int = 50, before: int | None = None, *, diff_length_max: int | None = None
-    ) -> list[AuditEntry]:
-        """Return audit entries, the newest first, of versions below `before` if that is given.
-
-        With `diff_length_max`, longer diffs are cut there.
-        """
-        columns: list[Any] = list(audit.c)
-        if diff_length_max is not None:
-            cut = func.substr(audit.c.diff, 1, diff_length_max).label("diff")
-            columns = [cut if column is audit.c.diff else column for column in columns]
-        query = _page(select(*columns), audit.c.version, limit, before)
-        async with self._database.reading() as connection:
-            return [AuditEntry(**row) for row in (await connection.execute(query)).mappings()]
 
     async def document_of(self, version: Version) -> Document:
         """Return the parsed document of a version. Raises DocumentError.
