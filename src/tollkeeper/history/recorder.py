@@ -30,6 +30,7 @@ from tollkeeper.history.events import (
     LISTED,
     METHOD_LENGTH_MAX,
     MINUTE_NS,
+    PART,
     Bucket,
     Counts,
     DecisionEvent,
@@ -371,7 +372,9 @@ class Recorder:
                     denied[key] = denied.get(key, 0) + counts[1]
                 if counts[3]:
                     shadow_denied[key] = shadow_denied.get(key, 0) + counts[3]
-                if requests and counted.startswith(_ADDRESS) and self.subjects == "plain":
+                # An address alone: of one with a user, another user may still pass.
+                is_address = counted.startswith(_ADDRESS) and PART not in counted
+                if requests and is_address and self.subjects == "plain":
                     address = counted.removeprefix(_ADDRESS)
                     allowed, rejected = addresses.get(address, (0, 0))
                     addresses[address] = allowed + counts[0], rejected + counts[1]
