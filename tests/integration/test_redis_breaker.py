@@ -21,6 +21,7 @@ from tests.integration.redis_wires import (
     clients_of_both,
     counted,
     errors_of,
+    key_of,
     outcome,
 )
 from tests.integration.tcp_proxy import Proxy
@@ -219,8 +220,8 @@ def test_a_dead_shard_opens_only_its_own_breaker() -> None:
     """Without a replica its keys fail at once, and all others work."""
     with Cluster(full_coverage=False) as cluster:
         keys = [f"key {number}" for number in range(30)]
-        owners = {key: cluster.node_of(slot_of(key.encode())).port for key in keys}
-        dead = cluster.node_of(slot_of(keys[0].encode()))
+        owners = {key: cluster.node_of(slot_of(key_of(key).encode())).port for key in keys}
+        dead = cluster.node_of(slot_of(key_of(keys[0]).encode()))
         for node in cluster.nodes:
             if node.admin.info("replication").get("master_port") == dead.port:
                 node.kill()
@@ -243,7 +244,7 @@ def test_a_dead_shard_opens_only_its_own_breaker() -> None:
                 assert set(states.values()) == {"closed"}
                 # A request for its keys and others is not sent, because it would have to be undone.
                 other = next(key for key, port in owners.items() if port != dead.port)
-                well = cluster.node_of(slot_of(other.encode()))
+                well = cluster.node_of(slot_of(key_of(other).encode()))
                 before = calls_of(well, "evalsha", "eval")
                 for _ in range(20):
                     call = api.start_all([other, keys[0]])
@@ -273,7 +274,7 @@ def test_a_silent_shard_does_not_block_connections_to_others(wire: str) -> None:
     with Cluster(full_coverage=False) as cluster:
         silent, well = cluster.primaries()[:2]
         keys = [f"key {number}" for number in range(100)]
-        owners = {key: cluster.node_of(slot_of(key.encode())).port for key in keys}
+        owners = {key: cluster.node_of(slot_of(key_of(key).encode())).port for key in keys}
         lost = next(key for key, port in owners.items() if port == silent.port)
         kept = next(key for key, port in owners.items() if port == well.port)
         with client(wire, cluster.uri, deadline_ms=3_000, connect_ms=60_000) as api:
