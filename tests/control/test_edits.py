@@ -259,3 +259,18 @@ def test_a_new_rule_goes_before_the_one_that_it_replaces() -> None:
     assert [rule.id for rule in added.rules] == ["new", "orders", "last"]
     alone = edits.remove_rule(added, "orders")
     assert alone.rules == (replace(TRIED.rules[0], replaces=None), last)
+
+
+def test_what_a_document_would_undo() -> None:
+    """Parts that changed since the last apply, unless the new document has the same change."""
+    current = replace(
+        edits.assign(edits.set_tier(DOCUMENT, "free", PRO), "user:42", "pro"),
+        rules=(Rule("orders", ("user",), PRO),),
+        deny=("x",),
+    )
+    changed = ["rule orders", "tier free", "assignment of user:42", "entry of deny: x"]
+    assert edits.undone(DOCUMENT, current, DOCUMENT) == changed
+    assert edits.undone(DOCUMENT, current, replace(DOCUMENT, rules=())) == changed
+    assert edits.undone(DOCUMENT, current, replace(DOCUMENT, deny=("x", "y"))) == changed[:-1]
+    assert edits.undone(DOCUMENT, current, current) == []
+    assert edits.undone(DOCUMENT, DOCUMENT, Document()) == []

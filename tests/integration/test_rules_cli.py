@@ -384,3 +384,25 @@ def test_the_advice_for_a_promotion_by_hand_works(cli: Cli) -> None:
     assert 'write replaces: "api" in rule "stricter"' in rejected.stderr
     assert cli("promote", "stricter").returncode == 1
     assert cli("apply", "advised.yaml").returncode == 0
+
+
+def test_apply_asks_before_it_undoes_a_change(cli: Cli) -> None:
+    """The promotion of a rule stays, unless the document has it too, or --undo is given."""
+    Path("trial.yaml").write_text(TRIAL.replace("MODE", "mode: shadow,"), encoding="utf-8")
+    Path("other.yaml").write_text(
+        TRIAL.replace("MODE", "mode: shadow,").replace("9/s", "8/s"), encoding="utf-8"
+    )
+    Path("promoted.yaml").write_text(
+        TRIAL.replace("MODE", "").replace("9/s", "8/s"), encoding="utf-8"
+    )
+    assert cli("apply", "trial.yaml").returncode == 0
+    assert cli("promote", "stricter", "--author", "ann").returncode == 0
+    rejected = cli("apply", "other.yaml")
+    assert rejected.returncode == 1
+    assert "would undo changes made since version 1:\n  rule stricter\n" in rejected.stderr
+    assert "version 2: promote by ann" in rejected.stderr
+    assert "rule api" not in rejected.stderr
+    assert cli("apply", "other.yaml", "--dry-run").returncode == 1
+    assert cli("apply", "promoted.yaml").returncode == 0
+    assert cli("demote", "stricter").returncode == 0
+    assert cli("apply", "promoted.yaml", "--undo").returncode == 0

@@ -178,6 +178,10 @@ def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]]
 # ── Errors ─────────────────────────────────────────────────────────────────────────────────────
 
 
+class UndoesChanges(ConfigError):
+    """A document would undo changes that were made since the last document was applied."""
+
+
 @contextmanager
 def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
     """Print an error that is raised in the block, and end the command with its exit code."""
@@ -209,7 +213,7 @@ def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
 def _exit_code(error: TollkeeperError, document_problems: int) -> int:
     if isinstance(error, VersionConflict):
         return CONFLICT
-    if isinstance(error, UnsafeChange):
+    if isinstance(error, UnsafeChange | UndoesChanges):
         return PROBLEMS
     return document_problems if isinstance(error, DocumentError) else TROUBLE
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
@@ -33,6 +34,7 @@ from tollkeeper.cli.common import (
     DocumentCommand,
     JsonOption,
     ReasonOption,
+    UndoesChanges,
     print_json,
     print_table,
     print_text,
@@ -83,6 +85,9 @@ STDIN: Final = "-"
 _SQLITE: Final = "sqlite:///"
 # No version number has more digits, and int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 10
+# How many versions `apply` looks back for the one that was applied last.
+_HISTORY_MAX: Final = 1_000
+_SHOWN_MAX: Final = 10
 # A person waits for the answer, and a first connection takes longer than a check.
 _EXPLAIN_DEADLINE_MS: Final = 2_000
 
@@ -634,17 +639,23 @@ def apply(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
     ] = False,
+    undo: Annotated[
+        bool,
+        typer.Option("--undo", help="Undo changes that were made since the last apply."),
+    ] = False,
     announce_to: AnnounceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Apply a document as the next version in the database. Prints what it changes.
 
     A document that is probably a mistake, such as one that denies every request, is rejected with
-    the reasons. Applying a document that is already in force changes nothing. The first apply
-    creates the tables (and, with SQLite, the file).
+    the reasons. So is one that would undo a change made through the admin API or by another command
+    since the last apply, unless --undo is given. Entries beside the document are not touched.
+    Applying a document that is already in force changes nothing. The first apply creates the tables
+    (and, with SQLite, the file).
 
-    Exit code: 0 the document is in force; 1 it has problems or is unsafe; 2 it could not be
-    applied; 3 the current version is not the expected one, so nothing has changed.
+    Exit code: 0 the document is in force; 1 it has problems, is unsafe or would undo changes; 2 it
+    could not be applied; 3 the current version is not the expected one, so nothing has changed.
 
     Example: tollkeeper rules apply limits.yaml --database sqlite:///rules.db --reason launch
     """
@@ -659,6 +670,8 @@ def apply(
         async with open_repository(database, create=not dry_run) as repository:
             begun = await _begin(repository, source.name, source.canonical(), as_json)
             base = begun.base if expected is None else expected
+            if begun.before is not None and begun.diff and not undo:
+                await _check_undone(repository, begun.before, document)
             if dry_run:
                 await asyncio.to_thread(_try_apply, begun, document, base, force)
                 return begun
@@ -857,6 +870,42 @@ async def _begin(repository: Repository, name: str, text: str, as_json: bool) ->
         if diff:
             print_text(diff)
     return RuleChange(before, diff)
+
+
+async def _check_undone(repository: Repository, current: Version, document: Document) -> None:
+    """Raise UndoesChanges if a document would undo changes made since the last apply."""
+    since = await repository.history(_HISTORY_MAX, texts=False)
+    made = list(takewhile(lambda version: version.kind != "apply", since))
+    if not made:
+        return
+    # Without an apply among so many versions, the oldest of them counts as one.
+    applied = await repository.version(since[min(len(made), len(since) - 1)].number)
+    undone = await asyncio.to_thread(
+        lambda: edits.undone(read(applied.text, "applied"), read(current.text, "current"), document)
+    )
+    if not undone:
+        return
+    parts = [f"  {part}" for part in undone[:_SHOWN_MAX]]
+    changes = [
+        f"  version {each.number}: {each.kind} by {each.author}, {time_text(each.created_at)}"
+        for each in made[:_SHOWN_MAX]
+    ]
+    if len(undone) > _SHOWN_MAX:
+        parts.append(f"  and {len(undone) - _SHOWN_MAX:,} more")
+    raise UndoesChanges(
+        "\n".join(
+            [
+                f"the document would undo changes made since version {applied.number}:",
+                *parts,
+                "they were made by:",
+                *changes,
+                (
+                    "put them into the document (`tollkeeper rules show` prints it), or "
+                    "undo them with --undo"
+                ),
+            ]
+        )
+    )
 
 
 def _try_apply(change: RuleChange, document: Document, expected: int, force: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Final, Literal, TypeVar
@@ -233,6 +233,38 @@ def _overridden(overrides: Iterable[Override], attribute: str, value: str) -> st
         if (each.attribute, each.value) == (attribute, value)
     ]
     return f"it has overrides for {', '.join(rules)}" if rules else "it has no override"
+
+
+def undone(applied: Document, current: Document, new: Document) -> list[str]:
+    """Return the parts of `current` that differ from `applied` and that `new` would change again.
+
+    `applied` is the document that was applied last, and `current` has the changes made since.
+    """
+    found = []
+    for what, parts in _PARTS.items():
+        was, now, then = parts(applied), parts(current), parts(new)
+        for name in {**was, **now}:
+            is_changed = was.get(name, _MISSING) != now.get(name, _MISSING)
+            if is_changed and then.get(name, _MISSING) != now.get(name, _MISSING):
+                found.append(f"{what} {name}")
+    return found
+
+
+_MISSING: Final = object()
+_PARTS: Final[dict[str, Callable[[Document], dict[str, object]]]] = {
+    "rule": lambda document: {rule.id: rule for rule in document.rules},
+    "tier": lambda document: {
+        name: (limits, document.tier_consistency.get(name))
+        for name, limits in document.tiers.items()
+    },
+    "assignment of": lambda document: dict(document.assign),
+    "override for": lambda document: {
+        f"{each.attribute}:{each.value} ({each.rule or 'every rule'})": each
+        for each in document.overrides
+    },
+    "entry of allow:": lambda document: dict.fromkeys(document.allow),
+    "entry of deny:": lambda document: dict.fromkeys(document.deny),
+}
 
 
 def unified_diff(before: str, after: str, before_name: str, after_name: str) -> str:
