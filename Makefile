@@ -53,6 +53,7 @@ lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 
 bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench.entries
 
 fuzz:  ## fuzz the C kernel with libFuzzer, for SECONDS=60
 	sh tools/fuzz.sh $(or $(SECONDS),60)

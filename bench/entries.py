@@ -1,0 +1,97 @@
+"""A million entries beside the document: a change of one, the start of a node, bytes an entry.
+
+    python -m bench.entries [--entries 1000000] [--database postgresql://…]
+
+Another process follows the database. The time of a change is from the call until that process
+decides by it. The libraries that `make bench` compares have no such entries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import resource
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tollkeeper import Limiter, Request
+from tollkeeper.control.repository import Repository
+from tollkeeper.rules.document.reading import read
+from tollkeeper.rules.entries import assignment
+
+CHANGES = 20
+DOCUMENT = (
+    "{version: 1, tiers: {default: 1/s, free: 10/s, pro: 50/s}, rules: [{id: all, by: user}]}"
+)
+
+
+def follow(url: str, pipe: Connection) -> None:
+    """Follow a database; report the start, the memory, and the time of each change."""
+    start, before = time.perf_counter(), _resident()
+    with Limiter.from_rules(url, poll=0.5) as limiter:
+        pipe.send((time.perf_counter() - start, _resident() - before))
+        while (subject := pipe.recv()) is not None:
+            request = Request(user=subject)
+            while limiter.compiled_rules.tier_of(request) != "free":
+                time.sleep(0.002)
+            pipe.send(time.monotonic())
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+async def measure(url: str, count: int) -> dict[str, float]:
+    """Fill a database and measure; return the figures by name."""
+    async with await Repository.open(url) as repository:
+        if not await repository.number():
+            await repository.apply(read(DOCUMENT), author="bench", expected=0)
+        many = [assignment(f"user:{number:08}", "pro") for number in range(count)]
+        start = time.perf_counter()
+        await repository.entries.write(many, author="bench")
+        imported_s = time.perf_counter() - start
+        del many
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=follow, args=(url, theirs))
+        process.start()
+        started_s, used = await asyncio.to_thread(ours.recv)
+        taken: list[float] = []
+        for number in range(CHANGES):
+            ours.send(f"{number * 17:08}")
+            begun = time.monotonic()
+            await repository.entries.put(
+                assignment(f"user:{number * 17:08}", "free"), author="bench"
+            )
+            taken.append(await asyncio.to_thread(ours.recv) - begun)
+        ours.send(None)
+        process.join()
+    taken.sort()
+    return {
+        "import s": imported_s,
+        "start of a node s": started_s,
+        "bytes an entry": used / count,
+        "change in force p50 s": taken[len(taken) // 2],
+        "change in force max s": taken[-1],
+    }
+
+
+def main() -> None:
+    """Measure SQLite, and the database that is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--database", default="", help="the URL of an empty PostgreSQL database")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for url in filter(None, (f"sqlite:///{folder}/rules.db", given.database)):
+            found = asyncio.run(measure(url, given.entries))
+            print(f"{url.partition(':')[0]}, {given.entries:,} entries")
+            for name, value in found.items():
+                print(f"  {name:24} {value:10.2f}")
+
+
+if __name__ == "__main__":
+    main()
