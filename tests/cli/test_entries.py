@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.cli.stub_service import stub_service
 from tollkeeper.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -146,3 +147,16 @@ def test_a_wrong_subject_is_rejected() -> None:
     done = run("override", "create", "foo:1", *["--multiply", "2", "--for", "1h", "--reason", "r"])
     assert done.exit_code == 2
     assert "write user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7" in done.output
+
+
+def test_overrides_are_changed_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a database, with any answer that is a success."""
+    monkeypatch.delenv("TOLLKEEPER_DATABASE")
+    with stub_service(200, {"seq": 7}) as stub:
+        options = ["--multiply", "2", "--for", "1h", "--reason", "launch", "--id", "a"]
+        made = as_json("override", "create", "user:1", *options, "--url", stub.url)
+        assert made["id"] == "a"
+    assert [(each.method, each.target) for each in stub.received] == [
+        ("POST", "/v1/admin/overrides")
+    ]
+    assert stub.received[0].body["for"] == {"user": "1"}

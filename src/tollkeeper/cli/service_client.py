@@ -155,7 +155,7 @@ class ServiceClient:
             data = json.loads(content)
         except (ValueError, RecursionError):
             data = None
-        if isinstance(data, dict) and expected in data:
+        if isinstance(data, dict) and (expected in data or (response.is_success and not expected)):
             return data
         detail = data.get("detail") or data.get("title") if isinstance(data, dict) else None
         raise ServiceError(self._complaint(response, detail), response.status_code)
