@@ -51,7 +51,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ("words", "wanted"),
     [
         (["tollkeeper", "ru"], {"rules"}),
-        (["tollkeeper", "re"], {"reset", "reconcile"}),
+        (["tollkeeper", "re"], {"reset", "reconcile", "records"}),
         (["tollkeeper", "rules", "ro"], {"rollback"}),
         (["tollkeeper", "override", "cr"], {"create"}),
         (["tollkeeper", "check", "--at"], {"--attribute"}),
