@@ -21,7 +21,7 @@ that a plan made before the change is not used again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -45,7 +45,7 @@ from tollkeeper.rules.document.model import (
 )
 from tollkeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
 from tollkeeper.rules.matching.lists import Lists, Verdict
-from tollkeeper.rules.matching.patterns import normalised, spellings
+from tollkeeper.rules.matching.patterns import Network, normalised, spellings
 from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 
@@ -493,6 +493,11 @@ class CompiledRules:
         """Return the verdict of the allow and deny lists, and the entry that matched."""
         verdict, lists = self._listed(request.matched_as)
         return verdict, "" if lists is None else str(lists.why(request.matched_as))
+
+    def allowed_networks(self) -> Iterator[Network]:
+        """Yield the networks on the allow lists, of the entries and of the document."""
+        for lists in self._lists:
+            yield from lists.allowed_networks()
 
     def _listed(self, request: Request) -> tuple[Verdict | None, Lists | None]:
         """Return the verdict of the lists, a deny before an allow, and the list that decides."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.service.admin.client import Admin, admin, following, from_file, template
 from tollkeeper.history.live import DenialStreak
+from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.web.identity import Identity
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
@@ -46,13 +47,17 @@ async def test_addresses_are_listed_as_networks(admin: Admin) -> None:
 
 
 async def test_exempt_addresses_are_never_listed(admin: Admin) -> None:
-    """Of the allow list, of a trusted proxy, of a /64 with an allowed address, of this machine."""
+    """Of an allow list, of a trusted proxy, of a /64 with an allowed address, of this machine."""
     admin.context.identity = Identity({}, trusted_proxies=["203.0.113.0/24"])
     exempt = ("10.1.2.3", "198.51.100.7", "203.0.113.9", "2001:db8:5::", "127.0.0.1", "::1")
-    found = await rejected(admin, *exempt, "192.0.2.7")
+    entries = EntryTable()
+    entries.lists.add("allow", "198.51.100.64/28")
+    admin.context.limiter.use_entries(entries)
+    found = await rejected(admin, *exempt, "198.51.100.66", "192.0.2.7")
     assert [each["network"] for each in found["items"]] == ["192.0.2.7/32"]
     assert found["exempt"] == [
-        *("203.0.113.0/24", "10.0.0.0/8", "198.51.100.7/32", "2001:db8:5::9/128")
+        *("203.0.113.0/24", "198.51.100.64/28"),
+        *("10.0.0.0/8", "198.51.100.7/32", "2001:db8:5::9/128"),
     ]
     assert found["exempt_omitted"] is False
 

@@ -435,6 +435,13 @@ class Lists:
         found = self._find(request)
         return _shown(found[1]) if found else None
 
+    def allowed_networks(self) -> Iterator[Network]:
+        """Yield the networks on the allow list."""
+        for (version, length), prefixes in list(self._both[1].networks.by_length.items()):
+            # A copy: the follower may change the list meanwhile.
+            for prefix in list(prefixes):
+                yield Network(version, length, prefix)
+
     def _find(self, request: Request) -> tuple[Verdict, _Hit] | None:
         address = None
         if self._has_networks and request.ip is not None:

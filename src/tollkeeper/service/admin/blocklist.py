@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from itertools import islice
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
@@ -21,7 +22,6 @@ AT_LEAST: Final = 1_000
 # Networks that a block list must not contain; with more of them, the reply is incomplete.
 EXEMPT_MAX: Final = 10_000
 _PREFIX: Final = {4: 32, 6: 64}
-_LIST_PREFIX: Final = "ip:"
 _HERE: Final = (ip_network("127.0.0.0/8"), ip_network("::1"))
 
 AnyNetwork = IPv4Network | IPv6Network
@@ -68,7 +68,7 @@ async def list_rejected(
             "this service records no addresses; start it with --record-subjects plain",
         )
     context = control.context
-    exempt = list(exempt_networks(context))
+    exempt = list(islice(exempt_networks(context), EXEMPT_MAX + 1))
     items = []
     for streak, age_s in recorder.denied_in_a_row(at_least):
         network = network_of(streak.address)
@@ -98,13 +98,11 @@ def network_of(address: str) -> AnyNetwork | None:
 
 
 def exempt_networks(context: AdminContext) -> Iterator[AnyNetwork]:
-    """Yield the networks of the allow list and of the trusted proxies."""
-    allow: Iterable[str] = context.limiter.compiled_rules.document.allow
-    for entry in (*context.identity.trusted_networks, *allow):
-        try:
-            yield ip_network(entry.removeprefix(_LIST_PREFIX), strict=False)
-        except ValueError:
-            continue  # a key, a user or a pattern
+    """Yield the networks of the trusted proxies and of the allow list."""
+    for proxies in context.identity.trusted_networks:
+        yield ip_network(proxies)
+    for network in context.limiter.compiled_rules.allowed_networks():
+        yield ip_network(str(network))
 
 
 def _is_exempt(
