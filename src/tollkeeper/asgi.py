@@ -162,8 +162,9 @@ def limited(
             charges = charges_of(connection.scope)
             # If an endpoint has several limits, each has its own count.
             count_name = name or charges.name_for(function_name)
-            enforcer = charges.enforcer.route_enforcer(route_options, count_name)
-            await charges.charge(enforcer, AsgiRequest(connection.scope, connection))
+            request = AsgiRequest(connection.scope, connection)
+            enforcer = charges.enforcer.route_enforcer(route_options, count_name, request.route)
+            await charges.charge(enforcer, request)
             if is_async:
                 return await function(*args, **kwargs)
             return await _in_thread(partial(function, *args, **kwargs))

@@ -127,7 +127,9 @@ def rate_limit(
 
             def choose(charges: DjangoCharges) -> Any:
                 count_name = name or charges.name_for(_name_of(request, view))
-                return outer.route_enforcer(options, count_name)
+                match = request.resolver_match
+                route = None if match is None else template_of(match.route)
+                return outer.route_enforcer(options, count_name, route)
 
             return outer, choose
 

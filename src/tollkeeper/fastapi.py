@@ -118,7 +118,7 @@ class RateLimit:
             enforcer = outer.known_route(key)
             if enforcer is None:
                 count_name = name or charges.name_for(_route_name(route, request))
-                enforcer = outer.route_enforcer(route_options, count_name)
+                enforcer = outer.route_enforcer(route_options, count_name, request.route)
                 outer.remember_route(key, enforcer, alive=(route, context))
             return await charges.charge(enforcer, request)
 

@@ -203,7 +203,8 @@ class RateLimit:
             # Another limit may have been given this name. The two must not share a count.
             is_given = found in self._given_names or found == enforcer.options.name
             name = _charges().name_for(f"{found}()" if is_given else found)
-        return self._denial(enforcer.route_enforcer(options, name))
+        rule = None if request.url_rule is None else request.url_rule.rule
+        return self._denial(enforcer.route_enforcer(options, name, rule))
 
     def _denial(self, enforcer: Enforcer) -> Any:
         """Return the response to a denied request; None if it is allowed."""

@@ -31,9 +31,7 @@ def test_a_limiter_from_rules_has_compiled_rules() -> None:
         assert limiter.rules_status().version == "7"
 
 
-@pytest.mark.parametrize(
-    "verb", ["compiled_rules", "counts", "tally", "penalties", "factors", "rules_status"]
-)
+@pytest.mark.parametrize("verb", ["compiled_rules", "penalties", "factors", "rules_status"])
 def test_a_limiter_without_rules_has_no_compiled_rules(verb: str) -> None:
     """The error names the constructor to use."""
     limiter = Limiter("5/minute")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from weakref import WeakValueDictionary
 
 import pytest
 from hypothesis import given
@@ -19,9 +21,12 @@ from tollkeeper.metrics.counters import (
     BY_NAME,
     FAMILIES,
     JOIN,
+    LIMITERS,
+    OTHERS,
     Counters,
     LimiterMetrics,
     MetricsSnapshot,
+    ProcessMetrics,
     RuleTotals,
 )
 from tollkeeper.testing import ManualClock
@@ -179,12 +184,79 @@ def test_the_counts_of_a_limiter_are_read() -> None:
 
 
 def test_a_limiter_without_rules_can_be_read() -> None:
-    """It has a store and no counts of rules."""
-    with Limiter("2/minute") as limiter:
+    """It is reported as one rule with its name, and has nothing that only rules have."""
+    with Limiter("2/minute", name="api") as limiter:
+        for _ in range(3):
+            limiter.check("k")
         values = LimiterMetrics(limiter).snapshot().values
-        assert {name for name, found in values.items() if found} == {
-            "denied_cache_hits",
-            "coalesced_checks",
+    assert values["rule_decisions"] == {
+        JOIN.join(("api", "token_bucket", "*", "allowed", "store")): 2,
+        JOIN.join(("api", "token_bucket", "*", "denied", "store")): 1,
+    }
+    assert values["checks"] == {
+        "allowed": 2,
+        "denied": 1,
+        "unavailable": 0,
+        "failed": 0,
+    }
+    assert not {"rules_info", "busiest_subject_rate"} & set(values)
+
+
+def _of_name(name: str, found: MetricsSnapshot) -> dict[str, float]:
+    decisions = found.values["rule_decisions"]
+    return {labels: count for labels, count in decisions.items() if labels.startswith(name + JOIN)}
+
+
+def test_all_limiters_of_a_process_are_read_together() -> None:
+    """Limiters with the same labels are added, and a deleted one keeps its last counts."""
+    reading = ProcessMetrics()
+    first, second = (Limiter("1/minute", name="together") for _ in range(2))
+    first.check("k")
+    second.check("k")
+    second.check("k")
+    expected = {
+        JOIN.join(("together", "token_bucket", "*", "allowed", "store")): 2,
+        JOIN.join(("together", "token_bucket", "*", "denied", "store")): 1,
+    }
+    assert _of_name("together", reading.snapshot()) == expected
+    second.close()
+    del second
+    gc.collect()
+    assert not [each for each in LIMITERS.values() if each.name == "together" and each is not first]
+    assert _of_name("together", reading.snapshot()) == expected
+    first.check("k")
+    assert sum(_of_name("together", reading.snapshot()).values()) == 4
+
+
+def test_a_store_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counters are those of the store, not of each limiter."""
+    store = _RemoteStore()
+    limiters = [Limiter("1/minute", name=name) for name in ("a", "b")]
+    for limiter in limiters:
+        limiter._store = store  # type: ignore[assignment]  # only its monitor is read
+    monkeypatch.setattr(
+        "tollkeeper.metrics.counters.LIMITERS",
+        WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
+    )
+    assert ProcessMetrics().snapshot().values["denied_cache_hits"] == {"": 11}
+
+
+def test_the_labels_of_all_limiters_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limiters after the first ones share a name, and their counts are added."""
+    monkeypatch.setattr("tollkeeper.metrics.counters.RULES_MAX", 2)
+    limiters = [Limiter("1/minute", name=f"l{number}") for number in range(5)]
+    monkeypatch.setattr(
+        "tollkeeper.metrics.counters.LIMITERS",
+        WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
+    )
+    for limiter in limiters:
+        limiter.check("k")
+    reading = ProcessMetrics()
+    for _ in range(2):
+        assert reading.snapshot().values["rule_decisions"] == {
+            JOIN.join(("l0", "token_bucket", "*", "allowed", "store")): 1,
+            JOIN.join(("l1", "token_bucket", "*", "allowed", "store")): 1,
+            JOIN.join((OTHERS, "", "", "allowed", "store")): 3,
         }
 
 

@@ -18,7 +18,7 @@ from tests.web.asgi_driver import ask, hello
 from tollkeeper import AsyncLimiter, Limiter, Request
 from tollkeeper.asgi import RateLimit
 from tollkeeper.core.errors import ConfigError, InvalidKey
-from tollkeeper.metrics.otel import Instrumented, instrument
+from tollkeeper.metrics.otel import Instrumented, instrument, observe_limiters
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -140,7 +140,7 @@ async def test_async_checks_are_spans(exported: Exported) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "api"])
-def test_a_limiter_without_rules_is_counted_here(name: str, exported: Exported) -> None:
+def test_a_limiter_without_rules_is_reported(name: str, exported: Exported) -> None:
     """`evaluate` makes one span, and the checks have the limiter's name."""
     with Limiter("2/minute", name=name) as limiter:
         instrumented = exported.instrument(limiter)
@@ -149,7 +149,12 @@ def test_a_limiter_without_rules_is_counted_here(name: str, exported: Exported) 
         limiter.evaluate_all([("k", 1), ("l", 1)])
         assert len(exported.spans) == 3
         found = exported.metrics()
-        assert found["tollkeeper.checks"] == {("allowed",): 3, ("denied",): 1}
+        assert found["tollkeeper.checks"] == {
+            ("allowed",): 3,
+            ("denied",): 1,
+            ("unavailable",): 0,
+            ("failed",): 0,
+        }
         assert found["tollkeeper.rule_decisions"] == {
             (name or "default", "token_bucket", "*", "allowed", "store"): 3,
             (name or "default", "token_bucket", "*", "denied", "store"): 1,
@@ -169,6 +174,20 @@ async def test_checks_of_a_middleware_join_the_trace_of_the_request(exported: Ex
         assert statuses == [200, 200, 429]
         parents = [span.parent.span_id for span in exported.spans if span.parent is not None]
         assert parents == [request.get_span_context().span_id] * 3
+
+
+def test_all_limiters_of_a_process_are_observed(exported: Exported) -> None:
+    """Limiters that are made later are among them, and no check is a span."""
+    observe_limiters(meter_provider=exported.meters)
+    with Limiter("1/minute", name="observed") as limiter:
+        limiter.check("k")
+        limiter.check("k")
+        found = exported.metrics()["tollkeeper.rule_decisions"]
+    assert {labels: count for labels, count in found.items() if labels[0] == "observed"} == {
+        ("observed", "token_bucket", "*", "allowed", "store"): 1,
+        ("observed", "token_bucket", "*", "denied", "store"): 1,
+    }
+    assert not exported.spans
 
 
 def test_no_key_is_exported(exported: Exported) -> None:

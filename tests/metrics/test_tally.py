@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.failing_store import PartlyFailing
-from tollkeeper import Limit, Limiter, Request
-from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from tollkeeper import AsyncLimiter, Limit, Limiter, Request
+from tollkeeper.core.errors import (
+    LimitExceeded,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from tollkeeper.core.model import CheckResult
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
@@ -31,17 +37,20 @@ from tollkeeper.testing import ManualClock
 USER = Request(user="1")
 
 
-def limiter_full(on_failure: FailurePolicy) -> Limiter:
+def limiter_full(on_failure: FailurePolicy, has_rules: bool = True) -> Limiter:
     """Return a limiter whose store is full, before its first count."""
     store = open_store("memory://?capacity=1")
     gate = store.gate([Limit(1, per=3600)], "others")
     with suppress(StoreFull):
         for number in range(1_000):
             gate.check(f"other-{number}", 1)
+    if not has_rules:
+        return Limiter("2/minute", name="users", by=["user"], store=store, on_failure=on_failure)
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["2/minute"]}]}
     return Limiter.from_rules(rules, store=store, on_failure=on_failure)
 
 
+@pytest.mark.parametrize("has_rules", [True, False])
 @pytest.mark.parametrize(
     ("on_failure", "expected"),
     [
@@ -51,10 +60,10 @@ def limiter_full(on_failure: FailurePolicy) -> Limiter:
     ],
 )
 def test_answers_without_the_store_are_counted(
-    on_failure: FailurePolicy, expected: RuleCounts
+    on_failure: FailurePolicy, expected: RuleCounts, has_rules: bool
 ) -> None:
     """They are counted by source: the failure policy, or this machine's counts."""
-    with limiter_full(on_failure) as limiter:
+    with limiter_full(on_failure, has_rules) as limiter:
         for _ in range(3):
             assert limiter.check(USER).degraded
         assert limiter.counts()["users"] == expected
@@ -65,9 +74,50 @@ def test_answers_without_the_store_are_counted(
         assert tally.denied == expected.local_denied
 
 
-def test_an_error_that_is_raised_is_counted() -> None:
+def _plain(store: str = "memory://", **options: Any) -> Limiter:
+    return Limiter("2/minute", name="api", store=store, **options)
+
+
+@pytest.mark.parametrize("clock", [None, ManualClock()])
+def test_a_limiter_without_rules_counts_its_checks(clock: ManualClock | None) -> None:
+    """Checks in C and in Python are counted alike; a peek is no check."""
+    with _plain(clock=clock) as limiter:
+        limiter.check("k")
+        limiter.check(("a", "tuple"), cost=1)
+        limiter.evaluate("k")
+        limiter.peek("k")
+        limiter.check("k")
+        limiter.evaluate_all([("k", 1), ("l", 1)])
+        with pytest.raises(LimitExceeded), limiter.hold("k"):
+            pass
+        limited = limiter.limit(key="decorated")(lambda: None)
+        limited()
+        assert limiter.counts() == {"api": RuleCounts(allowed=5, denied=3)}
+        tally = limiter.tally()
+        assert (tally.allowed, tally.denied, tally.degraded) == (5, 3, 0)
+
+
+async def test_an_async_limiter_without_rules_counts_its_checks() -> None:
+    """It needs no name, and counts like the one for threads."""
+    async with AsyncLimiter("1/minute") as limiter:
+        for _ in range(3):
+            await limiter.check("k")
+        await limiter.peek("k")
+        assert limiter.counts() == {"default": RuleCounts(allowed=1, denied=2)}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", ("a", "b"), "c"]), st.integers(0, 2))))
+def test_the_counts_of_a_limiter_are_those_of_its_decisions(checks: list[Any]) -> None:
+    """Whatever the keys and costs are."""
+    with _plain() as limiter:
+        expected = Counter(limiter.check(key, cost).allowed for key, cost in checks)
+        assert limiter.counts()["api"] == RuleCounts(allowed=expected[True], denied=expected[False])
+
+
+@pytest.mark.parametrize("has_rules", [True, False])
+def test_an_error_that_is_raised_is_counted(has_rules: bool) -> None:
     """The check has no decision."""
-    with limiter_full("raise") as limiter:
+    with limiter_full("raise", has_rules) as limiter:
         with pytest.raises(StoreFull):
             limiter.check(USER)
         assert limiter.counts()["users"] == RuleCounts(failed=1, raised=1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
@@ -125,11 +125,23 @@ class Gate(Protocol):
         """Forget the spent and granted units of the subject."""
         ...
 
-    def fast_check(self, fallback: Callable[..., Decision], /) -> Callable[..., Decision] | None:
-        """Return a compiled `check(key, cost=1)`, or None if the store has none.
+    def fast_check(self, fallback: Callable[..., Decision], /) -> FastCheck | None:
+        """Return a compiled check, or None if the store has none.
 
         It calls `fallback` with the same arguments for anything but a plain key and cost.
         """
+        ...
+
+
+class FastCheck(Protocol):
+    """A gate's check, compiled."""
+
+    def check(self, key: Any, cost: int = 1) -> Decision:
+        """Check a key, or call the fallback."""
+        ...
+
+    def counted(self) -> tuple[int, int]:
+        """Return how many checks it has allowed and denied itself, without the fallback."""
         ...
 
 

@@ -91,7 +91,7 @@ class AsyncLimiter(LimiterSetup):
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return await self._async_gate.check(subject, units)
+            return self._counted(await self._async_gate.check(subject, units))
         except StoreError as error:
             return self._failed(error, key, subject, units, spend=True)
 

@@ -44,6 +44,7 @@ from tollkeeper.decide.failure import (
 )
 from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
+from tollkeeper.metrics.tally import RuleCounts, note_error
 from tollkeeper.rules.engine import RuleEngine, charge_limits
 
 Duration = float | timedelta
@@ -70,6 +71,10 @@ class LimiterPath:
     _clock: Clock
     _on_failure: FailurePolicy
     _local: LocalLimits
+    _counts: RuleCounts
+    """Checks of the limiter's own limits, without those that the store's compiled check counts."""
+    _errors: dict[str, int]
+    """Such checks that the store could not decide, by kind of error."""
 
     # The public verbs, which steps call. Those of AsyncLimiter are awaited.
     check: Callable[..., Any]
@@ -107,9 +112,10 @@ class LimiterPath:
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return decide(subject, units)
+            decision = decide(subject, units)
         except StoreError as error:
-            return self._failed(error, key, subject, units, spend=spend)
+            return self._failed(error, key, subject, units, spend=spend, counts=spend)
+        return self._counted(decision) if spend else decision
 
     def _check_rules(self, engine: RuleEngine, key: Key | Request, cost: int = 1) -> Decision:
         """Check the rules on a store that answers at once."""
@@ -128,7 +134,7 @@ class LimiterPath:
         try:
             decision: Decision = yield Call(self._gate.peek, subject, units)
         except StoreError as error:
-            return self._failed(error, key, subject, units, spend=False)
+            return self._failed(error, key, subject, units, spend=False, counts=False)
         return decision
 
     def _evaluate_all(
@@ -156,7 +162,7 @@ class LimiterPath:
         decisions = [
             self._failed(answer, key, subject, units, spend=passes)
             if isinstance(answer, StoreError)
-            else answer
+            else self._counted(answer)
             for (key, _), (_, subject, units), answer in zip(checks, charges, answers, strict=True)
         ]
         if passes and not all(decisions):  # the limits of this machine deny
@@ -172,11 +178,52 @@ class LimiterPath:
         limit = self._limits[0]
         return Decision(True, limit, limit.capacity, rule=self._name)
 
+    def _counted(self, decision: Decision) -> Decision:
+        """Count a decision of the store, and return it."""
+        counts = self._counts
+        if decision.allowed:
+            counts.allowed += 1
+        else:
+            counts.denied += 1
+        return decision
+
     def _failed(
+        self,
+        error: StoreError,
+        key: Key | Request,
+        subject: str,
+        units: int,
+        *,
+        spend: bool,
+        counts: bool = True,
+    ) -> Decision:
+        """Return the answer of the failure policy after the store could not decide.
+
+        `counts` is False for a peek, which is not one of the limiter's `counts`.
+        """
+        self._local.note_failure(error)
+        if not counts:
+            return self._answer_of_policy(error, key, subject, units, spend=spend)
+        note_error(self._errors, error)
+        counted = self._counts
+        counted.failed += 1
+        try:
+            decision = self._answer_of_policy(error, key, subject, units, spend=spend)
+        except StoreError:
+            counted.raised += 1
+            raise
+        allowed = decision.allowed
+        if self._on_failure == "local":
+            counted.local_allowed += allowed
+            counted.local_denied += not allowed
+        else:
+            counted.policy_allowed += allowed
+            counted.policy_denied += not allowed
+        return decision
+
+    def _answer_of_policy(
         self, error: StoreError, key: Key | Request, subject: str, units: int, *, spend: bool
     ) -> Decision:
-        """Return the answer of the failure policy after the store could not decide."""
-        self._local.note_failure(error)
         check = LocalCheck(self._limits, self._name, subject, units)
         failed = FailedCheck(error, self._on_failure, check)
         address = key.ip if isinstance(key, Request) else None

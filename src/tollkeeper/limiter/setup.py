@@ -33,9 +33,10 @@ from tollkeeper.decide.failure import (
     check_policy,
     local_fallback_of,
 )
-from tollkeeper.decide.store import AsyncStore, Store, StoreStats
+from tollkeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.limiter.path import LimiterPath
+from tollkeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Rules
@@ -51,7 +52,11 @@ if TYPE_CHECKING:
 class LimiterSetup(LimiterPath):
     """The parts that both limiters have, and everything that is not a check."""
 
+    endpoint: str = ANY_ENDPOINT
+    """The routes that its limits are for, as metrics name them."""
     _follower: Follower | None = None
+    _fast: FastCheck | None = None
+    """The store's compiled check of the limiter's own limits."""
     _check: Callable[..., Decision]
     """Checks in this thread, on a store that answers at once; unset if the store is awaited."""
     _peek_limits: Callable[..., Decision]
@@ -167,6 +172,7 @@ class LimiterSetup(LimiterPath):
         self._store = store_of(store, self._clock)
         self._local.monitor = self._store.monitor
         self._limits = (UNLIMITED,)
+        self._counts, self._errors = RuleCounts(), {}
         try:
             prepare()
             self._applied = (AppliedRule(self._name or DEFAULT_NAME, self._limits),)
@@ -174,13 +180,15 @@ class LimiterSetup(LimiterPath):
         except BaseException:
             self._close()
             raise
+        LIMITERS[id(self)] = self
 
     def _prepare_limits(self, limits: Limits) -> None:
         """Prepare the limiter's own limits."""
         self._gate = gate = self._store.gate(limits, self._name)
         self._limits = limits
         check = partial(self._check_limits, gate.check, True)
-        self._check = gate.fast_check(check) or check
+        self._fast = gate.fast_check(check)
+        self._check = check if self._fast is None else self._fast.check
         self._peek_limits = partial(self._check_limits, gate.peek, False)
 
     def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
@@ -201,6 +209,11 @@ class LimiterSetup(LimiterPath):
     def _bind(self) -> None:
         """Bind the calls of this kind of limiter, once the limits or the rules are ready."""
         raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The name that decisions and metrics have; empty if it was given none."""
+        return self._name
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -262,12 +275,31 @@ class LimiterSetup(LimiterPath):
         return replace(self._follower.status(), version=version)
 
     def counts(self) -> dict[str, RuleCounts]:
-        """Return how often each rule allowed and denied in this process since it was loaded."""
-        return dict(self._rules().counts)
+        """Return how often each rule allowed and denied in this process since it was loaded.
+
+        A limiter without rules has one entry, under its name, or "default" if it has none.
+        """
+        if self._engine is not None:
+            return dict(self._engine.counts)
+        allowed, denied = (0, 0) if self._fast is None else self._fast.counted()
+        own = self._counts
+        found = replace(own, allowed=own.allowed + allowed, denied=own.denied + denied)
+        return {self._name or DEFAULT_NAME: found}
 
     def tally(self) -> Tally:
-        """Return the other counts of this process: lists, errors, time spent on the store."""
-        return self._rules().tally
+        """Return the checks of this process, each counted once, and the errors of the store."""
+        if self._engine is not None:
+            return self._engine.tally
+        (counts,) = self.counts().values()
+        is_closed = self._on_failure == "closed"
+        return Tally(
+            allowed=counts.allowed + counts.local_allowed + counts.policy_allowed,
+            denied=counts.denied + counts.local_denied + counts.policy_denied * (not is_closed),
+            unavailable=counts.policy_denied * is_closed,
+            raised=counts.raised,
+            degraded=counts.failed,
+            errors=dict(self._errors),
+        )
 
     def penalties(self) -> list[Penalty]:
         """Return the cool-downs and blocks that this process gave and that are not over.

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from operator import add, attrgetter, sub
+from threading import Lock
 from time import monotonic
 from typing import Any, Final, Literal, NamedTuple
+from weakref import ReferenceType, WeakValueDictionary, proxy, ref
 
-from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.histogram import LENGTH, Histogram, added
-from tollkeeper.core.model import CheckResult, Limit
-from tollkeeper.decide.store import ServerStatus, StoreStats
+from tollkeeper.core.model import DEFAULT_NAME, CheckResult, Limit
+from tollkeeper.decide.store import ServerStatus, StoreMonitor, StoreStats
 
 RULES_MAX: Final = 1_000
 SERVERS_MAX: Final = 64
@@ -294,11 +296,16 @@ def rule_names(document: Any) -> dict[str, str]:
         if not rule.limits and not rule.tiers:
             choices += document.tiers.values()
         algorithms = algorithms_of(limit for limits in choices for limit in limits)
-        endpoint = ", ".join(rule.match.endpoint).replace(JOIN, " ") or ANY_ENDPOINT
-        if len(endpoint) > ENDPOINT_LENGTH_MAX:
-            endpoint = f"{endpoint[: ENDPOINT_LENGTH_MAX - 1]}…"
-        found[rule.id] = JOIN.join((rule.id, algorithms, endpoint))
+        found[rule.id] = JOIN.join((rule.id, algorithms, endpoint_label(rule.match.endpoint)))
     return found
+
+
+def endpoint_label(endpoints: Iterable[str]) -> str:
+    """Return some endpoints as the value of a label."""
+    endpoint = ", ".join(endpoints).replace(JOIN, " ") or ANY_ENDPOINT
+    if len(endpoint) > ENDPOINT_LENGTH_MAX:
+        endpoint = f"{endpoint[: ENDPOINT_LENGTH_MAX - 1]}…"
+    return endpoint
 
 
 def algorithms_of(limits: Iterable[Limit]) -> str:
@@ -319,27 +326,29 @@ class LimiterMetrics:
         self._cached: dict[str, int] = {}
 
     def snapshot(self) -> MetricsSnapshot:
-        """Return all counts that need no I/O. A limiter without rules counts nothing itself."""
+        """Return all counts of the limiter and its store that need no I/O."""
+        found = self.limiter_snapshot()
+        found.add(store_snapshot(self._limiter.store.monitor))
+        return found
+
+    def limiter_snapshot(self) -> MetricsSnapshot:
+        """Return the counts of the limiter alone; several limiters may share a store."""
         found = MetricsSnapshot()
-        try:
-            counts = self._limiter.counts()
-        except ConfigError:
-            counts = {}
-        else:
+        self._of_checks(found)
+        if self._limiter.has_rules:
             self._name_rules()
-            self._of_checks(found)
+            rates = self.subject_rates().values()
+            found.put("busiest_subject_rate", round(max(rates, default=0.0), 1))
             self._rules_status(found)
             self._loads(found)
-        self._of_rules(found, counts)
-        self._store(found)
+        else:
+            self._name_limits()
+        self._of_rules(found, self._limiter.counts())
         return found
 
     def subject_rates(self) -> dict[str, float]:
         """Return the checks per second of the busiest subjects in this process, by digest."""
-        try:
-            rates = self._limiter.tally().subjects.rates(monotonic())
-        except ConfigError:  # it has no rules
-            return {}
+        rates = self._limiter.tally().subjects.rates(monotonic())
         return {
             blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(): rate
             for subject, rate in rates.items()
@@ -350,6 +359,14 @@ class LimiterMetrics:
         if document is not self._document:
             self._document = document
             self._totals.names = rule_names(document)
+
+    def _name_limits(self) -> None:
+        """Report a limiter without rules as one rule with its name."""
+        limiter = self._limiter
+        name = limiter.name or DEFAULT_NAME
+        labels = JOIN.join((name, algorithms_of(limiter.limits), limiter.endpoint))
+        # The store knows a limiter without a name as "".
+        self._totals.names = {name: labels, limiter.name: labels}
 
     def _of_rules(self, found: MetricsSnapshot, counts: Mapping[str, Any]) -> None:
         totals = self._totals
@@ -400,8 +417,6 @@ class LimiterMetrics:
         }.items():
             found.put("checks", count, outcome)
         found.put("degraded_checks", tally.degraded)
-        rates = self.subject_rates().values()
-        found.put("busiest_subject_rate", round(max(rates, default=0.0), 1))
         for kind in ("timeout", "unavailable", "full"):
             found.put("store_errors", tally.errors.get(kind, 0), kind)
 
@@ -426,17 +441,93 @@ class LimiterMetrics:
             if age_s is not None:
                 found.put("load_age_seconds", round(age_s, 3), source)
 
-    def _store(self, found: MetricsSnapshot) -> None:
-        """Read what a remote store counts; other stores count nothing."""
-        store = self._limiter.store
-        monitor = store.monitor
-        counters = {} if monitor is None else monitor.counters()
-        found.put("denied_cache_hits", counters.get("denied_cache_hits", 0))
-        found.put("coalesced_checks", counters.get("coalesced_checks", 0))
-        for breaker in [] if monitor is None else list(monitor.breakers())[:SERVERS_MAX]:
-            server = str(breaker.address)
-            found.put("breaker_state", _STATES[breaker.state], server)
-            found.put("breaker_opened", breaker.opened_times, server)
-            found.put("server_failures", breaker.failed_calls, server)
-        latencies = {} if monitor is None else dict(monitor.latencies())
-        found.histograms["store_seconds"] = dict(list(latencies.items())[:SERVERS_MAX])
+
+def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
+    """Return what a remote store counts; other stores have no monitor and count nothing."""
+    found = MetricsSnapshot()
+    counters = {} if monitor is None else monitor.counters()
+    found.put("denied_cache_hits", counters.get("denied_cache_hits", 0))
+    found.put("coalesced_checks", counters.get("coalesced_checks", 0))
+    for breaker in [] if monitor is None else list(monitor.breakers())[:SERVERS_MAX]:
+        server = str(breaker.address)
+        found.put("breaker_state", _STATES[breaker.state], server)
+        found.put("breaker_opened", breaker.opened_times, server)
+        found.put("server_failures", breaker.failed_calls, server)
+    latencies = {} if monitor is None else dict(monitor.latencies())
+    found.histograms["store_seconds"] = dict(list(latencies.items())[:SERVERS_MAX])
+    return found
+
+
+# ── From all limiters of a process ─────────────────────────────────────────────────────────────
+
+# Every limiter of this process, by id. A limiter adds itself when it starts.
+LIMITERS: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
+# How many labels name the rule; those after them have few values.
+_RULE_LABELS: Final = {"rule_decisions": 3, "rule_failures": 1, "penalties": 1, "load_factor": 1}
+
+
+class ProcessMetrics:
+    """Reads the counts of all limiters of this process and of their stores, as one.
+
+    The last known counts of a limiter or a store that was deleted are kept, so that no counter
+    goes down. Of all limiters together, at most RULES_MAX are reported by name.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._sources: dict[int, _Source] = {}
+        self._deleted = MetricsSnapshot()
+        self._names: dict[str, set[str]] = {}
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the present counts."""
+        with self._lock:
+            limiters = [each for found in LIMITERS.valuerefs() if (each := found()) is not None]
+            for key in [key for key, source in self._sources.items() if source.of() is None]:
+                self._deleted.add(self._sources.pop(key).last.lasting())
+            for limiter in limiters:
+                if id(limiter) not in self._sources:
+                    read = LimiterMetrics(proxy(limiter)).limiter_snapshot
+                    self._sources[id(limiter)] = _Source(ref(limiter), read)
+                monitor = limiter.store.monitor
+                if monitor is not None and id(monitor) not in self._sources:
+                    read = partial(store_snapshot, proxy(monitor))
+                    self._sources[id(monitor)] = _Source(ref(monitor), read)
+            total = MetricsSnapshot()
+            total.add(self._deleted)
+            for source in self._sources.values():
+                total.add(source.snapshot())
+            return self._bounded(total)
+
+    def _bounded(self, total: MetricsSnapshot) -> MetricsSnapshot:
+        for family, length in _RULE_LABELS.items():
+            known = self._names.setdefault(family, set())
+            values: Values = {}
+            for labels, value in total.values.get(family, {}).items():
+                parts = labels.split(JOIN)
+                name = JOIN.join(parts[:length])
+                if name not in known and len(known) >= RULES_MAX:
+                    parts[:length] = [OTHERS] + [""] * (length - 1)
+                else:
+                    known.add(name)
+                bounded = JOIN.join(parts)
+                merge = _MERGES[BY_NAME[family].merge]
+                values[bounded] = merge(values[bounded], value) if bounded in values else value
+            total.values[family] = values
+        return total
+
+
+@dataclass(slots=True)
+class _Source:
+    """A limiter or a store, and its last known counts."""
+
+    of: ReferenceType[Any]
+    read: Callable[[], MetricsSnapshot]
+    last: MetricsSnapshot = field(default_factory=MetricsSnapshot)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Read the counts, unless the object has just been deleted."""
+        alive = self.of()
+        if alive is not None:
+            self.last = self.read()
+        return self.last

@@ -4,8 +4,11 @@
 
 `check`, `evaluate` and `evaluate_all` of that limiter are replaced by functions that do the same
 inside a span. Middlewares and the service call a limiter, so their checks become part of the trace
-of the request. Nothing is counted twice: the instruments read the counts of the rules when a reader
-collects them. Only a limiter without rules, which counts nothing, is counted here.
+of the request. The instruments read the counts of the limiter when a reader collects them.
+
+    observe_limiters()
+
+reports the counts of all limiters of the process, without spans.
 
 Attributes are bounded: rules, outcomes, numbers. They never contain a key. Messages of errors are
 left out, because they may quote one.
@@ -24,13 +27,13 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import CheckResult
 from tollkeeper.core.version import __version__
 from tollkeeper.metrics.counters import (
-    ANY_ENDPOINT,
     FAMILIES,
     JOIN,
+    LIMITERS,
     LimiterMetrics,
     MetricFamily,
     MetricsSnapshot,
-    algorithms_of,
+    ProcessMetrics,
 )
 
 try:
@@ -45,8 +48,6 @@ except ImportError as error:
 SCOPE: Final = "tollkeeper"
 SPAN: Final = "tollkeeper.check"
 DURATION: Final = "tollkeeper.check.duration"
-# The name of a limiter without one.
-_DEFAULT: Final = "default"
 
 Attributes = Mapping[str, str | int | bool]
 
@@ -73,6 +74,32 @@ def instrument(
     middleware with it afterwards.
     """
     return Instrumented(limiter, tracer_provider, meter_provider)
+
+
+def observe_limiters(*, meter_provider: MeterProvider | None = None) -> None:
+    """Report the counts of all limiters of this process, present and future, without spans.
+
+    Those of web integrations and of their routes are among them. Without a provider, the global
+    one is used. Do not `instrument` a limiter with the same provider: its counts would be doubled.
+    """
+    _observe(metrics.get_meter(SCOPE, __version__, meter_provider), ProcessMetrics().snapshot)
+
+
+def _observe(meter: Meter, read: Callable[[], MetricsSnapshot]) -> None:
+    """Create an observable instrument for each family of counters and gauges."""
+
+    def observed(family: MetricFamily, _: CallbackOptions) -> Iterable[Observation]:
+        values = read().values.get(family.name, {})
+        return [Observation(value, _attributes(family, labels)) for labels, value in values.items()]
+
+    for family in FAMILIES:
+        if family.kind != "histogram":
+            create: Callable[..., Any] = (
+                meter.create_observable_counter
+                if family.kind == "counter"
+                else meter.create_observable_gauge
+            )
+            create(f"{SCOPE}.{family.name}", [partial(observed, family)], "", family.help)
 
 
 def in_callers_trace(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -103,18 +130,18 @@ class Instrumented:
     ) -> None:
         """Use `instrument`."""
         self._limiter = limiter
-        self._ruled = _has_rules(limiter)
+        if LIMITERS.get(id(limiter)) is not limiter:
+            raise ConfigError(
+                f"{type(limiter).__name__} is not a limiter; "
+                f"instrument a Limiter or an AsyncLimiter"
+            )
         self._tracer = trace.get_tracer(SCOPE, __version__, tracer_provider)
         meter = metrics.get_meter(SCOPE, __version__, meter_provider)
         self._duration = meter.create_histogram(DURATION, "s", "How long a check took.")
         self._lock = threading.Lock()
         self._metrics = LimiterMetrics(limiter)
-        # The checks of a limiter without rules, by outcome and source.
-        self._own: dict[tuple[str, str], int] = {}
         self._closed = False
-        for family in FAMILIES:
-            if family.kind != "histogram":
-                self._observe(meter, family)
+        _observe(meter, self._snapshot)
         self._replaced = self._replace()
 
     def close(self) -> None:
@@ -127,38 +154,10 @@ class Instrumented:
                 setattr(self._limiter, name, was)
         self._replaced = {}
 
-    # ── Metrics ────────────────────────────────────────────────────────────────────────────────
-
-    def _observe(self, meter: Meter, family: MetricFamily) -> None:
-        create: Callable[..., Any] = (
-            meter.create_observable_counter
-            if family.kind == "counter"
-            else meter.create_observable_gauge
-        )
-        create(f"{SCOPE}.{family.name}", [partial(self._observed, family)], "", family.help)
-
-    def _observed(self, family: MetricFamily, _: CallbackOptions) -> Iterable[Observation]:
-        """Return the present values; a metrics reader calls it in its own thread."""
-        if self._closed:
-            return []
-        values = self._snapshot().values.get(family.name, {})
-        return [Observation(value, _attributes(family, labels)) for labels, value in values.items()]
-
     def _snapshot(self) -> MetricsSnapshot:
+        """Return the present counts; a metrics reader calls it in its own thread."""
         with self._lock:
-            found = self._metrics.snapshot()
-        for (outcome, source), count in list(self._own.items()):
-            found.put("rule_decisions", count, *self._labels, outcome, source)
-            checks = found.values.setdefault("checks", {})
-            checks[outcome] = checks.get(outcome, 0) + count
-        return found
-
-    @property
-    def _labels(self) -> tuple[str, str, str]:
-        """The labels of a limiter without rules, as those of a rule."""
-        limiter = self._limiter
-        algorithms = algorithms_of(limiter._limits)  # noqa: SLF001 - of the same package
-        return limiter._name or _DEFAULT, algorithms, ANY_ENDPOINT  # noqa: SLF001 - the same
+            return MetricsSnapshot() if self._closed else self._metrics.snapshot()
 
     # ── Spans ──────────────────────────────────────────────────────────────────────────────────
 
@@ -166,7 +165,7 @@ class Instrumented:
         """Replace the limiter's methods; return what its instance had under their names."""
         limiter = self._limiter
         verbs = {"check": limiter.check, "evaluate_all": limiter.evaluate_all}
-        if self._ruled:  # without rules, `evaluate` calls `check`, and one span is enough
+        if limiter.has_rules:  # without rules, `evaluate` calls `check`, and one span is enough
             verbs["evaluate"] = limiter.evaluate
         replaced = {name: vars(limiter).get(name) for name in (*verbs, "evaluate_repeated")}
         is_async = isinstance(limiter, AbstractAsyncContextManager)
@@ -217,30 +216,6 @@ class Instrumented:
         else:
             attributes = _of_one(answer, args[1] if len(args) > 1 else kwargs.get("cost", 1))
         span.set_attributes(dict(attributes))
-        if not self._ruled:
-            self._count(answer)
-
-    def _count(self, answer: Any) -> None:
-        decisions = [each.decision for each in answer] if isinstance(answer, list) else [answer]
-        local = self._limiter._on_failure == "local"  # noqa: SLF001 - of the same package
-        for decision in decisions:
-            outcome = "allowed" if decision.allowed else "denied"
-            source = ("local" if local else "policy") if decision.degraded else "store"
-            with self._lock:
-                counted = (outcome, source)
-                self._own[counted] = self._own.get(counted, 0) + 1
-
-
-def _has_rules(limiter: Any) -> bool:
-    try:
-        limiter.counts()
-    except ConfigError:
-        return False
-    except AttributeError:
-        raise ConfigError(
-            f"{type(limiter).__name__} is not a limiter; instrument a Limiter or an AsyncLimiter"
-        ) from None
-    return True
 
 
 def _of_one(answer: Any, cost: int) -> Attributes:

@@ -116,5 +116,10 @@ class Tally:
 
     def failed(self, error: StoreError) -> None:
         """Count an error of the store by its kind."""
-        kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
-        self.errors[kind] = self.errors.get(kind, 0) + 1
+        note_error(self.errors, error)
+
+
+def note_error(errors: dict[str, int], error: StoreError) -> None:
+    """Count an error of the store by its kind: timeout, full or unavailable."""
+    kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
+    errors[kind] = errors.get(kind, 0) + 1

@@ -39,6 +39,7 @@ from tollkeeper.decide.failure import local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.limiter import AsyncLimiter, Limiter
+from tollkeeper.metrics.counters import ENDPOINT_LENGTH_MAX, endpoint_label
 from tollkeeper.web.answers import (
     Denial,
     HttpAnswer,
@@ -201,6 +202,8 @@ class EnforcerCore:
         options = self.options
         # Enforcers of single routes, and for each the objects that its key refers to by id.
         self._routes: dict[object, tuple[Self, object]] = {}
+        # The templates of the routes that this enforcer is for; empty for a whole application.
+        self._templates: dict[str, None] = {}
         self._limiter: Any = options.limiter
         self._owns_store = options.limiter is None and isinstance(options.store, str)
         if options.limiter is not None:
@@ -277,11 +280,12 @@ class EnforcerCore:
 
     # ── Routes ─────────────────────────────────────────────────────────────────────────────────
 
-    def route_enforcer(self, options: EnforcerOptions, name: str) -> Self:
+    def route_enforcer(self, options: EnforcerOptions, name: str, route: str | None = None) -> Self:
         """Return an enforcer of other limits, such as a route's, on the same store.
 
         Options that it leaves open are those of this enforcer: key, skip, answers, on_failure. The
-        same options and name return the same enforcer. Closing this enforcer closes it.
+        same options and name return the same enforcer. Closing this enforcer closes it. Metrics
+        name the templates of all routes that it was returned for.
         """
         if not self._is_open:
             self._reopen()
@@ -289,7 +293,14 @@ class EnforcerCore:
         if found is None:
             found = type(self)(self._inherited(options, name))
             self.remember_route((options, name), found)
+        if route is not None and route not in found._templates:  # noqa: SLF001 - its own class
+            found._note_route(route)  # noqa: SLF001 - the same
         return found
+
+    def _note_route(self, route: str) -> None:
+        if len(self._limiter.endpoint) < ENDPOINT_LENGTH_MAX:
+            self._templates[route] = None
+            self._limiter.endpoint = endpoint_label(self._templates)
 
     def known_route(self, key: object) -> Self | None:
         """Return the enforcer that `remember_route` kept under this key."""

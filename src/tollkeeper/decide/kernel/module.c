@@ -544,6 +544,7 @@ typedef struct {
     PyObject_HEAD table_object *table;
     PyObject *limits, *rule, *slow;
     int count;
+    int64_t allowed, denied; /* by `check`; the interpreter's lock protects them */
     tk_limit numbers[TK_LIMITS_MAX];
 } gate_object;
 
@@ -768,6 +769,10 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
     }
     if (tk_sample_due(table))
         tk_note_busy(table, hash, bytes, (size_t)length);
+    if (decision.allowed)
+        self->allowed++;
+    else
+        self->denied++;
     return make_decision(self->limits, self->rule, &decision);
 slow:
     if (self->slow == NULL) { /* cleared by the garbage collector */
@@ -908,6 +913,12 @@ static PyObject *gate_reset(gate_object *self, PyObject *subject)
     Py_RETURN_NONE;
 }
 
+static PyObject *gate_counted(gate_object *self, PyObject *unused)
+{
+    (void)unused;
+    return Py_BuildValue("(LL)", (long long)self->allowed, (long long)self->denied);
+}
+
 static PyMethodDef gate_methods[] = {
     {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL | METH_KEYWORDS,
      "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
@@ -917,6 +928,8 @@ static PyMethodDef gate_methods[] = {
      "refund(subject, units, charged_ns, now_ns)"},
     {"grant", (PyCFunction)gate_grant, METH_VARARGS, "grant(subject, units, ttl_ns, now_ns)"},
     {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
+    {"counted", (PyCFunction)gate_counted, METH_NOARGS,
+     "How many calls `check` has allowed and denied itself."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -25,6 +25,7 @@ from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
     Channel,
+    FastCheck,
     GateCheck,
     StoreMonitor,
     StoreStats,
@@ -158,11 +159,11 @@ class KernelGate:
         self._rule = rule
         self._gate = _kernel.Gate(table, limits, rule)
 
-    def fast_check(self, fallback: Callable[..., Decision]) -> Callable[..., Decision] | None:
-        """Return a `check(key, cost=1)` in C; None if the time comes from another clock."""
+    def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
+        """Return a check in C; None if the time comes from another clock."""
         if not self._store._is_real:  # noqa: SLF001 - its own store
             return None
-        return _kernel.Gate(self._table, self.limits, self._rule, fallback).check
+        return _kernel.Gate(self._table, self.limits, self._rule, fallback)
 
     def check(self, subject: str, cost: int) -> Decision:
         return self._gate.decide(subject, cost, self._store.now_ns(), True)
