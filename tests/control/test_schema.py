@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.dialects import sqlite
 
 from tollkeeper.control.database import Database
-from tollkeeper.control.schema import SCHEMA_TABLE, UtcTime, bring_up_to_date, metadata
+from tollkeeper.control.schema import (
+    MIGRATIONS,
+    REVISIONS,
+    SCHEMA_TABLE,
+    UtcTime,
+    bring_up_to_date,
+    metadata,
+)
 from tollkeeper.core.errors import ConfigError
 
 
@@ -33,6 +42,14 @@ async def test_the_revisions_create_the_tables_in_use(tmp_path: Path) -> None:
         async with database.reading() as connection:
             assert await connection.run_sync(differences) == []
     await database.close()
+
+
+def test_the_revisions_are_those_of_the_scripts() -> None:
+    """The code repeats their names, so that it recognises a current schema without Alembic."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    scripts = ScriptDirectory.from_config(config).walk_revisions()
+    assert tuple(script.revision for script in scripts) == REVISIONS[::-1]
 
 
 async def test_a_newer_schema_is_rejected(tmp_path: Path) -> None:
