@@ -318,7 +318,7 @@ def test_new_version_is_announced(cli: Cli) -> None:
             listening.close()
     with Single() as gone:
         uri = gone.uri
-    done = cli("apply", "30.yaml", TOLLKEEPER_ANNOUNCE=uri)
+    done = cli("apply", "30.yaml", "--undo", TOLLKEEPER_ANNOUNCE=uri)
     assert last_line(done) == "version 4 is in force"
     assert "warning: not announced" in done.stderr
 

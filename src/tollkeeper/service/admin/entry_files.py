@@ -53,7 +53,11 @@ _TYPES: Final[dict[FileForm, str]] = {
     "json": "application/json",
     "jsonl": "application/x-ndjson",
 }
-_CONTENT: Final = {media_type: {"schema": {"type": "string"}} for media_type in _TYPES.values()}
+_CONTENT: Final = {
+    _TYPES["csv"]: {"schema": {"type": "string"}},
+    _TYPES["json"]: {"schema": {"type": "array", "items": {"type": "object"}}},
+    _TYPES["jsonl"]: {"schema": {"type": "string"}},
+}
 
 Form = Annotated[FileForm, Query(alias="format", description="The format of the file.")]
 
