@@ -37,27 +37,20 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.histogram import LENGTH, cumulative
 from tollkeeper.core.model import Limit
 from tollkeeper.core.version import __version__
 from tollkeeper.decide.store import ServerStatus, StoreStats
 from tollkeeper.metrics.counters import (
     FAMILIES,
-    JOIN,
     LimiterMetrics,
-    MetricFamily,
     MetricsSnapshot,
     put_store,
 )
+from tollkeeper.metrics.prometheus import metric_of
 from tollkeeper.service.http.context import (
     NO_STORE,
     Handler,
@@ -331,7 +324,7 @@ class WorkerMetrics:
         total = self.total()
         put_store(total, self._stats, self._servers)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_MetricList(_metric(family, total) for family in FAMILIES))
+        registry.register(_MetricList(metric_of(family, total) for family in FAMILIES))
         text: bytes = generate_latest(registry)
         return text
 
@@ -344,33 +337,6 @@ class _MetricList(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._families
-
-
-def _metric(family: MetricFamily, total: MetricsSnapshot) -> Metric:
-    name = f"tollkeeper_{family.name}"
-    if family.kind == "histogram":
-        histogram = HistogramMetricFamily(name, family.help, labels=family.labels)
-        by_labels = total.histograms.get(family.name, {})
-        if not family.labels:
-            by_labels = by_labels or {"": [0] * LENGTH}
-        for labels, data in sorted(by_labels.items()):
-            ranges = [(_bound(upper), float(count)) for upper, count in cumulative(data)]
-            histogram.add_metric(
-                labels.split(JOIN) if family.labels else [], ranges, data[-1] / 1e9
-            )
-        return histogram
-    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric: CounterMetricFamily | GaugeMetricFamily = kind(name, family.help, labels=family.labels)
-    values = total.values.get(family.name, {})
-    if family.kind == "counter" and not family.labels:
-        values = values or {"": 0}
-    for labels, value in sorted(values.items()):
-        metric.add_metric(labels.split(JOIN) if family.labels else [], value)
-    return metric
-
-
-def _bound(upper_s: float) -> str:
-    return "+Inf" if upper_s == float("inf") else f"{upper_s:g}"
 
 
 # ── Counter files ──────────────────────────────────────────────────────────────────────────────
