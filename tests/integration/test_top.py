@@ -33,7 +33,7 @@ RULES = {
         {"id": "keys", "match": {"api_key": "*"}, "by": ["api_key"], "limits": ["9000/second"]},
     ],
 }
-SECONDS_MAX = 30.0
+SECONDS_MAX = 90.0
 ENTERED, LEFT, HOME = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[H"
 _SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
