@@ -14,13 +14,15 @@ import multiprocessing
 import resource
 import tempfile
 import time
+from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tollkeeper import Limiter, Request
 from tollkeeper.control.repository import Repository
+from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.entries import assignment
+from tollkeeper.rules.entries import Entry, assignment, override_entry
 
 CHANGES = 20
 DOCUMENT = (
@@ -45,16 +47,34 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-async def measure(url: str, count: int) -> dict[str, float]:
+def assignments(count: int) -> list[Entry]:
+    """Return assignments of users to a tier."""
+    return [assignment(f"user:{number:08}", "pro") for number in range(count)]
+
+
+def overrides(count: int) -> list[Entry]:
+    """Return overrides, one for each tenant."""
+    now = datetime.now(UTC)
+    end = now + timedelta(days=30)
+    first = override_entry(
+        Override("tenant", "NAME", multiply=2.0, until=end, reason="launch week", author="ann"), now
+    )
+    return [
+        Entry("override", f"ov_{number:012x}", first.data.replace("NAME", f"{number:08}"))
+        for number in range(count)
+    ]
+
+
+async def measure(url: str, many: list[Entry]) -> dict[str, float]:
     """Fill a database and measure; return the figures by name."""
+    count = len(many)
     async with await Repository.open(url) as repository:
         if not await repository.number():
             await repository.apply(read(DOCUMENT), author="bench", expected=0)
-        many = [assignment(f"user:{number:08}", "pro") for number in range(count)]
         start = time.perf_counter()
         await repository.entries.write(many, author="bench")
         imported_s = time.perf_counter() - start
-        del many
+        many.clear()
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         process = multiprocessing.get_context("spawn").Process(target=follow, args=(url, theirs))
         process.start()
@@ -85,12 +105,13 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--database", default="", help="the URL of an empty PostgreSQL database")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for url in filter(None, (f"sqlite:///{folder}/rules.db", given.database)):
-            found = asyncio.run(measure(url, given.entries))
-            print(f"{url.partition(':')[0]}, {given.entries:,} entries")
-            for name, value in found.items():
-                print(f"  {name:24} {value:10.2f}")
+    for make in (assignments, overrides):
+        with tempfile.TemporaryDirectory() as folder:
+            for url in filter(None, (f"sqlite:///{folder}/rules.db", given.database)):
+                found = asyncio.run(measure(url, make(given.entries)))
+                print(f"{url.partition(':')[0]}, {given.entries:,} {make.__name__}")
+                for name, value in found.items():
+                    print(f"  {name:24} {value:10.2f}")
 
 
 if __name__ == "__main__":

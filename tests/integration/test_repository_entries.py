@@ -44,7 +44,8 @@ async def ready(repository: Repository) -> Repository:
 
 
 async def feed(repository: Repository, seq: int = 0) -> list[FeedPage]:
-    return [page async for page in repository.entries.changes_since(seq)]
+    pages = repository.entries.changes_since(seq)
+    return [page._replace(rows=[EntryRow(*row) for row in page.rows]) async for page in pages]
 
 
 async def test_a_change_is_one_row_one_audit_row_and_no_version(repository: Repository) -> None:
@@ -136,6 +137,7 @@ async def test_an_import_is_one_change(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In batches, with progress; entries that exist already are left alone."""
+    monkeypatch.setattr(module, "PAGE_ROWS", 40)
     monkeypatch.setattr(module, "BATCH_ROWS", 40)
     entries = (await ready(repository)).entries
     many = [assignment(f"user:{number}", "pro") for number in range(100)]
@@ -160,6 +162,7 @@ async def test_a_failed_import_changes_nothing(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it fails: here between two batches."""
+    monkeypatch.setattr(module, "PAGE_ROWS", 40)
     monkeypatch.setattr(module, "BATCH_ROWS", 40)
     entries = (await ready(repository)).entries
 

@@ -54,7 +54,7 @@ from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.entries import (
     Entry,
     EntryKind,
-    EntryRow,
+    RowFields,
     list_entry,
     override_of,
     owner_prefix,
@@ -69,6 +69,8 @@ PURGE_MAX: Final = 1_000
 # SQLite has a maximum of parameters of a statement.
 PARAMETERS_MAX: Final = 500
 BATCH_ROWS: Final = 10_000
+# A page of the feed; its rows take about 20 MB while they are applied.
+PAGE_ROWS: Final = 50_000
 ROWS_MAX: Final = 1_000
 """The largest page of entries or of their audit."""
 IMPORT_ENTRIES_MAX: Final = 10_000_000
@@ -107,6 +109,13 @@ _POSTGRESQL_WRITE: Final = text(
         CAST(:seq AS bigint[]), CAST(:purge_at AS bigint[])
     ) AS given (kind, key, data, seq, purge_at) {_UPSERT}"""  # noqa: S608 - constants
 )
+
+_PLAN_ANEW: Final = text("SET LOCAL plan_cache_mode = force_custom_plan")
+_FEED: Final = """
+SELECT kind, key, data, seq, removed FROM tollkeeper_entries
+WHERE seq > $1 ORDER BY seq LIMIT $2
+"""
+_WHOLE_FEED: Final = _FEED.replace("$1", "$1 AND NOT removed")
 
 
 class DuplicateId(ChangeRefused):
@@ -159,7 +168,7 @@ class FeedPosition(NamedTuple):
 class FeedPage(NamedTuple):
     """Rows in the order of their changes."""
 
-    rows: list[EntryRow]
+    rows: Sequence[RowFields]
     seq: int
     """A reader that has applied the rows knows all changes up to this number."""
     whole: bool
@@ -270,17 +279,12 @@ class EntryRows:
             return
         whole = seq == 0 or not position.horizon <= seq <= position.seq
         at = 0 if whole else seq
+        query = _WHOLE_FEED if whole else _FEED
         while True:
-            query = select(rows.c.kind, rows.c.key, rows.c.data, rows.c.seq, rows.c.removed)
-            query = query.where(rows.c.seq > at)
-            if whole:
-                query = query.where(rows.c.removed.is_(False))
-            async with self._database.reading() as connection:
-                result = await connection.execute(query.order_by(rows.c.seq).limit(BATCH_ROWS))
-                found = [EntryRow(*row) for row in result]
+            found: list[RowFields] = await self._database.rows(query, at, PAGE_ROWS)
             if found:
-                at = found[-1].seq
-            if len(found) < BATCH_ROWS:
+                at = found[-1][3]
+            if len(found) < PAGE_ROWS:
                 yield FeedPage(found, max(at, position.seq), whole)
                 return
             yield FeedPage(found, at, whole)
@@ -375,6 +379,9 @@ class EntryRows:
         count = 0
         async with self._database.writing(IMPORT_SECONDS_MAX) as connection:
             before = seq = (await _position(connection)).seq
+            if self._database.is_postgresql:
+                # A plan that was made for an empty table reads the whole table for each batch.
+                await connection.execute(_PLAN_ANEW)
             for start in range(0, len(entries), BATCH_ROWS):
                 batch = entries[start : start + BATCH_ROWS]
                 await _check_ids(connection, batch, start, replace=replace)

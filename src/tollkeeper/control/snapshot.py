@@ -44,7 +44,7 @@ from tollkeeper.core.errors import ConfigError, StoreUnavailable, show
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import to_data
-from tollkeeper.rules.entries import EntryRow
+from tollkeeper.rules.entries import EntryRow, RowFields
 
 FORMAT: Final = 1
 # Larger than any valid document; a larger file is not read into memory.
@@ -246,7 +246,7 @@ class EntrySnapshot:
             self._base_bytes = self._bytes
             file.truncate(self._bytes)
 
-    def write(self, rows: Sequence[EntryRow], seq: int, *, whole: bool) -> None:
+    def write(self, rows: Sequence[RowFields], seq: int, *, whole: bool) -> None:
         """Add a block. The first of `whole` blocks begins a new file; `finish` puts it in place."""
         text = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
         head = f"rows {len(rows)} seq {seq} bytes {len(text)} crc32 {_checksum(text, seq):08x}\n"
