@@ -296,13 +296,7 @@ class RuleEngine:
                 decision: Decision = check.gate.check(  # type: ignore[assignment]  # for threads
                     check.gate_subject, check.units
                 )
-                tally = self.tally
-                if decision.allowed:
-                    tally.allowed = count = tally.allowed + 1
-                else:
-                    tally.denied = count = tally.denied + 1
-                if not count % RATE_SAMPLE_EVERY:
-                    self._sample(checks)
+                self._count_check(decision, checks)
                 return self._counted(check, decision), ()
             answers = self._store.check_together(plan.joint, _MayFail(self._on_failure, checks))  # type: ignore[arg-type]  # for threads
         except (StoreError, CapacityError) as error:
@@ -324,13 +318,7 @@ class RuleEngine:
                 decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
                     check.gate_subject, check.units
                 )
-                tally = self.tally
-                if decision.allowed:
-                    tally.allowed = count = tally.allowed + 1
-                else:
-                    tally.denied = count = tally.denied + 1
-                if not count % RATE_SAMPLE_EVERY:
-                    self._sample(checks)
+                self._count_check(decision, checks)
                 return self._counted(check, decision), ()
             answers = await self._check_together(  # type: ignore[misc]  # for asyncio
                 plan.joint,  # type: ignore[arg-type]  # for asyncio
