@@ -16,6 +16,8 @@ from tests.web import django_site as views
 from tests.web.django_site import NOW_S, OURS, Site
 from tollkeeper import ConfigError
 from tollkeeper.django import RateLimitMiddleware, rate_limit
+from tollkeeper.metrics.counters import LIMITERS
+from tollkeeper.metrics.tally import RuleCounts
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.django_site import DjangoCharges, settling, site_limits
 
@@ -63,6 +65,18 @@ async def test_endpoints_are_known_by_their_route(site: Site) -> None:
     with site.having(rules=rules):
         assert await site.statuses("/api/users/1", "/api/users/2", "/users/1") == [200, 429, 200]
         assert await site.statuses("/old/1/", "/old/2/", "/old/3/") == [200, 200, 429]
+
+
+async def test_metrics_name_the_route_of_a_view(site: Site) -> None:
+    """The limiter of a view has its template, and counts its denials."""
+    earlier = set(LIMITERS)
+    with site.having():
+        assert await site.statuses("/search", "/search", "/search") == [200, 200, 429]
+        (limiter,) = (
+            each for key, each in LIMITERS.items() if key not in earlier and each.name == "/search"
+        )
+        assert limiter.endpoint == "/search"
+        assert limiter.counts() == {"/search": RuleCounts(allowed=2, denied=1)}
 
 
 async def test_a_key_may_come_from_the_session(site: Site) -> None:

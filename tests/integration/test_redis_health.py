@@ -22,6 +22,8 @@ from tollkeeper.decide.stores.redis import health as health_module
 from tollkeeper.decide.stores.redis.health import RedisHealth, count_states, survey
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import Topology
+from tollkeeper.metrics.counters import JOIN, LimiterMetrics
+from tollkeeper.metrics.tally import RuleCounts
 
 SETTLED_SECONDS_MAX = 20.0
 LONG_NAME = "a rule whose name is longer than a field"
@@ -425,6 +427,24 @@ async def test_health_and_stats_from_asyncio() -> None:
         await limiter.check("a")
         assert (await asyncio.to_thread(store.stats)).states == 1
         assert (await asyncio.to_thread(store.health)).nodes[0].reachable
+        await store.aclose()
+
+
+async def test_limiters_without_rules_count_their_checks_on_redis() -> None:
+    """For threads and asyncio alike; denials from the denial cache are counted as such."""
+    running("single").flush()
+    with opened(running("single").uri) as store:
+        awaited = AsyncLimiter("1/hour", store=store)
+        threads = Limiter("1/hour", store=store)
+        for _ in range(3):
+            await awaited.check("a")
+            await asyncio.to_thread(threads.check, "b")
+        await awaited.evaluate_all([("c", 1), ("d", 1)])
+        assert awaited.counts() == {"default": RuleCounts(allowed=3, denied=2)}
+        assert threads.counts() == {"default": RuleCounts(allowed=1, denied=2)}
+        found = LimiterMetrics(threads).snapshot().values["rule_decisions"]
+        sources = {labels.split(JOIN)[-1] for labels in found}
+        assert sources == {"store", "denied_cache"}
         await store.aclose()
 
 
