@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tollkeeper import Limiter, Request
 from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.model import ResultKind
+from tollkeeper.limiter.setup import LimiterSetup
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
     BY_NAME,
@@ -226,6 +227,22 @@ def test_all_limiters_of_a_process_are_read_together() -> None:
     assert _of_name("together", reading.snapshot()) == expected
     first.check("k")
     assert sum(_of_name("together", reading.snapshot()).values()) == 4
+
+
+def test_metrics_read_no_limiter_that_is_still_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be scraped while a limiter waits for its rules."""
+    found: list[set[int]] = []
+    follow = LimiterSetup._follow
+
+    def scraped_before(limiter: LimiterSetup, *arguments: Any) -> None:
+        found.append({id(limiter)} & set(LIMITERS))
+        ProcessMetrics().snapshot()
+        follow(limiter, *arguments)
+
+    monkeypatch.setattr(LimiterSetup, "_follow", scraped_before)
+    with Limiter.from_rules(RULES) as limiter:
+        assert found == [set()]
+        assert LIMITERS[id(limiter)] is limiter
 
 
 def test_a_store_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ class LimiterSetup(LimiterPath):
         self._start(
             store, clock, on_failure, local_fallback, lambda: self._prepare_limits(prepared)
         )
+        LIMITERS[id(self)] = self
 
     @classmethod
     def from_rules(
@@ -152,6 +153,7 @@ class LimiterSetup(LimiterPath):
 
     def _follow(self, follower: Follower, follow: bool) -> None:
         self._follower = follower
+        LIMITERS[id(self)] = self  # not earlier: metrics read the status of the follower
         if follow:
             follower.start()
 
@@ -180,7 +182,6 @@ class LimiterSetup(LimiterPath):
         except BaseException:
             self._close()
             raise
-        LIMITERS[id(self)] = self
 
     def _prepare_limits(self, limits: Limits) -> None:
         """Prepare the limiter's own limits."""
