@@ -1,6 +1,6 @@
-"""`tollkeeper entries` and `tollkeeper override` on a database.
+"""`tollkeeper entries` and `tollkeeper override` on a database, and against a stub of the service.
 
-tests/integration/test_entries_cli.py tests them against a service.
+tests/service/admin/test_entry_files.py tests the operations of the service.
 """
 
 from __future__ import annotations

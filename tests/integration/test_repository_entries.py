@@ -14,7 +14,7 @@ from tollkeeper.control.edits import NotFound
 from tollkeeper.control.entries import DuplicateId, FeedPage, InvalidEntry
 from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.document.reading import DocumentError
+from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.entries import (
     Entry,
     EntryRow,
@@ -176,6 +176,63 @@ async def test_a_failed_import_changes_nothing(
     assert await feed(repository) == []
     assert await entries.page("assignment") == ([], 0)
     assert await entries.audit() == []
+
+
+async def test_an_import_has_the_safety_rules_of_a_single_entry(repository: Repository) -> None:
+    """Each unsafe entry is a problem at its position, and so are networks that cover everything."""
+    entries = (await ready(repository)).entries
+    unsafe = [
+        list_entry("deny", "*"),
+        assignment("user:1", "pro"),
+        list_entry("allow", "ip:0.0.0.0/0"),
+        list_entry("deny", "0.0.0.0/1"),
+        list_entry("deny", "192.0.2.0/24"),
+        list_entry("deny", "128.0.0.0/1"),
+        list_entry("deny", "sk_*"),
+    ]
+    found = await entries.problems(unsafe, 10)
+    assert [at for at, _ in found] == [0, 2, 5]
+    assert "every request with an api_key or a user is denied" in found[0][1]
+    assert "cover all of IPv4" in found[2][1]
+    with pytest.raises(InvalidEntry, match="every IPv4 address is never limited"):
+        await entries.write(unsafe[1:3], **ANN)
+    assert (await entries.position()).seq == 0
+    assert (await entries.write([*unsafe[1:2], *unsafe[3:5]], **ANN)).count == 3
+
+
+async def test_an_import_rejects_overrides_that_no_request_fits(repository: Repository) -> None:
+    """Those with equal terms are found, too."""
+    rules = read("{version: 1, rules: [{id: all, by: user, cost: 5, limits: 10/s}]}")
+    await repository.apply(rules, author="ann", expected=0)
+    now = datetime.now(UTC)
+    many = [
+        override_entry(
+            Override("user", str(at), multiply=by, until=now + timedelta(hours=1), reason="x"), now
+        )
+        for at, by in enumerate([0.1, 2.0, 0.1])
+    ]
+    found = await repository.entries.problems(many, 10)
+    assert [at for at, _ in found] == [0, 2]
+    assert "so every request is denied" in found[1][1]
+
+
+async def test_a_list_has_at_most_1000_irregular_globs(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes could not use more, so neither a change nor an import adds them."""
+    monkeypatch.setattr(module, "IRREGULAR_GLOBS_MAX", 3)
+    entries = (await ready(repository)).entries
+    globs = [list_entry("deny", f"sk_*_{number}") for number in range(4)]
+    with pytest.raises(InvalidEntry, match="more than 3 globs") as error:
+        await entries.write([assignment("user:1", "pro"), *globs], **ANN)
+    assert error.value.position == 4
+    await entries.write([*globs[:3], list_entry("deny", "sk_*")], **ANN)
+    with pytest.raises(InvalidEntry, match="more than 3 globs"):
+        await entries.put(globs[3], **ANN)
+    await entries.put(globs[2], **ANN)
+    await entries.put(list_entry("allow", "sk_*_9"), **ANN)
+    await entries.remove("deny", "sk_*_0", **ANN)
+    await entries.put(globs[3], **ANN)
 
 
 async def test_removed_and_expired_entries_are_deleted_later(

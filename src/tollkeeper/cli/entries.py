@@ -166,7 +166,7 @@ async def _import_to(
     async with open_repository(database) as repository:
         # The control extra, which open_repository has checked.
         from tollkeeper.control.entries import IMPORT_ENTRIES_MAX  # noqa: PLC0415 - see above
-        from tollkeeper.control.entry_files import PROBLEMS_MAX, read_entries  # noqa: PLC0415 - same
+        from tollkeeper.control.entry_files import read_entries, write_file  # noqa: PLC0415 - same
 
         found = await asyncio.to_thread(
             read_entries,
@@ -177,9 +177,9 @@ async def _import_to(
             entries_max=IMPORT_ENTRIES_MAX,
             progress=Progress("lines read"),
         )
-        found.check(await repository.entries.problems(found.entries, PROBLEMS_MAX))
-        made = await repository.entries.write(
-            found.entries,
+        made = await write_file(
+            repository.entries,
+            found,
             author=author,
             reason=reason,
             replace=file.replace,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -50,16 +51,18 @@ from tollkeeper.core.errors import (
 )
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, from_data
-from tollkeeper.rules.document.safety import new_findings
+from tollkeeper.rules.document.safety import entry_findings
 from tollkeeper.rules.entries import (
     Entry,
     EntryKind,
+    ListName,
     RowFields,
     list_entry,
     override_of,
     owner_prefix,
     parse_override,
 )
+from tollkeeper.rules.matching.lists import IRREGULAR_GLOBS_MAX, is_irregular
 
 __all__ = ["DuplicateId", "EntryChange", "EntryRows", "FeedPage", "FeedPosition", "InvalidEntry"]
 
@@ -110,6 +113,9 @@ _POSTGRESQL_WRITE: Final = text(
     ) AS given (kind, key, data, seq, purge_at) {_UPSERT}"""  # noqa: S608 - constants
 )
 
+_GLOB: Final = re.compile(r"[?\[]|\*.")
+# Networks with these lengths may cover all addresses together.
+_WIDE_LENGTHS: Final = frozenset(map(str, range(9)))
 _PLAN_ANEW: Final = text("SET LOCAL plan_cache_mode = force_custom_plan")
 _FEED: Final = """
 SELECT kind, key, data, seq, removed FROM tollkeeper_entries
@@ -322,6 +328,7 @@ class EntryRows:
             if entry.kind == "override" and before is not None:
                 raise DuplicateId(entry.key)
             await _check_ids(connection, [entry], 0)
+            await _check_globs(connection, [entry])
             seq = (await _position(connection)).seq + 1
             await self._write_batch(connection, [entry], seq, always=True)
             change = _change(_PUT[entry.kind], entry, before, entry.data)
@@ -365,8 +372,9 @@ class EntryRows:
         `replace`   an override replaces the one with the same id, instead of raising InvalidEntry
         `progress`  called with the number of entries written so far
 
-        All entries are checked before the first is written. Raises InvalidEntry. Entries that
-        exist already with the same data are left alone, and are not counted.
+        All entries are checked before the first is written, by the rules of `put` without
+        `force`. Raises InvalidEntry. Entries that exist already with the same data are left alone,
+        and are not counted.
         """
         check_signature(author, reason)
         if len(entries) > IMPORT_ENTRIES_MAX:
@@ -382,6 +390,7 @@ class EntryRows:
             if self._database.is_postgresql:
                 # A plan that was made for an empty table reads the whole table for each batch.
                 await connection.execute(_PLAN_ANEW)
+            await _check_globs(connection, entries)
             for start in range(0, len(entries), BATCH_ROWS):
                 batch = entries[start : start + BATCH_ROWS]
                 await _check_ids(connection, batch, start, replace=replace)
@@ -491,9 +500,33 @@ async def _check_ids(
                 raise InvalidEntry(start + given[key], str(DuplicateId(key)))
 
 
+async def _check_globs(connection: AsyncConnection, entries: Sequence[Entry]) -> None:
+    """Raise InvalidEntry if a list would have more globs than nodes can try one by one."""
+    for name in ("allow", "deny"):
+        new = {
+            entry.key: at
+            for at, entry in enumerate(entries)
+            if entry.kind == name and _GLOB.search(entry.key) and is_irregular(entry.key)
+        }
+        if not new:
+            continue
+        like = or_(*(rows.c.key.like(pattern) for pattern in ("%?%", "%[%", "%*_%")))
+        query = select(rows.c.key).where(rows.c.kind == name, like, _live())
+        known = {key for key in (await connection.execute(query)).scalars() if is_irregular(key)}
+        added = [at for key, at in new.items() if key not in known]
+        if added and len(known) + len(added) > IRREGULAR_GLOBS_MAX:
+            first = entries[added[max(0, IRREGULAR_GLOBS_MAX - len(known))]]
+            raise InvalidEntry(
+                new[first.key],
+                f"{show(first.key)}: the {name} list has more than {IRREGULAR_GLOBS_MAX:,} globs "
+                f"that must be tried one by one; write it with one * at the end, like sk_live_*",
+            )
+
+
 def _problems(entries: Sequence[Entry], document: Document) -> Iterator[tuple[int, str]]:
     # Hashes of 64 bits: a million keys as text would take 200 MB more.
     seen: set[int] = set()
+    safety = _ImportSafety(document)
     for at, entry in enumerate(entries):
         known = len(seen)
         seen.add(hash(entry[:2]))
@@ -506,6 +539,10 @@ def _problems(entries: Sequence[Entry], document: Document) -> Iterator[tuple[in
             yield at, error.problems[0].message
         except (ConfigError, DuplicateId) as error:
             yield at, str(error)
+        else:
+            if message := safety.problem(at, entry):
+                yield at, message
+    yield from safety.together()
 
 
 def _check_references(entry: Entry, document: Document) -> None:
@@ -524,14 +561,59 @@ def _check_references(entry: Entry, document: Document) -> None:
 
 def _unsafe(entry: Entry, document: Document) -> tuple[SafetyFinding, ...]:
     """Return the safety findings about one entry."""
-    alone = replace(document, assign={}, allow=(), deny=(), overrides=())
-    if entry.kind == "override":
-        return new_findings(replace(alone, overrides=(override_of(entry),)), alone)
     if entry.kind == "assignment":
         return ()
-    if entry.kind == "allow":
-        return new_findings(replace(alone, allow=(entry.data,)), alone)
-    return new_findings(replace(alone, deny=(entry.data,)), alone)
+    if entry.kind == "override":
+        alone = replace(document, allow=(), deny=(), overrides=(override_of(entry),))
+        return tuple(entry_findings(alone))
+    return _list_findings(entry.kind, [entry.data])
+
+
+def _list_findings(name: ListName, entries: Sequence[str]) -> tuple[SafetyFinding, ...]:
+    lists = {"allow": (), "deny": (), name: tuple(entries)}
+    return tuple(entry_findings(Document(allow=lists["allow"], deny=lists["deny"])))
+
+
+class _ImportSafety:
+    """The safety findings about many entries, each in a few microseconds."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        # By the terms of an override, which many overrides share.
+        self._by_terms: dict[tuple[str, ...], str] = {}
+        # The wide networks of each list, which may cover all addresses together.
+        self._wide: dict[ListName, list[tuple[int, str]]] = {"allow": [], "deny": []}
+
+    def problem(self, at: int, entry: Entry) -> str:
+        """Return why an entry is unsafe; empty if it is safe."""
+        if entry.kind == "override":
+            data = json.loads(entry.data)
+            terms = tuple(str(data.get(name)) for name in ("rule", "limits", "multiply"))
+            if terms not in self._by_terms and len(self._by_terms) < BATCH_ROWS:
+                self._by_terms[terms] = _message(_unsafe(entry, self._document))
+            found = self._by_terms.get(terms)
+            return _message(_unsafe(entry, self._document)) if found is None else found
+        if entry.kind == "assignment" or not ("*" in entry.data or "/" in entry.data):
+            return ""
+        if entry.data.rpartition("/")[2] in _WIDE_LENGTHS:
+            self._wide[entry.kind].append((at, entry.data))
+        return _message(_list_findings(entry.kind, [entry.data]))
+
+    def together(self) -> Iterator[tuple[int, str]]:
+        """Yield the findings about networks that cover all addresses together."""
+        for name, wide in self._wide.items():
+            found = _list_findings(name, [data for _, data in wide])
+            if message := _message(tuple(each for each in found if each.where == name)):
+                yield wide[-1][0], message
+
+
+def _message(unsafe: Sequence[SafetyFinding]) -> str:
+    if not unsafe:
+        return ""
+    first = unsafe[0]
+    # Overrides with equal terms share the message, so it does not name the subject.
+    what = "" if first.code == "never-fits" else f"{first.what}: "
+    return f"{what}{first.why}; {first.remedy}; an import cannot be forced"
 
 
 def _change(

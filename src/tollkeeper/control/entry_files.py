@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import IO, Any, Final, Literal, get_args
 
+from tollkeeper.control.entries import EntryChange, EntryRows, InvalidEntry
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem
@@ -130,6 +131,26 @@ def read_entries(
     if not found.entries and not found.problems:
         found.reject(1, "the file has no entries")
     return found
+
+
+async def write_file(
+    rows: EntryRows,
+    found: EntryFile,
+    *,
+    author: str,
+    reason: str,
+    replace: bool,
+    progress: Callable[[int], None] | None = None,
+) -> EntryChange:
+    """Write all entries of a file, or none. Raises DocumentError, with the numbers of bad lines."""
+    found.check(await rows.problems(found.entries, PROBLEMS_MAX))
+    try:
+        return await rows.write(
+            found.entries, author=author, reason=reason, replace=replace, progress=progress
+        )
+    except InvalidEntry as error:
+        found.check([(error.position, str(error))])
+        raise
 
 
 # A row of a file, or the reason why it has none.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from tests.service.admin.client import Admin, admin, template
+from tollkeeper.control.follow import TOPIC
 from tollkeeper.service.admin import entry_files
 
 __all__ = ["admin", "template"]  # fixtures, found by name
@@ -37,6 +40,29 @@ async def test_a_file_with_a_bad_line_changes_nothing(admin: Admin) -> None:
     assert (await admin.call("GET", "/entries/export?format=jsonl")).text == ""
 
 
+async def test_an_import_is_as_safe_as_a_single_change(admin: Admin) -> None:
+    """An entry that matches everyone, and an id that is taken, are bad lines with their numbers."""
+    found = await admin.rejected(
+        "POST", "/entries/import", 422, content=GOOD + "deny,*,\nallow,0.0.0.0/0,\n"
+    )
+    assert [each["line"] for each in found["problems"]] == [5, 6]
+    assert "every request with an api_key or a user is denied" in found["problems"][0]["message"]
+    head = "kind,subject,id,multiply,until,reason\n"
+    first = head + "override,user:1,launch,2,2h,why\n"
+    await admin.call("POST", "/entries/import", content=first)
+    taken = head + "override,user:2,other,2,2h,why\noverride,user:1,launch,3,2h,why\n"
+    found = await admin.rejected("POST", "/entries/import", 422, content=taken)
+    assert [each["line"] for each in found["problems"]] == [3]
+
+
+async def test_an_import_is_announced(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the channel of the store, as a single change is."""
+    channel = Mock()
+    monkeypatch.setattr(admin.context.limiter.store, "channel", channel)
+    made = (await admin.call("POST", "/entries/import", content=GOOD)).json()
+    channel.publish.assert_called_once_with(TOPIC, str(made["seq"]))
+
+
 async def test_the_size_is_bounded(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer file is rejected before it is read."""
     monkeypatch.setattr(entry_files, "FILE_BYTES_MAX", 10)
@@ -46,5 +72,5 @@ async def test_the_size_is_bounded(admin: Admin, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("query", ["format=xml", "force=true", "kind=deny", "replace=maybe"])
 async def test_unknown_options_are_rejected(admin: Admin, query: str) -> None:
-    """An import has no findings to force."""
+    """An import cannot be forced."""
     await admin.rejected("POST", f"/entries/import?{query}", 400, content=GOOD)

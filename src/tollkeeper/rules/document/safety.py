@@ -63,6 +63,11 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
     return tuple(islice(found, FINDINGS_MAX))
 
 
+def entry_findings(document: Document) -> Iterator[SafetyFinding]:
+    """Yield the findings about the list entries and overrides of a document."""
+    return chain(_everyone(document), _override_never_fits(document))
+
+
 def _in_force(rule: Rule) -> bool:
     return rule.mode == "enforce" and rule.rollout > 0
 

@@ -88,6 +88,15 @@ def canonical_entry(text: str) -> str:
     return _shown((attribute, "", pattern.text if isinstance(pattern, Glob) else pattern))
 
 
+def is_irregular(text: str) -> bool:
+    """Return True for a glob that is tried by itself. Raises ConfigError if it is invalid.
+
+    >>> is_irregular("sk_*_test"), is_irregular("sk_*"), is_irregular("user:42")
+    (True, False, False)
+    """
+    return isinstance(_entry(text)[1], Glob)
+
+
 def _entry(text: str) -> _Entry:
     if not isinstance(text, str):
         raise ConfigError(f"entry {show(text)} is {type(text).__name__}, not text; {_EXAMPLE}")

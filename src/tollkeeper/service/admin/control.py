@@ -244,7 +244,7 @@ class ControlPlane:
             force=change.force,
             expected=await self._expected(repository, change.condition),
         )
-        await self._announce(version.number)
+        await self.announce(version.number)
         return version
 
     async def put_entry(self, change: ChangeRequest, entry: Entry) -> EntryChange:
@@ -254,7 +254,7 @@ class ControlPlane:
         made = await repository.entries.put(
             entry, author=change.author, reason=change.reason, force=change.force
         )
-        await self._announce(made.seq)
+        await self.announce(made.seq)
         return made
 
     async def remove_entries(
@@ -282,7 +282,7 @@ class ControlPlane:
                 made = await repository.entries.remove(
                     kind, key, author=change.author, reason=change.reason
                 )
-                await self._announce(made.seq)
+                await self.announce(made.seq)
         if made is None:
             raise missing or NotFound("there is no such entry")
         return made
@@ -305,7 +305,7 @@ class ControlPlane:
             force=change.force,
             expected=await self._closest(repository, change.condition),
         )
-        await self._announce(version.number)
+        await self.announce(version.number)
         return version
 
     async def rollback(self, change: ChangeRequest, number: int) -> Version:
@@ -327,7 +327,7 @@ class ControlPlane:
                 if expected is not None or attempt == ROLLBACK_ATTEMPTS_MAX:
                     raise
                 continue
-            await self._announce(version.number)
+            await self.announce(version.number)
             return version
         raise AssertionError("the last attempt returns or raises")
 
@@ -407,7 +407,7 @@ class ControlPlane:
             raise VersionConflict(0, current)
         return current if current in condition.numbers else max(condition.numbers)
 
-    async def _announce(self, number: int) -> None:
+    async def announce(self, number: int) -> None:
         """Announce a change to the nodes on the same store; otherwise they find it by polling."""
         store = self.context.limiter.store
         if store.channel is None:

@@ -21,12 +21,12 @@ from starlette.responses import StreamingResponse
 
 from tollkeeper.control.entries import EntryChange
 from tollkeeper.control.entry_files import (
-    PROBLEMS_MAX,
     FileForm,
     file_head,
     file_tail,
     read_entries,
     write_entries,
+    write_file,
 )
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import ConfigError
@@ -99,6 +99,7 @@ async def import_entries(
             await _receive(request, file)
             file.seek(0)
             made, count = await _import(repository, file, form, change, replace=replace)
+    await control.announce(made.seq)
     return ImportOut(seq=made.seq, entries=count, changed=made.count)
 
 
@@ -121,9 +122,8 @@ async def _import(
 ) -> tuple[EntryChange, int]:
     now = datetime.now(UTC)
     found = await asyncio.to_thread(read_entries, file, form, now, entries_max=FILE_ENTRIES_MAX)
-    found.check(await repository.entries.problems(found.entries, PROBLEMS_MAX))
-    made = await repository.entries.write(
-        found.entries, author=change.author, reason=change.reason, replace=replace
+    made = await write_file(
+        repository.entries, found, author=change.author, reason=change.reason, replace=replace
     )
     return made, len(found.entries)
 
