@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import sqlite3
 import ssl
+import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,10 +22,13 @@ from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.service.admin.client import admin_of, filled
 from tollkeeper import Request
 from tollkeeper.control import database as database_module
+from tollkeeper.control import entries as entries_module
+from tollkeeper.control.entries import FeedPage
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.document.reading import read
+from tollkeeper.rules.entries import assignment
 
 # No call to an unavailable or stuck database may take longer; the patched timeouts are far shorter.
 HANGS_AFTER_SECONDS = 20.0
@@ -110,6 +115,88 @@ async def test_a_grant_whose_audit_cannot_be_written_is_not_made(
         assert granted.json()["rules"][0]["decision"]["limit"] == 15
         (entry,) = (await admin.call("GET", "/audit?kind=grant")).json()["items"]
         assert (entry["kind"], entry["author"]) == ("grant", "admin-token")
+
+
+async def test_a_server_killed_during_changes_of_entries_loses_no_answered_change(
+    repository: Repository, server: Postgres
+) -> None:
+    """Each change is whole, with its audit row and its number, or was not made."""
+    answered: dict[str, int] = {}
+
+    async def change(writer: int) -> None:
+        for number in range(1_000):
+            name = f"user:{writer}-{number}"
+            made = await repository.entries.put(assignment(name, "pro"), author="ann")
+            answered[name] = made.seq
+            if len(answered) == 20:
+                await asyncio.to_thread(server.kill)
+
+    found = await asyncio.gather(*(change(writer) for writer in range(3)), return_exceptions=True)
+    assert all(isinstance(error, StoreError) for error in found)
+    server.start()
+    assert 20 <= len(answered) < 1_000
+    rows = {row[1]: row[3] for page in await pages_of(repository) for row in page.rows}
+    assert answered.items() <= rows.items()
+    position = await repository.entries.position()
+    assert sorted(rows.values()) == list(range(1, position.seq + 1))
+    audit = (await repository.audit_log.page(limit=1_000)).items
+    assert {each.key for each in audit if each.kind == "assign"} == set(rows)
+
+
+async def test_a_server_killed_during_an_import_imports_nothing(
+    repository: Repository, server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The changes before it are there, and the same import succeeds afterwards."""
+    monkeypatch.setattr(entries_module, "BATCH_ROWS", 50)
+    first = await repository.entries.put(assignment("user:first", "pro"), author="ann")
+    many = [assignment(f"user:{number}", "pro") for number in range(150)]
+
+    def kill(done: int) -> None:
+        if done == 100:
+            server.kill()
+
+    await failure(repository.entries.write(many, author="ann", progress=kill))
+    server.start()
+    assert (await repository.entries.position()).seq == first.seq
+    assert await repository.entries.page("assignment") == ([assignment("user:first", "pro")], 1)
+    assert (await repository.entries.write(many, author="ann")).count == 150
+
+
+IMPORTER = """
+import asyncio, os, signal, sys
+from tollkeeper.control import entries
+from tollkeeper.control.repository import Repository
+from tollkeeper.rules.entries import assignment
+
+def kill(done):
+    if done == 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    entries.BATCH_ROWS = 50
+    repository = await Repository.open(sys.argv[1])
+    many = [assignment(f"user:{number}", "pro") for number in range(150)]
+    await repository.entries.write(many, author="bob", progress=kill)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_killed_during_an_import_to_sqlite_imports_nothing(tmp_path: Path) -> None:
+    """Other writers go on at once."""
+    url = f"sqlite:///{tmp_path / 'rules.db'}"
+    async with await Repository.open(url) as opened:
+        await opened.apply(document(), author="ann", expected=0)
+        first = await opened.entries.put(assignment("user:first", "pro"), author="ann")
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", IMPORTER, url)
+        assert await process.wait() == -signal.SIGKILL
+        assert (await opened.entries.position()).seq == first.seq
+        assert await opened.entries.page("assignment") == ([assignment("user:first", "pro")], 1)
+        assert (await opened.entries.put(assignment("user:2", "pro"), author="ann")).seq == 2
+
+
+async def pages_of(repository: Repository) -> list[FeedPage]:
+    return [page async for page in repository.entries.changes_since(0)]
 
 
 async def test_a_paused_server_is_a_timeout(
