@@ -75,11 +75,10 @@ BATCH_ROWS: Final = 10_000
 # A page of the feed; its rows take about 20 MB while they are applied.
 PAGE_ROWS: Final = 50_000
 ROWS_MAX: Final = 1_000
-"""The largest page of entries or of their audit."""
+"""The largest page of entries."""
 IMPORT_ENTRIES_MAX: Final = 10_000_000
 # The import of ten million entries; other writers wait meanwhile.
 IMPORT_SECONDS_MAX: Final = 900.0
-SEQ_MAX: Final = 2**63 - 1
 
 RemoveKind = Literal["unassign", "remove-override", "unlist"]
 ChangeKind = Literal["assign", "override", "list", "import", RemoveKind]
@@ -294,17 +293,6 @@ class EntryRows:
                 yield FeedPage(found, max(at, position.seq), whole)
                 return
             yield FeedPage(found, at, whole)
-
-    async def audit(self, limit: int = 50, before: int | None = None) -> list[EntryChange]:
-        """Return changes, the newest first, with numbers below `before` if that is given."""
-        _check_page(limit)
-        query = select(entry_audit).order_by(entry_audit.c.seq.desc()).limit(limit)
-        if before is not None:
-            if not isinstance(before, int) or not 1 <= before <= SEQ_MAX:
-                raise ConfigError(f"{show(before)} is not the number of a change: 1, 2, 3 …")
-            query = query.where(entry_audit.c.seq < before)
-        async with self._database.reading() as connection:
-            return [EntryChange(**row) for row in (await connection.execute(query)).mappings()]
 
     # ── Changing ───────────────────────────────────────────────────────────────────────────────
 
