@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.postgres_server import running_postgres
-from tollkeeper.control.repository import Repository
+from tollkeeper.control import edits
+from tollkeeper.control.repository import Repository, Version
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 
@@ -41,3 +42,10 @@ def document(limits: str = "10/second", more: str = "") -> Document:
 
 
 UNSAFE = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}], deny: ['*']}")
+
+
+async def assign(repository: Repository, subject: str, tier: str, *, author: str) -> Version:
+    """Make a version by an edit of the document that puts a subject in a tier."""
+    return await repository.edit(
+        lambda document: edits.assign(document, subject, tier), kind="assign", author=author
+    )

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tests.integration import rule_databases
 from tests.integration.rule_databases import document
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import VersionConflict
@@ -34,7 +35,11 @@ async def assign(url: str, name: str, tasks: str, edits: str) -> list[int]:
             # A repository of its own: tasks of one repository take turns.
             async with await Repository.open(url) as own:
                 return [
-                    (await own.assign(f"user:{name}-{task}-{each}", "pro", author=name)).number
+                    (
+                        await rule_databases.assign(
+                            own, f"user:{name}-{task}-{each}", "pro", author=name
+                        )
+                    ).number
                     for each in range(int(edits))
                 ]
 
@@ -58,7 +63,9 @@ async def forever(url: str, name: str) -> None:
     """Edit until killed."""
     async with await Repository.open(url) as repository:
         for each in range(1_000_000):
-            version = await repository.assign(f"user:{name}-{each}", "pro", author=name)
+            version = await rule_databases.assign(
+                repository, f"user:{name}-{each}", "pro", author=name
+            )
             print(version.number, flush=True)
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from tests.integration.rule_databases import UNSAFE, document, repository, url
+from tests.integration.rule_databases import UNSAFE, assign, document, repository, url
 from tollkeeper.control import edits
 from tollkeeper.control.audit import AuditCursor
 from tollkeeper.control.repository import Repository, Version
@@ -95,8 +95,8 @@ async def test_a_change_without_effect_adds_no_version(repository: Repository) -
     assert await repository.apply(TEN, author="bob", expected=1) == first
     assert await repository.apply(TEN, author="ann", expected=0) == first
     assert await repository.rollback(1, author="bob", expected=1) == first
-    await repository.assign("user:42", "pro", author="ann")
-    assert (await repository.assign("user:42", "pro", author="ann")).number == 2
+    await assign(repository, "user:42", "pro", author="ann")
+    assert (await assign(repository, "user:42", "pro", author="ann")).number == 2
     assert await repository.number() == 2
 
 
@@ -200,7 +200,7 @@ async def test_an_invalid_document_is_rejected(repository: Repository) -> None:
     with pytest.raises(DocumentError, match="there is no tier"):
         await repository.apply(wrong, author="ann", expected=0)
     with pytest.raises(DocumentError, match="there is no tier"):
-        await repository.assign("user:42", "gold", author="ann")
+        await assign(repository, "user:42", "gold", author="ann")
     assert await repository.number() == 0
 
 
@@ -218,26 +218,23 @@ async def test_a_document_is_stored_in_canonical_form(repository: Repository) ->
 async def test_edits_change_the_document(repository: Repository) -> None:
     """Each adds a version of its kind, with its author."""
     await repository.apply(TEN, author="ann", expected=0)
-    twice = Override("user", "7", multiply=2.0)
-    signed = replace(twice, author="bob", reason="launch")
-    await repository.assign("user:42", "pro", author="bob", reason="paid")
-    await repository.add_override(twice, author="bob", reason="launch")
+    await assign(repository, "user:42", "pro", author="bob")
     await repository.set_tier("max", PRO, author="bob")
     current = await repository.current()
     assert current is not None
     assert read(current.text) == replace(
         TEN,
         assign={"user:42": "pro"},
-        overrides=(signed,),
         tiers={**TEN.tiers, "max": PRO},
     )
-    await repository.remove_override("user", "7", author="bob")
-    await repository.unassign("user:42", author="bob")
+    await repository.edit(
+        lambda document: edits.unassign(document, "user:42"), kind="unassign", author="bob"
+    )
     current = await repository.current()
     assert current is not None
     assert read(current.text) == replace(TEN, tiers={**TEN.tiers, "max": PRO})
     assert [each.kind for each in await repository.history()] == [
-        *("unassign", "remove-override", "set-tier", "override", "assign", "apply"),
+        *("unassign", "set-tier", "assign", "apply"),
     ]
 
 
@@ -245,9 +242,9 @@ async def test_impossible_edits_raise(repository: Repository) -> None:
     """They add no version."""
     await repository.apply(TEN, author="ann", expected=0)
     with pytest.raises(ConfigError, match="assigned to no tier"):
-        await repository.unassign("user:1", author="ann")
-    with pytest.raises(ConfigError, match="no override"):
-        await repository.remove_override("user", "1", author="ann")
+        await repository.edit(
+            lambda document: edits.unassign(document, "user:1"), kind="unassign", author="ann"
+        )
     assert await repository.number() == 1
 
 

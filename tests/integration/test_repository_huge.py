@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.integration.rule_databases import repository, url
+from tests.integration.rule_databases import assign, repository, url
 from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data, read
@@ -65,6 +65,6 @@ async def test_a_huge_document_is_applied_loaded_and_edited(
     assert time.monotonic() - began < LOAD_SECONDS_MAX
     assert current is not None
     assert await asyncio.to_thread(read, current.text) == huge
-    await repository.assign("user:42", "pro", author="ann")
+    await assign(repository, "user:42", "pro", author="ann")
     (entry,) = (await repository.audit_log.page(limit=1)).items
     assert len(entry.diff.splitlines()) < 10

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.integration.rule_databases import document
+from tests.integration.rule_databases import assign, document
 from tests.postgres_server import Postgres, running_postgres
 from tollkeeper.control import database as database_module
 from tollkeeper.control.repository import Repository
@@ -39,7 +39,7 @@ async def test_numbers_arrive_as_they_are_committed(repository: Repository) -> N
     async with aclosing(repository.listen()) as numbers:
         assert await soon(anext(numbers)) == 1
         for number in range(2, 6):
-            await repository.assign(f"user:{number}", "pro", author="ann")
+            await assign(repository, f"user:{number}", "pro", author="ann")
             assert await soon(anext(numbers)) == number
 
 
@@ -48,7 +48,7 @@ async def test_a_slow_listener_gets_the_newest_number(repository: Repository) ->
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         for user in range(10):
-            await repository.assign(f"user:{user}", "pro", author="ann")
+            await assign(repository, f"user:{user}", "pro", author="ann")
         seen = [1]
         while seen[-1] < 11:
             seen.append(await soon(anext(numbers)))
@@ -68,7 +68,7 @@ async def test_a_rolled_back_notification_is_not_received(repository: Repository
         await soon(anext(numbers))
         with pytest.raises(ZeroDivisionError):
             await write_half()
-        await repository.assign("user:1", "pro", author="ann")
+        await assign(repository, "user:1", "pro", author="ann")
         assert await soon(anext(numbers)) == 2
 
 
@@ -79,7 +79,7 @@ async def test_other_messages_on_the_channel_are_harmless(repository: Repository
         async with repository._database.engine.begin() as connection:
             for words in ("hello", "", "99", "-1"):
                 await connection.exec_driver_sql(f"SELECT pg_notify('tollkeeper_rules', '{words}')")
-        await repository.assign("user:1", "pro", author="ann")
+        await assign(repository, "user:1", "pro", author="ann")
         assert await soon(anext(numbers)) == 2
 
 
@@ -91,7 +91,7 @@ async def test_a_missed_version_is_found_after_a_quiet_time(
     monkeypatch.setattr("tollkeeper.control.repository.CHANNEL", "somewhere_else")
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
-        await repository.assign("user:1", "pro", author="ann")
+        await assign(repository, "user:1", "pro", author="ann")
         assert await soon(anext(numbers)) == 2
 
 
@@ -106,7 +106,7 @@ async def test_a_lost_connection_raises_and_listening_again_works(repository: Re
             )
         with pytest.raises(StoreUnavailable, match="listen again"):
             await soon(anext(numbers))
-    await repository.assign("user:1", "pro", author="ann")
+    await assign(repository, "user:1", "pro", author="ann")
     async with aclosing(repository.listen()) as numbers:
         assert await soon(anext(numbers)) == 2
 

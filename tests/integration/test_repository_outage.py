@@ -17,7 +17,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.integration.rule_databases import document
+from tests.integration.rule_databases import assign, document
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.service.admin.client import admin_of, filled
 from tollkeeper import Request
@@ -26,7 +26,6 @@ from tollkeeper.control import entries as entries_module
 from tollkeeper.control.entries import FeedPage
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.entries import assignment
 
@@ -43,10 +42,7 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
     "diff": lambda it: it.diff(1, 1),
     "apply": lambda it: it.apply(document("7/second"), author="ann", expected=1),
     "rollback": lambda it: it.rollback(1, author="ann", expected=1),
-    "assign": lambda it: it.assign("user:1", "pro", author="ann"),
-    "unassign": lambda it: it.unassign("user:1", author="ann"),
-    "add_override": lambda it: it.add_override(Override("user", "1", multiply=2.0), author="ann"),
-    "remove_override": lambda it: it.remove_override("user", "1", author="ann"),
+    "assign": lambda it: assign(it, "user:1", "pro", author="ann"),
     "set_tier": lambda it: it.set_tier("pro", (), author="ann"),
     "listen": lambda it: anext(it.listen()),
 }
@@ -90,7 +86,7 @@ async def test_a_stopped_server_is_unavailable_until_it_returns(
     assert type(await failure(Repository.open(server.url("rules_1")))) is StoreUnavailable
     server.start()
     assert await repository.current() == before
-    assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+    assert (await assign(repository, "user:1", "pro", author="ann")).number == 2
 
 
 async def test_a_grant_whose_audit_cannot_be_written_is_not_made(
@@ -221,10 +217,10 @@ async def test_a_stuck_writer_is_a_timeout_for_other_writers(
     """PostgreSQL waits for the lock with a timeout; readers do not wait."""
     monkeypatch.setattr(database_module, "WAIT_SECONDS_MAX", 0.2)
     async with repository._database.writing():
-        error = await failure(repository.assign("user:1", "pro", author="ann"))
+        error = await failure(assign(repository, "user:1", "pro", author="ann"))
         assert type(error) is StoreTimeout
         assert await repository.number() == 1
-    assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+    assert (await assign(repository, "user:1", "pro", author="ann")).number == 2
 
 
 async def test_an_idle_transaction_is_ended(
@@ -236,7 +232,7 @@ async def test_an_idle_transaction_is_ended(
     async def forget() -> None:
         async with repository._database.writing():
             monkeypatch.undo()
-            version = await repository.assign("user:1", "pro", author="ann")
+            version = await assign(repository, "user:1", "pro", author="ann")
             assert version.number == 2
 
     # The writer gets an error when it continues.
@@ -347,8 +343,8 @@ async def test_a_locked_file_is_a_timeout_for_writers(
         await repository.apply(document(), author="ann", expected=0)
         writer = sqlite3.connect(path, isolation_level=None)
         writer.execute("BEGIN IMMEDIATE")
-        error = await failure(repository.assign("user:1", "pro", author="ann"))
+        error = await failure(assign(repository, "user:1", "pro", author="ann"))
         assert type(error) is StoreTimeout
         assert await repository.number() == 1
         writer.close()
-        assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+        assert (await assign(repository, "user:1", "pro", author="ann")).number == 2

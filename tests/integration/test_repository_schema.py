@@ -12,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, exc, text
 
-from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_databases import assign, document, repository, url
 from tests.integration.rule_editors import results
 from tests.postgres_server import running_postgres
 from tollkeeper.control import schema
@@ -161,7 +161,7 @@ async def test_a_node_needs_no_permission_to_create_tables() -> None:
     async with await Repository.open(reader) as repository:
         assert await repository.number() == 1
         with pytest.raises(StoreUnavailable, match="permission denied"):
-            await repository.assign("user:42", "pro", author="mallory")
+            await assign(repository, "user:42", "pro", author="mallory")
 
 
 SAME = "author = author"
@@ -215,4 +215,4 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
             name
         )
     # The repository still works.
-    assert (await repository.assign("user:1", "pro", author="ann")).number == 3
+    assert (await assign(repository, "user:1", "pro", author="ann")).number == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_databases import assign, document, repository, url
 from tests.integration.rule_editors import results, started
 from tollkeeper.control import repository as repository_module
 from tollkeeper.control.repository import Repository
@@ -77,7 +77,7 @@ async def test_edits_of_one_process_take_turns(repository: Repository) -> None:
     """50 tasks on one repository all succeed, although only a few could by luck."""
     await repository.apply(document(), author="ann", expected=0)
     await asyncio.gather(
-        *(repository.assign(f"user:{task}", "pro", author="ann") for task in range(50))
+        *(assign(repository, f"user:{task}", "pro", author="ann") for task in range(50))
     )
     assert len((await checked_document(repository)).assign) == 50
 
@@ -95,12 +95,12 @@ async def test_an_edit_that_is_always_too_late_gives_up(
         async def too_late(change: object) -> object:
             nonlocal attempts
             attempts += 1
-            await other.assign(f"user:{attempts}", "pro", author="quick")
+            await assign(other, f"user:{attempts}", "pro", author="quick")
             return await commit(change)  # type: ignore[arg-type]  # handed on
 
         monkeypatch.setattr(repository, "_commit", too_late)
         with pytest.raises(VersionConflict):
-            await repository.assign("user:slow", "pro", author="slow")
+            await assign(repository, "user:slow", "pro", author="slow")
     assert attempts == 3
     assert set((await checked_document(repository)).assign) == {"user:1", "user:2", "user:3"}
 
@@ -131,7 +131,7 @@ async def test_a_killed_process_leaves_complete_versions(repository: Repository,
             confirmed <= number <= confirmed + 2
         )  # the last confirmation may be lost, and one commit in flight
         assert len(kept.assign) == number - 1
-        await repository.assign(f"user:after-{kill}", "pro", author="ann")
+        await assign(repository, f"user:after-{kill}", "pro", author="ann")
     assert len((await checked_document(repository)).assign) > 5 * KILLS
 
 
@@ -150,7 +150,7 @@ async def test_a_failed_transaction_leaves_nothing(repository: Repository) -> No
     with pytest.raises(ZeroDivisionError):
         await write_half()
     assert await repository.number() == 1
-    assert (await repository.assign("user:1", "pro", author="ann")).number == 2
+    assert (await assign(repository, "user:1", "pro", author="ann")).number == 2
 
 
 async def test_readers_of_a_file_do_not_wait_for_its_writer(tmp_path: Path) -> None:

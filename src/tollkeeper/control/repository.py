@@ -2,7 +2,7 @@
 
     repository = await Repository.open("sqlite:///rules.db")
     version = await repository.apply(document, author="ann", reason="launch", expected=0)
-    await repository.assign("user:42", "pro", author="ann")
+    await repository.set_tier("pro", limits, author="ann")
     await repository.rollback(1, author="bob", reason="too strict", expected=2)
 
 A version is a whole document with its author, time and reason. Versions are numbered 1, 2, 3 …
@@ -11,7 +11,7 @@ text.
 
 **Optimistic concurrency.** A caller passes the number of the version that it has edited
 (`expected`; 0 or None if there was none). The change raises VersionConflict if another version is
-current. The small edits (assign a tier, add an override) need no number: they read, edit and retry
+current. The small edits (set a tier, put a rule) need no number: they read, edit and retry
 until no other change came between. Everything is validated before the writers' lock is taken;
 under the lock, the number is compared and two rows are added.
 
@@ -26,7 +26,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, Self
 
@@ -48,7 +48,7 @@ from tollkeeper.core.errors import (
     show,
 )
 from tollkeeper.core.model import Limits
-from tollkeeper.rules.document.model import Document, Override
+from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.writing import to_yaml
@@ -282,58 +282,6 @@ class Repository:
         await asyncio.to_thread(read, old.text, f"version {number}")
         diff = await asyncio.to_thread(_diff, current, old.text)
         return await self._commit(_PreparedChange(request, expected or 0, old.text, diff))
-
-    async def assign(
-        self, subject: str, tier: str, *, author: str, reason: str = "", force: bool = False
-    ) -> Version:
-        """Put `user:42`, `api_key:sk_1` or `tenant:acme` in a tier, instead of its present one."""
-        return await self._edit(
-            lambda document: edits.assign(document, subject, tier),
-            _ChangeRequest("assign", author, reason, force),
-        )
-
-    async def unassign(
-        self, subject: str, *, author: str, reason: str = "", force: bool = False
-    ) -> Version:
-        """Take a subject out of its tier. Raises NotFound if it is assigned to none."""
-        return await self._edit(
-            lambda document: edits.unassign(document, subject),
-            _ChangeRequest("unassign", author, reason, force),
-        )
-
-    async def add_override(
-        self, override: Override, *, author: str, reason: str = "", force: bool = False
-    ) -> Version:
-        """Add an override, replacing the one for the same subject and rule.
-
-        An override without an author or a reason gets those of the change.
-        """
-        signed = replace(
-            override, author=override.author or author, reason=override.reason or reason
-        )
-        return await self._edit(
-            lambda document: edits.add_override(document, signed),
-            _ChangeRequest("override", author, reason, force),
-        )
-
-    async def remove_override(
-        self,
-        attribute: str,
-        value: str,
-        rule: str | None = None,
-        *,
-        author: str,
-        reason: str = "",
-        force: bool = False,
-    ) -> Version:
-        """Remove a subject's override for a rule (None: the one for every rule).
-
-        Raises NotFound if there is none.
-        """
-        return await self._edit(
-            lambda document: edits.remove_override(document, attribute, value, rule),
-            _ChangeRequest("remove-override", author, reason, force),
-        )
 
     async def set_tier(
         self, name: str, limits: Limits, *, author: str, reason: str = "", force: bool = False
