@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.postgres_server import running_postgres
-from tollkeeper.control import edits
 from tollkeeper.control.repository import Repository, Version
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
@@ -46,6 +46,8 @@ UNSAFE = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}], 
 
 async def assign(repository: Repository, subject: str, tier: str, *, author: str) -> Version:
     """Make a version by an edit of the document that puts a subject in a tier."""
-    return await repository.edit(
-        lambda document: edits.assign(document, subject, tier), kind="assign", author=author
-    )
+
+    def assigned(document: Document) -> Document:
+        return replace(document, assign={**document.assign, subject: tier})
+
+    return await repository.edit(assigned, kind="assign", author=author)

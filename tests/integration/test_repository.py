@@ -252,7 +252,7 @@ async def test_edit_applies_a_function(repository: Repository) -> None:
     """With `expected`, another current version is a conflict even if nothing changes."""
 
     def deny(document: Document) -> Document:
-        return edits.add_entry(document, "deny", "user:7")
+        return replace(document, deny=("user:7",))
 
     first = await repository.edit(deny, kind="list", author="ann", expected=0)
     assert (first.number, first.kind) == (1, "list")

@@ -34,26 +34,12 @@ class NotFound(ConfigError):
     """The version, rule, tier or entry does not exist."""
 
 
-def assign(document: Document, subject: str, tier: str) -> Document:
-    """Put `user:42`, `api_key:sk_1` or `tenant:acme` in a tier, instead of its present one."""
-    return replace(document, assign={**document.assign, subject: tier})
-
-
 def unassign(document: Document, subject: str) -> Document:
     """Take a subject out of its tier. Raises NotFound if it is assigned to none."""
     if subject not in document.assign:
         raise NotFound(f"{show(subject)} is assigned to no tier; subjects are written like user:42")
     rest = {other: tier for other, tier in document.assign.items() if other != subject}
     return replace(document, assign=rest)
-
-
-def add_override(document: Document, override: Override) -> Document:
-    """Put an override before all others, replacing the one for the same subject and rule.
-
-    The first override that fits a request applies, so the newest wins over a more general one.
-    """
-    others = (each for each in document.overrides if _key(each) != _key(override))
-    return replace(document, overrides=(override, *others))
 
 
 def remove_override(
@@ -178,12 +164,6 @@ def _with_mode(document: Document, position: int, mode: Mode) -> Document:
     rules = list(document.rules)
     rules[position] = replace(rules[position], mode=mode)
     return replace(document, rules=tuple(rules))
-
-
-def add_entry(document: Document, name: ListName, entry: str) -> Document:
-    """Add an entry at the end of a list; an entry that is on it keeps its position."""
-    entries = _entries(document, name)
-    return document if entry in entries else _with_list(document, name, (*entries, entry))
 
 
 def remove_entry(document: Document, name: ListName, entry: str) -> Document:
