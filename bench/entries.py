@@ -1,6 +1,6 @@
 """A million entries beside the document: a change of one, the start of a node, bytes an entry.
 
-    python -m bench.entries [--entries 1000000] [--database postgresql://…]
+    python -m bench.entries [--entries 1000000] [--kind overrides [--database postgresql://…]]
 
 Another process follows the database. The time of a change is from the call until that process
 decides by it. The libraries that `make bench` compares have no such entries.
@@ -99,19 +99,25 @@ async def measure(url: str, many: list[Entry]) -> dict[str, float]:
     }
 
 
+KINDS = {"assignments": assignments, "overrides": overrides}
+
+
 def main() -> None:
-    """Measure SQLite, and the database that is named."""
+    """Measure each kind of entries on SQLite, or one kind in the database that is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--database", default="", help="the URL of an empty PostgreSQL database")
     given = parser.parse_args()
-    for make in (assignments, overrides):
+    if given.database and not given.kind:
+        parser.error("--database needs --kind: the figures are those of an empty database")
+    for kind in [given.kind] if given.kind else KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            for url in filter(None, (f"sqlite:///{folder}/rules.db", given.database)):
-                found = asyncio.run(measure(url, make(given.entries)))
-                print(f"{url.partition(':')[0]}, {given.entries:,} {make.__name__}")
-                for name, value in found.items():
-                    print(f"  {name:24} {value:10.2f}")
+            url = given.database or f"sqlite:///{folder}/rules.db"
+            found = asyncio.run(measure(url, KINDS[kind](given.entries)))
+        print(f"{url.partition(':')[0]}, {given.entries:,} {kind}")
+        for name, value in found.items():
+            print(f"  {name:24} {value:10.2f}")
 
 
 if __name__ == "__main__":
