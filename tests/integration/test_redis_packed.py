@@ -154,6 +154,28 @@ def test_states_that_have_ended_are_deleted_while_the_bucket_is_in_use(
     assert server.admin.pttl(key) > 0
 
 
+def test_checks_of_several_rules_delete_states_that_have_ended(
+    server: Single, store: Store
+) -> None:
+    """A request of several rules is one call. It deletes no state that it has just written."""
+    short = store.gate([Limit(5, per=0.05)], "short")
+    rules = [store.gate([Limit(10**6, per=YEAR)], name) for name in ("one", "two")]
+    busy, *ended = neighbours(4)
+    for subject in ended:
+        short.check(subject, 5)
+    key, calls = key_of(busy), 0
+
+    def swept() -> bool:
+        nonlocal calls
+        for _ in range(20):
+            store.check_together([(gate, busy, 1) for gate in (*rules, short)])
+            calls += rules[0].peek(busy, 0).remaining == 10**6 - calls - 1
+        return bool(server.admin.hlen(key) <= 3)
+
+    until(swept, "the ended states are deleted", SECONDS_MAX, lambda: server.admin.hlen(key))
+    assert [gate.peek(busy, 0).remaining for gate in rules] == [10**6 - calls] * 2
+
+
 def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store) -> None:
     """Clients that come once, with random keys, do not make a bucket grow without end."""
     scripts = RuleScripts((Limit(5, per=0.05),), "", parse(server.uri), SystemClock())

@@ -59,6 +59,22 @@ function held_back.call(command, key, field, ...)
     hold({command, key, field, ...})
 end
 
+-- Return some fields of a bucket, for a sweep: none that a write held back has changed.
+function held_back.pcall(command, key, ...)
+    local found, fields = redis.pcall(command, key, ...), fields_of[key]
+    if found.err or not fields then
+        return found
+    end
+    local unchanged = {}
+    for i = 1, #found, 2 do
+        if fields[found[i]] == nil then
+            unchanged[#unchanged + 1] = found[i]
+            unchanged[#unchanged + 1] = found[i + 1]
+        end
+    end
+    return unchanged
+end
+
 local peek = ARGV[2] ~= '' and ARGV[2] or nil
 local answers, passes = {}, true
 for i = 1, #KEYS do

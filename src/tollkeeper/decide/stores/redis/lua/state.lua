@@ -247,8 +247,8 @@ end
 -- A bucket outlives most of its states. So one charge in 128 sweeps: it deletes the states of the
 -- bucket that have ended, or those among 32 random ones. So do a reset, a refund, and one new state in
 -- eight: if a fourth of the states of a bucket have ended, that deletes as many as are added.
--- Tests with their own clock do not sweep, nor does a check of several subjects, which holds its
--- writes back. Return the server's error if the user may not run the command of the sweep.
+-- Tests with their own clock do not sweep. Return the server's error if the user may not run the
+-- command of the sweep.
 local function keep(states, need_us)
     local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
     local need_ms = need_us and math.ceil(need_us / 1000) + 1 or 0
@@ -291,7 +291,7 @@ local function keep(states, need_us)
     end
 
     local due = in_bucket and (not need_us or now % (raw and 128 or 8) == 0)
-    if due and not given and redis.pcall then
+    if due and not given then
         local some, dead = redis.pcall('HRANDFIELD', key, 32, 'WITHVALUES'), {}
         if some.err then
             return some
