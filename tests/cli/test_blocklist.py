@@ -75,16 +75,17 @@ def test_a_file_is_read_again(tmp_path_factory: pytest.TempPathFactory, ends: En
         found = read_ends(path)
         assert set(found) == set(ends)
         assert all(0 <= found[each] - end_s <= 60 for each, end_s in ends.items())
+        assert write(found) == path.read_text()  # each run of the command reads and writes it
 
 
 def test_the_formats() -> None:
     """nginx takes `deny` lines, nft a table."""
     ends = {V6: NOW_S, V4: NOW_S}
     assert nginx_text(ends).splitlines()[1:] == [
-        "deny 192.0.2.7; # until 2027-01-15T08:01:00Z",
-        "deny 2001:db8::/64; # until 2027-01-15T08:01:00Z",
+        "deny 192.0.2.7; # until 2027-01-15T08:00:00Z",
+        "deny 2001:db8::/64; # until 2027-01-15T08:00:00Z",
     ]
-    assert plain_text({V4: NOW_S}).splitlines()[1:] == ["192.0.2.7 # until 2027-01-15T08:01:00Z"]
+    assert plain_text({V4: NOW_S}).splitlines()[1:] == ["192.0.2.7 # until 2027-01-15T08:00:00Z"]
 
 
 @pytest.mark.server
@@ -124,6 +125,8 @@ def test_the_command_runs_after_a_change_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--reload failed: .*nonsense"):
         update(path, "three", ["/nonsense"])
     assert path.read_text() == "three"
+    update(path, "three", ["touch", str(mark)], again=True)
+    assert mark.exists()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

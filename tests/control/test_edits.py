@@ -122,6 +122,8 @@ def test_list_entries_are_removed() -> None:
     assert edits.remove_entry(document, "allow", "sk_internal_*").allow == ("user:7",)
     with pytest.raises(edits.NotFound, match=r"'user:7' is not on the deny list"):
         edits.remove_entry(document, "deny", "user:7")
+    written = replace(DOCUMENT, allow=("10.0.0.0/8",))
+    assert edits.remove_entry(written, "allow", "ip:10.0.0.0/8").allow == ()
 
 
 def test_edits_leave_the_old_document_unchanged() -> None:

@@ -264,6 +264,17 @@ def test_a_block_that_is_cut_off_is_ignored_and_overwritten(path: Path) -> None:
     assert file.read_bytes() == whole
 
 
+def test_a_new_file_that_is_abandoned_leaves_the_old_one(path: Path) -> None:
+    """The next write begins with all entries, and not after the part that was written."""
+    made = written(path)
+    made.write([ROW._replace(seq=7)], 7, whole=True)
+    made.abandon()
+    assert made.seq == -1
+    assert [row.seq for row in rows_of(path)] == [1, 2, 3]
+    assert sorted(each.name for each in path.parent.glob(".*")) == []
+    made.close()
+
+
 def test_a_changed_byte_of_the_entries_is_detected(path: Path) -> None:
     """In every place: the snapshot is used as it was written, or not at all."""
     written(path).close()

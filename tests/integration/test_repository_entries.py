@@ -116,6 +116,35 @@ async def test_overrides_have_unique_ids(repository: Repository) -> None:
         await entries.put(override("old"), **ANN)
 
 
+async def test_a_removal_during_a_whole_read_is_not_missed(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry of the first page is removed, and another is added, before the last page."""
+    entries = (await ready(repository)).entries
+    monkeypatch.setattr(module, "PAGE_ROWS", 2)
+    for number in range(3):
+        await entries.put(assignment(f"user:{number}", "pro"), **ANN)
+    known: set[str] = set()
+    seq = 0
+    async for page in entries.changes_since(0):
+        known |= {row[1] for row in page.rows}
+        if not seq:
+            await entries.remove("assignment", "user:0", **ANN)
+            await entries.put(assignment("user:9", "pro"), **ANN)
+        seq = page.seq
+    assert known >= {"user:0", "user:9"}
+    later = [row for page in await feed(repository, seq) for row in page.rows]
+    assert "user:0" in {row.key for row in later if row.removed}
+
+
+async def test_overrides_of_names_that_differ_in_case_are_apart(repository: Repository) -> None:
+    """SQLite's LIKE ignores the case."""
+    entries = (await ready(repository)).entries
+    await entries.put(override("one", value="Bob"), **ANN)
+    await entries.put(override("two", value="bob"), **ANN)
+    assert [each.key for each in await entries.overrides_of("tenant", "Bob")] == ["one"]
+
+
 async def test_overrides_are_found_by_their_subject(repository: Repository) -> None:
     """The value may contain characters that mean something in SQL."""
     entries = (await ready(repository)).entries

@@ -8,6 +8,7 @@ the service or of itself. An entry that has become exempt (by the allow list, or
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -101,19 +102,31 @@ def blocklist(
     path = None if output == "-" else Path(output)
     command = None if reload is None else shlex.split(reload)
     known = {} if path is None else read_ends(path)
+    failed = False
     with service:
         while True:
             try:
                 answer = _rejected(service, at_least)
-                known = merged(known, answer, time(), expire_s, entries)
-                update(path, _WRITERS[file_format](known), command)
-            except (ServiceError, ConfigError, OSError) as error:
-                if not follow:
-                    raise
-                print_text(f"tollkeeper: {error}", to_stderr=True)
+            except (ServiceError, ConfigError) as error:
+                _raise_unless(follow, error)
+                answer = {}  # entries end also while the service is unavailable
+            known = merged(known, answer, time(), expire_s, entries)
+            try:
+                update(path, _WRITERS[file_format](known), command, again=failed)
+                failed = False
+            except (ConfigError, OSError) as error:
+                _raise_unless(follow, error)
+                failed = True
             if not follow:
                 return
             sleep(interval_s)
+
+
+def _raise_unless(follow: bool, error: Exception) -> None:
+    """Print an error if the command goes on; raise it if not."""
+    if not follow:
+        raise error
+    print_text(f"tollkeeper: {error}", to_stderr=True)
 
 
 def _check_options(file_format: str, entries: int, needs_file: bool) -> None:
@@ -180,16 +193,16 @@ def read_ends(path: Path) -> Ends:
     return ends
 
 
-def update(path: Path | None, text: str, command: list[str] | None) -> None:
+def update(path: Path | None, text: str, command: list[str] | None, *, again: bool = False) -> None:
     """Replace the file if its text has changed, and run the command then.
 
-    Raises ConfigError if the command fails.
+    Raises ConfigError if the command fails. `again`: run it in any case, because it failed before.
     """
     if path is None:
         print_text(text.rstrip("\n"))
         return
     try:
-        if path.read_text(encoding="utf-8") == text:
+        if path.read_text(encoding="utf-8") == text and not again:
             return
     except FileNotFoundError:
         pass
@@ -224,7 +237,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def _until(end_s: float) -> str:
     # Whole minutes: an entry that is denied every second must not change the file every second.
-    minute = (int(end_s) // 60 + 1) * 60
+    minute = math.ceil(end_s / 60) * 60
     return f"# until {datetime.fromtimestamp(minute, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
@@ -70,6 +71,7 @@ EXAMPLES: Final = '"sqlite:///rules.db" or "postgresql://user:password@host/rule
 _TIMEOUT_STATES: Final = {"57014", "55P03", "25P03"}
 _PERMISSION_DENIED: Final = "42501"
 _SQLITE_BUSY: Final = ("database is locked", "database table is locked", "database is busy")
+_NUMBERED: Final = re.compile(r"\$[0-9]+")
 _NEWEST: Final = """
 SELECT coalesce(max(number), 0), (SELECT seq FROM tollkeeper_feed) FROM tollkeeper_versions
 """
@@ -126,7 +128,7 @@ class Database:
                 yield connection
 
     async def rows(self, statement: str, *parameters: object) -> list[Any]:
-        """Return the rows of a query, whose parameters are written $1, $2 and so on.
+        """Return the rows of a query, whose parameters are written $1, $2 and so on, in order.
 
         The driver runs it: for a million rows, SQLAlchemy takes seconds more. A boolean of SQLite
         is 0 or 1.
@@ -135,7 +137,8 @@ class Database:
             driver: Any = (await connection.get_raw_connection()).driver_connection
             if self.is_postgresql:
                 return [tuple(row) for row in await driver.fetch(statement, *parameters)]
-            return list(await driver.execute_fetchall(statement.replace("$", "?"), parameters))
+            plain = _NUMBERED.sub("?", statement)
+            return list(await driver.execute_fetchall(plain, parameters))
 
     @asynccontextmanager
     async def writing(

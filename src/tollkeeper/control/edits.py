@@ -21,6 +21,7 @@ from typing import Final, Literal, TypeVar
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Consistency, Document, Mode, Override, Rule
+from tollkeeper.rules.matching.lists import canonical_entry
 
 ListName = Literal["allow", "deny"]
 
@@ -169,7 +170,9 @@ def _with_mode(document: Document, position: int, mode: Mode) -> Document:
 def remove_entry(document: Document, name: ListName, entry: str) -> Document:
     """Remove an entry from a list. Raises NotFound if it is not on it."""
     entries = _entries(document, name)
-    rest = tuple(each for each in entries if each != entry)
+    # `10.0.0.0/8` and `ip:10.0.0.0/8` are the same entry.
+    wanted = canonical_entry(entry)
+    rest = tuple(each for each in entries if canonical_entry(each) != wanted)
     if len(rest) == len(entries):
         raise NotFound(
             f"{show(entry)} is not on the {name} list; name the entry as it is written there"

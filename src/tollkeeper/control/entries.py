@@ -251,7 +251,13 @@ class EntryRows:
         )
         async with self._database.reading() as connection:
             found = [Entry(*row) for row in await connection.execute(query)]
-        return [entry for entry in found if override_of(entry).rule == rule]
+        wanted = attribute, value, rule
+        # SQLite compares the beginning without regard to case.
+        return [
+            entry
+            for entry in found
+            if ((override := override_of(entry)).attribute, override.value, override.rule) == wanted
+        ]
 
     async def stream(
         self, kinds: Collection[EntryKind] | None = None
@@ -289,10 +295,13 @@ class EntryRows:
             found: list[RowFields] = await self._database.rows(query, at, PAGE_ROWS)
             if found:
                 at = found[-1][3]
-            if len(found) < PAGE_ROWS:
-                yield FeedPage(found, max(at, position.seq), whole)
+            is_last = len(found) < PAGE_ROWS
+            known = max(at, position.seq) if is_last else at
+            # All entries leave removed ones out. An entry of an earlier page may have been removed
+            # since the position was read, so the reader has to ask for later changes again.
+            yield FeedPage(found, min(known, position.seq) if whole else known, whole)
+            if is_last:
                 return
-            yield FeedPage(found, at, whole)
 
     # ── Changing ───────────────────────────────────────────────────────────────────────────────
 
@@ -452,14 +461,12 @@ async def _data_of(connection: AsyncConnection, kind: EntryKind, key: str) -> st
 
 
 async def _purge(connection: AsyncConnection) -> int:
-    """Delete rows that are due; return the highest number of a removed entry among them."""
+    """Delete rows that are due; return the highest number among them."""
     due = select(rows.c.kind, rows.c.key).where(rows.c.purge_at <= _ms(_now())).limit(PURGE_MAX)
     found = await connection.execute(
-        delete(rows)
-        .where(tuple_(rows.c.kind, rows.c.key).in_(due))
-        .returning(rows.c.seq, rows.c.removed)
+        delete(rows).where(tuple_(rows.c.kind, rows.c.key).in_(due)).returning(rows.c.seq)
     )
-    return max((seq for seq, removed in found if removed), default=0)
+    return max(found.scalars(), default=0)
 
 
 async def _check_ids(

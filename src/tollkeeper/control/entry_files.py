@@ -195,7 +195,7 @@ def _row_of(names: list[str], cells: list[str]) -> _Row:
             row["multiply"] = float(row["multiply"])
         if row.get("limits", "").startswith(("[", "{")):
             row["limits"] = _strict_json(row["limits"])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ConfigError(f"multiply or limits: {error}")
     return row
 

@@ -647,10 +647,16 @@ class Follower:
     async def _update(self, source: RulesSource) -> bool:
         """Query the source and put a new version into force; return True if that worked."""
         try:
-            found = await _query(source, self._known)
-            if found is not None:
-                self._put_into_force(found)
-                self._known = found.version
+            try:
+                found = await _query(source, self._known)
+                if found is not None:
+                    self._put_into_force(found)
+                    self._known = found.version
+            except StoreError:
+                raise
+            except Exception:  # a document that this node cannot read does not stop the entries
+                await self._update_entries(source)
+                raise
             await self._update_entries(source)
         except Exception as error:  # whatever it is, the last good rules stay
             self._failures += 1
@@ -693,6 +699,8 @@ class Follower:
             file.finish()
         except Exception as error:  # whatever it is, the snapshot is out of date
             self._entries_error = f"the entries' snapshot is out of date: {_message(error)}"
+            if file is not None:
+                file.abandon()
 
     def _put_into_force(self, found: VersionedDocument) -> None:
         limiter = self._limiter()

@@ -283,15 +283,22 @@ class EntrySnapshot:
             self._base_bytes = self._bytes = file.tell()
         path.replace(self._path)
 
+    def abandon(self) -> None:
+        """Remove a new file that is not finished; the next write begins with all entries."""
+        if self._new is None:
+            return
+        (file, path), self._new = self._new, None
+        self.seq = -1
+        with suppress(OSError):  # the disk may be full
+            path.unlink()
+            file.close()
+
     def close(self) -> None:
         """Stop writing: another process may begin. A new file that is not finished is removed."""
-        if self._new is not None:
-            self._new[0].close()
-            with suppress(OSError):
-                self._new[1].unlink()
+        self.abandon()
         if self._lock is not None:
             os.close(self._lock)
-        self._new = self._lock = None
+        self._lock = None
         self.seq = -1
 
 

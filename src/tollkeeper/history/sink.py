@@ -295,13 +295,14 @@ class Sink:
     async def _next(self) -> RecordBatch | None:
         if self._is_room_used():
             await self._trim()
-        count = min(len(self._events), BATCH_EVENTS_MAX)
-        events = self._with_room(await self._rows([self._events.popleft() for _ in range(count)]))
         usage: list[UsageIncrement] = []
         if self._is_usage_due():
             usage = await self._admitted(self.usage.take(BATCH_BUCKETS_MAX))
             if not len(self.usage):
                 self._usage_due_s = time.monotonic() + self._pace.usage_seconds
+        # After the usage, whose look-up may fail: these would be lost then.
+        count = min(len(self._events), BATCH_EVENTS_MAX)
+        events = self._with_room(await self._rows([self._events.popleft() for _ in range(count)]))
         if not events and not usage:
             return None
         self._numbers += 1

@@ -356,6 +356,12 @@ SELECT decisions, decision_text, usage, usage_text FROM (
 _FULLEST: Final = (
     "SELECT {at} / {hour} AS hour, count(*) FROM {table} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
 )
+_PAIRS: Final = """
+SELECT count(*) FROM (
+    SELECT 1 FROM tollkeeper_usage
+    WHERE start_s >= :from_s AND start_s < :to_s AND subject <> '(others)' GROUP BY subject, rule
+) AS pairs
+"""
 _LEAST_BUSY: Final = """
 SELECT subject, rule FROM (
     SELECT subject, rule, sum(allowed + denied + shadow_denied + denied_indirectly) AS requests
@@ -624,7 +630,10 @@ class Trimmer:
         hour_s = await self._fullest("tollkeeper_usage", "start_s", HOUR_SECONDS)
         between = {"from_s": hour_s, "to_s": hour_s + HOUR_SECONDS}
         async with self._database.reading() as connection:
-            found = await connection.execute(text(_LEAST_BUSY), {**between, "limit": count})
+            pairs = (await connection.execute(text(_PAIRS), between)).scalar_one()
+            # The busier half of an hour stays, however few subjects it has.
+            limit = min(count, -(-pairs // 2))
+            found = await connection.execute(text(_LEAST_BUSY), {**between, "limit": limit})
             least = sorted((str(subject), str(rule)) for subject, rule in found)
         for some in _parts(least):
             async with self._database.writing_shared() as connection:

@@ -401,10 +401,12 @@ class LimiterMetrics:
             denied = self._totals.totals.get(name, _NOTHING)[_DENIED]
             new_denied = denied - self._denied.get(name, 0)
             from_cache = self._cached.get(name, 0) + max(min(hits, new_denied), 0)
-            self._denied[name], self._cached[name] = denied, from_cache
+            self._cached[name] = from_cache
             if from_cache:
                 found.put("rule_decisions", denied - from_cache, name, "denied", "store")
                 found.put("rule_decisions", from_cache, name, "denied", "denied_cache")
+        # Of all names: the first hits of a rule must not count its earlier denials as new.
+        self._denied = {name: total[_DENIED] for name, total in self._totals.totals.items()}
 
     def _of_checks(self, found: MetricsSnapshot) -> None:
         tally = self._limiter.tally()

@@ -6,10 +6,12 @@ three decisions of rules (RuleCounts).
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+from weakref import WeakSet
 
 from tollkeeper.core.errors import StoreError, StoreFull, StoreTimeout
 from tollkeeper.decide.busiest import BUSIEST_MAX, Busiest
@@ -26,6 +28,18 @@ RATE_SAMPLE_EVERY: Final = 61
 RATES_MAX: Final = 16
 
 
+_all_rates: Final[WeakSet[SubjectRates]] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """Replace the locks in a forked process: the thread that held one does not exist there."""
+    for rates in _all_rates:
+        rates.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
 class SubjectRates:
     """The checks per second of the busiest subjects, from a sample of the checks.
 
@@ -33,17 +47,18 @@ class SubjectRates:
     for each of its subjects, however many rules count it.
     """
 
-    __slots__ = ("_began_s", "_lock", "_rates", "_sketch")
+    __slots__ = ("__weakref__", "_began_s", "_rates", "_sketch", "lock")
 
     def __init__(self) -> None:
+        _all_rates.add(self)
         self._sketch = Busiest()
         self._began_s: float | None = None
         self._rates: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def sample(self, subjects: Iterable[str]) -> None:
         """Note the subjects of a check that is sampled."""
-        with self._lock:
+        with self.lock:
             for subject in subjects:
                 self._sketch.add(subject)
 
@@ -53,7 +68,7 @@ class SubjectRates:
         A name that replaced another in the full sketch inherited its count. That part is left out,
         so that many rare subjects do not look like a busy one.
         """
-        with self._lock:
+        with self.lock:
             if self._began_s is None:  # what was sampled before has no known time
                 self._sketch, self._began_s = Busiest(), now_s
             taken_s = now_s - self._began_s

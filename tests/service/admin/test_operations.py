@@ -298,6 +298,12 @@ async def test_a_line_break_at_the_end_of_a_path_names_no_rule(admin: Admin) -> 
     assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
 
 
+@pytest.mark.parametrize("path", ["/assignments/user:%00", "/assignments?tier=%00"])
+async def test_a_nul_in_a_url_is_rejected(admin: Admin, path: str) -> None:
+    """PostgreSQL would reject the query, as if it were unavailable."""
+    assert "NUL" in (await admin.rejected("GET", path, 400))["detail"]
+
+
 @pytest.mark.parametrize("name", ["a/b", "€🦊", "a%2Fb", "../..", "validate", "x/promote", "#?&"])
 async def test_a_rule_may_have_any_printable_name(admin: Admin, name: str) -> None:
     """Percent-encoded in the path, it can be put, read, changed and removed."""

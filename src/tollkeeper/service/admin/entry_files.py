@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from tollkeeper.control.entries import EntryChange
@@ -41,7 +42,7 @@ from tollkeeper.service.admin.operations import (
     error_responses,
 )
 from tollkeeper.service.admin.problems import ApiOutput, body_error
-from tollkeeper.service.http.bodies import too_large, too_slow
+from tollkeeper.service.http.bodies import incomplete, too_large, too_slow
 
 router = APIRouter(tags=["entries"], route_class=AdminRoute)
 
@@ -115,6 +116,8 @@ async def _receive(request: Request, file: IO[bytes]) -> None:
                 file.write(chunk)
     except TimeoutError:
         raise body_error(too_slow()) from None
+    except ClientDisconnect:
+        raise body_error(incomplete()) from None
 
 
 async def _import(

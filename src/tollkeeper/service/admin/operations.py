@@ -291,7 +291,9 @@ def _check_url(request: Request) -> None:
     )
     for name, raw in parts:
         try:
-            unquote_to_bytes(raw).decode()
+            # PostgreSQL stores no NUL, so no name has one.
+            if "\0" in unquote_to_bytes(raw).decode():
+                raise ConfigError(f"the {name}: a NUL character (%00) is in no name; leave it out")
         except UnicodeDecodeError as error:
             raise AdminError(
                 400, "NOT_UTF8", f"the URL's {name} is not UTF-8 at byte {error.start + 1}"
