@@ -352,4 +352,4 @@ def test_a_storm_on_a_limit_that_refills_all_the_time(
     )
     assert denied > 500
     # On a busy machine a denial may have ended before its reply arrives.
-    assert more < 0.4
+    assert more < 0.7

@@ -105,11 +105,7 @@ def blocklist(
     failed = False
     with service:
         while True:
-            try:
-                answer = _rejected(service, at_least)
-            except (ServiceError, ConfigError) as error:
-                _raise_unless(follow, error)
-                answer = {}  # entries end also while the service is unavailable
+            answer = _rejected(service, at_least, follow)
             known = merged(known, answer, time(), expire_s, entries)
             try:
                 update(path, _WRITERS[file_format](known), command, again=failed)
@@ -138,9 +134,17 @@ def _check_options(file_format: str, entries: int, needs_file: bool) -> None:
         raise ConfigError("--follow and --reload need a file; for example --output blocked.conf")
 
 
-def _rejected(service: ServiceClient, at_least: int) -> dict[str, Any]:
+def _rejected(service: ServiceClient, at_least: int, follow: bool) -> dict[str, Any]:
+    """Return the answer of the service; an empty one if it fails and the command goes on.
+
+    Then the known entries still end in time.
+    """
     query = {"at_least": str(at_least)}
-    return service.call("GET", _PATH, query=query, expected="exempt_omitted")
+    try:
+        return service.call("GET", _PATH, query=query, expected="exempt_omitted")
+    except (ServiceError, ConfigError) as error:
+        _raise_unless(follow, error)
+        return {}
 
 
 def merged(
