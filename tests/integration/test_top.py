@@ -234,7 +234,7 @@ def test_once_and_json_print_one_frame(service: TokenService) -> None:
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"service   {service.url}")
-    assert [line.split()[0] for line in lines[-3:]] == ["RULE", "keys", "users"]
+    assert sorted([line.split()[0] for line in lines[-3:]]) == ["RULE", "keys", "users"]
     found = json.loads(as_json.stdout)
     assert found["workers"] == 2
     rules = {rule["rule"]: rule for rule in found["rules"]}
