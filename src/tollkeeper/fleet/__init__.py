@@ -1,0 +1,1 @@
+"""A fleet: many nodes that share limits and answer most checks themselves."""

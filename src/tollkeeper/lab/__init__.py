@@ -1,0 +1,1 @@
+"""Trials without risk: simulations of a fleet."""
