@@ -13,6 +13,7 @@ from functools import cache
 from typing import TypeVar, cast
 
 from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.store import (
     Answer,
     AsyncGate,
@@ -71,6 +72,7 @@ class AwaitedStore:
     as_async: AsyncStore | None = None
     monitor: StoreMonitor | None = None
     channel: Channel | None = None
+    fleet: FleetMonitor | None = None
     is_private = False
     is_sharded = False
 

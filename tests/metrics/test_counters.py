@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.stub_fleet import StubFleet, store_with_fleet
 from tollkeeper import Limiter, Request
 from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.model import ResultKind
+from tollkeeper.decide.fleet_monitor import NodeAnswers
 from tollkeeper.limiter.setup import LimiterSetup
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
@@ -25,6 +28,7 @@ from tollkeeper.metrics.counters import (
     LIMITERS,
     OTHERS,
     Counters,
+    FleetMetrics,
     LimiterMetrics,
     MetricsSnapshot,
     ProcessMetrics,
@@ -35,6 +39,7 @@ from tollkeeper.testing import ManualClock
 LABELS = {
     *("rule", "algorithm", "endpoint", "outcome", "source"),
     *("route", "status", "code", "kind", "server", "version"),
+    *("consistency", "state", "direction", "reason"),
 }
 # The labels of the rule below, before outcome and source.
 USERS = JOIN.join(("users", "token_bucket", "*"))
@@ -288,6 +293,7 @@ class _RemoteStore:
     def __init__(self) -> None:
         self.hits = {"users": 2, "trial": 9}
         self.monitor = self
+        self.fleet = None
 
     def counters(self) -> dict[str, int]:
         return {"denied_cache_hits": 11, "coalesced_checks": 7}
@@ -335,3 +341,75 @@ def test_the_counts_of_a_remote_store_are_read(monkeypatch: pytest.MonkeyPatch) 
         again = reading.snapshot().values["rule_decisions"]
         assert again[f"{USERS}{JOIN}denied{JOIN}store"] == 2
         assert again[f"{USERS}{JOIN}denied{JOIN}denied_cache"] == 2
+
+
+def test_the_counts_of_a_fleet_are_read() -> None:
+    """Answers by rule, the table, the reports, the nodes and the gossip of this process."""
+    with Limiter("2/minute", store=store_with_fleet()) as limiter:
+        found = LimiterMetrics(limiter).snapshot()
+    assert found.values["fleet_checks"] == {
+        JOIN.join(("users", "leased", "allowed")): 80,
+        JOIN.join(("users", "leased", "denied")): 5,
+        JOIN.join(("users", "leased", "asked")): 15,
+        JOIN.join(("default", "eventual", "allowed")): 3,
+        JOIN.join(("default", "eventual", "asked")): 1,
+    }
+    assert {name: value[""] for name, value in found.values.items() if name in _OF_FLEET} == {
+        **_OF_FLEET
+    }
+    assert found.values["fleet_reports"] == {"answered": 4, "failed": 1}
+    assert found.values["fleet_nodes"] == {"alive": 2, "suspected": 1, "dead": 0}
+    assert found.values["gossip_messages"] == {"sent": 10, "received": 20}
+    assert found.values["gossip_bytes"] == {"sent": 1_000, "received": 2_000}
+    assert found.values["gossip_drops"] == {"authentication": 3}
+    assert found.histograms["fleet_flush_seconds"] == {"": [1] * LENGTH}
+    assert found.histograms["gossip_hint_seconds"] == {"": [1] * LENGTH}
+
+
+_OF_FLEET = {
+    "fleet_leases": 40,
+    "fleet_leases_max": 100_000,
+    "fleet_leases_refused": 2,
+    "fleet_leased_units": 350,
+    "fleet_pending_units": 6,
+    "fleet_returned_units": 7,
+    "fleet_charged_units": 9,
+    "fleet_divergence_units": 2,
+    "fleet_live_nodes": 3,
+    "gossip_lag_seconds": 6.5,
+}
+
+
+def test_a_process_without_gossip_has_no_counts_of_it() -> None:
+    """Only one process of a node runs gossip. A dead node has no lag."""
+    fleet = StubFleet()
+    fleet.gossiped = None
+    fleet.known = [replace(each, state="dead") for each in fleet.known]
+    found = FleetMetrics(fleet).snapshot()
+    assert not {"gossip_messages", "gossip_drops"} & set(found.values)
+    assert found.values["gossip_lag_seconds"] == {"": 0}
+
+
+def test_the_rules_of_a_fleet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rules are counted together, and no counter goes down when a rule is gone."""
+    monkeypatch.setattr(counters, "RULES_MAX", 1)
+    fleet = StubFleet()
+    reading = FleetMetrics(fleet)
+    fleet.counted = {("a", "leased"): NodeAnswers(allowed=1)}
+    reading.snapshot()
+    fleet.counted = {(name, "leased"): NodeAnswers(allowed=2) for name in "bc"}
+    assert reading.snapshot().values["fleet_checks"] == {
+        JOIN.join(("a", "leased", "allowed")): 1,
+        JOIN.join((OTHERS, "", "allowed")): 4,
+    }
+
+
+def test_a_fleet_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counters are those of the node, not of each limiter."""
+    store = store_with_fleet()
+    limiters = [Limiter("1/minute", store=store, name=name) for name in ("a", "b")]
+    monkeypatch.setattr(
+        "tollkeeper.metrics.counters.LIMITERS",
+        WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
+    )
+    assert ProcessMetrics().snapshot().values["fleet_returned_units"] == {"": 7}

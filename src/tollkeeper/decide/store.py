@@ -6,17 +6,21 @@ conformance suite (`tests/conformance/`).
 
 Some stores can do more than others. A store declares each optional capability as a property that is
 None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
-cache hits and has circuit breakers) and `channel` (it carries messages between processes).
+cache hits and has circuit breakers), `channel` (it carries messages between processes) and `fleet`
+(several nodes share it, and answer checks themselves).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
+
+if TYPE_CHECKING:
+    from tollkeeper.decide.fleet_monitor import FleetMonitor
 
 BreakerPosition = Literal["closed", "open", "half_open"]
 
@@ -210,6 +214,11 @@ class Store(Protocol):
     @property
     def channel(self) -> Channel | None:
         """The messages between the processes that use this store; None if it carries none."""
+        ...
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """The nodes that share the store and answer checks themselves; None: each check asks it."""
         ...
 
     def gate(self, limits: Sequence[Limit], rule: str) -> Gate:

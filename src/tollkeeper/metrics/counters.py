@@ -30,6 +30,8 @@ from weakref import ReferenceType, WeakValueDictionary, proxy, ref
 
 from tollkeeper.core.histogram import LENGTH, Histogram, added
 from tollkeeper.core.model import DEFAULT_NAME, CheckResult, Limit
+from tollkeeper.decide.allowances import AllowanceStats
+from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode, GossipCounts, ReportCounts
 from tollkeeper.decide.store import ServerStatus, StoreMonitor, StoreStats
 
 RULES_MAX: Final = 1_000
@@ -108,6 +110,39 @@ FAMILIES: Final = (
     ),
     MetricFamily(
         "load_age_seconds", "gauge", "Seconds since a load was last known.", ("source",), "max"
+    ),
+    MetricFamily(
+        "fleet_checks",
+        "counter",
+        "Checks of leased and eventual rules: allowed or denied by the node, or asked.",
+        ("rule", "consistency", "outcome"),
+    ),
+    MetricFamily("fleet_leases", "gauge", "Allowances in the node's table.", (), "max"),
+    MetricFamily("fleet_leases_max", "gauge", "Allowances that fit the table.", (), "max"),
+    MetricFamily("fleet_leases_refused", "counter", "Allowances that did not fit.", (), "max"),
+    MetricFamily("fleet_leased_units", "gauge", "Units of leases, not spent yet.", (), "max"),
+    MetricFamily("fleet_pending_units", "gauge", "Units spent, not reported yet.", (), "max"),
+    MetricFamily("fleet_returned_units", "counter", "Units of leases that were given back."),
+    MetricFamily("fleet_charged_units", "counter", "Units that were charged late."),
+    MetricFamily("fleet_reports", "counter", "Reports to the authority.", ("outcome",)),
+    MetricFamily(
+        "fleet_divergence_units",
+        "counter",
+        "Differences between the remaining units that the node expected and the authority's.",
+    ),
+    MetricFamily("fleet_flush_seconds", "histogram", "How long a batch of reports took."),
+    MetricFamily("fleet_live_nodes", "gauge", "Nodes that share the limits.", (), "max"),
+    MetricFamily("fleet_nodes", "gauge", "Nodes that this node knows.", ("state",), "max"),
+    MetricFamily("gossip_messages", "counter", "Datagrams of gossip.", ("direction",)),
+    MetricFamily("gossip_bytes", "counter", "Bytes of gossip.", ("direction",)),
+    MetricFamily("gossip_drops", "counter", "Datagrams that were dropped.", ("reason",)),
+    MetricFamily("gossip_hint_seconds", "histogram", "The age of hints when they arrive."),
+    MetricFamily(
+        "gossip_lag_seconds",
+        "gauge",
+        "Seconds since the last news of the live node that was quiet for longest.",
+        (),
+        "max",
     ),
     MetricFamily("records_dropped", "counter", "Records dropped because they did not fit."),
     MetricFamily("workers", "gauge", "Workers that are alive."),
@@ -313,11 +348,85 @@ def algorithms_of(limits: Iterable[Limit]) -> str:
     return "+".join(sorted({limit.algorithm for limit in limits}))
 
 
+# The node's answers to checks, in the order of a row of RuleTotals.
+_OUTCOMES: Final = ("allowed", "denied", "asked")
+# Reasons and states are few and fixed; this holds if a later version has more.
+REASONS_MAX: Final = 32
+
+
+class FleetMetrics:
+    """Reads the counts of a fleet: what this node answers itself, its reports, its gossip."""
+
+    def __init__(self, fleet: FleetMonitor) -> None:
+        self._fleet = fleet
+        self._answers = RuleTotals()
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the present counts. Does no I/O."""
+        found = MetricsSnapshot()
+        self._of_answers(found)
+        _put_table(found, self._fleet.table())
+        _put_reports(found, self._fleet.reports())
+        _put_nodes(found, self._fleet.nodes(), self._fleet.live_nodes())
+        gossip = self._fleet.gossip()
+        if gossip is not None:
+            _put_gossip(found, gossip)
+        return found
+
+    def _of_answers(self, found: MetricsSnapshot) -> None:
+        self._answers.update(
+            {
+                JOIN.join((rule or DEFAULT_NAME, kind)): (each.allowed, each.denied, each.asked)
+                for (rule, kind), each in self._fleet.answers().items()
+            }
+        )
+        for name, row in self._answers.totals.items():
+            for outcome, count in zip(_OUTCOMES, row, strict=True):
+                if count:
+                    found.put("fleet_checks", count, name, outcome)
+
+
+def _put_table(found: MetricsSnapshot, table: AllowanceStats) -> None:
+    found.put("fleet_leases", table.held)
+    found.put("fleet_leases_max", table.held_max)
+    found.put("fleet_leases_refused", table.refused)
+    found.put("fleet_leased_units", table.leased_units)
+    found.put("fleet_pending_units", table.pending_units)
+
+
+def _put_reports(found: MetricsSnapshot, reports: ReportCounts) -> None:
+    found.put("fleet_returned_units", reports.returned_units)
+    found.put("fleet_charged_units", reports.charged_units)
+    found.put("fleet_reports", reports.reports, "answered")
+    found.put("fleet_reports", reports.failed, "failed")
+    found.put("fleet_divergence_units", reports.divergence_units)
+    found.histograms["fleet_flush_seconds"] = {"": list(reports.flush_seconds)}
+
+
+def _put_nodes(found: MetricsSnapshot, nodes: Sequence[FleetNode], live: int) -> None:
+    found.put("fleet_live_nodes", live)
+    for state in ("alive", "suspected", "dead"):
+        found.put("fleet_nodes", sum(each.state == state for each in nodes), state)
+    lags_s = [each.lag_s for each in nodes if each.state != "dead" and each.lag_s is not None]
+    found.put("gossip_lag_seconds", round(max(lags_s, default=0.0), 3))
+
+
+def _put_gossip(found: MetricsSnapshot, gossip: GossipCounts) -> None:
+    found.put("gossip_messages", gossip.sent, "sent")
+    found.put("gossip_messages", gossip.received, "received")
+    found.put("gossip_bytes", gossip.sent_bytes, "sent")
+    found.put("gossip_bytes", gossip.received_bytes, "received")
+    for reason, count in list(gossip.dropped.items())[:REASONS_MAX]:
+        found.put("gossip_drops", count, reason)
+    found.histograms["gossip_hint_seconds"] = {"": list(gossip.hint_seconds)}
+
+
 class LimiterMetrics:
     """Reads the counts of one limiter and its store."""
 
     def __init__(self, limiter: Any) -> None:
         self._limiter = limiter
+        self._fleet: FleetMetrics | None = None
         self._totals = RuleTotals()
         self._document: Any = None
         # Cache hits by rule at the previous snapshot; by name, denials then, and from the cache.
@@ -329,6 +438,10 @@ class LimiterMetrics:
         """Return all counts of the limiter and its store that need no I/O."""
         found = self.limiter_snapshot()
         found.add(store_snapshot(self._limiter.store.monitor))
+        fleet = self._limiter.store.fleet
+        if fleet is not None:
+            self._fleet = self._fleet or FleetMetrics(fleet)
+            found.add(self._fleet.snapshot())
         return found
 
     def limiter_snapshot(self) -> MetricsSnapshot:
@@ -465,7 +578,16 @@ def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
 # Every limiter of this process, by id. A limiter adds itself when it starts.
 LIMITERS: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
 # How many labels name the rule; those after them have few values.
-_RULE_LABELS: Final = {"rule_decisions": 3, "rule_failures": 1, "penalties": 1, "load_factor": 1}
+_RULE_LABELS: Final = {
+    "rule_decisions": 3,
+    "rule_failures": 1,
+    "penalties": 1,
+    "load_factor": 1,
+    "fleet_checks": 2,
+}
+
+
+_Read = Callable[[], MetricsSnapshot]
 
 
 class ProcessMetrics:
@@ -477,7 +599,7 @@ class ProcessMetrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[tuple[str, int], _Source] = {}
         self._deleted = MetricsSnapshot()
         self._names: dict[str, set[str]] = {}
 
@@ -488,18 +610,20 @@ class ProcessMetrics:
             for key in [key for key, source in self._sources.items() if source.of() is None]:
                 self._deleted.add(self._sources.pop(key).last.lasting())
             for limiter in limiters:
-                if id(limiter) not in self._sources:
-                    read = LimiterMetrics(proxy(limiter)).limiter_snapshot
-                    self._sources[id(limiter)] = _Source(ref(limiter), read)
-                monitor = limiter.store.monitor
-                if monitor is not None and id(monitor) not in self._sources:
-                    read = partial(store_snapshot, proxy(monitor))
-                    self._sources[id(monitor)] = _Source(ref(monitor), read)
+                store = limiter.store
+                self._note("limiter", limiter, lambda it: LimiterMetrics(it).limiter_snapshot)
+                self._note("monitor", store.monitor, lambda it: partial(store_snapshot, it))
+                self._note("fleet", store.fleet, lambda it: FleetMetrics(it).snapshot)
             total = MetricsSnapshot()
             total.add(self._deleted)
             for source in self._sources.values():
                 total.add(source.snapshot())
             return self._bounded(total)
+
+    def _note(self, kind: str, of: Any, reader: Callable[[Any], _Read]) -> None:
+        """Read an object from now on, unless it is None. A store may be several kinds in one."""
+        if of is not None and (kind, id(of)) not in self._sources:
+            self._sources[kind, id(of)] = _Source(ref(of), reader(proxy(of)))
 
     def _bounded(self, total: MetricsSnapshot) -> MetricsSnapshot:
         for family, length in _RULE_LABELS.items():
@@ -524,7 +648,7 @@ class _Source:
     """A limiter or a store, and its last known counts."""
 
     of: ReferenceType[Any]
-    read: Callable[[], MetricsSnapshot]
+    read: _Read
     last: MetricsSnapshot = field(default_factory=MetricsSnapshot)
 
     def snapshot(self) -> MetricsSnapshot:

@@ -30,6 +30,7 @@ from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
+from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -95,6 +96,7 @@ class PythonMemoryStore:
         self.as_async: AsyncStore | None = None
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
+        self.fleet: FleetMonitor | None = None
         self._states_max = states_max
         self._states = 0
         self._expired = 0

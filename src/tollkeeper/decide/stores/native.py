@@ -20,6 +20,7 @@ from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.combine import check_in_turn
+from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.store import (
     Answer,
@@ -92,6 +93,7 @@ class KernelStore:
         self.as_async: AsyncStore | None = None
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
+        self.fleet: FleetMonitor | None = None
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,

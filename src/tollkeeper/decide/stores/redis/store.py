@@ -15,6 +15,7 @@ from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
+from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.store import (
     Answer,
     AsyncGateCheck,
@@ -74,6 +75,11 @@ class RedisStore:
     def channel(self) -> Self:
         """The messages between processes."""
         return self
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """None: a node that answers checks itself wraps this store."""
+        return None
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config

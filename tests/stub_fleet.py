@@ -1,0 +1,74 @@
+"""A fleet of three nodes for tests of what an operator sees: fixed counts, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tollkeeper.core.histogram import LENGTH
+from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
+from tollkeeper.decide.fleet_monitor import (
+    FleetNode,
+    GossipCounts,
+    NodeAnswers,
+    NodeStatus,
+    ReportCounts,
+)
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.testing import ManualClock
+
+
+class StubFleet:
+    """Implements FleetMonitor with values that a test may change."""
+
+    def __init__(self) -> None:
+        self.counted: dict[tuple[str, AllowanceKind], NodeAnswers] = {
+            ("users", "leased"): NodeAnswers(allowed=80, denied=5, asked=15),
+            ("", "eventual"): NodeAnswers(allowed=3, denied=0, asked=1),
+        }
+        self.reported = ReportCounts(7, 9, 4, 1, 2, [1] * LENGTH)
+        self.gossiped: GossipCounts | None = GossipCounts(
+            10, 20, 1_000, 2_000, {"authentication": 3}, [1] * LENGTH
+        )
+        own = NodeStatus("1.0", "v12", "eu", 40, 6)
+        self.known = [
+            FleetNode("a", "10.0.0.1:7946", "alive", own, is_self=True),
+            FleetNode("b", "10.0.0.2:7946", "alive", replace(own, leases=3), 0.25),
+            FleetNode("c", "10.0.0.3:7946", "suspected", replace(own, rules_version="v11"), 6.5),
+        ]
+        self.rules_version = ""
+
+    def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
+        """See FleetMonitor."""
+        return self.counted
+
+    def reports(self) -> ReportCounts:
+        """See FleetMonitor."""
+        return self.reported
+
+    def table(self) -> AllowanceStats:
+        """See FleetMonitor."""
+        return AllowanceStats(40, 100_000, 350, 6, 2)
+
+    def gossip(self) -> GossipCounts | None:
+        """See FleetMonitor."""
+        return self.gossiped
+
+    def nodes(self) -> Sequence[FleetNode]:
+        """See FleetMonitor."""
+        return self.known
+
+    def live_nodes(self) -> int:
+        """See FleetMonitor."""
+        return len(self.known)
+
+    def use_rules(self, version: str) -> None:
+        """See FleetMonitor."""
+        self.rules_version = version
+
+
+def store_with_fleet() -> PythonMemoryStore:
+    """Return a store in memory that declares a StubFleet."""
+    store = PythonMemoryStore(ManualClock())
+    store.fleet = StubFleet()
+    return store
