@@ -24,6 +24,7 @@ from tollkeeper.core.rates import parse_limit, parse_limits
 from tollkeeper.core.version import __version__
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.decide.stores import open_store
+from tollkeeper.fleet.settings import Fleet
 from tollkeeper.limiter import AsyncLimiter, Limiter
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "Decision",
+    "Fleet",
     "InvalidCost",
     "InvalidKey",
     "Limit",

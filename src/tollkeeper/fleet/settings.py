@@ -1,0 +1,138 @@
+"""The settings of a node that shares limits with others.
+
+A limiter with `consistency="leased"` or `"eventual"`, or with such rules, is a node of a fleet. The
+defaults suit one process beside a Redis on the same network.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from tollkeeper.core.clock import NS_PER_SECOND, duration_ns
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.failure import NODES_MAX
+
+_LEASE_S_MAX: Final = 60
+_LEASE_NS_MIN: Final = NS_PER_SECOND // 50
+_FLUSH_S_MAX: Final = 10
+_FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
+PEERS_MAX: Final = 1_000
+_PORT_MAX: Final = 65_535
+# A name, an IPv4 address or an IPv6 address in brackets, with a port.
+_ADDRESS: Final = re.compile(r"(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """How a node answers checks itself, for limits that are `leased` or `eventual`.
+
+    >>> Fleet(store="shared:///run/api.fleet", nodes=20).lease_seconds
+    1.0
+
+    `store`          the node's table of leases and pending charges: `shared:///run/api.fleet` for
+                     all processes of a machine together, or `memory://`: each process is a node.
+    `lease_seconds`  how long a lease lasts, at most. A change of a quota by another node, and a
+                     lower limit, take effect after this time.
+    `flush_seconds`  pending charges are reported to the authority after this time.
+    `warm`           the share of a limit from which the authority decides every check of an
+                     `eventual` subject.
+    `nodes`          how many nodes share the limits, until gossip knows better.
+    `gossip`         "HOST:PORT" to exchange hints with other nodes at; by default no gossip.
+    `key_file`       the file with the keys that authenticate gossip. Required unless HOST is a
+                     loopback address.
+    `peers`          "HOST:PORT" of other nodes, or a name that resolves to all of them; by default
+                     nodes find each other through the authority.
+    """
+
+    store: str = "memory://"
+    lease_seconds: float = 1.0
+    flush_seconds: float = 0.2
+    warm: float = 0.5
+    nodes: int = 1
+    gossip: str | None = None
+    key_file: str | None = None
+    peers: tuple[str, ...] = ()
+    lease_ns: int = field(init=False, default=0, compare=False)
+    flush_ns: int = field(init=False, default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.store, str) or not self.store.startswith(("memory://", "shared://")):
+            raise ConfigError(
+                f"store={show(self.store)} is not on this machine; "
+                f'for example Fleet(store="shared:///run/api.fleet") or "memory://"'
+            )
+        nodes = self.nodes
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= NODES_MAX:
+            raise ConfigError(
+                f"nodes={show(nodes)} is not a whole number from 1 to {NODES_MAX:,}; "
+                f"for example Fleet(nodes=20) where twenty nodes share the limits"
+            )
+        warm = self.warm
+        if not isinstance(warm, int | float) or isinstance(warm, bool) or not 0 <= warm <= 1:
+            raise ConfigError(
+                f"warm={show(warm)} is not a share from 0 to 1; for example Fleet(warm=0.5)"
+            )
+        lease_ns = _duration_ns("lease_seconds", self.lease_seconds, _LEASE_NS_MIN, _LEASE_S_MAX, 1)
+        flush_ns = _duration_ns(
+            "flush_seconds", self.flush_seconds, _FLUSH_NS_MIN, _FLUSH_S_MAX, 0.2
+        )
+        object.__setattr__(self, "lease_ns", lease_ns)
+        object.__setattr__(self, "flush_ns", flush_ns)
+        self._check_gossip()
+
+    def _check_gossip(self) -> None:
+        if not isinstance(self.peers, tuple | list):
+            raise ConfigError(
+                f"peers={show(self.peers)} is not a tuple of addresses; "
+                f'for example Fleet(peers=("10.0.0.2:7946",))'
+            )
+        object.__setattr__(self, "peers", tuple(self.peers))
+        if len(self.peers) > PEERS_MAX:
+            raise ConfigError(
+                f"peers has {len(self.peers):,} addresses, and {PEERS_MAX:,} are the most; "
+                f"a name that resolves to all nodes is enough"
+            )
+        for peer in self.peers:
+            _check_address("peers", peer)
+        if self.gossip is not None:
+            _check_address("gossip", self.gossip)
+        elif self.peers or self.key_file is not None:
+            what = "peers" if self.peers else "key_file"
+            raise ConfigError(
+                f"{what} has no effect without gossip; "
+                f'for example Fleet(gossip="10.0.0.1:7946", key_file="/etc/tollkeeper/gossip.keys")'
+            )
+        if self.key_file is not None and (not isinstance(self.key_file, str) or not self.key_file):
+            raise ConfigError(
+                f"key_file={show(self.key_file)} is not a path; "
+                f'for example Fleet(key_file="/etc/tollkeeper/gossip.keys", …)'
+            )
+
+
+def _duration_ns(what: str, seconds: object, least_ns: int, most_s: int, usual_s: float) -> int:
+    found_ns = duration_ns(what, seconds, most_s * NS_PER_SECOND + 1, f"{what}={usual_s:g}")
+    if not least_ns <= found_ns <= most_s * NS_PER_SECOND:
+        raise ConfigError(
+            f"{what}={show(seconds)} is not from {least_ns / NS_PER_SECOND:g} to {most_s} seconds; "
+            f"for example Fleet({what}={usual_s:g})"
+        )
+    return found_ns
+
+
+def _check_address(what: str, address: object) -> None:
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None or not 1 <= int(found[1]) <= _PORT_MAX:
+        raise ConfigError(
+            f'{what}={show(address)} is not HOST:PORT; for example "10.0.0.1:7946" or "[::1]:7946"'
+        )
+
+
+def fleet_of(fleet: object) -> Fleet:
+    """Return the argument of a limiter; by default a fleet of one node."""
+    if fleet is None:
+        return Fleet()
+    if isinstance(fleet, Fleet):
+        return fleet
+    raise ConfigError(f"fleet={show(fleet)} is not a Fleet; for example fleet=Fleet(nodes=20)")
