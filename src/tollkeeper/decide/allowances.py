@@ -91,7 +91,7 @@ class AllowanceGate(Protocol):
     def spend(self, subject: str, cost: int, /) -> Decision | None:
         """Return a decision of the node; None if the authority has to decide.
 
-        It is a denial if one is known that covers the cost.
+        It is a denial if one is known that covers the cost, and no lease does.
         """
         ...
 
@@ -107,11 +107,20 @@ class AllowanceGate(Protocol):
         """Return the units to ask for: the demand of this node in one lifetime, as seen lately."""
         ...
 
+    def held(self, subject: str, /) -> int:
+        """Return the units that remain on this node and not at the authority.
+
+        Those of a lease that are left; or, negative, the pending units, which the authority still
+        counts as remaining.
+        """
+        ...
+
     def put(self, subject: str, lease: Lease, decision: Decision, cost: int, /) -> Replaced | None:
         """Keep the answer of the authority to a check of `cost`: an allowance, or a denial.
 
         `lease` has the units to spend and their time; for a budget, `ends_ns` is 0. Return what is
-        left of a lease that this one replaces. Pending units stay pending.
+        left of a lease that this one replaces. Pending units stay pending, and a budget has so many
+        units less: it is counted from the authority's last answer.
         """
         ...
 
@@ -330,6 +339,8 @@ class PythonAllowances:
                 record = self.records.get((claim.gate, claim.subject))
                 if record is not None:
                     record.claimed_units = 0
+                    # What is pending now was spent after the claim.
+                    record.first_ns = max(record.first_ns, record.claimed_at_ns)
 
     def stats(self) -> AllowanceStats:
         """Return the statistics of the table."""
@@ -378,10 +389,13 @@ class PythonAllowanceGate:
             if record is None:
                 return None
             record.note_demand(cost, now_ns, self._lifetime_ns)
-            if now_ns < record.denied_until_ns and cost >= record.denied_cost:
+            has_units = now_ns < record.until_ns and cost <= record.left
+            is_denied = now_ns < record.denied_until_ns and cost >= record.denied_cost
+            # The authority has charged the units of a lease: a denial does not take them away.
+            if is_denied and not (has_units and self._kind == "leased"):
                 self._denied += 1
                 return self._decision(record, now_ns, record.denied_until_ns - now_ns)
-            if now_ns >= record.until_ns or cost > record.left:
+            if not has_units:
                 return None
             record.left -= cost
             if self._kind == "eventual" and cost:
@@ -434,6 +448,18 @@ class PythonAllowanceGate:
             record = table.records.get((self.number, subject))
             return 0 if record is None else max(record.seen, record.seen_before)
 
+    def held(self, subject: str) -> int:
+        """Return the units that remain on this node and not at the authority."""
+        table = self._table
+        now_ns = table.clock.now_ns()
+        with table.lock:
+            record = table.records.get((self.number, subject))
+            if record is None:
+                return 0
+            if self._kind == "eventual":
+                return -record.pending - record.claimed_units
+            return record.left if now_ns < record.until_ns else 0
+
     def put(self, subject: str, lease: Lease, decision: Decision, cost: int) -> Replaced | None:
         """Keep the answer of the authority to a check of `cost`."""
         table = self._table
@@ -456,17 +482,24 @@ class PythonAllowanceGate:
                 record.denied_cost = cost
             elif cost >= record.denied_cost:
                 record.denied_until_ns = 0
-            if not decision.allowed:
-                return None
             replaced = None
-            if lease.units:
+            if not decision.allowed and self._kind == "leased":
+                return None
+            beside = lease.units
+            if self._kind == "eventual":
+                # The authority does not know of the pending units yet: they are spent already.
+                pending = record.pending + record.claimed_units
+                record.left = max(lease.units - pending, 0)
+                record.until_ns = now_ns + lease.lasts_ns
+                beside = record.left + pending
+            elif lease.units:
                 replaced = _left_of(self._kind, record.left, record.ends_store_ns)
                 record.left, record.until_ns = lease.units, now_ns + lease.lasts_ns
                 record.ends_store_ns = lease.ends_ns
-                record.charged_store_ns = decision.charged_ns or decision.decided_ns
-            elif self._kind == "eventual":
-                record.left = 0
-            record.elsewhere = max(decision.remaining - record.left, 0)
+                # Not that of the check itself: its refund adds no units to the lease, because time
+                # may have returned them.
+                record.charged_store_ns = (decision.charged_ns or decision.decided_ns) - 1
+            record.elsewhere = max(decision.remaining - beside, 0)
             return replaced
 
     def deny(self, subject: str, cost: int, lasts_ns: int) -> None:
