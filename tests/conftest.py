@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 from collections.abc import Iterator
@@ -23,11 +24,17 @@ pytest_plugins = ["pytester"]
 
 # A deadline is an assertion about time: no property may fail because the machine was busy.
 settings.register_profile(
-    "tollkeeper", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "tollkeeper",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+    max_examples=50,
 )
 settings.load_profile("tollkeeper")
 # `make check` tries fewer random examples of each property, because people wait for it.
 settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=25)
+# `pytest --hypothesis-profile=thorough` takes an hour.
+settings.register_profile("thorough", settings.get_profile("tollkeeper"), max_examples=2_000)
 
 # A shell starts a background command with SIGINT ignored. The processes that tests start would
 # inherit that, and a test that interrupts one would wait forever.
@@ -60,6 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.server)
         if item.nodeid.startswith(_LONG_SUITES):
             item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from the tests themselves: 12,000 objects with their parts.
+
+    A collection that scanned them all, and so often, would take a tenth of the processor time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,7 @@ from tests.service_process import RULES, ServiceProcess
 from tollkeeper.service.admin import page
 
 SECONDS_MAX = 400
-EXAMPLES_MAX = 4
+EXAMPLES_MAX = 2
 SEED = 20_261_115
 
 # Exceptions that OpenAPI cannot express, each for one operation.

@@ -24,7 +24,7 @@ from tollkeeper.testing import ManualClock
 pytestmark = pytest.mark.server
 
 OPENERS = {factory.name: factory.open for factory in STORES + CONNECTIONS}
-STEPS = 1_000
+STEPS = 500
 SHARDS = 10
 
 # A rule name of up to 12 bytes is a field of the hash; from 13 bytes on, its digest is.
