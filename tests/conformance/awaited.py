@@ -13,6 +13,7 @@ from functools import cache
 from typing import TypeVar, cast
 
 from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.store import (
     Answer,
@@ -73,6 +74,7 @@ class AwaitedStore:
     monitor: StoreMonitor | None = None
     channel: Channel | None = None
     fleet: FleetMonitor | None = None
+    allowances: Allowances | None = None
     is_private = False
     is_sharded = False
 

@@ -5,13 +5,20 @@ and until when it may spend them. The units are a lease, which the authority has
 a budget, which it has not: then the units that were spent are *pending* until they are reported.
 
 All processes of a node spend from the same table, `memory://` or a `shared://` file. The table does
-no I/O. A check that finds units is one call of `AllowanceGate.spend`. Whatever the authority has to
-be told is *claimed* from the table by one process, reported, and then confirmed. A claim that was
-not confirmed within CLAIM_NS, because its process was killed, can be claimed again. So units may be
-reported twice, but they are always reported.
+no I/O. A check that finds units is one call of `AllowanceGate.spend`. One process *claims* from the
+table the units that the authority has to know of, reports them, and confirms the claims.
+
+A process may be killed between two of these steps. Then the authority may count too much, but never
+too little:
+
+- Pending units that were claimed and not confirmed within CLAIM_NS are claimed again. So they may
+  be reported twice, but they are always reported.
+- Units of a lease are claimed once. The authority may have received them from a process that did
+  not live to confirm the claim. If it received them twice, it would admit more than the limit.
 
 A subject that the authority has denied is denied here until the denial ends, in every process of
-the node. A denial may also come from another node, by gossip.
+the node. A denial may also come from another node, by gossip. A node with a lease spends it first:
+the authority has charged these units before it denied others.
 
 Times are the table's own, in nanoseconds, unless their name says `store`: those are of the
 authority. The clocks of a node and of its authority are never compared. The difference that was
@@ -26,6 +33,7 @@ from hashlib import blake2b
 from typing import Final, Literal, NamedTuple, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.leasing import Lease
 from tollkeeper.decide.store import FastCheck
@@ -34,12 +42,21 @@ from tollkeeper.decide.store import FastCheck
 AllowanceKind = Literal["leased", "eventual"]
 
 CLAIM_NS: Final = 5 * NS_PER_SECOND
+# The units that one allowance holds at most, with those that are pending or claimed. A longer lease
+# or a larger budget is cut. Three numbers of 21 bits are one word, which a process writes at once.
+ALLOWANCE_UNITS_MAX: Final = (1 << 21) - 1
+ALLOWANCES_MAX_DEFAULT: Final = 100_000
 # A longer subject is decided by the authority.
 SUBJECT_BYTES_MAX: Final = 128
 # A denial is repeated for at most this long: a grant or a reset elsewhere may end it sooner.
 DENIED_NS_MAX: Final = NS_PER_SECOND
-# An allowance without units, pending charges and denial is dropped after this time.
+# An allowance without units, pending charges and denial may be dropped after this time.
 IDLE_NS: Final = 10 * NS_PER_SECOND
+# After this time, one may be dropped although it has units to claim: no process has a gate for
+# them any more, because the rules were changed.
+FORGET_NS: Final = 600 * NS_PER_SECOND
+# A full table is searched for idle allowances at most this often.
+_SEARCH_EVERY_NS: Final = NS_PER_SECOND // 10
 
 
 class Claim(NamedTuple):
@@ -56,7 +73,7 @@ class Claim(NamedTuple):
     age_ns: int
     """How long ago the units of a budget were spent: the middle of the first and the last."""
     token: int
-    """Identifies the claim when it is confirmed."""
+    """Identifies the claim of pending units when it is confirmed; 0 for a lease."""
 
 
 class Replaced(NamedTuple):
@@ -91,15 +108,15 @@ class AllowanceGate(Protocol):
     def spend(self, subject: str, cost: int, /) -> Decision | None:
         """Return a decision of the node; None if the authority has to decide.
 
-        It is a denial if one is known that covers the cost, and no lease does.
+        It is a denial if one is known that covers the cost, and no lease has the units.
         """
         ...
 
     def unspend(self, subject: str, units: int, charged_store_ns: int, /) -> bool:
         """Put units back that were spent from the allowance that is here now.
 
-        False if it was another one: then the authority has to be told. `charged_store_ns` is that
-        of the decision.
+        Return False if they were spent from another one: then the caller refunds them at the
+        authority. `charged_store_ns` is the `charged_ns` of the decision.
         """
         ...
 
@@ -119,8 +136,9 @@ class AllowanceGate(Protocol):
         """Keep the answer of the authority to a check of `cost`: an allowance, or a denial.
 
         `lease` has the units to spend and their time; for a budget, `ends_ns` is 0. Return what is
-        left of a lease that this one replaces. Pending units stay pending, and a budget has so many
-        units less: it is counted from the authority's last answer.
+        left of a lease that this one replaces, or the lease itself if the table has no room for it.
+        Pending units stay pending, and a budget is smaller by them: the authority did not know of
+        them when it answered. So confirm a claim before the answer to its report is put here.
         """
         ...
 
@@ -144,7 +162,7 @@ class AllowanceGate(Protocol):
         ...
 
     def counted(self) -> tuple[int, int]:
-        """Return how many checks this process has answered here: allowed and denied."""
+        """Return how many calls of `spend` were answered in this process: allowed and denied."""
         ...
 
 
@@ -161,7 +179,8 @@ class Allowances(Protocol):
         """Take what is to be reported: up to `count` claims.
 
         Unspent units of leases that have ended, and pending units whose first is older than
-        `flush_ns`. With `ending`, all of both: the node stops.
+        `flush_ns`. With `ending`, all of both: the node stops. Only those of gates that were
+        prepared on this object, so that the caller can report all of them.
         """
         ...
 
@@ -178,14 +197,14 @@ class Allowances(Protocol):
         ...
 
 
-class _Record:
+class _Allowance:
     """One allowance."""
 
     __slots__ = (
         "charged_store_ns",
+        "claimed",
         "claimed_at_ns",
-        "claimed_ends_store_ns",
-        "claimed_units",
+        "claimed_spent_ns",
         "cost",
         "denied_cost",
         "denied_until_ns",
@@ -193,6 +212,7 @@ class _Record:
         "ends_store_ns",
         "first_ns",
         "last_ns",
+        "leased",
         "left",
         "offset_ns",
         "pending",
@@ -200,164 +220,169 @@ class _Record:
         "seen",
         "seen_before",
         "seen_since_ns",
+        "units",
         "until_ns",
-        "used_ns",
         "whole_ns",
     )
 
-    def __init__(self, now_ns: int) -> None:
-        self.left = 0
-        self.until_ns = 0
-        self.ends_store_ns = 0
-        self.charged_store_ns = 0
-        self.pending = 0
-        self.first_ns = self.last_ns = 0  # of the pending units
-        self.claimed_units = 0
-        self.claimed_ends_store_ns = 0
-        self.claimed_at_ns = 0
-        self.denied_cost = 0
-        self.denied_until_ns = 0
+    def __init__(self, now_ns: int, *, leased: bool) -> None:
+        self.leased = leased
+        # The units of a lease when it was put here, its two times of the authority, and the end.
+        self.units = self.ends_store_ns = self.charged_store_ns = self.until_ns = 0
+        # Units to spend; spent and not claimed; claimed and not confirmed. The last two are 0 for
+        # a lease.
+        self.left = self.pending = self.claimed = 0
+        # When the pending units were spent, when the claimed ones were, and when they were claimed.
+        self.first_ns = self.last_ns = self.claimed_spent_ns = self.claimed_at_ns = 0
+        self.denied_cost = self.denied_until_ns = 0
         # The last answer of the authority: the tightest limit, its units beside the allowance, when
         # the quota is whole, and the authority's clock minus this one.
-        self.place = 0
-        self.elsewhere = 0
-        self.whole_ns = 0
-        self.offset_ns = 0
+        self.place = self.elsewhere = self.whole_ns = self.offset_ns = 0
         # The demand: units asked for in this interval without the last cost, and before it.
         self.seen = self.seen_before = self.cost = 0
         self.seen_since_ns = now_ns
-        self.used_ns = now_ns
 
     def note_demand(self, cost: int, now_ns: int, lifetime_ns: int) -> None:
-        """Count a check, whoever decides it."""
+        """Count a check, also one that the authority decides."""
+        seen = min(self.seen + self.cost, ALLOWANCE_UNITS_MAX)
         elapsed_ns = now_ns - self.seen_since_ns
         if elapsed_ns >= lifetime_ns:
-            self.seen_before = self.seen + self.cost if elapsed_ns < 2 * lifetime_ns else 0
-            self.seen, self.cost, self.seen_since_ns = 0, 0, now_ns
-        self.seen += self.cost
-        self.cost = cost
-        self.used_ns = now_ns
+            self.seen_before = seen if elapsed_ns < 2 * lifetime_ns else 0
+            seen, self.seen_since_ns = 0, now_ns
+        self.seen = seen
+        self.cost = min(cost, ALLOWANCE_UNITS_MAX)
+
+    def deny(self, cost: int, until_ns: int) -> None:
+        """Deny a cost until a time, unless a denial is known that covers it."""
+        if self.denied_cost > cost or self.denied_until_ns < until_ns:
+            self.denied_cost, self.denied_until_ns = cost, until_ns
+        if not self.leased:
+            self.left = 0
+        self.elsewhere = min(self.elsewhere, max(cost - 1, 0))
 
     def is_idle(self, now_ns: int) -> bool:
-        """Return True if nothing is lost when the record is dropped."""
-        return (
-            not self.left
-            and not self.pending
-            and not self.claimed_units
-            and now_ns >= self.denied_until_ns
-            and now_ns >= self.used_ns + IDLE_NS
-        )
+        """Return True if the record may be dropped."""
+        is_live = self.left and now_ns < self.until_ns
+        if is_live or now_ns < self.denied_until_ns:
+            return False
+        if self.left if self.leased else self.pending or self.claimed:
+            return now_ns >= max(self.seen_since_ns, self.claimed_at_ns) + FORGET_NS
+        return now_ns >= self.seen_since_ns + IDLE_NS
 
 
 class PythonAllowances:
     """A node's table in the memory of this process."""
 
-    def __init__(self, clock: Clock, held_max: int = 100_000) -> None:
+    def __init__(self, clock: Clock, held_max: int = ALLOWANCES_MAX_DEFAULT) -> None:
         self.clock = clock
         self.lock = threading.Lock()
-        self.records: dict[tuple[int, str], _Record] = {}
-        self._kinds: dict[int, AllowanceKind] = {}
+        self.records: dict[tuple[int, str], _Allowance] = {}
         self._held_max = held_max
         self._refused = 0
-        self._tokens = 0
+        self._search_at_ns = 0
+        self._closed = False
 
     def gate(
         self, limits: Sequence[Limit], rule: str, kind: AllowanceKind, lifetime_ns: int
     ) -> PythonAllowanceGate:
         """Prepare a rule's limits."""
-        gate = PythonAllowanceGate(self, tuple(limits), rule, kind, lifetime_ns)
-        self._kinds[gate.number] = kind
-        return gate
+        return PythonAllowanceGate(self, tuple(limits), rule, kind, lifetime_ns)
 
-    def record_for(self, number: int, subject: str, now_ns: int) -> _Record | None:
+    def require_open(self) -> None:
+        """Raise StoreUnavailable if the table was closed. Call with the lock held."""
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
+
+    def find(self, number: int, subject: str) -> _Allowance | None:
+        """Return the record of a subject, or None. Call with the lock held."""
+        self.require_open()
+        return self.records.get((number, subject))
+
+    def find_or_add(
+        self, number: int, subject: str, now_ns: int, *, leased: bool
+    ) -> _Allowance | None:
         """Return the record of a subject, a new one if necessary; None if there is no room."""
-        found = self.records.get((number, subject))
+        found = self.find(number, subject)
         if found is not None:
             return found
-        if len(self.records) >= self._held_max:
-            idle = [key for key, record in self.records.items() if record.is_idle(now_ns)]
-            for key in idle:
-                del self.records[key]
-        if len(self.records) >= self._held_max or len(subject.encode()) > SUBJECT_BYTES_MAX:
+        if not self._has_room(now_ns) or len(subject.encode()) > SUBJECT_BYTES_MAX:
             self._refused += 1
             return None
-        found = self.records[number, subject] = _Record(now_ns)
+        found = self.records[number, subject] = _Allowance(now_ns, leased=leased)
         return found
+
+    def _has_room(self, now_ns: int) -> bool:
+        if len(self.records) >= self._held_max and now_ns >= self._search_at_ns:
+            for key in [key for key, record in self.records.items() if record.is_idle(now_ns)]:
+                del self.records[key]
+            # Clients that send ever new subjects must not make every check search the table.
+            self._search_at_ns = now_ns + _SEARCH_EVERY_NS
+        return len(self.records) < self._held_max
 
     def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[Claim]:
         """Take what is to be reported."""
         now_ns = self.clock.now_ns()
         claims: list[Claim] = []
         with self.lock:
+            self.require_open()
             for (number, subject), record in self.records.items():
                 if len(claims) >= count:
                     break
-                if record.claimed_units and now_ns < record.claimed_at_ns + CLAIM_NS:
-                    continue
-                kind = self._kinds[number]
-                if kind == "leased":
-                    claim = self._claimed_lease(number, subject, record, now_ns, ending=ending)
-                else:
-                    due_ns = 0 if ending else flush_ns
-                    claim = self._claimed_pending(number, subject, record, now_ns, due_ns)
-                if claim is not None:
-                    claims.append(claim)
+                if record.leased:
+                    if record.left and (ending or now_ns >= record.until_ns):
+                        ends_ns = record.ends_store_ns
+                        claims.append(Claim(number, "leased", subject, record.left, ends_ns, 0, 0))
+                        record.left = 0
+                elif self._claim_pending(record, now_ns, 0 if ending else flush_ns):
+                    age_ns = max(now_ns - record.claimed_spent_ns, 0)
+                    units, token = record.claimed, record.claimed_at_ns
+                    claims.append(Claim(number, "eventual", subject, units, 0, age_ns, token))
         return claims
 
-    def _claimed_lease(
-        self, number: int, subject: str, record: _Record, now_ns: int, *, ending: bool
-    ) -> Claim | None:
-        if not record.claimed_units:
-            if not record.left or (now_ns < record.until_ns and not ending):
-                return None
-            record.claimed_units, record.claimed_ends_store_ns = record.left, record.ends_store_ns
-            record.left = 0
-        ends_store_ns = record.claimed_ends_store_ns
-        token = self._token(record, now_ns)
-        return Claim(number, "leased", subject, record.claimed_units, ends_store_ns, 0, token)
-
-    def _claimed_pending(
-        self, number: int, subject: str, record: _Record, now_ns: int, flush_ns: int
-    ) -> Claim | None:
-        pending = record.pending + record.claimed_units  # the latter were not confirmed in time
-        if not pending or (now_ns < record.first_ns + flush_ns and not record.claimed_units):
-            return None
-        age_ns = max(now_ns - (record.first_ns + record.last_ns) // 2, 0)
-        record.claimed_units, record.pending = pending, 0
-        token = self._token(record, now_ns)
-        return Claim(number, "eventual", subject, pending, 0, age_ns, token)
-
-    def _token(self, record: _Record, now_ns: int) -> int:
-        self._tokens += 1
-        record.claimed_at_ns = now_ns
-        return self._tokens
+    def _claim_pending(self, record: _Allowance, now_ns: int, flush_ns: int) -> bool:
+        """Claim the units of a budget; return False if none are due."""
+        if record.claimed:
+            if now_ns < record.claimed_at_ns + CLAIM_NS:
+                return False
+        elif record.pending and now_ns >= record.first_ns + flush_ns:
+            record.claimed_spent_ns = record.first_ns + (record.last_ns - record.first_ns) // 2
+            record.claimed, record.pending = record.pending, 0
+        else:
+            return False
+        # Also the claim's token, so no two claims of a record have the same.
+        record.claimed_at_ns = max(now_ns, record.claimed_at_ns + 1)
+        return True
 
     def confirm(self, claims: Sequence[Claim]) -> None:
         """Forget claims that were reported."""
         with self.lock:
+            self.require_open()
             for claim in claims:
                 record = self.records.get((claim.gate, claim.subject))
-                if record is not None:
-                    record.claimed_units = 0
-                    # What is pending now was spent after the claim.
-                    record.first_ns = max(record.first_ns, record.claimed_at_ns)
+                # A claim that was claimed again has another token: the second report counts.
+                if record is not None and record.claimed_at_ns == claim.token:
+                    record.claimed = 0
 
     def stats(self) -> AllowanceStats:
         """Return the statistics of the table."""
-        now_ns = self.clock.now_ns()
         with self.lock:
-            leased = pending = 0
-            for (number, _), record in self.records.items():
-                if self._kinds[number] == "leased":
-                    leased += record.left if now_ns < record.until_ns else 0
-                else:
-                    pending += record.pending + record.claimed_units
+            self.require_open()
+            records = self.records.values()
+            leased = sum(record.left for record in records if record.leased)
+            pending = sum(record.pending + record.claimed for record in records)
             return AllowanceStats(len(self.records), self._held_max, leased, pending, self._refused)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything. Every later call raises StoreUnavailable."""
         with self.lock:
+            self._closed = True
             self.records.clear()
+
+
+def gate_number(limits: Sequence[Limit], rule: str, kind: AllowanceKind) -> int:
+    """Return the number of a rule's limits: 64 bits, the same in all processes and versions."""
+    text = "\x1f".join([kind, rule, *(f"{each.name}\x1e{each}" for each in limits)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
 class PythonAllowanceGate:
@@ -374,47 +399,45 @@ class PythonAllowanceGate:
         self._table = table
         self._limits = limits
         self._rule = rule
-        self._kind = kind
+        self._leased = kind == "leased"
         self._lifetime_ns = lifetime_ns
         self._allowed = self._denied = 0
-        text = "\x1f".join([kind, rule, *(f"{each.name}\x1e{each}" for each in limits)])
-        self.number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+        self.number = gate_number(limits, rule, kind)
 
     def spend(self, subject: str, cost: int) -> Decision | None:
         """Return a decision of the node; None if the authority has to decide."""
         table = self._table
         now_ns = table.clock.now_ns()
         with table.lock:
-            record = table.records.get((self.number, subject))
+            record = table.find(self.number, subject)
             if record is None:
                 return None
             record.note_demand(cost, now_ns, self._lifetime_ns)
-            has_units = now_ns < record.until_ns and cost <= record.left
             is_denied = now_ns < record.denied_until_ns and cost >= record.denied_cost
-            # The authority has charged the units of a lease: a denial does not take them away.
-            if is_denied and not (has_units and self._kind == "leased"):
+            has_units = now_ns < record.until_ns and cost <= record.left
+            if has_units and (record.leased or not is_denied):
+                record.left -= cost
+                if not record.leased and cost:
+                    if not record.pending:
+                        record.first_ns = now_ns
+                    record.pending += cost
+                    record.last_ns = now_ns
+                self._allowed += 1
+                return self._decision(record, now_ns, 0, charged=bool(cost))
+            if is_denied:
                 self._denied += 1
                 return self._decision(record, now_ns, record.denied_until_ns - now_ns)
-            if not has_units:
-                return None
-            record.left -= cost
-            if self._kind == "eventual" and cost:
-                if not record.pending and not record.claimed_units:
-                    record.first_ns = now_ns
-                record.pending += cost
-                record.last_ns = now_ns
-            self._allowed += 1
-            return self._decision(record, now_ns, 0, charged=bool(cost))
+            return None
 
     def _decision(
-        self, record: _Record, now_ns: int, retry_after_ns: int, *, charged: bool = False
+        self, record: _Allowance, now_ns: int, retry_after_ns: int, *, charged: bool = False
     ) -> Decision:
         decided_ns = now_ns + record.offset_ns
-        charged_ns = record.charged_store_ns if self._kind == "leased" else decided_ns
+        charged_ns = record.charged_store_ns if record.leased else decided_ns
         return Decision(
             allowed=not retry_after_ns,
             policy=self._limits[record.place],
-            remaining=0 if retry_after_ns else record.elsewhere + record.left,
+            remaining=record.elsewhere + record.left,
             retry_after_ns=retry_after_ns,
             reset_after_ns=max(record.whole_ns - now_ns, retry_after_ns),
             rule=self._rule,
@@ -427,12 +450,12 @@ class PythonAllowanceGate:
         table = self._table
         now_ns = table.clock.now_ns()
         with table.lock:
-            record = table.records.get((self.number, subject))
+            record = table.find(self.number, subject)
             if record is None:
                 return False
-            if self._kind == "leased":
-                # A lease that is not here any more was given back, without these units.
-                if charged_store_ns != record.charged_store_ns or now_ns >= record.until_ns:
+            if record.leased:
+                is_here = charged_store_ns == record.charged_store_ns and now_ns < record.until_ns
+                if not is_here or record.left + units > record.units:
                     return False
             else:
                 if units > record.pending or charged_store_ns < record.first_ns + record.offset_ns:
@@ -445,7 +468,7 @@ class PythonAllowanceGate:
         """Return the units to ask for."""
         table = self._table
         with table.lock:
-            record = table.records.get((self.number, subject))
+            record = table.find(self.number, subject)
             return 0 if record is None else max(record.seen, record.seen_before)
 
     def held(self, subject: str) -> int:
@@ -453,11 +476,11 @@ class PythonAllowanceGate:
         table = self._table
         now_ns = table.clock.now_ns()
         with table.lock:
-            record = table.records.get((self.number, subject))
+            record = table.find(self.number, subject)
             if record is None:
                 return 0
-            if self._kind == "eventual":
-                return -record.pending - record.claimed_units
+            if not record.leased:
+                return -record.pending - record.claimed
             return record.left if now_ns < record.until_ns else 0
 
     def put(self, subject: str, lease: Lease, decision: Decision, cost: int) -> Replaced | None:
@@ -465,70 +488,77 @@ class PythonAllowanceGate:
         table = self._table
         now_ns = table.clock.now_ns()
         with table.lock:
-            is_new = (self.number, subject) not in table.records
-            record = table.record_for(self.number, subject, now_ns)
+            record = table.find_or_add(self.number, subject, now_ns, leased=self._leased)
             if record is None:
-                return _left_of(self._kind, lease.units, lease.ends_ns)
-            if is_new:
-                record.cost = cost
-            record.place = next(
-                (at for at, limit in enumerate(self._limits) if limit == decision.policy), 0
-            )
+                has_lease = self._leased and lease.units
+                return Replaced(lease.units, lease.ends_ns) if has_lease else None
+            if not (record.seen or record.seen_before or record.cost):
+                record.cost = min(cost, ALLOWANCE_UNITS_MAX)
+            record.place = place_of(self._limits, decision)
             record.whole_ns = now_ns + decision.reset_after_ns
             record.offset_ns = decision.decided_ns - now_ns
-            denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
-            if denied_ns:
-                record.denied_until_ns = now_ns + min(denied_ns, DENIED_NS_MAX)
-                record.denied_cost = cost
-            elif cost >= record.denied_cost:
-                record.denied_until_ns = 0
+            record.elsewhere = decision.remaining
             replaced = None
-            if not decision.allowed and self._kind == "leased":
-                return None
-            beside = lease.units
-            if self._kind == "eventual":
-                # The authority does not know of the pending units yet: they are spent already.
-                pending = record.pending + record.claimed_units
-                record.left = max(lease.units - pending, 0)
-                record.until_ns = now_ns + lease.lasts_ns
-                beside = record.left + pending
-            elif lease.units:
-                replaced = _left_of(self._kind, record.left, record.ends_store_ns)
-                record.left, record.until_ns = lease.units, now_ns + lease.lasts_ns
-                record.ends_store_ns = lease.ends_ns
-                # Not that of the check itself: its refund adds no units to the lease, because time
-                # may have returned them.
-                record.charged_store_ns = (decision.charged_ns or decision.decided_ns) - 1
-            record.elsewhere = max(decision.remaining - beside, 0)
+            if decision.allowed:
+                # Not the time of the check itself: its refund adds no units to the lease, because
+                # time may have returned them.
+                charged_ns = (decision.charged_ns or decision.decided_ns) - 1
+                replaced = self._put_units(record, lease, charged_ns, now_ns)
+                if cost >= record.denied_cost:
+                    record.denied_until_ns = 0
+            denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
+            if denied_ns > 0:
+                record.deny(cost, now_ns + min(denied_ns, DENIED_NS_MAX))
             return replaced
+
+    def _put_units(
+        self, record: _Allowance, lease: Lease, charged_ns: int, now_ns: int
+    ) -> Replaced | None:
+        """Replace the units of the record by those of the answer."""
+        units = min(lease.units, ALLOWANCE_UNITS_MAX)
+        if not record.leased:
+            unreported = record.pending + record.claimed
+            record.left = max(units - unreported, 0)
+            record.elsewhere = max(record.elsewhere - record.left - unreported, 0)
+            record.until_ns = now_ns + lease.lasts_ns
+            return None
+        if not units:
+            return None
+        replaced = Replaced(record.left, record.ends_store_ns) if record.left else None
+        record.units = record.left = units
+        record.elsewhere = max(record.elsewhere - units, 0)
+        record.until_ns = now_ns + lease.lasts_ns
+        record.ends_store_ns, record.charged_store_ns = lease.ends_ns, charged_ns
+        return replaced
 
     def deny(self, subject: str, cost: int, lasts_ns: int) -> None:
         """Deny checks of at least this cost for a time."""
         table = self._table
         now_ns = table.clock.now_ns()
         with table.lock:
-            record = table.record_for(self.number, subject, now_ns)
-            if record is not None:
-                record.denied_until_ns = now_ns + min(lasts_ns, DENIED_NS_MAX)
-                record.denied_cost = cost
+            record = table.find_or_add(self.number, subject, now_ns, leased=self._leased)
+            if record is not None and lasts_ns > 0:
+                record.deny(cost, now_ns + min(lasts_ns, DENIED_NS_MAX))
 
     def stop(self, subject: str) -> Replaced | None:
         """End the allowance of a subject."""
         table = self._table
         with table.lock:
-            record = table.records.get((self.number, subject))
+            record = table.find(self.number, subject)
             if record is None:
                 return None
             left, record.left, record.denied_until_ns = record.left, 0, 0
-            return _left_of(self._kind, left, record.ends_store_ns)
+            record.until_ns = 0  # units that are put back later go to the authority
+            return Replaced(left, record.ends_store_ns) if record.leased and left else None
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: there is no compiled check."""
 
     def counted(self) -> tuple[int, int]:
-        """Return how many checks were answered here: allowed and denied."""
+        """Return how many calls of `spend` were answered: allowed and denied."""
         return self._allowed, self._denied
 
 
-def _left_of(kind: AllowanceKind, units: int, ends_store_ns: int) -> Replaced | None:
-    return Replaced(units, ends_store_ns) if kind == "leased" and units else None
+def place_of(limits: Sequence[Limit], decision: Decision) -> int:
+    """Return the position of the limit that a decision is about; 0 if it is none of them."""
+    return next((at for at, limit in enumerate(limits) if limit == decision.policy), 0)

@@ -6,8 +6,9 @@ conformance suite (`tests/conformance/`).
 
 Some stores can do more than others. A store declares each optional capability as a property that is
 None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
-cache hits and has circuit breakers), `channel` (it carries messages between processes) and `fleet`
-(several nodes share it, and answer checks themselves).
+cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
+(several nodes share it, and answer checks themselves) and `allowances` (it keeps what a node may
+admit itself).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limit
 
 if TYPE_CHECKING:
+    from tollkeeper.decide.allowances import Allowances
     from tollkeeper.decide.fleet_monitor import FleetMonitor
 
 BreakerPosition = Literal["closed", "open", "half_open"]
@@ -219,6 +221,11 @@ class Store(Protocol):
     @property
     def fleet(self) -> FleetMonitor | None:
         """The nodes that share the store and answer checks themselves; None: each check asks it."""
+        ...
+
+    @property
+    def allowances(self) -> Allowances | None:
+        """The node's table of allowances, made on first use; None in a store on another machine."""
         ...
 
     def gate(self, limits: Sequence[Limit], rule: str) -> Gate:

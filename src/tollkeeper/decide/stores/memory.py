@@ -27,6 +27,7 @@ from tollkeeper.core.errors import StoreFull, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
+from tollkeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
@@ -87,9 +88,14 @@ class _Table:
 
 
 class PythonMemoryStore:
-    """Quotas of this process, for up to `states_max` states."""
+    """Quotas of this process, for up to `states_max` states and `allowances_max` allowances."""
 
-    def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        states_max: int = STATES_MAX_DEFAULT,
+        allowances_max: int = ALLOWANCES_MAX_DEFAULT,
+    ) -> None:
         self._clock = clock
         self.is_private = True
         self.is_sharded = False
@@ -97,6 +103,7 @@ class PythonMemoryStore:
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
+        self._allowances = PythonAllowances(clock, allowances_max)
         self._states_max = states_max
         self._states = 0
         self._expired = 0
@@ -106,6 +113,10 @@ class PythonMemoryStore:
         self._tables: dict[tuple[str, str], _Table] = {}
         # Reentrant: `check_together` holds it while it calls gates.
         self._lock = threading.RLock()
+
+    @property
+    def allowances(self) -> PythonAllowances:
+        return self._allowances
 
     def gate(self, limits: Sequence[Limit], rule: str) -> MemoryGate:
         with self._lock:
@@ -152,6 +163,7 @@ class PythonMemoryStore:
                 table.entries.clear()
                 table.expiries.clear()
             self._states = 0
+        self._allowances.close()
 
     # Below: called by gates, with the lock held.
 

@@ -19,6 +19,7 @@ from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.allowances import PythonAllowances
 from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
@@ -94,6 +95,7 @@ class KernelStore:
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
+        self.allowances = PythonAllowances(clock) if path is None else None
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,

@@ -72,6 +72,10 @@ class RedisStore:
         return self
 
     @property
+    def allowances(self) -> None:
+        """None: they are in the memory of the node, not in Redis."""
+
+    @property
     def channel(self) -> Self:
         """The messages between processes."""
         return self
