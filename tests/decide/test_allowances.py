@@ -19,9 +19,9 @@ from tollkeeper.decide.allowances import (
     SUBJECT_BYTES_MAX,
     AllowanceGate,
     AllowanceKind,
-    Claim,
     PythonAllowances,
     Replaced,
+    UnitClaim,
 )
 from tollkeeper.decide.leasing import NO_LEASE, Lease
 from tollkeeper.testing import ManualClock
@@ -78,7 +78,7 @@ class Node:
         decision = self.gate.spend(subject, cost)
         return None if decision is None else decision.allowed
 
-    def claim(self, *, ending: bool = False) -> list[Claim]:
+    def claim(self, *, ending: bool = False) -> list[UnitClaim]:
         return self.table.claim(100, FLUSH_NS, ending=ending)
 
 
@@ -131,7 +131,7 @@ def test_an_ended_lease_is_claimed_once() -> None:
     ends_ns = node.store_ns + LIFETIME_NS
     node.allows(2)
     node.clock.advance_ns(LIFETIME_NS)
-    assert node.claim() == [Claim(node.gate.number, "leased", "ada", 3, ends_ns, 0, 0)]
+    assert node.claim() == [UnitClaim(node.gate.number, "leased", "ada", 3, ends_ns, 0, 0)]
     node.clock.advance_ns(CLAIM_NS)
     assert node.claim() == []
 

@@ -59,7 +59,7 @@ FORGET_NS: Final = 600 * NS_PER_SECOND
 _SEARCH_EVERY_NS: Final = NS_PER_SECOND // 10
 
 
-class Claim(NamedTuple):
+class UnitClaim(NamedTuple):
     """Units that one process reports to the authority."""
 
     gate: int
@@ -175,7 +175,7 @@ class Allowances(Protocol):
         """Prepare a rule's limits. `lifetime_ns` is the time over which demand is measured."""
         ...
 
-    def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[Claim]:
+    def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[UnitClaim]:
         """Take what is to be reported: up to `count` claims.
 
         Unspent units of leases that have ended, and pending units whose first is older than
@@ -184,7 +184,7 @@ class Allowances(Protocol):
         """
         ...
 
-    def confirm(self, claims: Sequence[Claim]) -> None:
+    def confirm(self, claims: Sequence[UnitClaim]) -> None:
         """Forget claims that were reported."""
         ...
 
@@ -319,10 +319,10 @@ class PythonAllowances:
             self._search_at_ns = now_ns + _SEARCH_EVERY_NS
         return len(self.records) < self._held_max
 
-    def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[Claim]:
+    def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[UnitClaim]:
         """Take what is to be reported."""
         now_ns = self.clock.now_ns()
-        claims: list[Claim] = []
+        claims: list[UnitClaim] = []
         with self.lock:
             self.require_open()
             for (number, subject), record in self.records.items():
@@ -331,12 +331,14 @@ class PythonAllowances:
                 if record.leased:
                     if record.left and (ending or now_ns >= record.until_ns):
                         ends_ns = record.ends_store_ns
-                        claims.append(Claim(number, "leased", subject, record.left, ends_ns, 0, 0))
+                        claims.append(
+                            UnitClaim(number, "leased", subject, record.left, ends_ns, 0, 0)
+                        )
                         record.left = 0
                 elif self._claim_pending(record, now_ns, 0 if ending else flush_ns):
                     age_ns = max(now_ns - record.claimed_spent_ns, 0)
                     units, token = record.claimed, record.claimed_at_ns
-                    claims.append(Claim(number, "eventual", subject, units, 0, age_ns, token))
+                    claims.append(UnitClaim(number, "eventual", subject, units, 0, age_ns, token))
         return claims
 
     def _claim_pending(self, record: _Allowance, now_ns: int, flush_ns: int) -> bool:
@@ -353,7 +355,7 @@ class PythonAllowances:
         record.claimed_at_ns = max(now_ns, record.claimed_at_ns + 1)
         return True
 
-    def confirm(self, claims: Sequence[Claim]) -> None:
+    def confirm(self, claims: Sequence[UnitClaim]) -> None:
         """Forget claims that were reported."""
         with self.lock:
             self.require_open()
