@@ -12,6 +12,7 @@ from tollkeeper.cli.common import CliCommand, CliGroup
 from tollkeeper.cli.doctor import doctor
 from tollkeeper.cli.entries import app as entries
 from tollkeeper.cli.entries import override_app as override
+from tollkeeper.cli.fleet import fleet
 from tollkeeper.cli.load import app as load
 from tollkeeper.cli.metrics import app as metrics
 from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
@@ -38,7 +39,7 @@ app.add_typer(tokens, name="token")
 app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
 app.add_typer(records, name="records")
-for command in (serve, *check.COMMANDS, top, blocklist, doctor):
+for command in (serve, *check.COMMANDS, top, fleet, blocklist, doctor):
     app.command(cls=CliCommand)(command)
 app.command("reconcile", cls=ReconcileCommand)(reconcile_command)
 

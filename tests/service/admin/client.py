@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.repository import Repository
+from tollkeeper.decide.store import Store
+from tollkeeper.metrics.counters import LimiterMetrics, MetricsSnapshot
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
@@ -51,8 +53,10 @@ class FakeContext:
     control: Any = None
     loads: SharedLoads = field(init=False)
     identity: Identity = field(default_factory=lambda: Identity({}))
+    totals: Callable[[], MetricsSnapshot] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.totals = LimiterMetrics(self.limiter).snapshot
         self.loads = SharedLoads(self.limiter, None)
 
 
@@ -94,7 +98,7 @@ async def admin_of(
     rules: str | Document,
     database: str | None,
     poll: float = 3600.0,
-    store: str = "memory://",
+    store: str | Store = "memory://",
 ) -> AsyncIterator[Admin]:
     """Run the admin API of a limiter with these rules and a manual clock; yield a client."""
     secrets = secrets_of(folder)

@@ -28,6 +28,7 @@ from tollkeeper.core.version import __version__
 from tollkeeper.service.admin import (
     blocklist,
     entry_files,
+    fleet,
     load,
     page,
     problems,
@@ -74,6 +75,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         quotas.router,
         records.router,
         load.router,
+        fleet.router,
         blocklist.router,
     ]
     for router in routers:

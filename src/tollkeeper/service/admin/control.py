@@ -33,6 +33,7 @@ from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.history.events import recorded_subject
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.metrics.counters import MetricsSnapshot
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
@@ -60,6 +61,7 @@ class AdminContext(Protocol):
     control: ControlPlane | None
     loads: SharedLoads
     identity: Identity
+    totals: Callable[[], MetricsSnapshot]
 
 
 class NoDatabase(ChangeRefused):

@@ -86,6 +86,7 @@ class HttpService:
     def __init__(self, context: ServiceContext) -> None:
         self.context = context
         self.metrics = WorkerMetrics(context)
+        context.totals = self.metrics.total
         self._requests = context.counters.requests
         self._permitted = context.tokens.permitted
         self._open_permissions = context.tokens.open_permissions

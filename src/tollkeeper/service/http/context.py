@@ -18,7 +18,7 @@ import msgspec
 
 from tollkeeper.core.errors import show
 from tollkeeper.core.model import Request
-from tollkeeper.metrics.counters import Counters
+from tollkeeper.metrics.counters import Counters, MetricsSnapshot
 from tollkeeper.service.http.bodies import BodyRejected
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
@@ -107,6 +107,8 @@ class ServiceContext:
     """True once the service shuts down: it still answers, and asks clients to go elsewhere."""
     closing: bool = False
     """True once this worker is about to end, though others may stay: clients reconnect."""
+    totals: Callable[[], MetricsSnapshot] = MetricsSnapshot
+    """The counts of all workers of the node; HttpService sets it."""
     loads: SharedLoads = field(init=False)
     """The loads that are pushed to any worker."""
 

@@ -1,0 +1,87 @@
+"""`tollkeeper fleet`: the nodes that share the limits, and the checks that a node answers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tollkeeper.cli.common import (
+    OK,
+    JsonOption,
+    print_json,
+    print_table,
+    print_text,
+    seconds_text,
+    with_options,
+)
+from tollkeeper.cli.service_client import ServiceClient, json_objects, service_client
+
+_PATH: Final = "/v1/admin/fleet"
+_NODES: Final = ("NODE", "STATE", "VERSION", "RULES", "REGION", "LEASES", "PENDING", "LAG", "")
+_RULES: Final = ("RULE", "CONSISTENCY", "ALLOWED", "DENIED", "ASKED", "HIT RATE")
+
+
+@with_options(service=service_client)
+def fleet(service: ServiceClient, as_json: JsonOption = False) -> None:
+    """Show the nodes of the fleet as one node knows them, and what that node answers itself.
+
+    LAG is the time since the last news of a node. HIT RATE is the share of the checks that the node
+    answered without a call of the authority. Needs a token with the role read or admin, if the
+    service requires tokens.
+
+    Exit code: 0 shown; 2 the call failed.
+
+    Example: tollkeeper fleet
+
+    Example: tollkeeper fleet --url https://limits.example.com --json
+    """
+    with service:
+        found = service.call("GET", _PATH, expected="nodes")
+    if as_json:
+        print_json({"exit_code": OK, **found})
+        return
+    nodes = json_objects(found.get("nodes"))
+    print_table(_NODES, [_node_row(each) for each in nodes])
+    if not found.get("gossip"):
+        print_text("this node does not gossip; start it with --gossip ADDRESS to see the others")
+    elif len({each.get("rules_version") for each in nodes if each.get("state") == "alive"}) > 1:
+        print_text("the nodes have different versions of the rules")
+    rules = json_objects(found.get("rules"))
+    if rules:
+        print_table(_RULES, [_rule_row(each) for each in rules])
+    print_text(_counts_text(found))
+
+
+def _node_row(node: dict[str, Any]) -> tuple[str, ...]:
+    lag = node.get("lag_seconds")
+    return (
+        str(node.get("node")),
+        str(node.get("state")),
+        str(node.get("version") or "-"),
+        str(node.get("rules_version") or "-"),
+        str(node.get("region") or "-"),
+        f"{node.get('leases', 0):,}",
+        f"{node.get('pending_units', 0):,}",
+        "-" if lag is None else seconds_text(lag),
+        "this node" if node.get("this_node") else str(node.get("address", "")),
+    )
+
+
+def _rule_row(rule: dict[str, Any]) -> tuple[str, ...]:
+    counts = (f"{rule.get(name, 0):,}" for name in ("allowed", "denied", "asked"))
+    rate = f"{rule.get('hit_rate', 0.0):.1%}"
+    return (str(rule.get("rule")), str(rule.get("consistency")), *counts, rate)
+
+
+def _counts_text(found: dict[str, Any]) -> str:
+    counts = {name: value for name, value in found.items() if isinstance(value, int)}
+    text = (
+        f"{counts.get('live_nodes', 1):,} live; allowances {counts.get('leases', 0):,} of "
+        f"{counts.get('leases_max', 0):,}; units: {counts.get('leased_units', 0):,} leased, "
+        f"{counts.get('pending_units', 0):,} pending, {counts.get('returned_units', 0):,} given "
+        f"back, {counts.get('charged_units', 0):,} charged late"
+    )
+    if counts.get("reports_failed"):
+        text += f"; {counts['reports_failed']:,} reports failed"
+    if counts.get("leases_refused"):
+        text += f"; {counts['leases_refused']:,} allowances did not fit"
+    return text

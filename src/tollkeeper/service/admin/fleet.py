@@ -1,0 +1,152 @@
+"""The fleet over HTTP: its nodes as this node knows them, and what this node answers itself.
+
+Without gossip the list has this node alone. The counts are of all workers of this node.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from tollkeeper.core.version import __version__
+from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode, NodeStatus
+from tollkeeper.metrics.counters import JOIN, MetricsSnapshot, Values
+from tollkeeper.service.admin.control import AdminContext
+from tollkeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
+from tollkeeper.service.admin.problems import ApiOutput
+
+router = APIRouter(tags=["fleet"], route_class=AdminRoute)
+
+
+class FleetNodeOut(ApiOutput):
+    """One node of the fleet."""
+
+    node: str = Field(description="Its name.", examples=["eu-1"])
+    address: str = Field(
+        description="The address of its gossip; empty without gossip.", examples=["10.0.0.5:7946"]
+    )
+    state: Literal["alive", "suspected", "dead"]
+    this_node: bool
+    version: str = Field(description="The version of Tollkeeper.")
+    rules_version: str = Field(examples=["12"])
+    region: str
+    leases: int = Field(description="Allowances in its table.")
+    pending_units: int = Field(description="Units that it has admitted and not reported yet.")
+    lag_seconds: float | None = Field(
+        description="Seconds since the last news of the node; null for this node."
+    )
+
+
+class FleetRuleOut(ApiOutput):
+    """How this node answered the checks of one rule, since the service started."""
+
+    rule: str = Field(examples=["orders"])
+    consistency: str = Field(examples=["leased"])
+    allowed: int = Field(description="Allowed by the node, without a call.")
+    denied: int = Field(description="Denied by the node, without a call.")
+    asked: int = Field(description="Decided by the authority.")
+    hit_rate: float = Field(description="The share that the node answered.", ge=0, le=1)
+
+
+class FleetOut(ApiOutput):
+    """The nodes that this node knows, and its own counts."""
+
+    node_id: str
+    gossip: bool = Field(description="False if this node does not gossip; then it is alone here.")
+    live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
+    nodes: list[FleetNodeOut]
+    rules: list[FleetRuleOut] = Field(description="Rules that are `leased` or `eventual`.")
+    leases: int = Field(description="Allowances in the table of this node.")
+    leases_max: int = Field(description="How many fit.")
+    leases_refused: int = Field(description="How many did not fit.")
+    leased_units: int = Field(description="Units of leases that are not spent yet.")
+    pending_units: int = Field(description="Units that are spent and not reported yet.")
+    returned_units: int = Field(description="Units that were given back.")
+    charged_units: int = Field(description="Units that were charged late.")
+    reports_failed: int = Field(description="Reports that the authority could not take.")
+    divergence_units: int = Field(
+        description="Units by which this node and the authority differed, over all late charges."
+    )
+
+
+@router.get(
+    "/fleet",
+    operation_id="get_fleet",
+    summary="The nodes of the fleet",
+    responses=error_responses(*READ),
+)
+async def get_fleet(control: Control) -> FleetOut:
+    """Return the nodes that share the limits, and how many checks this node answers itself."""
+    context = control.context
+    fleet = context.limiter.store.fleet
+    nodes = _nodes(context, fleet)
+    counted = context.totals()
+    return FleetOut(
+        node_id=context.node_id,
+        gossip=bool(nodes[0].address),
+        live_nodes=1 if fleet is None else fleet.live_nodes(),
+        nodes=[_node_out(each) for each in nodes],
+        rules=_rules(counted.values.get("fleet_checks", {})),
+        leases=_count(counted, "fleet_leases"),
+        leases_max=_count(counted, "fleet_leases_max"),
+        leases_refused=_count(counted, "fleet_leases_refused"),
+        leased_units=_count(counted, "fleet_leased_units"),
+        pending_units=_count(counted, "fleet_pending_units"),
+        returned_units=_count(counted, "fleet_returned_units"),
+        charged_units=_count(counted, "fleet_charged_units"),
+        reports_failed=_count(counted, "fleet_reports", "failed"),
+        divergence_units=_count(counted, "fleet_divergence_units"),
+    )
+
+
+def _nodes(context: AdminContext, fleet: FleetMonitor | None) -> list[FleetNode]:
+    """Return the nodes that are known, this one first; this one alone if there is no fleet."""
+    if fleet is not None:
+        return list(fleet.nodes())
+    status = NodeStatus(__version__, context.limiter.rules_status().version)
+    return [FleetNode(context.node_id, "", "alive", status, is_self=True)]
+
+
+def _node_out(node: FleetNode) -> FleetNodeOut:
+    status = node.status
+    return FleetNodeOut(
+        node=node.name,
+        address=node.address,
+        state=node.state,
+        this_node=node.is_self,
+        version=status.version,
+        rules_version=status.rules_version,
+        region=status.region,
+        leases=status.leases,
+        pending_units=status.pending_units,
+        lag_seconds=None if node.lag_s is None else round(node.lag_s, 3),
+    )
+
+
+def _rules(values: Values) -> list[FleetRuleOut]:
+    """Return the counts by rule and consistency, busiest first."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for labels, value in values.items():
+        rule, consistency, outcome = labels.split(JOIN)
+        counts.setdefault((rule, consistency), {})[outcome] = round(value)
+    found = []
+    for (rule, consistency), each in counts.items():
+        total = sum(each.values())
+        asked = each.get("asked", 0)
+        found.append(
+            FleetRuleOut(
+                rule=rule,
+                consistency=consistency,
+                allowed=each.get("allowed", 0),
+                denied=each.get("denied", 0),
+                asked=asked,
+                hit_rate=round(1 - asked / total, 4) if total else 0.0,
+            )
+        )
+    return sorted(found, key=lambda it: -(it.allowed + it.denied + it.asked))
+
+
+def _count(counted: MetricsSnapshot, family: str, labels: str = "") -> int:
+    return round(counted.values.get(family, {}).get(labels, 0))

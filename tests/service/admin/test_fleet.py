@@ -1,0 +1,84 @@
+"""The fleet over HTTP: nodes, and what this node answers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.service.admin.client import RULES, Admin, admin, admin_of, template
+from tests.stub_fleet import store_with_fleet
+from tollkeeper.core.version import __version__
+from tollkeeper.rules.document.reading import read
+
+__all__ = ["admin", "template"]  # fixtures, found by name
+
+
+async def test_a_node_without_a_fleet_is_alone(admin: Admin) -> None:
+    """It names itself, its versions, and no counts."""
+    found = (await admin.call("GET", "/fleet")).json()
+    (node,) = found.pop("nodes")
+    assert node == {
+        "node": "node-1",
+        "address": "",
+        "state": "alive",
+        "this_node": True,
+        "version": __version__,
+        "rules_version": admin.context.limiter.rules_status().version,
+        "region": "",
+        "leases": 0,
+        "pending_units": 0,
+        "lag_seconds": None,
+    }
+    assert (found["gossip"], found["live_nodes"], found["rules"]) == (False, 1, [])
+    assert found["leases_max"] == 0
+
+
+async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
+    """Each node with its state and status; each rule with its hit rate, busiest first."""
+    async with admin_of(tmp_path, read(RULES), None, store=store_with_fleet()) as admin:
+        found = (await admin.call("GET", "/fleet")).json()
+    shown = [(each["node"], each["state"], each["lag_seconds"]) for each in found["nodes"]]
+    assert shown == [("a", "alive", None), ("b", "alive", 0.25), ("c", "suspected", 6.5)]
+    assert [each["this_node"] for each in found["nodes"]] == [True, False, False]
+    assert found["nodes"][2]["rules_version"] == "v11"
+    assert found["rules"] == [
+        {
+            "rule": "users",
+            "consistency": "leased",
+            "allowed": 80,
+            "denied": 5,
+            "asked": 15,
+            "hit_rate": 0.85,
+        },
+        {
+            "rule": "default",
+            "consistency": "eventual",
+            "allowed": 3,
+            "denied": 0,
+            "asked": 1,
+            "hit_rate": 0.75,
+        },
+    ]
+    del found["nodes"], found["rules"]
+    assert found == {
+        "node_id": "node-1",
+        "gossip": True,
+        "live_nodes": 3,
+        "leases": 40,
+        "leases_max": 100_000,
+        "leases_refused": 2,
+        "leased_units": 350,
+        "pending_units": 6,
+        "returned_units": 7,
+        "charged_units": 9,
+        "reports_failed": 1,
+        "divergence_units": 2,
+    }
+
+
+async def test_the_fleet_needs_a_token_that_may_read(admin: Admin) -> None:
+    """The list names machines and their addresses."""
+    for role, status in (("read", 200), ("admin", 200), ("check", 403)):
+        headers = {"Authorization": f"Bearer {admin.secrets[role]}"}
+        await admin.call("GET", "/fleet", status, headers=headers)
+    await admin.rejected("GET", "/fleet", 401, headers={"Authorization": ""})
+    await admin.rejected("GET", "/fleet?all=1", 400)
