@@ -11,7 +11,6 @@ from tollkeeper.decide.fleet_monitor import (
     FleetNode,
     GossipCounts,
     NodeAnswers,
-    NodeStatus,
     ReportCounts,
 )
 from tollkeeper.decide.stores.memory import PythonMemoryStore
@@ -30,11 +29,12 @@ class StubFleet:
         self.gossiped: GossipCounts | None = GossipCounts(
             10, 20, 1_000, 2_000, {"authentication": 3}, [1] * LENGTH
         )
-        own = NodeStatus("1.0", "v12", "eu", 40, 6)
+        own = FleetNode("a", "10.0.0.1:7946", "alive", "1.0", "v12", "eu", 350, 6, is_self=True)
+        other = replace(own, is_self=False, leased_units=3)
         self.known = [
-            FleetNode("a", "10.0.0.1:7946", "alive", own, is_self=True),
-            FleetNode("b", "10.0.0.2:7946", "alive", replace(own, leases=3), 0.25),
-            FleetNode("c", "10.0.0.3:7946", "suspected", replace(own, rules_version="v11"), 6.5),
+            own,
+            replace(other, name="b", address="10.0.0.2:7946", lag_s=0.25),
+            replace(other, name="c", state="suspected", rules_version="v11", lag_s=6.5),
         ]
         self.rules_version = ""
 

@@ -15,7 +15,7 @@ NODE = {
     "version": "0.1.0",
     "rules_version": "12",
     "region": "",
-    "leases": 1_200,
+    "leased_units": 1_200,
     "pending_units": 7,
     "lag_seconds": None,
 }
@@ -60,7 +60,7 @@ def test_the_nodes_and_the_rules() -> None:
     assert found.exit_code == 0, found.output
     assert [(each.method, each.target) for each in service.received] == [("GET", "/v1/admin/fleet")]
     assert found.output == (
-        "NODE  STATE      VERSION  RULES  REGION  LEASES  PENDING  LAG\n"
+        "NODE  STATE      VERSION  RULES  REGION  LEASED  PENDING  LAG\n"
         "eu-1  alive      0.1.0    12     -       1,200   7        -      this node\n"
         "eu-2  suspected  0.1.0    12     -       1,200   7        6.5 s  10.0.0.6:7946\n"
         "RULE    CONSISTENCY  ALLOWED  DENIED  ASKED  HIT RATE\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from tollkeeper.cli.common import (
@@ -16,7 +17,7 @@ from tollkeeper.cli.common import (
 from tollkeeper.cli.service_client import ServiceClient, json_objects, service_client
 
 _PATH: Final = "/v1/admin/fleet"
-_NODES: Final = ("NODE", "STATE", "VERSION", "RULES", "REGION", "LEASES", "PENDING", "LAG", "")
+_NODES: Final = ("NODE", "STATE", "VERSION", "RULES", "REGION", "LEASED", "PENDING", "LAG", "")
 _RULES: Final = ("RULE", "CONSISTENCY", "ALLOWED", "DENIED", "ASKED", "HIT RATE")
 
 
@@ -51,7 +52,7 @@ def fleet(service: ServiceClient, as_json: JsonOption = False) -> None:
     print_text(_counts_text(found))
 
 
-def _node_row(node: dict[str, Any]) -> tuple[str, ...]:
+def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
     lag = node.get("lag_seconds")
     return (
         str(node.get("node")),
@@ -59,14 +60,14 @@ def _node_row(node: dict[str, Any]) -> tuple[str, ...]:
         str(node.get("version") or "-"),
         str(node.get("rules_version") or "-"),
         str(node.get("region") or "-"),
-        f"{node.get('leases', 0):,}",
+        f"{node.get('leased_units', 0):,}",
         f"{node.get('pending_units', 0):,}",
         "-" if lag is None else seconds_text(lag),
         "this node" if node.get("this_node") else str(node.get("address", "")),
     )
 
 
-def _rule_row(rule: dict[str, Any]) -> tuple[str, ...]:
+def _rule_row(rule: Mapping[str, Any]) -> tuple[str, ...]:
     counts = (f"{rule.get(name, 0):,}" for name in ("allowed", "denied", "asked"))
     rate = f"{rule.get('hit_rate', 0.0):.1%}"
     return (str(rule.get("rule")), str(rule.get("consistency")), *counts, rate)

@@ -17,21 +17,6 @@ NodeState = Literal["alive", "suspected", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus:
-    """What a node says of itself."""
-
-    version: str = ""
-    """The version of Tollkeeper."""
-    rules_version: str = ""
-    """The version of the rules in force; empty for a limiter without rules."""
-    region: str = ""
-    leases: int = 0
-    """Allowances in the node's table: of leases and of budgets."""
-    pending_units: int = 0
-    """Units that the node has admitted and not reported yet."""
-
-
-@dataclass(frozen=True, slots=True)
 class FleetNode:
     """One node, as this node knows it."""
 
@@ -39,7 +24,15 @@ class FleetNode:
     address: str
     """HOST:PORT of its gossip; empty without gossip."""
     state: NodeState
-    status: NodeStatus
+    version: str = ""
+    """The version of Tollkeeper."""
+    rules_version: str = ""
+    """The version of the rules in force; empty for a limiter without rules."""
+    region: str = ""
+    leased_units: int = 0
+    """Units of leases that the node has not spent."""
+    pending_units: int = 0
+    """Units that the node has admitted and not reported yet."""
     lag_s: float | None = None
     """Seconds since the last news of the node; None for this node."""
     is_self: bool = False

@@ -24,7 +24,7 @@ async def test_a_node_without_a_fleet_is_alone(admin: Admin) -> None:
         "version": __version__,
         "rules_version": admin.context.limiter.rules_status().version,
         "region": "",
-        "leases": 0,
+        "leased_units": 0,
         "pending_units": 0,
         "lag_seconds": None,
     }

@@ -61,7 +61,11 @@ class AdminContext(Protocol):
     control: ControlPlane | None
     loads: SharedLoads
     identity: Identity
-    totals: Callable[[], MetricsSnapshot]
+
+    @property
+    def totals(self) -> Callable[[], MetricsSnapshot]:
+        """Return the counts of all workers of the node."""
+        ...
 
 
 class NoDatabase(ChangeRefused):

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from tollkeeper.core.version import __version__
-from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode, NodeStatus
+from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode
 from tollkeeper.metrics.counters import JOIN, MetricsSnapshot, Values
 from tollkeeper.service.admin.control import AdminContext
 from tollkeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
@@ -32,7 +32,7 @@ class FleetNodeOut(ApiOutput):
     version: str = Field(description="The version of Tollkeeper.")
     rules_version: str = Field(examples=["12"])
     region: str
-    leases: int = Field(description="Allowances in its table.")
+    leased_units: int = Field(description="Units of leases that it has not spent.")
     pending_units: int = Field(description="Units that it has admitted and not reported yet.")
     lag_seconds: float | None = Field(
         description="Seconds since the last news of the node; null for this node."
@@ -105,22 +105,21 @@ def _nodes(context: AdminContext, fleet: FleetMonitor | None) -> list[FleetNode]
     """Return the nodes that are known, this one first; this one alone if there is no fleet."""
     if fleet is not None:
         return list(fleet.nodes())
-    status = NodeStatus(__version__, context.limiter.rules_status().version)
-    return [FleetNode(context.node_id, "", "alive", status, is_self=True)]
+    version = context.limiter.rules_status().version
+    return [FleetNode(context.node_id, "", "alive", __version__, version, is_self=True)]
 
 
 def _node_out(node: FleetNode) -> FleetNodeOut:
-    status = node.status
     return FleetNodeOut(
         node=node.name,
         address=node.address,
         state=node.state,
         this_node=node.is_self,
-        version=status.version,
-        rules_version=status.rules_version,
-        region=status.region,
-        leases=status.leases,
-        pending_units=status.pending_units,
+        version=node.version,
+        rules_version=node.rules_version,
+        region=node.region,
+        leased_units=node.leased_units,
+        pending_units=node.pending_units,
         lag_seconds=None if node.lag_s is None else round(node.lag_s, 3),
     )
 

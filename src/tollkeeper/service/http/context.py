@@ -107,7 +107,7 @@ class ServiceContext:
     """True once the service shuts down: it still answers, and asks clients to go elsewhere."""
     closing: bool = False
     """True once this worker is about to end, though others may stay: clients reconnect."""
-    totals: Callable[[], MetricsSnapshot] = MetricsSnapshot
+    totals: Callable[[], MetricsSnapshot] = field(default=MetricsSnapshot)
     """The counts of all workers of the node; HttpService sets it."""
     loads: SharedLoads = field(init=False)
     """The loads that are pushed to any worker."""
