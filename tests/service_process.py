@@ -63,6 +63,7 @@ class ServiceProcess(Startable):
 
     `rules`    a document, or a value of `--rules`; None: the options have it
     `options`  further options of the command
+    `records`  False: without a database of records, which makes the start quicker
     `env`      further environment variables
     """
 
@@ -72,6 +73,7 @@ class ServiceProcess(Startable):
         *options: str,
         workers: int = 1,
         grpc: bool = False,
+        records: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = scratch().new_folder("service")
@@ -80,7 +82,7 @@ class ServiceProcess(Startable):
         self.url = ""
         self.grpc = ""
         """HOST:PORT, if gRPC is enabled."""
-        self._options = options
+        self._options = options if records else ("--record", "off", *options)
         self._grpc = grpc
         self._env = dict(env or {})
         self._rules = self._written(rules)

@@ -121,7 +121,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     seed = folder / "seed.yaml"
     seed.write_text(json.dumps(RULES), encoding="utf-8")
     options = ("--seed", str(seed), "--tokens", str(folder / "tokens.json"))
-    with ServiceProcess(f"sqlite:///{folder / 'rules.db'}", *options, workers=2) as service:
+    with ServiceProcess(
+        f"sqlite:///{folder / 'rules.db'}", *options, records=True, workers=2
+    ) as service:
         yield Served(service, secrets["admin"])
 
 
@@ -349,7 +351,7 @@ def test_every_example_of_the_documentation_works(tmp_path: Path) -> None:
     seed.write_text(json.dumps(RULES), encoding="utf-8")
     options = ("--seed", str(seed), "--tokens", str(tmp_path / "tokens.json"))
     called: set[tuple[str, str]] = set()
-    with ServiceProcess(f"sqlite:///{tmp_path / 'rules.db'}", *options) as service:
+    with ServiceProcess(f"sqlite:///{tmp_path / 'rules.db'}", *options, records=True) as service:
         served = Served(service, secrets["admin"])
         document = service.ask("GET", "/openapi.json").data
 

@@ -24,7 +24,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceP
     seed = folder / "seed.json"
     seed.write_text(json.dumps(RULES), encoding="utf-8")
     options = ("--seed", str(seed), "--tokens", str(folder / "tokens.json"))
-    with ServiceProcess(f"sqlite:///{folder / 'rules.db'}", *options) as service:
+    with ServiceProcess(f"sqlite:///{folder / 'rules.db'}", *options, records=True) as service:
         yield service, secrets["admin"]
 
 

@@ -114,7 +114,7 @@ def recorded(
     """Run a service with tokens."""
     secrets = secrets_of(folder)
     tokens = ("--tokens", str(folder / "tokens.json"))
-    with ServiceProcess(rules, *tokens, *options, workers=workers) as service:
+    with ServiceProcess(rules, *tokens, *options, records=True, workers=workers) as service:
         yield RecordedService(service, secrets["admin"])
 
 

@@ -57,7 +57,7 @@ def test_every_reply_conforms_to_the_openapi_document(tmp_path: Path) -> None:
     seed.write_text(json.dumps(RULES), encoding="utf-8")
     (tmp_path / "schemathesis.toml").write_text(EXCEPTIONS, encoding="utf-8")
     options = ("--seed", str(seed), "--tokens", str(tmp_path / "tokens.json"))
-    with ServiceProcess(f"sqlite:///{tmp_path / 'rules.db'}", *options) as service:
+    with ServiceProcess(f"sqlite:///{tmp_path / 'rules.db'}", *options, records=True) as service:
         ran = subprocess.run(
             [
                 *(program(), "run", f"{service.url}/openapi.json", "--no-color"),

@@ -49,7 +49,7 @@ class TokenService(ServiceProcess):
     """A service with one token for checks and one for reading."""
 
     def __init__(self, *options: str) -> None:
-        super().__init__(RULES, *options, workers=2)
+        super().__init__(RULES, *options, records=True, workers=2)
         self.check, self.read = self._token("check"), self._token("read")
 
     def _token(self, role: str) -> str:

@@ -204,6 +204,9 @@ async def prepared(settings: ServiceSettings, counters: Path | None = None) -> s
     """Try everything that a worker does at startup. Returns the version of the rules."""
     try:
         from tollkeeper.service.process import identify, worker  # noqa: PLC0415 - needs the server extra
+
+        # The URL only: a service can limit while the database of the records is unavailable.
+        worker.check_record(settings)
     except ImportError as error:
         raise ConfigError(
             f"the service needs {error.name}, which is not installed; "
@@ -211,8 +214,6 @@ async def prepared(settings: ServiceSettings, counters: Path | None = None) -> s
         ) from error
 
     identify.identity_of(settings)
-    # The URL only: a service can limit while the database of the records is unavailable.
-    worker.check_record(settings)
     if settings.database and settings.seed:
         await _seed(settings.database, settings.seed)
     try:
