@@ -53,6 +53,8 @@ THRESHOLDS: Final = (
     Threshold("restarts", 2, 1e6, "Workers started in 15 minutes."),
     Threshold("store_fullness", 0.8, 0.99, "Share of the store's states in use."),
     Threshold("log_fullness", 0.7, 0.99, "Share of the memory for sliding window logs in use."),
+    Threshold("asked", 0.5, 0.99, "Share of a leased rule's checks that the authority decides."),
+    Threshold("gossip_lag", 10, 1e6, "Seconds since the last news of a live node."),
 )
 DEFAULTS: Final[Mapping[str, float]] = {each.name: each.default for each in THRESHOLDS}
 
@@ -98,6 +100,8 @@ def _filled(name: str, thresholds: Mapping[str, float], runbooks: str) -> str:
         # Halfway between the threshold and all, for the tests.
         "rejections_high": (1 + thresholds["rejections"]) / 2,
         "rejections_left": (1 - thresholds["rejections"]) / 2,
+        "asked_high": (1 + thresholds["asked"]) / 2,
+        "asked_left": (1 - thresholds["asked"]) / 2,
     }
     text = _FIELD.sub(lambda found: _field(found[1], found[2], values), read(name))
     return text.replace(f"{RUNBOOKS}#", f"{runbooks}#")
