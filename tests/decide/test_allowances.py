@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -19,10 +23,12 @@ from tollkeeper.decide.allowances import (
     SUBJECT_BYTES_MAX,
     AllowanceGate,
     AllowanceKind,
+    Allowances,
     PythonAllowances,
     Replaced,
     UnitClaim,
 )
+from tollkeeper.decide.kernel import BUILT
 from tollkeeper.decide.leasing import NO_LEASE, Lease
 from tollkeeper.testing import ManualClock
 
@@ -34,16 +40,46 @@ FLUSH_NS = 200 * MS
 STORE_OFFSET_NS = 7_000_000 * MS
 
 
+Engine = Callable[[ManualClock, int], Allowances]
+
+
+def _in_kernel(path: Path | None) -> Engine:
+    if not BUILT:
+        pytest.skip("the kernel was not built")
+    from tollkeeper.decide.stores.native import KernelAllowances  # noqa: PLC0415 - see above
+
+    numbers = itertools.count()
+
+    def make(clock: ManualClock, held_max: int) -> Allowances:
+        own = path and path.with_suffix(f".{next(numbers) % 2}")  # a test has two nodes at most
+        if own is not None:
+            Path(f"{own}.allowances").unlink(missing_ok=True)
+        return KernelAllowances(clock, own, held_max, 0o600)
+
+    return make
+
+
+@pytest.fixture(params=["python", "memory", "shared"], scope="module", autouse=True)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Run every test on the reference, on the kernel in memory, and on the kernel in a file."""
+    Node.engine = {
+        "python": lambda: PythonAllowances,
+        "memory": lambda: _in_kernel(None),
+        "shared": lambda: _in_kernel(tmp_path_factory.mktemp("node") / "node"),
+    }[request.param]()
+
+
 @dataclass
 class Node:
     """A node with one rule, on a clock that the test moves."""
 
+    engine: ClassVar[Engine]
     kind: AllowanceKind = "leased"
     held_max: int = 100
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
-        self.table = PythonAllowances(self.clock, self.held_max)
+        self.table = type(self).engine(self.clock, self.held_max)
         self.gate: AllowanceGate = self.table.gate((LIMIT,), "api", self.kind, LIFETIME_NS)
 
     @property
@@ -428,7 +464,7 @@ def test_a_long_subject_is_refused() -> None:
 
 def test_gates_of_other_rules_limits_and_kinds_are_apart() -> None:
     """Each has its own number, which is the same in every process."""
-    table = PythonAllowances(ManualClock())
+    table = Node().table
     gates = [
         table.gate((LIMIT,), "api", "leased", LIFETIME_NS),
         table.gate((LIMIT,), "api", "eventual", LIFETIME_NS),
@@ -437,7 +473,7 @@ def test_gates_of_other_rules_limits_and_kinds_are_apart() -> None:
         table.gate((LIMIT, Limit(1, per=1)), "api", "leased", LIFETIME_NS),
     ]
     assert len({gate.number for gate in gates}) == len(gates)
-    again = PythonAllowances(ManualClock()).gate((LIMIT,), "api", "leased", 0)
+    again = Node().table.gate((LIMIT,), "api", "leased", 0)
     assert again.number == gates[0].number == 12_715_420_354_008_356_445
 
 

@@ -14,7 +14,7 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 def build(driver: str, folder: Path, *flags: str, compiler: str | None = None) -> Path:
     """Compile `driver` with the table and return the program."""
     program = folder / Path(driver).stem
-    sources = [path for path in sorted(KERNEL.glob("*.c")) if path.name != "module.c"]
+    sources = [path for path in sorted(KERNEL.glob("*.c")) if not path.name.endswith("module.c")]
     subprocess.run(
         [
             compiler or os.environ.get("CC", "cc"),

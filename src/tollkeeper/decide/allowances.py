@@ -260,6 +260,12 @@ class _Allowance:
             self.left = 0
         self.elsewhere = min(self.elsewhere, max(cost - 1, 0))
 
+    def is_denied(self, cost: int, now_ns: int) -> bool:
+        """Return True if a denial is known that covers the cost."""
+        denied_ns = self.denied_until_ns - now_ns
+        # A longer one is an error: of the file after a power cut, or of a clock that a test set.
+        return 0 < denied_ns <= DENIED_NS_MAX and cost >= self.denied_cost
+
     def is_idle(self, now_ns: int) -> bool:
         """Return True if the record may be dropped."""
         is_live = self.left and now_ns < self.until_ns
@@ -415,7 +421,7 @@ class PythonAllowanceGate:
             if record is None:
                 return None
             record.note_demand(cost, now_ns, self._lifetime_ns)
-            is_denied = now_ns < record.denied_until_ns and cost >= record.denied_cost
+            is_denied = record.is_denied(cost, now_ns)
             has_units = now_ns < record.until_ns and cost <= record.left
             if has_units and (record.leased or not is_denied):
                 record.left -= cost
@@ -502,10 +508,7 @@ class PythonAllowanceGate:
             record.elsewhere = decision.remaining
             replaced = None
             if decision.allowed:
-                # Not the time of the check itself: its refund adds no units to the lease, because
-                # time may have returned them.
-                charged_ns = (decision.charged_ns or decision.decided_ns) - 1
-                replaced = self._put_units(record, lease, charged_ns, now_ns)
+                replaced = self._put_units(record, lease, lease_time_ns(decision), now_ns)
                 if cost >= record.denied_cost:
                     record.denied_until_ns = 0
             denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
@@ -564,3 +567,12 @@ class PythonAllowanceGate:
 def place_of(limits: Sequence[Limit], decision: Decision) -> int:
     """Return the position of the limit that a decision is about; 0 if it is none of them."""
     return next((at for at, limit in enumerate(limits) if limit == decision.policy), 0)
+
+
+def lease_time_ns(decision: Decision) -> int:
+    """Return the `charged_ns` of units that are spent from the lease that came with a decision.
+
+    It is not that of the check itself: the refund of the check adds no units to the lease, because
+    time may have returned them.
+    """
+    return (decision.charged_ns or decision.decided_ns) - 1

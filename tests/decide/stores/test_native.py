@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import ConfigError, Limit, Limiter, StoreUnavailable
+from tollkeeper import ConfigError, Decision, Limit, Limiter, StoreUnavailable
 from tollkeeper.core.clock import SystemClock
 from tollkeeper.decide import kernel
+from tollkeeper.decide.leasing import Lease
+from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.native import KernelStore
@@ -92,7 +94,10 @@ def test_stores_on_one_file_share_their_counts(tmp_path: Path, query: str) -> No
         ("shared:///", "has no absolute path"),
         ("shared://run/api.limits", "has no absolute path"),
         ("shared:///a%00b", "has no absolute path"),
-        ("shared:///a?size=5", "has no option 'size'; there are capacity, log_bytes, mode"),
+        (
+            "shared:///a?size=5",
+            "has no option 'size'; there are capacity, log_bytes, allowances, mode",
+        ),
         ("shared:///a?mode=644", "mode='644' is not one of 600, 660, 666"),
         ("memory://?mode=600", "has no option 'mode'; there are capacity, log_bytes"),
         ("shared:///a?log_bytes=-5", "log_bytes='-5' is not a whole number"),
@@ -172,3 +177,99 @@ def test_busiest_takes_any_count(count: int) -> None:
     busiest: list[tuple[str, Any]] = limiter.store.busiest(count)
     assert len(busiest) <= max(0, min(count, 3))
     assert {subject for subject, _ in busiest} <= {"k0", "k1", "k2"}
+
+
+def test_the_allowances_of_a_file_are_beside_it_and_made_on_first_use(tmp_path: Path) -> None:
+    """A store that leases nothing needs no space for them, and its own file is unchanged."""
+    path, beside = tmp_path / "a.limits", tmp_path / "a.limits.allowances"
+    store = open_store(f"shared://{path}?capacity=100&allowances=1000")
+    size = path.stat().st_size
+    assert isinstance(store, Store)
+    assert store.allowances is not None
+    assert not beside.exists()
+    assert store.allowances.stats()[:2] == (0, 1842)
+    assert path.stat().st_size == size
+    assert beside.stat().st_mode & 0o777 == 0o600
+    store.close()
+
+
+def test_two_stores_on_one_file_share_their_allowances(tmp_path: Path) -> None:
+    """What one process put there, the other spends; the number of allowances is the file's."""
+    uri = f"shared://{tmp_path / 'a.limits'}?capacity=100"
+    limit = Limit(100, per=60)
+    answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5)
+    gates = []
+    for options in ("&allowances=50", ""):
+        store = open_store(uri + options)
+        assert store.allowances is not None
+        assert store.allowances.stats().held_max == 50
+        gates.append(store.allowances.gate((limit,), "api", "leased", 10**9))
+    gates[0].put("ada", Lease(1, 10**10, 10**12), answer, 1)
+    assert gates[1].spend("ada", 1)
+    assert gates[0].spend("ada", 1) is None
+    other = open_store(uri + "&allowances=60").allowances
+    assert other is not None
+    with pytest.raises(ConfigError, match="created with allowances=50, not 60; omit allowances"):
+        other.stats()
+
+
+def test_quotas_and_allowances_do_not_open_the_files_of_each_other(tmp_path: Path) -> None:
+    """The error says what the file is, and the file is unchanged."""
+    path = tmp_path / "a.limits"
+    store = open_store(f"shared://{path}?capacity=100&allowances=50")
+    assert store.allowances is not None
+    store.allowances.stats()
+    with pytest.raises(StoreUnavailable, match="is a Tollkeeper file of allowances and was not"):
+        open_store(f"shared://{path}.allowances")
+    path.rename(tmp_path / "b.limits.allowances")
+    other = open_store(f"shared://{tmp_path}/b.limits?capacity=100").allowances
+    assert other is not None
+    with pytest.raises(StoreUnavailable, match="is a Tollkeeper file of quotas and was not"):
+        other.stats()
+
+
+def test_the_compiled_check_calls_the_fallback_for_everything_that_it_cannot_decide() -> None:
+    """The node decides a plain key with units or a denial; each miss counts as demand once."""
+    store = open_store("memory://")
+    assert store.allowances is not None
+    limit = Limit(100, per=60)
+    answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5, rule="api")
+    gate = store.allowances.gate((limit,), "api", "leased", 10**12)
+    asked: list[Any] = []
+
+    def fallback(*args: Any, **kwargs: Any) -> Decision:
+        asked.append((args, kwargs))
+        return answer
+
+    fast = gate.fast_check(fallback)
+    assert fast is not None
+    gate.put("ada", Lease(6, 10**10, 10**12), answer, 1)
+    assert type(fast.check("ada")) is type(Limiter("9/minute").check("a"))
+    assert [fast.check("ada", 2).remaining, fast.check("ada", cost=3).remaining] == [87, 84]
+    assert asked == []
+    assert fast.check("ada") is answer
+    gate.deny("eve", 1, 10**9)
+    assert not fast.check("eve")
+    assert fast.counted() == (3, 1)
+    for call in (("bob",), (("a", "b"),), ("ada", True), ("x" * 200,), ("ada", 10**12)):
+        assert fast.check(*call) is answer
+    with use_clock(ManualClock()):
+        assert fast.check("eve") is answer
+    store.close()
+    assert fast.check("ada") is answer
+    assert len(asked) == 8
+
+
+def test_a_miss_of_the_compiled_check_is_counted_as_demand_by_the_fallback() -> None:
+    """Otherwise a lease would be twice as large as the demand."""
+    store = open_store("memory://")
+    assert store.allowances is not None
+    limit = Limit(100, per=60)
+    gate = store.allowances.gate((limit,), "api", "leased", 10**12)
+    answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5)
+    gate.put("ada", Lease(0, 0, 0), answer, 1)
+    fast = gate.fast_check(lambda key: gate.spend(key, 1) or answer)
+    assert fast is not None
+    for _ in range(3):
+        fast.check("ada")
+    assert gate.demand("ada") == 3

@@ -37,10 +37,12 @@
 #endif
 
 static const char MAGIC[8] = "TOLLKEEP";
+static const char MAGIC_ALLOWANCES[8] = "TOLLNODE";
 static const char MAKING[8] = "TK-MAKE";
 static const uint32_t BYTE_ORDER_MARK = 0x01020304;
 static const uint64_t CHECKSUM_SEED[2] = {0x746f6c6c6b656570u, 0x68656164657276u};
 static const uint64_t CAPACITY_DEFAULT = 1000000;
+static const uint64_t ALLOWANCES_DEFAULT = 100000;
 static const uint64_t LOG_BYTES_PER_STATE = 64;
 static const uint64_t LOG_BYTES_MIN = 1 << 20;
 static const uint64_t LOG_BYTES_MAX = (((uint64_t)1 << TK_BLOCK_REF_BITS) - 1) * TK_BLOCK_BYTES;
@@ -83,6 +85,32 @@ tk_geometry tk_geometry_for(uint64_t capacity, uint64_t log_bytes)
     return g;
 }
 
+tk_geometry tk_allowances_geometry_for(uint64_t capacity)
+{
+    tk_geometry g = {.segments = 1, .buckets = 2, .segment_limit = (uint32_t)capacity};
+    if (capacity > TK_ALLOWANCES_DESIGN) {
+        g.segments = (uint32_t)((capacity + TK_ALLOWANCES_DESIGN - 1) / TK_ALLOWANCES_DESIGN);
+        g.segment_limit = TK_ALLOWANCES_LIMIT;
+    }
+    while (g.buckets < TK_ALLOWANCE_BUCKETS_MAX &&
+           g.buckets * TK_ALLOWANCES_PER_BUCKET / 2 < capacity)
+        g.buckets *= 2;
+    g.segment_bytes = tk_allowance_segment_bytes(g.buckets);
+    g.segments_at = round_up(TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t), TK_PAGE);
+    g.bytes = round_up(g.segments_at + g.segment_bytes * g.segments + sizeof(tk_end), TK_PAGE);
+    g.end_at = g.bytes - sizeof(tk_end);
+    return g;
+}
+
+static const char *magic_of(bool allowances) { return allowances ? MAGIC_ALLOWANCES : MAGIC; }
+
+static tk_geometry geometry_of(const tk_format *format, bool allowances)
+{
+    return allowances
+               ? tk_allowances_geometry_for(format->capacity)
+               : tk_geometry_for(format->capacity, (uint64_t)format->blocks * TK_BLOCK_BYTES);
+}
+
 static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
 {
     if (options->log_bytes > 0)
@@ -90,6 +118,15 @@ static uint64_t log_bytes_for(const tk_options *options, uint64_t capacity)
     uint64_t bytes = capacity * LOG_BYTES_PER_STATE;
     uint64_t least = options->path ? LOG_BYTES_MIN : LOG_BYTES_MEMORY_MIN;
     return bytes < least ? least : bytes < LOG_BYTES_MAX ? bytes : LOG_BYTES_MAX;
+}
+
+/* The geometry of a new table, and its capacity. */
+static tk_geometry new_geometry(const tk_options *options, uint64_t *capacity)
+{
+    uint64_t usual = options->allowances ? ALLOWANCES_DEFAULT : CAPACITY_DEFAULT;
+    *capacity = options->capacity ? options->capacity : usual;
+    return options->allowances ? tk_allowances_geometry_for(*capacity)
+                               : tk_geometry_for(*capacity, log_bytes_for(options, *capacity));
 }
 
 static uint64_t checksum_of(const tk_format *format)
@@ -104,16 +141,18 @@ void tk_attach(tk_table *table, const tk_format *format, uint8_t *base)
     table->bytes = format->bytes;
     table->header = (tk_header *)base;
     table->generations = (_Atomic uint32_t *)(base + TK_PAGE);
-    table->busiest = (tk_busy_table *)(base + TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t));
-    tk_geometry g = tk_geometry_for(format->capacity, (uint64_t)format->blocks * TK_BLOCK_BYTES);
+    tk_geometry g = geometry_of(format, table->allowances);
     table->end = (const tk_end *)(base + g.end_at);
     table->segments = base + g.segments_at;
+    table->segment_bytes = g.segment_bytes;
+    table->slots = g.buckets * (table->allowances ? TK_ALLOWANCES_PER_BUCKET : TK_SLOTS_PER_BUCKET);
+    table->bucket_mask = g.buckets - 1;
+    if (table->allowances)
+        return;
+    table->busiest = (tk_busy_table *)(base + TK_PAGE + TK_OWNERS_MAX * sizeof(uint32_t));
     table->slab = base + g.slab_at;
     table->accounts = (tk_account *)(base + g.accounts_at);
     tk_slab_attach(table, (uint64_t *)(base + g.map_at));
-    table->segment_bytes = g.segment_bytes;
-    table->slots = g.buckets * TK_SLOTS_PER_BUCKET;
-    table->bucket_mask = g.buckets - 1;
 }
 
 /* ---- time ---- */
@@ -147,7 +186,7 @@ static bool random_seed(uint64_t seed[2])
 #endif
 }
 
-static bool fill_format(tk_format *format, uint64_t capacity, const tk_geometry *g)
+static bool fill_format(tk_format *format, bool allowances, uint64_t capacity, const tk_geometry *g)
 {
     memset(format, 0, sizeof *format);
     format->version = TK_VERSION;
@@ -158,7 +197,7 @@ static bool fill_format(tk_format *format, uint64_t capacity, const tk_geometry 
     format->buckets = g->buckets;
     format->segment_limit = g->segment_limit;
     format->blocks = g->blocks;
-    memcpy(format->magic, MAGIC, sizeof MAGIC);
+    memcpy(format->magic, magic_of(allowances), sizeof format->magic);
     if (!random_seed(format->seed))
         return false;
     format->checksum = checksum_of(format);
@@ -177,13 +216,14 @@ static tk_status fail(tk_status status, char error[TK_ERROR_BYTES], const char *
 static tk_table *open_memory(const tk_options *options, tk_status *status,
                              char error[TK_ERROR_BYTES])
 {
-    uint64_t capacity = options->capacity ? options->capacity : CAPACITY_DEFAULT;
-    tk_geometry g = tk_geometry_for(capacity, log_bytes_for(options, capacity));
+    uint64_t capacity;
+    tk_geometry g = new_geometry(options, &capacity);
     tk_table *table = calloc(1, sizeof *table);
     void *base = mmap(NULL, g.bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     tk_format format;
-    if (table == NULL || base == MAP_FAILED || !fill_format(&format, capacity, &g)) {
+    if (table == NULL || base == MAP_FAILED ||
+        !fill_format(&format, options->allowances, capacity, &g)) {
         *status = fail(TK_UNAVAILABLE, error, "no memory for %zu bytes of quotas", g.bytes);
         if (base != MAP_FAILED)
             munmap(base, g.bytes);
@@ -191,6 +231,7 @@ static tk_table *open_memory(const tk_options *options, tk_status *status,
         return NULL;
     }
     table->fd = -1;
+    table->allowances = options->allowances;
     tk_attach(table, &format, base);
     table->epoch_offset_ns = tk_time_in_range(options->epoch_offset_ns);
     table->verify_at_ns = INT64_MAX;
@@ -228,8 +269,8 @@ static void unlock_opening(int fd)
 
 static tk_status make_file(int fd, const tk_options *options, char error[TK_ERROR_BYTES])
 {
-    uint64_t capacity = options->capacity ? options->capacity : CAPACITY_DEFAULT;
-    tk_geometry g = tk_geometry_for(capacity, log_bytes_for(options, capacity));
+    uint64_t capacity;
+    tk_geometry g = new_geometry(options, &capacity);
     tk_format format;
     if (ftruncate(fd, 0) != 0 || pwrite(fd, MAKING, sizeof MAKING, 0) != sizeof MAKING)
         return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
@@ -243,7 +284,7 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
                     "a smaller capacity",
                     options->path, g.bytes, strerror(problem));
     }
-    if (!fill_format(&format, capacity, &g))
+    if (!fill_format(&format, options->allowances, capacity, &g))
         return fail(TK_UNAVAILABLE, error, "no random seed: %s", strerror(errno));
     tk_end end = {.checksum = format.checksum};
     memcpy(end.magic, TK_END_MAGIC, sizeof TK_END_MAGIC);
@@ -251,7 +292,7 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
     size_t rest = sizeof format - sizeof MAGIC;
     if (pwrite(fd, &end, sizeof end, (off_t)g.end_at) != (ssize_t)sizeof end ||
         pwrite(fd, (char *)&format + sizeof MAGIC, rest, sizeof MAGIC) != (ssize_t)rest ||
-        pwrite(fd, MAGIC, sizeof MAGIC, 0) != sizeof MAGIC)
+        pwrite(fd, format.magic, sizeof MAGIC, 0) != sizeof MAGIC)
         return fail(TK_UNAVAILABLE, error, "%s cannot be written: %s", options->path,
                     strerror(errno));
     return TK_OK;
@@ -262,20 +303,22 @@ static tk_status make_file(int fd, const tk_options *options, char error[TK_ERRO
 static bool is_ours(int fd, const tk_format *format, off_t size)
 {
     tk_end end;
-    if (memcmp(format->magic, MAGIC, sizeof MAGIC) == 0)
+    if (memcmp(format->magic, MAGIC, sizeof MAGIC) == 0 ||
+        memcmp(format->magic, MAGIC_ALLOWANCES, sizeof MAGIC) == 0)
         return true;
     return size >= (off_t)sizeof end &&
            pread(fd, &end, sizeof end, size - (off_t)sizeof end) == (ssize_t)sizeof end &&
            memcmp(end.magic, TK_END_MAGIC, sizeof TK_END_MAGIC) == 0;
 }
 
-static tk_status check_damage(const tk_format *format, int fd, off_t size, const char *path,
-                              char error[TK_ERROR_BYTES])
+static tk_status check_damage(const tk_format *format, int fd, off_t size,
+                              const tk_options *options, char error[TK_ERROR_BYTES])
 {
     tk_end end;
+    const char *path = options->path;
     if (format->checksum != checksum_of(format) || format->capacity > TK_CAPACITY_MAX)
         return fail(TK_DAMAGED, error, "%s had a damaged header", path);
-    tk_geometry g = tk_geometry_for(format->capacity, (uint64_t)format->blocks * TK_BLOCK_BYTES);
+    tk_geometry g = geometry_of(format, options->allowances);
     if (g.bytes != format->bytes || g.segments != format->segments ||
         g.buckets != format->buckets || g.segment_limit != format->segment_limit)
         return fail(TK_DAMAGED, error, "%s had a header that contradicts itself", path);
@@ -292,8 +335,8 @@ static tk_status check_damage(const tk_format *format, int fd, off_t size, const
 static tk_status check_format(const tk_format *format, int fd, off_t size,
                               const tk_options *options, char error[TK_ERROR_BYTES])
 {
-    const char *path = options->path;
-    if (memcmp(format->magic, MAGIC, sizeof MAGIC) != 0)
+    const char *path = options->path, *name = options->allowances ? "allowances" : "capacity";
+    if (memcmp(format->magic, magic_of(options->allowances), sizeof MAGIC) != 0)
         return fail(TK_DAMAGED, error, "%s had a damaged header", path);
     if (format->byte_order != BYTE_ORDER_MARK)
         return fail(TK_UNAVAILABLE, error,
@@ -303,15 +346,15 @@ static tk_status check_format(const tk_format *format, int fd, off_t size,
                     "%s has format version %u, which is %s than this one's, %u; %s", path,
                     format->version, format->version < TK_VERSION ? "older" : "newer",
                     (unsigned)TK_VERSION, RECREATE);
-    tk_status status = check_damage(format, fd, size, path, error);
+    tk_status status = check_damage(format, fd, size, options, error);
     if (status != TK_OK)
         return status;
     if (options->capacity && options->capacity != format->capacity)
         return fail(TK_MISMATCH, error,
-                    "%s was created with capacity=%llu, not %llu; omit capacity, or delete the "
-                    "file to create it again",
-                    path, (unsigned long long)format->capacity,
-                    (unsigned long long)options->capacity);
+                    "%s was created with %s=%llu, not %llu; omit %s, or delete the file to create "
+                    "it again",
+                    path, name, (unsigned long long)format->capacity,
+                    (unsigned long long)options->capacity, name);
     uint64_t log_bytes = (uint64_t)format->blocks * TK_BLOCK_BYTES;
     if (options->log_bytes && tk_geometry_for(1, options->log_bytes).blocks != format->blocks)
         return fail(TK_MISMATCH, error,
@@ -371,6 +414,10 @@ static tk_status make_or_check(int fd, const tk_options *options, tk_format *for
     ssize_t length = pread(fd, format, sizeof *format, 0);
     if (length < 0)
         return fail(TK_UNAVAILABLE, error, "%s cannot be read: %s", options->path, strerror(errno));
+    if (memcmp(format->magic, magic_of(!options->allowances), sizeof MAGIC) == 0)
+        return fail(TK_UNAVAILABLE, error,
+                    "%s is a Tollkeeper file of %s and was not changed; use another path",
+                    options->path, options->allowances ? "quotas" : "allowances");
     if (!is_ours(fd, format, info.st_size))
         return fail(TK_UNAVAILABLE, error,
                     "%s is not a Tollkeeper file and was not changed; use another path",
@@ -415,6 +462,10 @@ static bool settle_clock(tk_header *header, bool alone)
 /* Complete what killed processes left unfinished. Only while no other process has it open. */
 static void mend(tk_table *table)
 {
+    if (table->allowances) {
+        tk_mend_allowances(table);
+        return;
+    }
     for (uint32_t i = 0; i < table->format.segments; i++) {
         tk_segment *segment = tk_segment_at(table, i);
         if (segment->lock == 0)
@@ -638,6 +689,7 @@ static tk_table *open_file(const tk_options *options, tk_status *status, char er
         return NULL;
     }
     table->path = path;
+    table->allowances = options->allowances;
     table->shared = table->opening = true;
     table->fd = -1;
     remember_open(table);

@@ -3,22 +3,20 @@
  * a small cost, real time). All other checks, and every error, go to the Python path (`slow`),
  * which validates, explains and applies the failure policy. So special cases are handled once, in
  * Python. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "module.h"
+
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
 #include <structmember.h>
-#include <structmember.h>
 #include <unistd.h>
-
-#include "table.h"
 
 /* Longer than a preempted owner waits to be scheduled again, and short enough to be noticed. */
 static const int64_t LOCK_WAIT_NS = 1000000000;
 enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
 
-static PyObject *error_capacity, *error_full, *error_timeout, *error_unavailable, *error_config;
+PyObject *tk_error_unavailable;
+static PyObject *error_capacity, *error_full, *error_timeout, *error_config;
 static PyObject *decision_repr, *decision_fields, *python_decision, *seconds_from_ns;
 static int bypass; /* a test has replaced the clock or switched limiting off */
 
@@ -37,7 +35,7 @@ enum { SPARE_MAX = 64 };
 static decision_object *spare[SPARE_MAX];
 static int spare_count;
 
-static PyObject *make_decision(PyObject *limits, PyObject *rule, const tk_decision *decided)
+PyObject *tk_make_decision(PyObject *limits, PyObject *rule, const tk_decision *decided)
 {
     decision_object *self;
     if (spare_count > 0) {
@@ -243,19 +241,6 @@ static PyTypeObject decision_type = {
 
 /* ---- Table ---- */
 
-typedef struct {
-    PyObject_HEAD tk_table *table; /* NULL once closed */
-    tk_table *retired; /* the lost table that `table` replaced, while threads are still in it */
-    PyObject *path;    /* as bytes, or NULL */
-    PyObject *notice;  /* why a damaged file was created again; usually empty */
-    PyObject *on_loss; /* called with this table and a text when the file was lost, or None */
-    tk_options options;
-    int away;      /* threads in the table that have released the interpreter's lock */
-    pid_t away_in; /* the process of these threads: a forked child has none of them */
-    bool waited;   /* a check has just waited in vain, so its retry must not wait again */
-    bool closing;
-} table_object;
-
 static PyTypeObject table_type;
 
 /* Open the table with the interpreter's lock released. Return NULL with an exception, or the table
@@ -272,12 +257,12 @@ static tk_table *open_table(const tk_options *options, PyObject **notice)
     if (table != NULL)
         tk_close(table);
     if (*notice != NULL)
-        PyErr_SetObject(status == TK_MISMATCH ? error_config : error_unavailable, *notice);
+        PyErr_SetObject(status == TK_MISMATCH ? error_config : tk_error_unavailable, *notice);
     Py_CLEAR(*notice);
     return NULL;
 }
 
-static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+PyObject *tk_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"path",    "capacity", "log_bytes", "mode", "epoch_offset_ns",
                             "on_loss", NULL};
@@ -288,7 +273,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKILO", names, &path, &capacity, &log_bytes,
                                      &options.mode, &epoch_offset_ns, &on_loss))
         return NULL;
-    table_object *self = (table_object *)type->tp_alloc(type, 0);
+    tk_table_object *self = (tk_table_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     self->on_loss = Py_NewRef(on_loss);
@@ -300,6 +285,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.capacity = capacity;
     options.log_bytes = log_bytes;
     options.epoch_offset_ns = epoch_offset_ns;
+    options.allowances = type == &tk_allowances_type;
     self->options = options;
     self->table = open_table(&options, &self->notice);
     if (self->table == NULL) {
@@ -310,7 +296,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 /* Between leave and back the interpreter's lock is released; a close() meanwhile is deferred. */
-static PyThreadState *leave(table_object *self)
+PyThreadState *tk_leave(tk_table_object *self)
 {
     if (self->away_in != getpid())
         self->away = 0;
@@ -320,7 +306,7 @@ static PyThreadState *leave(table_object *self)
 }
 
 /* Close the memory that is no longer in use, once no thread is in it. */
-static void close_unused(table_object *self)
+static void close_unused(tk_table_object *self)
 {
     if (self->away > 0 && self->away_in == getpid())
         return;
@@ -333,24 +319,24 @@ static void close_unused(table_object *self)
     }
 }
 
-static void back(table_object *self, PyThreadState *thread)
+void tk_back(tk_table_object *self, PyThreadState *thread)
 {
     PyEval_RestoreThread(thread);
     self->away--;
     close_unused(self);
 }
 
-static bool is_open(table_object *self)
+bool tk_table_is_open(tk_table_object *self)
 {
     if (self->table != NULL && !self->closing)
         return true;
-    PyErr_SetString(error_unavailable, "the store is closed; open another one");
+    PyErr_SetString(tk_error_unavailable, "the store is closed; open another one");
     return false;
 }
 
 /* Raise StoreUnavailable for a lost file. Before that, `on_loss` may open it again for the next
  * call, or raise an error that says why it cannot. */
-static PyObject *raise_lost(table_object *self)
+static PyObject *raise_lost(tk_table_object *self)
 {
     char text[TK_ERROR_BYTES];
     bool lost = tk_loss_text(self->table, text);
@@ -358,15 +344,15 @@ static PyObject *raise_lost(table_object *self)
     if (message != NULL && lost && self->on_loss != Py_None)
         result = PyObject_CallFunctionObjArgs(self->on_loss, self, message, NULL);
     if (message != NULL && !PyErr_Occurred())
-        PyErr_SetObject(error_unavailable, message);
+        PyErr_SetObject(tk_error_unavailable, message);
     Py_XDECREF(result);
     Py_XDECREF(message);
     return NULL;
 }
 
-static PyObject *raise_status(table_object *self, tk_status status)
+PyObject *tk_raise_status(tk_table_object *self, tk_status status)
 {
-    if (!is_open(self))
+    if (!tk_table_is_open(self))
         return NULL;
     if (status == TK_LOST)
         return raise_lost(self);
@@ -380,13 +366,13 @@ static PyObject *raise_status(table_object *self, tk_status status)
         PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
                                        "is it stopped?");
     else
-        PyErr_SetString(error_unavailable,
+        PyErr_SetString(tk_error_unavailable,
                         "this process was forked and could not open the file again: it is out of "
                         "descriptors, or has no permission");
     return NULL;
 }
 
-static PyObject *table_close(table_object *self, PyObject *unused)
+PyObject *tk_table_close(tk_table_object *self, PyObject *unused)
 {
     (void)unused;
     self->closing = true;
@@ -394,16 +380,17 @@ static PyObject *table_close(table_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *table_reopen(table_object *self, PyObject *unused)
+PyObject *tk_table_reopen(tk_table_object *self, PyObject *unused)
 {
     (void)unused;
     PyObject *notice;
-    if (!is_open(self))
+    if (!tk_table_is_open(self))
         return NULL;
     tk_table *opened = open_table(&self->options, &notice);
     if (opened == NULL)
         return NULL;
-    if (self->retired != NULL || !is_open(self)) { /* another thread was faster, or closed it */
+    if (self->retired != NULL ||
+        !tk_table_is_open(self)) { /* another thread was faster, or closed it */
         tk_close(opened);
         Py_DECREF(notice);
         return PyErr_Occurred() ? NULL : PyUnicode_FromString("");
@@ -414,7 +401,7 @@ static PyObject *table_reopen(table_object *self, PyObject *unused)
     return notice;
 }
 
-static void table_dealloc(table_object *self)
+void tk_table_dealloc(tk_table_object *self)
 {
     if (self->retired != NULL)
         tk_close(self->retired);
@@ -426,13 +413,13 @@ static void table_dealloc(table_object *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyObject *table_now_ns(table_object *self, PyObject *unused)
+PyObject *tk_table_now_ns(tk_table_object *self, PyObject *unused)
 {
     (void)unused;
-    return is_open(self) ? PyLong_FromLongLong(tk_now_ns(self->table)) : NULL;
+    return tk_table_is_open(self) ? PyLong_FromLongLong(tk_now_ns(self->table)) : NULL;
 }
 
-static bool parse_now(table_object *self, PyObject *value, int64_t *now_ns)
+bool tk_parse_now(tk_table_object *self, PyObject *value, int64_t *now_ns)
 {
     int64_t real_ns = tk_now_ns(self->table); /* examines the file, whatever the clock */
     if (value == Py_None) {
@@ -450,53 +437,53 @@ static bool parse_now(table_object *self, PyObject *value, int64_t *now_ns)
     return true;
 }
 
-static PyObject *table_sweep(table_object *self, PyObject *now)
+static PyObject *table_sweep(tk_table_object *self, PyObject *now)
 {
     int64_t now_ns;
     uint64_t dropped;
-    if (!is_open(self) || !parse_now(self, now, &now_ns))
+    if (!tk_table_is_open(self) || !tk_parse_now(self, now, &now_ns))
         return NULL;
-    if (!is_open(self)) /* again: reading `now` may have run any code */
+    if (!tk_table_is_open(self)) /* again: reading `now` may have run any code */
         return NULL;
-    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? tk_leave(self) : NULL;
     tk_status status = tk_sweep(self->table, now_ns, &dropped);
     if (thread != NULL)
-        back(self, thread);
-    return status == TK_OK ? PyLong_FromUnsignedLongLong(dropped) : raise_status(self, status);
+        tk_back(self, thread);
+    return status == TK_OK ? PyLong_FromUnsignedLongLong(dropped) : tk_raise_status(self, status);
 }
 
-static PyObject *table_stats(table_object *self, PyObject *unused)
+static PyObject *table_stats(tk_table_object *self, PyObject *unused)
 {
     (void)unused;
     tk_stats stats;
-    if (!is_open(self))
+    if (!tk_table_is_open(self))
         return NULL;
     tk_now_ns(self->table); /* examines the file */
-    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? tk_leave(self) : NULL;
     tk_status status = tk_read_stats(self->table, &stats);
     if (thread != NULL)
-        back(self, thread);
+        tk_back(self, thread);
     if (status != TK_OK)
-        return raise_status(self, status);
+        return tk_raise_status(self, status);
     return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "states", stats.states, "states_max",
                          stats.states_max, "bytes", stats.bytes, "expired", stats.expired,
                          "refused", stats.refused, "repaired", stats.repaired, "log_bytes_used",
                          stats.log_bytes_used, "log_bytes_max", stats.log_bytes_max);
 }
 
-static PyObject *table_busiest(table_object *self, PyObject *argument)
+static PyObject *table_busiest(tk_table_object *self, PyObject *argument)
 {
     tk_busy found[TK_BUSIEST_MAX];
     long most = PyLong_AsLong(argument);
-    if ((most == -1 && PyErr_Occurred()) || !is_open(self))
+    if ((most == -1 && PyErr_Occurred()) || !tk_table_is_open(self))
         return NULL;
-    PyThreadState *thread = tk_is_shared(self->table) ? leave(self) : NULL;
+    PyThreadState *thread = tk_is_shared(self->table) ? tk_leave(self) : NULL;
     int count = tk_busiest(self->table, found,
                            (int)(most < 0                ? 0
                                  : most < TK_BUSIEST_MAX ? most
                                                          : TK_BUSIEST_MAX));
     if (thread != NULL)
-        back(self, thread);
+        tk_back(self, thread);
     PyObject *list = PyList_New(count);
     for (int i = 0; list != NULL && i < count; i++) {
         PyObject *name = PyUnicode_DecodeUTF8(found[i].name, found[i].length, "replace");
@@ -510,10 +497,10 @@ static PyObject *table_busiest(table_object *self, PyObject *argument)
 }
 
 static PyMethodDef table_methods[] = {
-    {"close", (PyCFunction)table_close, METH_NOARGS, "Unmap the memory."},
-    {"reopen", (PyCFunction)table_reopen, METH_NOARGS,
+    {"close", (PyCFunction)tk_table_close, METH_NOARGS, "Unmap the memory."},
+    {"reopen", (PyCFunction)tk_table_reopen, METH_NOARGS,
      "Open a lost file again; return why it was created again, or an empty text."},
-    {"now_ns", (PyCFunction)table_now_ns, METH_NOARGS, "Return the table's time."},
+    {"now_ns", (PyCFunction)tk_table_now_ns, METH_NOARGS, "Return the table's time."},
     {"sweep", (PyCFunction)table_sweep, METH_O, "Drop expired states; return their number."},
     {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
     {"busiest", (PyCFunction)table_busiest, METH_O,
@@ -521,8 +508,8 @@ static PyMethodDef table_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef table_members[] = {
-    {"notice", T_OBJECT, offsetof(table_object, notice), READONLY,
+PyMemberDef tk_table_members[] = {
+    {"notice", T_OBJECT, offsetof(tk_table_object, notice), READONLY,
      "Why a damaged file was created again; usually empty."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -530,18 +517,18 @@ static PyMemberDef table_members[] = {
 static PyTypeObject table_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "tollkeeper.decide.kernel._kernel.Table",
     .tp_doc = "Quotas in one block of memory, of this process or of a file.",
-    .tp_basicsize = sizeof(table_object),
+    .tp_basicsize = sizeof(tk_table_object),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = table_new,
-    .tp_dealloc = (destructor)table_dealloc,
+    .tp_new = tk_table_new,
+    .tp_dealloc = (destructor)tk_table_dealloc,
     .tp_methods = table_methods,
-    .tp_members = table_members,
+    .tp_members = tk_table_members,
 };
 
 /* ---- Gate ---- */
 
 typedef struct {
-    PyObject_HEAD table_object *table;
+    PyObject_HEAD tk_table_object *table;
     PyObject *limits, *rule, *slow;
     int count;
     int64_t allowed, denied; /* by `check`; the interpreter's lock protects them */
@@ -604,7 +591,7 @@ static bool fits_slab(gate_object *self, PyObject *limit, const tk_limit *number
 {
     if (numbers->algorithm != TK_SLIDING_WINDOW_LOG)
         return true;
-    if (!is_open(self->table)) /* reading attributes may have run any code */
+    if (!tk_table_is_open(self->table)) /* reading attributes may have run any code */
         return false;
     unsigned long long needed = tk_log_bytes_needed(numbers->limit);
     unsigned long long there = tk_log_bytes(self->table->table);
@@ -640,12 +627,12 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_Format(error_config, "a gate has 1 to %d limits, not %zd", TK_LIMITS_MAX, count);
         return NULL;
     }
-    if (!is_open((table_object *)table))
+    if (!tk_table_is_open((tk_table_object *)table))
         return NULL;
     gate_object *self = (gate_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->table = (table_object *)Py_NewRef(table);
+    self->table = (tk_table_object *)Py_NewRef(table);
     self->limits = Py_NewRef(limits);
     self->rule = Py_NewRef(rule);
     self->slow = Py_NewRef(slow);
@@ -683,20 +670,24 @@ static void gate_dealloc(gate_object *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-/* Wait for a taken lock without blocking other threads; return whether to try again. */
-static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
+bool tk_try_again(tk_table_object *self, tk_wait_function wait, tk_hash hash, tk_status *status)
 {
-    if (*status != TK_BUSY || self->table->waited)
+    if (*status != TK_BUSY || self->waited)
         return false;
-    const tk_table *before = self->table->table;
-    PyThreadState *thread = leave(self->table);
-    *status = tk_wait(self->table->table, hash, LOCK_WAIT_NS);
-    back(self->table, thread);
-    if (self->table->table == NULL)
+    const tk_table *before = self->table;
+    PyThreadState *thread = tk_leave(self);
+    *status = wait(self->table, hash, LOCK_WAIT_NS);
+    tk_back(self, thread);
+    if (self->table == NULL)
         *status = TK_UNAVAILABLE;
-    else if (self->table->table != before) /* another seed, for which the hash is wrong */
+    else if (self->table != before) /* another seed, for which the hash is wrong */
         *status = TK_LOST;
     return *status == TK_OK;
+}
+
+static bool try_again(gate_object *self, tk_hash hash, tk_status *status)
+{
+    return tk_try_again(self->table, tk_wait, hash, status);
 }
 
 static tk_status check_hash(gate_object *self, tk_hash hash, int64_t now_ns, int64_t cost,
@@ -732,31 +723,37 @@ static const char *plain_key(PyObject *key, Py_ssize_t *length)
     return memchr(bytes, SEPARATOR, (size_t)*length) ? NULL : bytes;
 }
 
-/* check(key, cost=1), the fast path. */
-static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
-                            PyObject *kwnames)
+const char *tk_plain_check(tk_table_object *table, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames, Py_ssize_t *length, int64_t *cost)
 {
-    int64_t cost = 1;
-    Py_ssize_t length;
-    const char *bytes;
-    if (nargs < 1 || bypass || self->table->table == NULL || self->table->closing)
-        goto slow;
+    *cost = 1;
+    if (nargs < 1 || bypass || table->table == NULL || table->closing)
+        return NULL;
     if (nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0) == 2) {
         /* The second argument is the cost, keyword or not: the slow path rejects a wrong keyword.
          */
         if (kwnames && !(nargs == 1 && PyUnicode_CompareWithASCIIString(
                                            PyTuple_GET_ITEM(kwnames, 0), "cost") == 0))
-            goto slow;
+            return NULL;
         if (!PyLong_CheckExact(args[1]))
-            goto slow;
+            return NULL;
         int overflow;
-        cost = PyLong_AsLongLongAndOverflow(args[1], &overflow);
-        if (overflow || cost < 0 || cost > TK_UNITS_MAX)
-            goto slow;
+        *cost = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        if (overflow || *cost < 0 || *cost > TK_UNITS_MAX)
+            return NULL;
     } else if (nargs != 1 || kwnames) {
-        goto slow;
+        return NULL;
     }
-    bytes = plain_key(args[0], &length);
+    return plain_key(args[0], length);
+}
+
+/* check(key, cost=1), the fast path. */
+static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames)
+{
+    int64_t cost;
+    Py_ssize_t length;
+    const char *bytes = tk_plain_check(self->table, args, nargs, kwnames, &length, &cost);
     if (bytes == NULL)
         goto slow;
     tk_decision decision;
@@ -773,10 +770,10 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
         self->allowed++;
     else
         self->denied++;
-    return make_decision(self->limits, self->rule, &decision);
+    return tk_make_decision(self->limits, self->rule, &decision);
 slow:
     if (self->slow == NULL) { /* cleared by the garbage collector */
-        PyErr_SetString(error_unavailable, "the limiter was deleted");
+        PyErr_SetString(tk_error_unavailable, "the limiter was deleted");
         return NULL;
     }
     return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
@@ -803,8 +800,8 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     if (overflow || parsed->units > (int64_t)TK_UNITS_MAX * 2)
         parsed->units = (int64_t)TK_UNITS_MAX * 2 + 1; /* above any capacity with any credit */
     /* Last, because the conversions may have run any code, including close(). */
-    if (!is_open(self->table) || !parse_now(self->table, now, &parsed->now_ns) ||
-        !is_open(self->table))
+    if (!tk_table_is_open(self->table) || !tk_parse_now(self->table, now, &parsed->now_ns) ||
+        !tk_table_is_open(self->table))
         return false;
     parsed->hash = tk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
     return true;
@@ -834,10 +831,10 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
     if (status == TK_FULL || status == TK_LOG_FULL)
         tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
-        return raise_status(self->table, status);
+        return tk_raise_status(self->table, status);
     if (spend && tk_sample_due(self->table->table))
         tk_note_busy(self->table->table, c.hash, c.bytes, (size_t)c.length);
-    return make_decision(self->limits, self->rule, &decision);
+    return tk_make_decision(self->limits, self->rule, &decision);
 }
 
 /* The time of a charge: None if it is not known. One outside of the range is clamped. */
@@ -870,7 +867,7 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
                               c.units, charged_ns);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
-        return raise_status(self->table, status);
+        return tk_raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 
@@ -892,7 +889,7 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
     if (status == TK_FULL)
         tk_note_refused(self->table->table, c.hash);
     if (status != TK_OK)
-        return raise_status(self->table, status);
+        return tk_raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 
@@ -909,7 +906,7 @@ static PyObject *gate_reset(gate_object *self, PyObject *subject)
         status = tk_reset(self->table->table, c.hash, self->numbers, self->count);
     } while (try_again(self, c.hash, &status));
     if (status != TK_OK)
-        return raise_status(self->table, status);
+        return tk_raise_status(self->table, status);
     Py_RETURN_NONE;
 }
 
@@ -984,7 +981,7 @@ PyMODINIT_FUNC PyInit__kernel(void)
     static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
                                          "StoreUnavailable", "ConfigError", NULL};
     static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
-                                        &error_unavailable, &error_config};
+                                        &tk_error_unavailable, &error_config};
     static const char *const models[] = {"decision_repr", "decision_fields", "Decision",
                                          "seconds_from_ns", NULL};
     static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision,
@@ -993,13 +990,16 @@ PyMODINIT_FUNC PyInit__kernel(void)
         !import_names("tollkeeper.core.model", models, model_places))
         return NULL;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
-        PyType_Ready(&gate_type) < 0)
+        PyType_Ready(&gate_type) < 0 || PyType_Ready(&tk_allowances_type) < 0 ||
+        PyType_Ready(&tk_allowance_gate_type) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&module_definition);
     if (module == NULL ||
         PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
-        PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0)
+        PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
+        PyModule_AddObjectRef(module, "Allowances", (PyObject *)&tk_allowances_type) < 0 ||
+        PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&tk_allowance_gate_type) < 0)
         Py_CLEAR(module);
     return module;
 }

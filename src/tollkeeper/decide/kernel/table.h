@@ -37,6 +37,7 @@ typedef struct {
     uint64_t log_bytes;      /* the bytes for sliding window logs; 0: likewise */
     int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
     unsigned mode;           /* who may open the file: 0600 (also 0), 0660 or 0666 */
+    bool allowances;         /* a table of allowances, and `capacity` of them */
 } tk_options;
 
 typedef struct tk_table tk_table;

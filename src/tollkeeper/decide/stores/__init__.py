@@ -4,14 +4,18 @@
     memory://?capacity=50000         this process; room for so many
     shared:///run/api.limits         every process that opens this file, exactly
     shared:///run/api.limits?capacity=50000&log_bytes=4194304
+    shared:///run/api.limits?allowances=1000000
+                                     with room for so many allowances of a node in a fleet
     shared:///run/api.limits?mode=660
                                      also processes of other users in the file's group
     redis://localhost                every machine; also rediss://, redis+sentinel://,
                                      redis+cluster://, and each as valkey
 
 `capacity` is in states: one limit's count of one subject. `log_bytes` is the room for sliding
-window logs. Both count when the store is made; a file keeps what it was made with. `mode` is the
-mode of a new file. A file that another user owns, or that the group or every user can write, is
+window logs. Both count when the store is made; a file keeps what it was made with. `allowances` is
+the number of subjects that a node decides itself at a time; 100,000 by default. For `shared://`
+they are in a second file, `/run/api.limits.allowances`, made on first use. `mode` is the mode of a
+new file. A file that another user owns, or that the group or every user can write, is
 rejected unless `mode` allows it. What a Redis URI can say is in `redis/config.py`.
 """
 
@@ -25,6 +29,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreUnavailable, show
 from tollkeeper.decide import kernel
+from tollkeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
@@ -89,12 +94,13 @@ def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
             f"store={uri!r}: memory:// is this process and has no address; "
             f'write "memory://" or "memory://?capacity=50000"'
         )
-    texts = _texts(uri, parts, given, ("capacity", "log_bytes"))
+    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "allowances"))
     capacity = _number(uri, texts, "capacity") or STATES_MAX_DEFAULT
     log_bytes = _number(uri, texts, "log_bytes")
+    allowances = _number(uri, texts, "allowances")
     if not kernel.BUILT:
-        return PythonMemoryStore(clock, capacity)
-    return _kernel_store(clock, capacity, log_bytes)
+        return PythonMemoryStore(clock, capacity, allowances or ALLOWANCES_MAX_DEFAULT)
+    return _kernel_store(clock, capacity, log_bytes, allowances)
 
 
 def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
@@ -105,24 +111,32 @@ def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
             f"store={uri!r} has no absolute path; with three slashes, for example "
             f'"shared:///run/api.limits"'
         )
-    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "mode"))
+    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "allowances", "mode"))
     capacity, log_bytes = _number(uri, texts, "capacity"), _number(uri, texts, "log_bytes")
+    allowances = _number(uri, texts, "allowances")
     mode = _mode(uri, texts)
     if not kernel.BUILT:
         raise StoreUnavailable(
             f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
             f"the Python headers, then install tollkeeper again; memory:// works without"
         )
-    return _kernel_store(clock, capacity, log_bytes, Path(path), mode)
+    return _kernel_store(clock, capacity, log_bytes, allowances, Path(path), mode)
 
 
 def _kernel_store(
-    clock: Clock, capacity: int, log_bytes: int, path: Path | None = None, mode: int = 0o600
+    clock: Clock,
+    capacity: int,
+    log_bytes: int,
+    allowances: int,
+    path: Path | None = None,
+    mode: int = 0o600,
 ) -> Store:
     # Imported here, because the import fails if the kernel was not built.
     from tollkeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 
-    return KernelStore(clock, capacity, path=path, log_bytes=log_bytes, mode=mode)
+    return KernelStore(
+        clock, capacity, path=path, log_bytes=log_bytes, mode=mode, allowances_max=allowances
+    )
 
 
 def _open_redis(uri: str, clock: Clock, given: Options) -> Store:

@@ -10,6 +10,7 @@ the next call counts in the file that all other processes use.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -19,10 +20,20 @@ from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
-from tollkeeper.decide.allowances import PythonAllowances
+from tollkeeper.decide.allowances import (
+    AllowanceKind,
+    Allowances,
+    AllowanceStats,
+    Replaced,
+    UnitClaim,
+    gate_number,
+    lease_time_ns,
+    place_of,
+)
 from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
+from tollkeeper.decide.leasing import Lease
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -49,7 +60,7 @@ class _FileRecovery:
         self.lost_s = 0.0
         """The Unix time of the last loss; 0.0 if there was none."""
 
-    def __call__(self, table: _kernel.Table, loss: str) -> None:
+    def __call__(self, table: _kernel.Table | _kernel.Allowances, loss: str) -> None:
         """Raise StoreUnavailable if the file cannot be opened."""
         now_s = time.monotonic()
         if now_s < self._next_at_s:
@@ -75,7 +86,8 @@ class KernelStore:
     `states_max` makes room for at least so many states; 0 uses the size of an existing file, or a
     million. `log_bytes` is the room for sliding window logs: 8 bytes an entry, in blocks of 64 and
     up; 0 takes 64 bytes a state. `mode` is the file's: 0o600, or 0o660 or 0o666 if other users
-    share it.
+    share it. `allowances_max` makes room for so many allowances; 0 uses the size of an existing
+    file, or 100,000.
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class KernelStore:
         path: Path | None = None,
         log_bytes: int = 0,
         mode: int = 0o600,
+        allowances_max: int = 0,
     ) -> None:
         self._clock = clock
         self._is_real = type(clock) is SystemClock
@@ -95,7 +108,8 @@ class KernelStore:
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
-        self.allowances = PythonAllowances(clock) if path is None else None
+        self._allowances = KernelAllowances(clock, path, allowances_max, mode)
+        self.allowances: Allowances | None = self._allowances
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,
@@ -136,6 +150,7 @@ class KernelStore:
 
     def close(self) -> None:
         self._table.close()
+        self._allowances.close()
 
     def now_ns(self) -> int | None:
         """Return the time of a decision for the kernel; None if it reads the real time itself."""
@@ -183,3 +198,135 @@ class KernelGate:
 
     def reset(self, subject: str) -> None:
         self._gate.reset(subject)
+
+
+class KernelAllowances:
+    """A node's table of allowances on a KernelStore, in memory or in a file beside the store's.
+
+    It is a file of its own, `PATH.allowances`, made on first use: a store that leases nothing needs
+    no space for it, and processes of an older version keep using the other file.
+    """
+
+    def __init__(self, clock: Clock, path: Path | None, held_max: int, mode: int) -> None:
+        self._clock = clock
+        self.is_real = type(clock) is SystemClock
+        self._path = path and path.with_name(f"{path.name}.allowances")
+        self._held_max = held_max
+        self._mode = mode
+        self._lock = threading.Lock()
+        self._opened: _kernel.Allowances | None = None
+        self._closed = False
+
+    def table(self) -> _kernel.Allowances:
+        """Return the table; open it first if necessary."""
+        if self._opened is not None:
+            return self._opened
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store is closed; open another one")
+            if self._opened is None:
+                opened = _kernel.Allowances(
+                    self._path,
+                    capacity=self._held_max,
+                    mode=self._mode,
+                    epoch_offset_ns=EPOCH_OFFSET_NS,
+                    on_loss=_FileRecovery(),
+                )
+                _warn_of(opened.notice)
+                self._opened = opened
+            return self._opened
+
+    def gate(
+        self, limits: Sequence[Limit], rule: str, kind: AllowanceKind, lifetime_ns: int
+    ) -> KernelAllowanceGate:
+        return KernelAllowanceGate(self, tuple(limits), rule, kind, lifetime_ns)
+
+    def now_ns(self) -> int | None:
+        """Return the time for the kernel, as `KernelStore.now_ns`."""
+        return None if self.is_real and switches.clock is None else self._clock.now_ns()
+
+    def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[UnitClaim]:
+        claims = self.table().claim(count, flush_ns, ending, self.now_ns())
+        return [UnitClaim(*claim) for claim in claims]
+
+    def confirm(self, claims: Sequence[UnitClaim]) -> None:
+        table = self.table()
+        for claim in claims:
+            if claim.kind == "eventual":
+                table.confirm(claim.gate, claim.subject, claim.token)
+
+    def stats(self) -> AllowanceStats:
+        return AllowanceStats(*self.table().stats())
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._opened is not None:
+                self._opened.close()
+
+
+class KernelAllowanceGate:
+    """One rule's limits in a KernelAllowances."""
+
+    __slots__ = ("_arguments", "_gate", "_limits", "_table", "number")
+
+    def __init__(
+        self,
+        table: KernelAllowances,
+        limits: tuple[Limit, ...],
+        rule: str,
+        kind: AllowanceKind,
+        lifetime_ns: int,
+    ) -> None:
+        self._table = table
+        self._limits = limits
+        self.number = gate_number(limits, rule, kind)
+        self._arguments = (self.number, limits, rule, kind == "leased", lifetime_ns)
+        self._gate = _kernel.AllowanceGate(table.table(), *self._arguments)
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
+        """Return a check in C; None if the time comes from another clock."""
+        if not self._table.is_real:
+            return None
+        return _kernel.AllowanceGate(self._table.table(), *self._arguments, fallback)
+
+    def spend(self, subject: str, cost: int) -> Decision | None:
+        return self._gate.spend(subject, cost, self._table.now_ns())
+
+    def unspend(self, subject: str, units: int, charged_store_ns: int) -> bool:
+        return self._gate.unspend(subject, units, charged_store_ns, self._table.now_ns())
+
+    def demand(self, subject: str) -> int:
+        return self._gate.look(subject, self._table.now_ns())[0]
+
+    def held(self, subject: str) -> int:
+        return self._gate.look(subject, self._table.now_ns())[1]
+
+    def put(self, subject: str, lease: Lease, decision: Decision, cost: int) -> Replaced | None:
+        allowed = decision.allowed
+        denied_ns = lease.denied_ns if allowed else decision.retry_after_ns
+        replaced = self._gate.put(
+            subject,
+            cost,
+            (lease.units, lease.ends_ns, lease.lasts_ns, denied_ns),
+            (
+                allowed,
+                place_of(self._limits, decision),
+                decision.remaining,
+                decision.reset_after_ns,
+                decision.decided_ns,
+                lease_time_ns(decision),
+            ),
+            self._table.now_ns(),
+        )
+        return replaced and Replaced(*replaced)
+
+    def deny(self, subject: str, cost: int, lasts_ns: int) -> None:
+        self._gate.deny(subject, cost, lasts_ns, self._table.now_ns())
+
+    def stop(self, subject: str) -> Replaced | None:
+        replaced = self._gate.stop(subject)
+        return replaced and Replaced(*replaced)
+
+    def counted(self) -> tuple[int, int]:
+        return self._gate.counted()
