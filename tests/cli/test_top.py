@@ -223,3 +223,23 @@ def test_help_is_complete() -> None:
     text = run("top", "--help").output
     for words in ("--once", "--json", "--interval", "--url", "--token", "Exit code: 0", "Example:"):
         assert words in text, words
+
+
+def test_the_hit_rate_of_a_fleet() -> None:
+    """The share of the interval that the node answered without a call; no line without a fleet."""
+    counts = """
+tollkeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="allowed"}} {allowed}
+tollkeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="denied"}} {denied}
+tollkeeper_fleet_checks_total{{rule="b",consistency="eventual",outcome="asked"}} {asked}
+tollkeeper_fleet_live_nodes 3
+tollkeeper_fleet_pending_units 1234
+"""
+    before = metrics(extra=counts.format(allowed=100, denied=10, asked=1_000))
+    now = metrics(extra=counts.format(allowed=240, denied=40, asked=1_030))
+    found = frame(before, now)
+    assert (found.fleet_nodes, found.fleet_answered, found.fleet_asked) == (3, 85, 15)
+    line = "3 nodes; 85.0% of 100/s answered in the node; 1,234 units pending"
+    assert line in "\n".join(shown(found))
+    idle = frame(now, now)
+    assert "3 nodes; no checks of leased or eventual rules" in "\n".join(shown(idle))
+    assert not [line for line in shown(frame("", metrics())) if line.startswith("fleet")]

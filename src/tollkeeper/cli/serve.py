@@ -100,8 +100,62 @@ NodesOption = Annotated[
     _option(
         "--nodes",
         metavar="N",
-        help="How many machines share the store. While it is unavailable, each enforces its share "
-        "of the limits for rules with `on_failure: local`. [default: 1]",
+        help="How many machines share the store, at least. A lease is a share of what is left. "
+        "While the store is unavailable, each machine enforces its share of the limits for rules "
+        "with `on_failure: local`. With --gossip, the live number counts. [default: 1]",
+    ),
+]
+GossipOption = Annotated[
+    str | None,
+    _option(
+        "--gossip",
+        metavar="HOST:PORT",
+        help="Exchange hints with the other nodes at this address, by UDP: 10.0.0.5:7946. "
+        "[default: no gossip]",
+    ),
+]
+GossipKeyOption = Annotated[
+    str | None,
+    _option(
+        "--gossip-key",
+        metavar="FILE",
+        help="The keys that authenticate gossip, one on each line: the first signs, all are "
+        "accepted. Required unless the address of --gossip is of this machine only.",
+    ),
+]
+PeersOption = Annotated[
+    list[str] | None,
+    _option(
+        "--peers",
+        metavar="HOST:PORT,…|dns:NAME:PORT|store",
+        help="How this node finds the others: their addresses, a name that resolves to all of "
+        "them, or the store. [default: store]",
+    ),
+]
+LeaseSecondsOption = Annotated[
+    float | None,
+    _option(
+        "--lease-seconds",
+        metavar="N",
+        help="How long a lease of a rule with `consistency: leased` lasts, at most. [default: 1]",
+    ),
+]
+FlushSecondsOption = Annotated[
+    float | None,
+    _option(
+        "--flush-seconds",
+        metavar="N",
+        help="When pending charges of rules with `consistency: eventual` are reported. "
+        "[default: 0.2]",
+    ),
+]
+WarmOption = Annotated[
+    float | None,
+    _option(
+        "--warm",
+        metavar="SHARE",
+        help="The used share of a limit from which the store decides each check of a rule with "
+        "`consistency: eventual`. [default: 0.5]",
     ),
 ]
 CeilingOption = Annotated[
@@ -328,6 +382,12 @@ def serve(
     data: DataOption = None,
     on_failure: OnFailureOption = None,
     nodes: NodesOption = None,
+    gossip: GossipOption = None,
+    gossip_key: GossipKeyOption = None,
+    peers: PeersOption = None,
+    lease_seconds: LeaseSecondsOption = None,
+    flush_seconds: FlushSecondsOption = None,
+    warm: WarmOption = None,
     ceiling: CeilingOption = None,
     emergency: EmergencyOption = None,
     emergency_after: EmergencyAfterOption = None,

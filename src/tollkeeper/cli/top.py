@@ -256,6 +256,14 @@ class TopFrame:
     denied_cache_hits: float
     coalesced: float
     records_dropped: float
+    fleet_nodes: int | None
+    """Nodes that share the limits; None if the service is no node of a fleet."""
+    fleet_answered: float
+    """Checks a second of leased and eventual rules that the node answered without a call."""
+    fleet_asked: float
+    """Those that the authority decided."""
+    fleet_pending: int | None
+    """Units that the node has admitted and not reported yet."""
     breakers: tuple[BreakerStatus, ...]
     checked_most: tuple[BusyKey, ...] | None
     denied_most: tuple[BusyKey, ...] | None
@@ -323,6 +331,7 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
     seconds = max(now.at_s - before.at_s, 1e-9)
     between = MetricsInterval(before.metrics, now.metrics, seconds)
     checks = between.rates("tollkeeper_checks_total", "outcome")
+    fleet = between.rates("tollkeeper_fleet_checks_total", "outcome")
     ready, metrics = now.ready, now.metrics
     rules_status, store = _mapping(ready.get("rules")), _mapping(ready.get("store"))
     age_s = rules_status.get("age_seconds", metrics.value("tollkeeper_rules_age_seconds"))
@@ -356,6 +365,10 @@ def frame_of(url: str, before: ServiceSample, now: ServiceSample) -> TopFrame:
         denied_cache_hits=between.rate("tollkeeper_denied_cache_hits_total"),
         coalesced=between.rate("tollkeeper_coalesced_checks_total"),
         records_dropped=between.rate("tollkeeper_records_dropped_total"),
+        fleet_nodes=_whole(metrics.value("tollkeeper_fleet_live_nodes")),
+        fleet_answered=sum(rate for outcome, rate in fleet.items() if outcome != "asked"),
+        fleet_asked=fleet.get("asked", 0.0),
+        fleet_pending=_whole(metrics.value("tollkeeper_fleet_pending_units")),
         breakers=_breakers(metrics),
         checked_most=_keys(now.checked_most),
         denied_most=_keys(now.denied_most),
@@ -482,6 +495,8 @@ def _head(frame: TopFrame, note: str) -> Table:
     table.add_row("checks", _checks_text(frame))
     table.add_row("store", _store_text(frame))
     table.add_row("calls", _calls_text(frame))
+    if frame.fleet_nodes is not None:
+        table.add_row("fleet", _fleet_text(frame))
     if frame.breakers:
         table.add_row("breakers", _breakers_text(frame.breakers))
     if note:
@@ -548,6 +563,20 @@ def _calls_text(frame: TopFrame) -> Text:
     )
     if frame.records_dropped:
         text.append(f", {_per_second(frame.records_dropped)} records lost", style="bold red")
+    return text
+
+
+def _fleet_text(frame: TopFrame) -> Text:
+    nodes = frame.fleet_nodes or 1
+    text = Text(f"{nodes:,} node{'' if nodes == 1 else 's'}; ")
+    checks = frame.fleet_answered + frame.fleet_asked
+    if checks:
+        share = frame.fleet_answered / checks
+        text.append(f"{share:.1%} of {_per_second(checks)} answered in the node")
+    else:
+        text.append("no checks of leased or eventual rules")
+    if frame.fleet_pending:
+        text.append(f"; {frame.fleet_pending:,} units pending")
     return text
 
 

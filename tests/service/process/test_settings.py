@@ -11,6 +11,7 @@ import pytest
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
+from tollkeeper.fleet.settings import Fleet
 from tollkeeper.service.process.settings import ServiceSettings, address_of, state_folder
 
 
@@ -65,6 +66,17 @@ FILES: list[tuple[str, str]] = [
     ("tls-cert: a.pem", "belong together"),
     ("node-id: 'a b'", "letters, digits"),
     ("rules: limits.yaml\nseed: limits.yaml", "remove --seed"),
+    ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 60"),
+    ("flush-seconds: 11", "flush-seconds 11 is not between"),
+    ("warm: 2", "warm 2 is not between 0 and 1"),
+    ("peers: a:1", "--peers has no effect without --gossip"),
+    ("gossip-key: k", "--gossip-key has no effect without --gossip"),
+    ("gossip: '127.0.0.1:7946'", "--gossip is for machines that share a store"),
+    ("store: redis://h\ngossip: '7946'", "HOST:PORT"),
+    ("store: redis://h\ngossip: 10.0.0.5:7946", "no --gossip-key: any of them could have"),
+    ("store: redis://h\ngossip: 0.0.0.0:7946", "openssl rand -hex 32"),
+    ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: [store, a:1]", "give it alone"),
+    ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: dns:nodes", "'nodes' is not HOST:PORT"),
 ]
 
 
@@ -165,6 +177,51 @@ def test_records_are_in_the_data_folder_or_off(line: str, tmp_path: Path) -> Non
     settings = ServiceSettings.gather({}, str(config))
     assert (settings.record, settings.sample, settings.keep_usage) == ("off", 1.0, 30)
     assert settings.record_subjects == "hashed"
+
+
+@pytest.mark.parametrize(
+    ("peers", "addresses"),
+    [
+        ([], ()),
+        (["store"], ()),
+        (["dns:nodes.example:7946"], ("nodes.example:7946",)),
+        (["10.0.0.6:7946, [::1]:7946"], ("10.0.0.6:7946", "[::1]:7946")),
+        (["10.0.0.6:7946", "10.0.0.7:7946"], ("10.0.0.6:7946", "10.0.0.7:7946")),
+    ],
+)
+def test_fleet_settings(peers: list[str], addresses: tuple[str, ...], tmp_path: Path) -> None:
+    """All options reach the fleet. Its table is a file in the data folder, for all workers."""
+    settings = ServiceSettings.gather(
+        {
+            "data": str(tmp_path),
+            "store": "redis://cache",
+            "nodes": 20,
+            "gossip": "10.0.0.5:7946",
+            "gossip_key": "/etc/gossip.key",
+            "peers": peers,
+            "lease_seconds": 2.0,
+            "flush_seconds": 0.5,
+            "warm": 0.4,
+        }
+    )
+    assert settings.fleet == Fleet(
+        store=f"shared://{tmp_path}/fleet",
+        nodes=20,
+        gossip="10.0.0.5:7946",
+        key_file="/etc/gossip.key",
+        peers=addresses,
+        lease_seconds=2.0,
+        flush_seconds=0.5,
+        warm=0.4,
+    )
+
+
+def test_a_fleet_needs_a_store_that_machines_share() -> None:
+    """With one, it is on by default, without gossip."""
+    assert ServiceSettings.gather({}).fleet is None
+    remote = ServiceSettings.gather({"store": "redis://cache"}).fleet
+    assert remote is not None
+    assert (remote.gossip, remote.nodes, remote.lease_seconds) == (None, 1, 1.0)
 
 
 def test_local_fallback_settings(tmp_path: Path) -> None:

@@ -95,6 +95,24 @@ def test_port_in_use_is_rejected(tmp_path: Path) -> None:
                 pass
 
 
+def test_the_port_of_gossip_must_be_free(tmp_path: Path) -> None:
+    """One process of the node binds it later; port 0 becomes a free port."""
+    more: dict[str, Any] = {"store": "redis://h", "port": 0, "grpc": ""}
+    with socket.socket(type=socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        settings = given(tmp_path, **more, gossip=f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=r"--gossip .*in use"), startup.ports(settings):
+            pass
+    with startup.ports(settings) as found:
+        assert found.gossip == f"127.0.0.1:{port}"
+    with startup.ports(given(tmp_path, **more, gossip="[::1]:0")) as found:
+        assert found.gossip.startswith("[::1]:")
+        assert not found.gossip.endswith(":0")
+    with startup.ports(given(tmp_path, port=0, grpc="")) as found:
+        assert not found.gossip
+
+
 @pytest.mark.parametrize(("host", "address"), [("localhost", LOOPBACK), ("[::1]", {"::1"})])
 def test_host_name_is_resolved(host: str, address: set[str], tmp_path: Path) -> None:
     """The server needs an address."""

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
+from tollkeeper.fleet.settings import Fleet
 from tollkeeper.rules.document.tree import suggestion
 
 LogFormat = Literal["auto", "json", "text"]
@@ -39,6 +40,9 @@ _LISTED_MAX: Final = 100
 # `--rules none`: the service decides only by limits that are given with the call.
 NO_RULES: Final = "none"
 _ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+):(?P<port>[0-9]{1,5})")
+# `--peers store`: nodes find each other through the store; `--peers dns:NAME:PORT`: by a name.
+_STORE_PEERS: Final = "store"
+_DNS_PEERS: Final = "dns:"
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -97,7 +101,17 @@ class ServiceSettings:
     """A store URI; empty: a file in the data folder that all workers share."""
     on_failure: OnFailure = "open"
     nodes: int = 1
-    """How many machines share the store: with `on_failure: local`, each enforces its share."""
+    """How many machines share the store, at least. Gossip may know of more."""
+    gossip: str = ""
+    """HOST:PORT to exchange hints with other nodes at; empty: no gossip."""
+    gossip_key: str = ""
+    """The file with the keys that authenticate gossip; empty: only on a loopback address."""
+    peers: tuple[str, ...] = ()
+    """HOST:PORT of other nodes, or `dns:NAME:PORT`; empty or `store`: those on the same store."""
+    lease_seconds: float = 1.0
+    flush_seconds: float = 0.2
+    warm: float = 0.5
+    """The share of a limit from which each check of an `eventual` rule asks the store."""
     ceiling: str = ""
     """The most that this machine allows while the store is unavailable; empty: no bound."""
     emergency: str = ""
@@ -172,6 +186,7 @@ class ServiceSettings:
             node_id=self.node_id or default_node_id(),
             log_format=_log_format() if self.log_format == "auto" else self.log_format,
             record=self.record or f"sqlite:///{quote(str(data / 'records.db'))}",
+            peers=tuple(each.strip() for text in self.peers for each in text.split(",") if each),
         )
         settings.check()
         return settings
@@ -195,6 +210,7 @@ class ServiceSettings:
             raise ConfigError(f"--ceiling, --emergency or --emergency-after: {error}") from error
         if self.grpc:
             address_of(self.grpc)
+        self._check_fleet()
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-cert and --tls-key belong together; give both or neither")
         if not _NODE_ID.fullmatch(self.node_id):
@@ -208,6 +224,66 @@ class ServiceSettings:
                 f"is a file; remove --seed, or use a database: --rules sqlite:///rules.db"
             )
 
+    def _check_fleet(self) -> None:
+        """Raise ConfigError for settings of a fleet that cannot work."""
+        _within("lease-seconds", self.lease_seconds, 0.02, 60)
+        _within("flush-seconds", self.flush_seconds, 0.01, 10)
+        _within("warm", self.warm, 0, 1)
+        if not self.gossip:
+            if self.peers or self.gossip_key:
+                option = "--peers" if self.peers else "--gossip-key"
+                raise ConfigError(
+                    f"{option} has no effect without --gossip; for example --gossip 10.0.0.5:7946"
+                )
+            return
+        host, _ = address_of(self.gossip)
+        if self.is_store_here:
+            raise ConfigError(
+                f"--gossip is for machines that share a store, and --store {self.store} is on this "
+                f"machine; use --store redis://host, or remove --gossip"
+            )
+        if not is_loopback(host) and not self.gossip_key:
+            raise ConfigError(
+                f"--gossip {self.gossip} can be reached from other machines, and there is no "
+                f"--gossip-key: any of them could have clients denied. Make a key with "
+                f"`openssl rand -hex 32 > gossip.key`, or use --gossip 127.0.0.1:7946"
+            )
+        if len(self.peers) > 1 and _STORE_PEERS in self.peers:
+            raise ConfigError("--peers store finds all nodes; give it alone")
+        for peer in self.peer_addresses:
+            address_of(peer)
+
+    @property
+    def is_store_here(self) -> bool:
+        """Whether the store is on this machine, so that it cannot be unavailable."""
+        return self.store.startswith(("memory://", "shared://"))
+
+    @property
+    def peer_addresses(self) -> tuple[str, ...]:
+        """The addresses of other nodes; empty if nodes find each other through the store."""
+        if self.peers == (_STORE_PEERS,):
+            return ()
+        return tuple(peer.removeprefix(_DNS_PEERS) for peer in self.peers)
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """How this node answers checks itself; None if no other machine shares the store.
+
+        All workers of the machine are one node: they spend from the same table.
+        """
+        if self.is_store_here:
+            return None
+        return Fleet(
+            store=f"shared://{quote(str(Path(self.data) / 'fleet'))}",
+            lease_seconds=self.lease_seconds,
+            flush_seconds=self.flush_seconds,
+            warm=self.warm,
+            nodes=self.nodes,
+            gossip=self.gossip or None,
+            key_file=self.gossip_key or None,
+            peers=self.peer_addresses,
+        )
+
     @property
     def database(self) -> str | None:
         """The URL of the rules database; None if the rules come from a file."""
@@ -219,11 +295,10 @@ class ServiceSettings:
 
         A store on this machine cannot be unavailable, so it needs no second file.
         """
-        here = self.store.startswith(("memory://", "shared://"))
         return LocalFallback(
             nodes=self.nodes,
             store="memory://"
-            if here
+            if self.is_store_here
             else f"shared://{quote(str(Path(self.data) / 'local_fallback'))}",
             ceiling=self.ceiling or None,
             emergency=self.emergency or None,
