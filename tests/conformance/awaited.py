@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 from tollkeeper.core.model import Decision, Limit
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.fleet_monitor import FleetMonitor
+from tollkeeper.decide.leasing import Authority
 from tollkeeper.decide.store import (
     Answer,
     AsyncGate,
@@ -75,6 +76,7 @@ class AwaitedStore:
     channel: Channel | None = None
     fleet: FleetMonitor | None = None
     allowances: Allowances | None = None
+    authority: Authority | None = None
     is_private = False
     is_sharded = False
 

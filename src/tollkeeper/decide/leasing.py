@@ -9,17 +9,32 @@ others can answer most checks itself:
   and reports them afterwards, each with its age: a *late charge*.
 
 This module has the values of both, and `Authority`, the seam: a store that can lease declares it as
-`store.authority`.
+`store.authority`. The algorithms have the functions (`lease`, `give_back`, `charge`). Their bounds
+hold in every interval, whenever the nodes spend their leases ([ADR 13](docs/adr/0013-leases.md)).
+
+The size and the end of a lease are those that suit all limits of the rule:
+
+- A lease is at most room / (2 × nodes), where room is what the check has left. So one node never
+  takes all, and near the limit there are no leases: each check is decided by the authority.
+- It lasts at most a tenth of the time in which an empty limit is whole again, and at most
+  `LEASE_NS_MAX`. A lease that would last less than `LEASE_NS_MIN` is not worth its round trip.
+- Granted units are not leased: they are not part of the room. A leaky bucket does not lease.
+- A clock that was set back, to before the last change of a state, leases nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision
+from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.algorithms import LeasingAlgorithm, State
+from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX, lease_ns_max
 from tollkeeper.decide.store import Answer, AnyGate
+
+LEASE_NS_MIN: Final = NS_PER_SECOND // 50
 
 
 class LeaseTerms(NamedTuple):
@@ -30,7 +45,7 @@ class LeaseTerms(NamedTuple):
     nodes: int
     """The nodes that share the limit, from 1 up. A lease is at most room / (2 × nodes)."""
     lifetime_ns: int
-    """How long the lease is to last, at most."""
+    """How long the lease is to last, at most. See `lifetime_ns`, which also bounds it."""
 
 
 class Lease(NamedTuple):
@@ -112,3 +127,29 @@ class Authority(Protocol):
     async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
         """See `report`."""
         ...
+
+
+def lifetime_ns(limits: Sequence[Limit], wanted_ns: int) -> int:
+    """Return how long a lease of these limits lasts; 0 if they cannot be leased."""
+    if any(limit.algorithm == "leaky_bucket" for limit in limits):
+        return 0
+    lasts_ns = min(wanted_ns // 1_000 * 1_000, *map(lease_ns_max, limits))
+    return lasts_ns if lasts_ns >= LEASE_NS_MIN else 0
+
+
+def size_of(
+    parts: Sequence[tuple[Limit, LeasingAlgorithm, State]], now_ns: int, terms: LeaseTerms
+) -> tuple[int, int]:
+    """Return the units of a lease and its end, by the states after the check; 0 units for none."""
+    lasts_ns = lifetime_ns([limit for limit, _, _ in parts], terms.lifetime_ns)
+    if not lasts_ns:
+        return 0, now_ns
+    room = min(each.decide(state, limit, now_ns, 0)[1].remaining for limit, each, state in parts)
+    ends_ns = min(each.lease_until(state, limit, now_ns, lasts_ns) for limit, each, state in parts)
+    units = min(terms.wanted, room // (2 * terms.nodes))
+    return (units, ends_ns) if units > 0 and ends_ns - now_ns >= LEASE_NS_MIN else (0, now_ns)
+
+
+def may_be_given_back(ends_ns: int, now_ns: int) -> bool:
+    """Return False for units that come too late: they may have been given back before."""
+    return now_ns < ends_ns + LEASE_NS_MAX

@@ -7,8 +7,8 @@ conformance suite (`tests/conformance/`).
 Some stores can do more than others. A store declares each optional capability as a property that is
 None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
 cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
-(several nodes share it, and answer checks themselves) and `allowances` (it keeps what a node may
-admit itself).
+(several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
+admit itself) and `authority` (nodes can lease units from it).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tollkeeper.core.model import Decision, Limit
 if TYPE_CHECKING:
     from tollkeeper.decide.allowances import Allowances
     from tollkeeper.decide.fleet_monitor import FleetMonitor
+    from tollkeeper.decide.leasing import Authority
 
 BreakerPosition = Literal["closed", "open", "half_open"]
 
@@ -226,6 +227,11 @@ class Store(Protocol):
     @property
     def allowances(self) -> Allowances | None:
         """The node's table of allowances, made on first use; None in a store on another machine."""
+        ...
+
+    @property
+    def authority(self) -> Authority | None:
+        """Leases and late charges, for nodes that share the counts; None if it has none."""
         ...
 
     def gate(self, limits: Sequence[Limit], rule: str) -> Gate:

@@ -27,6 +27,18 @@ others come (`tests/promises/test_refunds.py`).
 With `charged_ns` None, the time of the charge is not known. Such a refund is the correction of an
 operator. The windows then take the units from the present window, the log its oldest live entries
 (the first to leave the window anyway), and the buckets at most the units in use.
+
+Each module has four more functions, for nodes that share a limit (`decide/leasing.py`):
+
+    lease_until(state, limit, now_ns, lifetime_ns) → ends_ns
+    lease(state, limit, now_ns, units, ends_ns) → state
+    give_back(state, limit, now_ns, units, ends_ns) → state
+    charge(state, limit, now_ns, units, charged_ns) → state
+
+`lease` charges units that a node spends at any time until `ends_ns`. The bound of the algorithm
+holds for the times at which nodes admit requests, not only for the time of the lease. `give_back`
+returns units of a lease that were not spent. `charge` counts units that a node has already
+admitted, at `charged_ns`. It does not ask whether they fit, and an excess is forgotten.
 """
 
 from __future__ import annotations
@@ -43,14 +55,14 @@ from tollkeeper.decide.algorithms import (
 )
 from tollkeeper.decide.algorithms.outcome import Outcome
 
-__all__ = ["ALGORITHMS", "Algorithm", "Outcome", "State"]
+__all__ = ["ALGORITHMS", "Algorithm", "LeasingAlgorithm", "Outcome", "State"]
 
 # Each algorithm knows its own state; to all other code it is opaque.
 State = Any
 
 
 class Algorithm(Protocol):
-    """The functions of every algorithm's module."""
+    """The functions that decide."""
 
     def decide(
         self, state: State, limit: Limit, now_ns: int, cost: int, /
@@ -61,7 +73,25 @@ class Algorithm(Protocol):
     ) -> State: ...
 
 
-ALGORITHMS: Final[dict[AlgorithmName, Algorithm]] = {
+class LeasingAlgorithm(Algorithm, Protocol):
+    """The functions of every algorithm's module."""
+
+    def lease_until(self, state: State, limit: Limit, now_ns: int, lifetime_ns: int, /) -> int: ...
+
+    def lease(
+        self, state: State, limit: Limit, now_ns: int, units: int, ends_ns: int, /
+    ) -> State: ...
+
+    def give_back(
+        self, state: State, limit: Limit, now_ns: int, units: int, ends_ns: int, /
+    ) -> State: ...
+
+    def charge(
+        self, state: State, limit: Limit, now_ns: int, units: int, charged_ns: int, /
+    ) -> State: ...
+
+
+ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {
     "token_bucket": token_bucket,
     "leaky_bucket": leaky_bucket,
     "sliding_window_log": sliding_window_log,

@@ -7,6 +7,9 @@ which protects a fragile backend.
 
 The token bucket with the same numbers decides whether a request fits: the units in this bucket are
 the units used of that one. This module calls it and adds the delay.
+
+It does not lease: a lease would reserve places in the queue, and other requests would wait behind
+requests that may never come.
 """
 
 from __future__ import annotations
@@ -34,3 +37,11 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
 
 
 refund = token_bucket.refund
+lease = token_bucket.lease
+give_back = token_bucket.give_back
+charge = token_bucket.charge
+
+
+def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
+    """Return `now_ns`: no lease can be taken."""
+    return now_ns

@@ -9,6 +9,9 @@ spaced. With 42 in the previous window, 18 in this one, and 15 s of 60 s gone, t
 The state is (last_ns, previous, current), where last_ns is the last admission and `current` the
 count of its window. Within one aligned window at most `limit` units are admitted. Around an edge,
 the formula gives the bound.
+
+A lease ends at the window's edge at the latest, so its units are spent in the window that counts
+them.
 """
 
 from __future__ import annotations
@@ -69,6 +72,37 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     else:
         return state
     return (at_ns, previous, current) if previous or current else None
+
+
+def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:
+    """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
+    if state is not None and state[0] > now_ns:
+        return now_ns
+    return min(now_ns + lifetime_ns, (now_ns // limit.window_ns + 1) * limit.window_ns)
+
+
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Count the units of a lease in the current window."""
+    return decide(state, limit, now_ns, units)[0]
+
+
+def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Subtract unspent units of a lease from the window that it was charged in."""
+    return refund(state, limit, now_ns, units, ends_ns - 1)
+
+
+def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:
+    """Count units that were admitted at `charged_ns` already, in the window of that time."""
+    window_ns = limit.window_ns
+    at_ns, previous, current = _rolled(state, window_ns, now_ns)
+    ago = at_ns // window_ns - charged_ns // window_ns
+    if ago > 1:
+        return state
+    if ago == 1:
+        previous = max(previous, min(previous + units, limit.limit))
+    else:
+        current = max(current, min(current + units, limit.limit))
+    return at_ns, previous, current
 
 
 def _rolled(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:

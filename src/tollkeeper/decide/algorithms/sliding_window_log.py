@@ -8,6 +8,11 @@ window at t + window.
 The state is (times, start, end): an array of 8-byte times and the range of it that is live.
 Appending reuses the array, so a decision copies nothing. Therefore, if two decisions start from the
 same state, only the later result may be used; the state they started from stays valid.
+
+Leased units count as admitted at the end of their lease, the latest time at which a node can spend
+them. Until then they are held beside the times (see `holds.py`), because the times of other
+requests are earlier: the state is then (times, start, end, holds). The next admission after the end
+of a hold logs it. So the times are sorted, and a hold is later than all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +22,15 @@ from bisect import bisect_right
 
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import Limit
+from tollkeeper.decide.algorithms import holds as holds_
+from tollkeeper.decide.algorithms.holds import Holds
 from tollkeeper.decide.algorithms.outcome import Outcome
 
-# (times, start, end), or None when empty
-State = tuple["array[int]", int, int] | None
+# (times, start, end)
+_Plain = tuple["array[int]", int, int]
+_Held = tuple["array[int]", int, int, Holds]
+# With holds while leases are outstanding; None when empty
+State = _Plain | _Held | None
 
 # The expired front of the array is removed when it is longer than the live part, but not if it is
 # shorter than this: copying a few entries again and again would cost more than it frees.
@@ -38,6 +48,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         times = array("q", (now_ns,)) * cost
         outcome = Outcome(True, limit.limit - cost, 0, window_ns, 0, now_ns)
         return (times, 0, cost), outcome
+    if len(state) == 4:
+        return _decide_held(state, limit, now_ns, cost)
     times, start, end = state
     last_ns = times[end - 1]
     at_ns = max(last_ns, now_ns)
@@ -55,7 +67,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0, at_ns)
 
 
-def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> State:
+def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> _Plain:
     if live > _DEAD_ENTRIES_MIN and live > end - live:
         times, live, end = times[live:end], 0, end - live
     elif len(times) > end:
@@ -77,15 +89,106 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     """
     if state is None or units == 0:
         return state
-    times, start, end = state
+    if len(state) == 4:
+        times, start, end, holds = _logged(state, max(now_ns, _last_ns(state)))
+        left = _refund((times, start, end), limit, now_ns, units, charged_ns)
+        return _with_holds(left, holds)
+    return _with_holds(_refund(state, limit, now_ns, units, charged_ns), ())
+
+
+def _refund(log: _Plain, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> _Plain:
+    times, start, end = log
+    if start == end:
+        return log
     if charged_ns is None:
         oldest_ns = max(now_ns, times[end - 1]) - limit.window_ns
         start = bisect_right(times, oldest_ns, start, end) + units
-        return (times, start, end) if start < end else None
+        return times, min(start, end), end
     cut = bisect_right(times, charged_ns, start, end)
     kept = max(cut - units, start)
     if cut == end:
-        return (times, start, kept) if kept > start else None
+        return times, start, kept
     if kept == cut:
-        return state
+        return log
     return times[start:kept] + times[cut:end], 0, kept - start + end - cut
+
+
+def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
+    """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
+    return now_ns if state is not None and _last_ns(state) > now_ns else now_ns + lifetime_ns
+
+
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Hold `units` until the lease's end; from then on they are in the log."""
+    if state is None:
+        return array("q"), 0, 0, ((units, ends_ns),)
+    times, start, end, holds = _logged(state, now_ns)
+    return times, start, end, holds_.with_lease(holds, units, ends_ns)
+
+
+def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Remove unspent units of a lease: held ones, or after its end as many that are not newer."""
+    if state is None or now_ns >= ends_ns:
+        return refund(state, limit, now_ns, units, ends_ns)
+    if len(state) == 3:
+        return state
+    times, start, end, holds = state
+    return _with_holds((times, start, end), holds_.given_back(holds, units, ends_ns)[0])
+
+
+def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Log units that were admitted at `charged_ns` already.
+
+    The log then has at most `limit` units. The oldest ones leave it, which no decision reads.
+    """
+    if state is None:
+        state = (array("q"), 0, 0)
+    at_ns = max(charged_ns, _last_ns(state))
+    times, start, end, holds = _logged(state, at_ns)
+    live = bisect_right(times, at_ns - limit.window_ns, start, end)
+    room = max(limit.limit - sum(held for held, _ in holds), 0)
+    times, live, end = _append(times, live, end, at_ns, min(units, room))
+    return _with_holds((times, max(live, end - room), end), holds)
+
+
+def _last_ns(state: _Plain | _Held) -> int:
+    """Return the last time in the log, 0 if there is none."""
+    return state[0][state[2] - 1] if state[2] > state[1] else 0
+
+
+def _logged(state: _Plain | _Held, at_ns: int) -> _Held:
+    """Return the state with the holds that have ended in the log."""
+    if len(state) == 3:
+        return (*state, ())
+    times, start, end, holds = state
+    for held, until_ns in holds:
+        if until_ns <= at_ns:
+            times, start, end = _append(times, start, end, until_ns, held)
+    return times, start, end, holds_.live(holds, at_ns)
+
+
+def _with_holds(log: _Plain, holds: Holds) -> State:
+    if holds:
+        return (*log, holds)
+    return log if log[2] > log[1] else None
+
+
+def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Decide as without holds, where the held units are the last ones of the log."""
+    window_ns = limit.window_ns
+    at_ns = max(_last_ns(state), now_ns)
+    times, start, end, holds = _logged(state, at_ns)
+    live = bisect_right(times, at_ns - window_ns, start, end)
+    leaves = times[live:end]
+    for held, until_ns in holds:
+        leaves.extend(array("q", (until_ns,)) * held)
+    remaining = max(limit.limit - len(leaves), 0)
+    reset_ns = leaves[-1] + window_ns - now_ns if leaves else 0
+    if cost > remaining:
+        blocking = leaves[len(leaves) - limit.limit + cost - 1]
+        return state, Outcome(False, remaining, blocking + window_ns - now_ns, reset_ns, 0)
+    if cost == 0:
+        return state, Outcome(True, remaining, 0, reset_ns, 0)
+    after = _with_holds(_append(times, live, end, at_ns, cost), holds)
+    reset_ns = max(reset_ns, at_ns + window_ns - now_ns)
+    return after, Outcome(True, remaining - cost, 0, reset_ns, 0, at_ns)

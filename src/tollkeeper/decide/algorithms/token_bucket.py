@@ -26,6 +26,29 @@ side falls by ⌊x⌋ or to 0, because each of its terms does so on its own: ⌊
 `used` never falls below `own`, and other requests get no more than they would have got without the
 refunded ones. With steps, the refill since c is that of the steps since c, counted from c and
 rounded up: at least as many as the bucket has made since.
+
+**Leases.** Units that are leased are charged at once, and a node spends them at any time until the
+lease ends. Refill must not return units that may still be spent. Therefore the state has `holds`
+while leases are outstanding (see `holds.py`), and refill never brings `used` below the held units.
+So at every time t
+
+    used(t) >= level(t) + unspent(t)
+
+where `level` is that of a bucket which is charged when requests are admitted, by the authority or
+by a node, and `unspent` are the units of leases that a node may still spend. A charge adds to
+`used` and `level`, a lease to `used` and `unspent`. A node that spends moves units from `unspent`
+to `level`. In refill, `level` falls at the full rate until it is 0, and `used` at the full rate
+until it is `held`: then used >= held >= unspent, and level = 0. Units that are given back leave
+`used`, `held` and `unspent` alike. So `level` never exceeds the capacity, which is the bound above.
+All units of a lease can be given back while they are held, because refill has not touched them. For
+that, they are held for one more lifetime after the lease's end. Later, none are given back.
+
+With this floor, the level at t is the highest of three plain buckets: (last_ns, used); the sum of
+both groups of holds, full until the first group ends and refilled from then on; and the second
+group alone, likewise. So a hold is a plain bucket whose time is in the future, and every outcome is
+that of the tightest of the three. With steps the bound holds too. From a time s on, follow the
+first bucket if it has at least the unspent units of s; it makes at most ⌈T / refill_every⌉ steps.
+Otherwise follow the group that has them: it ends after s, and makes its steps from its end on.
 """
 
 from __future__ import annotations
@@ -34,13 +57,18 @@ from typing import Final
 
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import MICROS_PER_UNIT, Limit
+from tollkeeper.decide.algorithms import holds as holds_
+from tollkeeper.decide.algorithms.holds import Holds
 from tollkeeper.decide.algorithms.outcome import Outcome
 
 # Twice as fast as calling Outcome, whose constructor is written in Python.
 _new: Final = tuple.__new__
 
-# (last_ns, used_micros), or None when full
-State = tuple[int, int] | None
+# (last_ns, used_micros)
+_Plain = tuple[int, int]
+_Held = tuple[int, int, Holds]
+# With holds while leases are outstanding; None when full
+State = _Plain | _Held | None
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
@@ -54,6 +82,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     last_ns = now_ns
     used = used_now = elapsed_ns = 0
     if state is not None:
+        if len(state) == 3:
+            return _decide_held(state, limit, now_ns, cost)
         last_ns, used = state
         if used > capacity:  # the capacity was lowered: the bucket is empty, and not in debt
             used = capacity
@@ -90,7 +120,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
 def refund(
     state: State,
     limit: Limit,
-    now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
+    now_ns: int,
     units: int,
     charged_ns: int | None,
 ) -> State:
@@ -102,6 +132,9 @@ def refund(
     """
     if state is None or units == 0:
         return state
+    if len(state) == 3:  # what is held stays held
+        left = refund(state[:2], limit, now_ns, units, charged_ns) or (state[0], 0)
+        return left[0], left[1], state[2]
     last_ns, used = state
     capacity = limit.capacity
     micros = min(units, capacity) * MICROS_PER_UNIT
@@ -114,3 +147,83 @@ def refund(
             return state
     used = min(used, capacity * MICROS_PER_UNIT) - micros
     return (last_ns, used) if used > 0 else None
+
+
+def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
+    """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
+    return now_ns if state is not None and state[0] > now_ns else now_ns + lifetime_ns
+
+
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Charge `units`, and hold them until one lifetime after the lease's end."""
+    last_ns, used, *rest = _charged(state, limit, now_ns, units)
+    until_ns = ends_ns + holds_.lease_ns_max(limit)
+    return last_ns, used, holds_.with_lease(rest[0] if rest else (), units, until_ns)
+
+
+def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Return unspent units of a lease while they are held; none after that."""
+    until_ns = ends_ns + holds_.lease_ns_max(limit)
+    if state is None or len(state) == 2 or now_ns >= until_ns:
+        return state
+    last_ns, used, holds = state
+    holds, units = holds_.given_back(holds, units, until_ns)
+    used = max(min(used, limit.capacity * MICROS_PER_UNIT) - units * MICROS_PER_UNIT, 0)
+    if holds:
+        return last_ns, used, holds
+    return (last_ns, used) if used else None
+
+
+def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Charge units that were admitted at `charged_ns` already, up to an empty bucket."""
+    return _charged(state, limit, charged_ns, units)
+
+
+def _charged(state: State, limit: Limit, now_ns: int, units: int) -> _Plain | _Held:
+    """Return the state after a charge, whether or not there is room. Holds that ended are gone."""
+    micros, capacity = units * MICROS_PER_UNIT, limit.capacity * MICROS_PER_UNIT
+    if state is None:
+        return now_ns, min(micros, capacity)
+    last_ns, used = _drained(state[:2], limit, now_ns)
+    holds = state[2] if len(state) == 3 else ()
+    for line in _lines_of(holds):
+        used = max(used, _drained(line, limit, now_ns)[1])
+    at_ns = max(now_ns, state[0])
+    last_ns, used = last_ns if used else at_ns, min(used + micros, capacity)
+    left = holds_.live(holds, at_ns)
+    return (last_ns, used, left) if left else (last_ns, used)
+
+
+def _drained(line: _Plain, limit: Limit, now_ns: int) -> _Plain:
+    """Return a plain bucket as of now: the end of its last step, and the micro-units used."""
+    last_ns, used = line
+    used = min(used, limit.capacity * MICROS_PER_UNIT)
+    if now_ns > last_ns:
+        elapsed_ns = (now_ns - last_ns) // limit.refill_step_ns * limit.refill_step_ns
+        used = max(used - elapsed_ns * limit.micros_numerator // limit.ns_denominator, 0)
+        last_ns += elapsed_ns
+    return last_ns, used
+
+
+def _lines_of(holds: Holds) -> list[_Plain]:
+    """Return the holds as plain buckets."""
+    lines: list[_Plain] = []
+    units = sum(held for held, _ in holds)
+    for held, until_ns in holds:
+        lines.append((until_ns, units * MICROS_PER_UNIT))
+        units -= held
+    return lines
+
+
+def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Decide by the tightest of the plain buckets that a state with holds consists of."""
+    lines = [state[:2], *_lines_of(state[2])]
+    retry_ns = max(decide(line, limit, now_ns, cost)[1].retry_after_ns for line in lines)
+    if retry_ns == 0 and cost:
+        after = _charged(state, limit, now_ns, cost)
+        _, look = decide(after, limit, now_ns, 0)
+        return after, look._replace(charged_ns=max(now_ns, state[0]))
+    looks = [decide(line, limit, now_ns, 0)[1] for line in lines]
+    remaining = min(look.remaining for look in looks)
+    reset_ns = max(look.reset_after_ns for look in looks)
+    return state, Outcome(retry_ns == 0, remaining, retry_ns, reset_ns, 0)

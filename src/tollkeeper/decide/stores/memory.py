@@ -20,18 +20,30 @@ import sys
 import threading
 from collections.abc import Callable, Container, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Final, cast
 
 from tollkeeper.core.clock import Clock
-from tollkeeper.core.errors import StoreFull, StoreUnavailable
+from tollkeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
 from tollkeeper.core.model import Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
-from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State
+from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.fleet_monitor import FleetMonitor
+from tollkeeper.decide.leasing import (
+    NO_LEASE,
+    Authority,
+    GiveBack,
+    LateCharge,
+    Lease,
+    LeaseCheck,
+    LeasedAnswer,
+    Report,
+    may_be_given_back,
+    size_of,
+)
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -104,6 +116,7 @@ class PythonMemoryStore:
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
         self._allowances = PythonAllowances(clock, allowances_max)
+        self.authority: Authority | None = self
         self._states_max = states_max
         self._states = 0
         self._expired = 0
@@ -129,6 +142,51 @@ class PythonMemoryStore:
     ) -> list[Answer]:
         with self._lock:  # in one step: no other thread sees a charge that is refunded
             return check_in_turn(checks, optional)
+
+    # The reference of an authority: see decide/leasing.py.
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        # They are gates of this store.
+        gates = [cast("MemoryGate", check.gate) for check in checks]
+        with self._lock:
+            answers = check_in_turn(
+                [
+                    (gate, check.subject, check.cost)
+                    for gate, check in zip(gates, checks, strict=True)
+                ],
+                optional,
+            )
+            # A failed check counts as true: the others are charged only if it is optional.
+            charged = all(answers) and not any(
+                isinstance(answer, StoreError) and at not in optional
+                for at, answer in enumerate(answers)
+            )
+            return [
+                answer
+                if isinstance(answer, StoreError)
+                else (answer, gate.lease(check, answer) if charged else NO_LEASE)
+                for gate, check, answer in zip(gates, checks, answers, strict=True)
+            ]
+
+    async def lease_async(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        return self.lease(checks, optional)
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        answers: list[Answer] = []
+        with self._lock:
+            for each in reports:
+                try:
+                    answers.append(cast("MemoryGate", each.gate).report(each))
+                except StoreError as error:
+                    answers.append(error)
+        return answers
+
+    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
+        return self.report(reports)
 
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()
@@ -338,12 +396,7 @@ class MemoryGate:
                     continue
                 state, _, credit = entry
                 state = algorithm.refund(state, limit, now_ns, units, charged_ns)
-                if state is None and credit is None:
-                    self._store.drop(table, subject)
-                    continue
-                _, look = algorithm.decide(state, limit, now_ns, 0)
-                expires_ns = max(now_ns + look.reset_after_ns, credit[1] if credit else 0)
-                self._store.write(table, subject, (state, expires_ns, credit))
+                self._write(table, subject, (limit, algorithm, state, credit), now_ns)
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
         now_ns = self._clock.now_ns()
@@ -363,6 +416,70 @@ class MemoryGate:
             self._store.require_open()
             for table in self._tables:
                 self._store.drop(table, subject)
+
+    def lease(self, check: LeaseCheck, decision: Decision) -> Lease:
+        """Lease units with a check that was just charged. The store's lock is held."""
+        subject, now_ns = check.subject, decision.decided_ns
+        entries = [table.entries.get(subject, _ABSENT) for table in self._tables]
+        parts = [
+            (limit, algorithm, entry[0])
+            for (limit, algorithm, _), entry in zip(self._parts, entries, strict=True)
+        ]
+        units, ends_ns = size_of(parts, now_ns, check.terms)
+        if units:
+            try:
+                self._store.reserve(self._tables, subject, now_ns)
+            except StoreFull:  # only a check that costs nothing has no state yet
+                return NO_LEASE
+            for (limit, algorithm, table), (state, _, credit) in zip(
+                self._parts, entries, strict=True
+            ):
+                after = algorithm.lease(state, limit, now_ns, units, ends_ns)
+                self._write(table, subject, (limit, algorithm, after, credit), now_ns)
+        denied_ns = 0 if units >= check.cost else self._denied_ns(subject, check.cost, now_ns)
+        return Lease(units, ends_ns if units else 0, ends_ns - now_ns, denied_ns)
+
+    def _denied_ns(self, subject: str, cost: int, now_ns: int) -> int:
+        try:
+            outcomes, entries = self._decide(subject, cost, now_ns)
+        except CapacityError:  # it used granted units; no wait would help
+            return 0
+        return self._combine(subject, cost, now_ns, outcomes, entries).retry_after_ns
+
+    def report(self, report: Report) -> Decision:
+        """Give units back, or charge late. The store's lock is held."""
+        self._store.require_open()
+        subject, units, now_ns = report.subject, report.units, self._clock.now_ns()
+        if isinstance(report, LateCharge):
+            self._store.reserve(self._tables, subject, now_ns)
+        elif not may_be_given_back(report.ends_ns, now_ns):
+            units = 0
+        if units:
+            for limit, algorithm, table in self._parts:
+                state, _, credit = table.entries.get(subject, _ABSENT)
+                if isinstance(report, GiveBack):
+                    after = algorithm.give_back(state, limit, now_ns, units, report.ends_ns)
+                else:
+                    charged_ns = max(now_ns - report.age_ns, 0)
+                    after = algorithm.charge(state, limit, now_ns, units, charged_ns)
+                self._write(table, subject, (limit, algorithm, after, credit), now_ns)
+        return self.peek(subject, 0)
+
+    def _write(
+        self,
+        table: _Table,
+        subject: str,
+        part: tuple[Limit, Algorithm, State, Credit | None],
+        now_ns: int,
+    ) -> None:
+        """Write a state that was not made by a check; drop it if nothing is left."""
+        limit, algorithm, state, credit = part
+        if state is None and credit is None:
+            self._store.drop(table, subject)
+            return
+        _, look = algorithm.decide(state, limit, now_ns, 0)
+        expires_ns = max(now_ns + look.reset_after_ns, credit[1] if credit else 0)
+        self._store.write(table, subject, (state, expires_ns, credit))
 
     def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
         """Return the outcome of each limit, and the entries to write if all of them allow."""

@@ -33,7 +33,7 @@ from tollkeeper.decide.allowances import (
 from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
-from tollkeeper.decide.leasing import Lease
+from tollkeeper.decide.leasing import Authority, Lease
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -110,6 +110,7 @@ class KernelStore:
         self.fleet: FleetMonitor | None = None
         self._allowances = KernelAllowances(clock, path, allowances_max, mode)
         self.allowances: Allowances | None = self._allowances
+        self.authority: Authority | None = None
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,

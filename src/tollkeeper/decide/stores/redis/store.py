@@ -16,6 +16,7 @@ from tollkeeper.core.model import Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.fleet_monitor import FleetMonitor
+from tollkeeper.decide.leasing import Authority
 from tollkeeper.decide.store import (
     Answer,
     AsyncGateCheck,
@@ -83,6 +84,10 @@ class RedisStore:
     @property
     def fleet(self) -> FleetMonitor | None:
         """None: a node that answers checks itself wraps this store."""
+
+    @property
+    def authority(self) -> Authority | None:
+        """Leases and late charges."""
         return None
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
