@@ -26,6 +26,7 @@ def test_the_defaults_need_no_other_node() -> None:
         ({"lease_seconds": 61}, r"lease_seconds=61 is not from"),
         ({"lease_seconds": "1"}, r"not a length of time"),
         ({"flush_seconds": 0}, r"flush_seconds=0 is not from 0.01 to 10 seconds"),
+        ({"dead_seconds": 0.5}, r"dead_seconds=0.5 is not from 1 to 600 seconds"),
         ({"warm": 1.5}, r"warm=1.5 is not a share from 0 to 1"),
         ({"warm": True}, r"not a share"),
         ({"nodes": 0}, r"nodes=0 is not a whole number from 1 to 100,000"),

@@ -132,6 +132,15 @@ PeersOption = Annotated[
         "them, or the store. [default: store]",
     ),
 ]
+DeadSecondsOption = Annotated[
+    float | None,
+    _option(
+        "--dead-seconds",
+        metavar="N",
+        help="A node that gossip does not hear of for this time is dead; for half of it, "
+        "suspected. Give all nodes the same. [default: 15]",
+    ),
+]
 LeaseSecondsOption = Annotated[
     float | None,
     _option(
@@ -385,6 +394,7 @@ def serve(
     gossip: GossipOption = None,
     gossip_key: GossipKeyOption = None,
     peers: PeersOption = None,
+    dead_seconds: DeadSecondsOption = None,
     lease_seconds: LeaseSecondsOption = None,
     flush_seconds: FlushSecondsOption = None,
     warm: WarmOption = None,

@@ -18,6 +18,7 @@ _LEASE_S_MAX: Final = 60
 _LEASE_NS_MIN: Final = NS_PER_SECOND // 50
 _FLUSH_S_MAX: Final = 10
 _FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
+_DEAD_S_MAX: Final = 600
 PEERS_MAX: Final = 1_000
 _PORT_MAX: Final = 65_535
 # A name, an IPv4 address or an IPv6 address in brackets, with a port.
@@ -44,6 +45,7 @@ class Fleet:
                      loopback address.
     `peers`          "HOST:PORT" of other nodes, or a name that resolves to all of them; by default
                      nodes find each other through the authority.
+    `dead_seconds`   a node that is not heard of for this time is dead; for half of it, suspected.
     """
 
     store: str = "memory://"
@@ -54,6 +56,7 @@ class Fleet:
     gossip: str | None = None
     key_file: str | None = None
     peers: tuple[str, ...] = ()
+    dead_seconds: float = 15.0
     lease_ns: int = field(init=False, default=0, compare=False)
     flush_ns: int = field(init=False, default=0, compare=False)
 
@@ -78,6 +81,7 @@ class Fleet:
         flush_ns = _duration_ns(
             "flush_seconds", self.flush_seconds, _FLUSH_NS_MIN, _FLUSH_S_MAX, 0.2
         )
+        _duration_ns("dead_seconds", self.dead_seconds, NS_PER_SECOND, _DEAD_S_MAX, 15)
         object.__setattr__(self, "lease_ns", lease_ns)
         object.__setattr__(self, "flush_ns", flush_ns)
         self._check_gossip()

@@ -68,6 +68,7 @@ FILES: list[tuple[str, str]] = [
     ("rules: limits.yaml\nseed: limits.yaml", "remove --seed"),
     ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 60"),
     ("flush-seconds: 11", "flush-seconds 11 is not between"),
+    ("dead-seconds: 0", "dead-seconds 0 is not between"),
     ("warm: 2", "warm 2 is not between 0 and 1"),
     ("peers: a:1", "--peers has no effect without --gossip"),
     ("gossip-key: k", "--gossip-key has no effect without --gossip"),
@@ -202,6 +203,7 @@ def test_fleet_settings(peers: list[str], addresses: tuple[str, ...], tmp_path: 
             "lease_seconds": 2.0,
             "flush_seconds": 0.5,
             "warm": 0.4,
+            "dead_seconds": 3.0,
         }
     )
     assert settings.fleet == Fleet(
@@ -213,6 +215,7 @@ def test_fleet_settings(peers: list[str], addresses: tuple[str, ...], tmp_path: 
         lease_seconds=2.0,
         flush_seconds=0.5,
         warm=0.4,
+        dead_seconds=3.0,
     )
 
 

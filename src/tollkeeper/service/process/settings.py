@@ -108,6 +108,8 @@ class ServiceSettings:
     """The file with the keys that authenticate gossip; empty: only on a loopback address."""
     peers: tuple[str, ...] = ()
     """HOST:PORT of other nodes, or `dns:NAME:PORT`; empty or `store`: those on the same store."""
+    dead_seconds: float = 15.0
+    """How long after its last heartbeat a node is dead."""
     lease_seconds: float = 1.0
     flush_seconds: float = 0.2
     warm: float = 0.5
@@ -229,6 +231,7 @@ class ServiceSettings:
         _within("lease-seconds", self.lease_seconds, 0.02, 60)
         _within("flush-seconds", self.flush_seconds, 0.01, 10)
         _within("warm", self.warm, 0, 1)
+        _within("dead-seconds", self.dead_seconds, 1, 600)
         if not self.gossip:
             if self.peers or self.gossip_key:
                 option = "--peers" if self.peers else "--gossip-key"
@@ -282,6 +285,7 @@ class ServiceSettings:
             gossip=self.gossip or None,
             key_file=self.gossip_key or None,
             peers=self.peer_addresses,
+            dead_seconds=self.dead_seconds,
         )
 
     @property
@@ -348,6 +352,23 @@ def address_of(text: str) -> tuple[str, int]:
             f"{show(text)} is not HOST:PORT; for example 127.0.0.1:8081 or [::1]:8081"
         )
     return found["host"].strip("[]"), int(found["port"])
+
+
+def free_udp(gossip: str) -> str:
+    """Return the address of --gossip, with a free port instead of port 0. Raises ConfigError."""
+    host, port = address_of(gossip)
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_DGRAM
+        )
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            found: int = probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"--gossip {gossip}: {error.strerror}; use an address of this machine and a free port"
+        ) from None
+    return f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
 
 
 def is_loopback(host: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Final
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
-from tollkeeper.service.process.settings import ServiceSettings, address_of
+from tollkeeper.service.process.settings import ServiceSettings, address_of, free_udp
 
 _UMASK: Final = 0o077
 # A worker accepts thousands of connections; many systems allow a process 1,024 open files by
@@ -169,7 +169,7 @@ def ports(settings: ServiceSettings) -> Iterator[ServiceSettings]:
             host, number = address_of(grpc)
             _, number = _reserved("--grpc", host, number, held)
             grpc = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
-        gossip = _free_udp(settings.gossip) if settings.gossip else ""
+        gossip = free_udp(settings.gossip) if settings.gossip else ""
         yield replace(settings, host=at, port=port, grpc=grpc, gossip=gossip)
     finally:
         for each in held:
@@ -199,23 +199,6 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> t
             f"free port, for example {option} {'0' if option == '--port' else '127.0.0.1:0'}"
         ) from None
     return str(address[0]), found
-
-
-def _free_udp(gossip: str) -> str:
-    """Return the address of --gossip, with a free port instead of port 0. Raises ConfigError."""
-    host, port = address_of(gossip)
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_DGRAM
-        )
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            found: int = probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(
-            f"--gossip {gossip}: {error.strerror}; use an address of this machine and a free port"
-        ) from None
-    return f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
 
 
 async def prepared(settings: ServiceSettings, counters: Path | None = None) -> str:
