@@ -17,7 +17,7 @@ KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kern
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run check unit test lint bench fuzz clean
+.PHONY: help run check unit test lint bytecode bench fuzz clean
 
 ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
 .PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
@@ -39,8 +39,13 @@ unit: $(READY)
 		--hypothesis-profile=quick \
 		$(addprefix --ignore=tests/,integration faults examples kernel parity promises)
 
-test: lint  ## run the linters and all tests, also those on real servers
+test: $(READY)  ## run the linters and all tests, also those on real servers
+	$(MAKE) --no-print-directory --jobs=2 lint bytecode
 	$(PYTEST)
+
+# Four workers would each compile all tests at first. One process does it, while mypy runs.
+bytecode: $(READY)
+	@$(BIN)/pytest --collect-only --quiet | tail -n 1
 
 lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tollkeeper.metrics.counters import LimiterMetrics, MetricsSnapshot
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
+from tollkeeper.service.admin.control import control_plane
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Role, Tokens, create_token
 from tollkeeper.testing import ManualClock
@@ -92,6 +93,23 @@ def secrets_of(folder: Path) -> dict[str, str]:
     return {role: create_token(path, f"{role}-token", role) for role in roles}
 
 
+# Applications that no test uses at the moment. FastAPI prepares the operations of a new one at its
+# first request, which takes longer than most tests.
+_UNUSED: list[Any] = []
+
+
+@contextmanager
+def _app_of(context: FakeContext) -> Iterator[Any]:
+    """Yield an application of this context."""
+    if _UNUSED:
+        app = _UNUSED.pop()
+        app.state.control = control_plane(context)
+    else:
+        app = admin_app(context)
+    yield app
+    _UNUSED.append(app)
+
+
 @asynccontextmanager
 async def admin_of(
     folder: Path,
@@ -105,16 +123,16 @@ async def admin_of(
     clock = ManualClock()
     async with AsyncLimiter.from_rules(rules, poll=poll, clock=clock, store=store) as limiter:
         context = FakeContext(limiter, Tokens.load(folder / "tokens.json"), database=database)
-        app = admin_app(context)
         headers = {"Authorization": f"Bearer {secrets['admin']}"}
-        transport = httpx.ASGITransport(app)
-        try:
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://node", headers=headers
-            ) as client:
-                yield Admin(client, context, secrets, app)
-        finally:
-            await app.state.control.close()
+        with _app_of(context) as app:
+            transport = httpx.ASGITransport(app)
+            try:
+                async with httpx.AsyncClient(
+                    transport=transport, base_url="http://node", headers=headers
+                ) as client:
+                    yield Admin(client, context, secrets, app)
+            finally:
+                await app.state.control.close()
 
 
 async def filled(url: str) -> None:
