@@ -378,3 +378,17 @@ def test_a_lease_that_is_given_back_whole_leaves_no_trace(
     for lease in leases:
         leased.give_back(lease.units, lease)
     assert leased.gate.peek(KEY, 1) == plain.gate.peek(KEY, 1)
+
+
+def test_late_charges_that_come_one_by_one_are_not_forgotten() -> None:
+    """Each unit is refilled before it is reported; together they are more than refill returns.
+
+    Other subjects come in between, so that the store would drop a state that has ended.
+    """
+    authority = _Authority(Limit(1_000, per=60))
+    for number in range(100):  # 100 units in a second, each reported after 0.25 s
+        authority.late(1, 0.25)
+        authority.gate.check(f"other:{number}", 1)
+        authority.clock.advance(0.01)
+    # 1 s of refill returns 17 units, and 0.25 s four more.
+    assert 1_000 - authority.gate.peek(KEY, 0).remaining in range(78, 83)

@@ -34,6 +34,10 @@ from tollkeeper.decide.algorithms import LeasingAlgorithm, State
 from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX, lease_ns_max
 from tollkeeper.decide.store import Answer, AnyGate
 
+# A state is kept for this time after a late charge, even if it no longer differs from a new one:
+# the next late charge may be of a time at which it did. Otherwise charges that come one by one,
+# each older than the time in which its units are refilled, would all be forgotten.
+LATE_KEPT_NS: Final = 2 * NS_PER_SECOND
 LEASE_NS_MIN: Final = NS_PER_SECOND // 50
 
 

@@ -33,6 +33,7 @@ from tollkeeper.decide.combine import check_in_turn, combine
 from tollkeeper.decide.credit import Credit
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import (
+    LATE_KEPT_NS,
     NO_LEASE,
     Authority,
     GiveBack,
@@ -458,11 +459,13 @@ class MemoryGate:
             for limit, algorithm, table in self._parts:
                 state, _, credit = table.entries.get(subject, _ABSENT)
                 if isinstance(report, GiveBack):
+                    kept_ns = 0
                     after = algorithm.give_back(state, limit, now_ns, units, report.ends_ns)
                 else:
+                    kept_ns = LATE_KEPT_NS
                     charged_ns = max(now_ns - report.age_ns, 0)
                     after = algorithm.charge(state, limit, now_ns, units, charged_ns)
-                self._write(table, subject, (limit, algorithm, after, credit), now_ns)
+                self._write(table, subject, (limit, algorithm, after, credit), now_ns, kept_ns)
         return self.peek(subject, 0)
 
     def _write(
@@ -471,14 +474,19 @@ class MemoryGate:
         subject: str,
         part: tuple[Limit, Algorithm, State, Credit | None],
         now_ns: int,
+        kept_ns: int = 0,
     ) -> None:
-        """Write a state that was not made by a check; drop it if nothing is left."""
+        """Write a state that was not made by a check; drop it if nothing is left.
+
+        It is kept for `kept_ns` at least.
+        """
         limit, algorithm, state, credit = part
         if state is None and credit is None:
             self._store.drop(table, subject)
             return
         _, look = algorithm.decide(state, limit, now_ns, 0)
-        expires_ns = max(now_ns + look.reset_after_ns, credit[1] if credit else 0)
+        lasts_ns = max(look.reset_after_ns, kept_ns)
+        expires_ns = max(now_ns + lasts_ns, credit[1] if credit else 0)
         self._store.write(table, subject, (state, expires_ns, credit))
 
     def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
