@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,3 +365,97 @@ def test_an_outage_is_logged_once_a_minute(
         "the store has been unable to decide for 0 s",
     ]
     assert all("connection refused" in message for message in messages)
+
+
+class Fleet:
+    """Shared counts with a fixed room; `answers` is False if they cannot answer."""
+
+    def __init__(self, nodes: int = 5, room: int = 100) -> None:
+        self.count, self.room, self.answers = nodes, room, True
+        self.asked: list[int] = []
+        self.admitted: list[LocalCheck] = []
+
+    def nodes(self) -> int:
+        return self.count
+
+    def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
+        if not self.answers:
+            return None
+        units = sum(each.units for each in checks)
+        self.asked.append(units)
+        allowed = units <= self.room
+        self.room -= units if allowed and spend else 0
+        wait_ns = 0 if allowed else 3_000_000_000
+        return [
+            Decision(allowed, each.limits[0], self.room, wait_ns, wait_ns, rule=each.rule)
+            for each in checks
+        ]
+
+    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
+        self.admitted.extend(checks)
+
+
+def in_fleet(clock: ManualClock, fleet: Fleet, **how: Any) -> LocalLimits:
+    counts = LocalLimits(LocalFallback(**how), clock)
+    counts.fleet = fleet
+    return counts
+
+
+def test_a_node_of_a_fleet_admits_up_to_twice_its_share(clock: ManualClock) -> None:
+    """The others see nothing of the subject, so it may have more than a share: 2 of 10/5."""
+    fleet = Fleet(nodes=5)
+    counts = in_fleet(clock, fleet, nodes=1)
+    assert passed(counts, 20) == 4
+    assert all(each.degraded for each in check_locally(counts))
+    assert [each.units for each in fleet.admitted] == [1] * 4
+
+
+def test_the_counts_of_the_fleet_deny_below_the_ceiling(clock: ManualClock) -> None:
+    """A denial by them takes nothing from the ceiling, and tells when to retry."""
+    fleet = Fleet(nodes=5, room=3)
+    counts = in_fleet(clock, fleet)
+    assert passed(counts, 3) == 3
+    [denied] = check_locally(counts)
+    assert (denied.allowed, denied.degraded, denied.retry_after) == (False, True, 3.0)
+    assert passed(counts, 20) == 0
+    fleet.room = 100
+    assert passed(counts, 20) == 1  # the ceiling: 4 of this subject
+
+
+def test_without_an_answer_of_the_fleet_the_share_is_fixed(clock: ManualClock) -> None:
+    """It is the share of one of the last known number of nodes, and counts what came before."""
+    fleet = Fleet(nodes=5)
+    counts = in_fleet(clock, fleet, nodes=1)
+    fleet.answers = False
+    assert passed(counts, 20) == 2
+    assert len(fleet.admitted) == 2
+    fleet.answers = True
+    assert passed(counts, 20) == 2  # the ceiling counts them, too
+    assert check_locally(counts)[0].allowed is False
+
+
+def test_ceiling_emergency_and_fleet_pass_together(clock: ManualClock) -> None:
+    """A request that one of them denies takes nothing from the others."""
+    fleet = Fleet(nodes=5, room=1)
+    counts = in_fleet(clock, fleet, ceiling="3/minute", emergency="3/minute", emergency_after=0)
+    assert passed(counts, 5) == 1  # the fleet denies the others
+    fleet.room = 10
+    assert passed(counts, 5, user="bob") == 2  # the ceiling has counted one request of ann
+    assert fleet.room == 8
+    assert check_locally(counts, "cid")[-1].rule in {"ceiling", "emergency"}
+    clock.advance(60)
+    fleet.room = 2
+    both = [LocalCheck(TEN, "api", "user:dan", 1), LocalCheck(TEN, "login", "user:dan", 9)]
+    assert not all(counts.decide(both, None, spend=True))  # the second is above its ceiling
+    assert fleet.room == 2
+    assert passed(counts, 5, user="dan") == 2
+
+
+def test_a_peek_in_a_fleet_spends_nothing(clock: ManualClock) -> None:
+    """Neither of the node's counts nor of the fleet's."""
+    fleet = Fleet(nodes=5)
+    counts = in_fleet(clock, fleet)
+    check = LocalCheck(TEN, "api", "user:ann", 1)
+    for _ in range(9):
+        assert counts.decide([check], None, spend=False)[0].remaining == 4
+    assert (fleet.room, fleet.admitted) == (100, [])

@@ -21,6 +21,11 @@ the whole fleet, so each of `nodes` machines has its share of them, and all mach
 no more than the rule allows. The workers of one machine count together if `store` is a file that
 they share; with `memory://`, each process has the whole share of the machine.
 
+In a fleet, the machines know how many they are and tell one another what they have admitted
+(`SharedCounts`). Then a machine may admit more than its share of a subject that the others do not
+see, up to CEILING_SHARES times its share. If that fails, it has the share of one of the last known
+number of machines. What it has admitted is charged to the store when the store is back.
+
 Two more limits apply only while the store is unavailable. The `ceiling` limits all requests that a
 machine admits, whatever their rule. The `emergency` limits apply to each address in a long outage,
 against clients that wait for an outage to exploit it.
@@ -40,13 +45,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, show
 from tollkeeper.core.model import Decision, Limit, Limits, decision_with
 from tollkeeper.core.rates import LimitsArgument, limits_of, scaled
 from tollkeeper.core.subjects import Key, subject_of
+from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
 from tollkeeper.decide.stores import open_fallback_store
 
@@ -58,6 +64,8 @@ OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"}
 # The end of an outage is unknown. One second keeps clients from retrying in a tight loop.
 RETRY_AFTER_NS: Final = NS_PER_SECOND
 NODES_MAX: Final = 100_000
+# What one node admits of a subject at most, in shares, however little the others report.
+CEILING_SHARES: Final = 2
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
 # The workers of a machine agree that an outage goes on if one of them noticed it this lately.
 SHARED_GAP_S: Final = 30
@@ -192,6 +200,26 @@ class FailedCheck(NamedTuple):
         return decision_on_failure(self.error, self.policy, self.check.limits[0], self.check.rule)
 
 
+class SharedCounts(Protocol):
+    """The counts of all nodes of a fleet, for limits whose authority is away."""
+
+    def nodes(self) -> int:
+        """Return how many nodes share the limits: the live ones, as far as they are known."""
+        ...
+
+    def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
+        """Return a decision for each check, all allowed and charged or none charged.
+
+        None if the counts cannot answer: then nothing was charged. Blocks for some milliseconds at
+        most.
+        """
+        ...
+
+    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
+        """Note units that this process has admitted: the authority is charged when it is back."""
+        ...
+
+
 class LocalLimits:
     """The counts of this machine, opened when they are first needed."""
 
@@ -200,9 +228,11 @@ class LocalLimits:
         self._clock = clock
         self.monitor: StoreMonitor | None = None
         """That of the store in whose place these limits decide, if it has one."""
+        self.fleet: SharedCounts | None = None
+        """The counts of the fleet, if this machine is a node of one that gossips."""
         self._shared: SharedOutage | None = None
         self._store: Store | None = None
-        self._gates: dict[tuple[Limits, str], Gate] = {}
+        self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
         self._lock = threading.Lock()
         if fallback.store != _MEMORY:
             self._opened()  # now, so that an unusable file is an error at startup
@@ -287,25 +317,53 @@ class LocalLimits:
     def _decided(
         self, checks: Sequence[LocalCheck], outage_charges: Sequence[GateCheck], *, spend: bool
     ) -> list[Decision]:
-        store = self._opened()
-        charges: list[GateCheck] = [
-            (self._gate(store, check.limits, check.rule), check.subject, check.units)
-            for check in checks
-        ]
+        fleet = self.fleet
+        if fleet is None or not checks:
+            return self._charge(checks, outage_charges, Fraction(1, self._fallback.nodes), spend)
+        nodes = fleet.nodes()
+        ceilings = self._charges(checks, min(Fraction(CEILING_SHARES, nodes), Fraction(1)))
         try:
-            decisions = _decide(store, [*charges, *outage_charges], spend=spend)
+            found = _decide(self._opened(), [*ceilings, *outage_charges], spend=spend)
+        except (StoreError, CapacityError) as error:
+            return [_denied(error, checks[0].limits[0], checks[0].rule)]
+        shared = fleet.decide(checks, spend=spend) if all(found) else []
+        if spend and all(found) and not (shared and all(shared)):
+            _refund([*ceilings, *outage_charges], found)
+        if shared is None:
+            decisions = self._charge(checks, outage_charges, Fraction(1, nodes), spend)
+        elif shared:
+            decisions = [
+                _degraded(combine_decisions(pair)) for pair in zip(found, shared, strict=False)
+            ]
+        else:
+            decisions = _reported(found, len(checks))
+        if spend and all(decisions):
+            fleet.note_admitted(checks)
+        return decisions
+
+    def _charge(
+        self,
+        checks: Sequence[LocalCheck],
+        outage_charges: Sequence[GateCheck],
+        share: Fraction,
+        spend: bool,
+    ) -> list[Decision]:
+        """Return the decisions of this machine's own counts, with a share of the limits."""
+        charges = [*self._charges(checks, share), *outage_charges]
+        try:
+            decisions = _decide(self._opened(), charges, spend=spend)
         except (StoreError, CapacityError) as error:
             # The local store is full, or the share is too small for this cost: deny.
             limits = checks[0].limits if checks else outage_charges[0][0].limits
             return [_denied(error, limits[0], checks[0].rule if checks else CEILING)]
-        # A client is not interested in a ceiling that admits its request.
-        reported = [
-            decision
-            for position, decision in enumerate(decisions)
-            if position < len(charges) or not decision.allowed
+        return _reported(decisions, len(checks))
+
+    def _charges(self, checks: Sequence[LocalCheck], share: Fraction) -> list[GateCheck]:
+        store = self._opened()
+        return [
+            (self._gate(store, check.limits, check.rule, share), check.subject, check.units)
+            for check in checks
         ]
-        # The time of a charge is that of the local store: a refund in the other one has none.
-        return [decision_with(decision, degraded=True, charged_ns=None) for decision in reported]
 
     def _outage_charges(self, store: Store, address: str | None) -> list[GateCheck]:
         """Return the ceiling and emergency checks. They count requests, whatever their cost."""
@@ -318,15 +376,17 @@ class LocalLimits:
             charges.append((store.gate(fallback.emergency_limits, EMERGENCY), subject_of(key), 1))
         return charges
 
-    def _gate(self, store: Store, limits: Limits, rule: str) -> Gate:
-        """Return this machine's share of the limits, as a gate on its counts."""
-        gate = self._gates.get((limits, rule))
+    def _gate(self, store: Store, limits: Limits, rule: str, share: Fraction) -> Gate:
+        """Return a share of the limits, as a gate on this machine's counts.
+
+        Gates of different shares have the same counts.
+        """
+        gate = self._gates.get((limits, rule, share))
         if gate is None:
-            nodes = self._fallback.nodes
-            share = limits if nodes == 1 else scaled(limits, Fraction(1, nodes))
             if len(self._gates) >= _GATES_MAX:
                 self._gates.clear()
-            gate = self._gates[limits, rule] = store.gate(share, rule)
+            scaled_limits = limits if share == 1 else scaled(limits, share)
+            gate = self._gates[limits, rule, share] = store.gate(scaled_limits, rule)
         return gate
 
     def _opened(self) -> Store:
@@ -396,6 +456,28 @@ def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[
             decisions.append(answer)
         return decisions
     return [gate.peek(subject, units) for gate, subject, units in charges]
+
+
+def _reported(decisions: Sequence[Decision], count: int) -> list[Decision]:
+    """Return the decisions to report: a client is not interested in a ceiling that admits it."""
+    return [
+        _degraded(decision)
+        for position, decision in enumerate(decisions)
+        if position < count or not decision.allowed
+    ]
+
+
+def _degraded(decision: Decision) -> Decision:
+    # The time of a charge is that of the local store: a refund in the other one has none.
+    return decision_with(decision, degraded=True, charged_ns=None)
+
+
+def _refund(charges: Sequence[GateCheck], decisions: Sequence[Decision]) -> None:
+    """Undo charges of this machine's own counts."""
+    for (gate, subject, units), decision in zip(charges, decisions, strict=True):
+        if decision.charged_ns is not None:
+            with suppress(StoreError):
+                gate.refund(subject, units, decision.charged_ns)
 
 
 def _denied(error: Exception, limit: Limit, rule: str) -> Decision:
