@@ -341,18 +341,20 @@ class PythonAllowances:
                             UnitClaim(number, "leased", subject, record.left, ends_ns, 0, 0)
                         )
                         record.left = 0
-                elif self._claim_pending(record, now_ns, 0 if ending else flush_ns):
+                elif self._claim_pending(record, now_ns, flush_ns, ending=ending):
                     age_ns = max(now_ns - record.claimed_spent_ns, 0)
                     units, token = record.claimed, record.claimed_at_ns
                     claims.append(UnitClaim(number, "eventual", subject, units, 0, age_ns, token))
         return claims
 
-    def _claim_pending(self, record: _Allowance, now_ns: int, flush_ns: int) -> bool:
+    def _claim_pending(
+        self, record: _Allowance, now_ns: int, flush_ns: int, *, ending: bool
+    ) -> bool:
         """Claim the units of a budget; return False if none are due."""
         if record.claimed:
             if now_ns < record.claimed_at_ns + CLAIM_NS:
                 return False
-        elif record.pending and now_ns >= record.first_ns + flush_ns:
+        elif record.pending and (ending or now_ns >= record.first_ns + flush_ns):
             record.claimed_spent_ns = record.first_ns + (record.last_ns - record.first_ns) // 2
             record.claimed, record.pending = record.pending, 0
         else:
