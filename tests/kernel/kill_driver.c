@@ -1,25 +1,17 @@
 /* Kills a process at every machine instruction of a call.
  *
  * A child process makes one call on a shared table. The parent single-steps it (ptrace) through all
- * machine instructions. After each instruction it copies the file: the copy is what other processes
- * would find if the child had been killed there. The parent opens the copy and checks that it does
- * not hang, and that every limit of the call is charged completely or not at all.
+ * machine instructions. After each one that changes the file it copies it: the copy is what other
+ * processes would find if the child had been killed there. The parent opens the copy and checks
+ * that it does not hang, and that every limit of the call is charged completely or not at all.
  *
  * At every KILL_EVERY-th instruction it also kills the child with SIGKILL, on the file that the
  * parent has open itself, so that the parent really takes the lock of a dead owner. While the
  * child is stopped inside the lock, the parent's own call must return TK_BUSY and not hang.
  *
  *   kill_driver FOLDER */
-#include <errno.h>
-#include <fcntl.h>
-#include <signal.h>
-#include <string.h>
-#include <sys/ptrace.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include "layout.h"
-#include "limits.h"
+#include "stepping.h"
 
 typedef struct {
     const char *name;
@@ -63,20 +55,6 @@ static bool spend_if_room(tk_table *table, tk_hash subject, const scene *s, int6
 static void spend(tk_table *table, tk_hash subject, const scene *s, int64_t cost)
 {
     REQUIRE(spend_if_room(table, subject, s, cost), "%s: no room", s->name);
-}
-
-/* Run the child for `instructions`; return false if it ended before. */
-static bool run_child(pid_t child, long instructions)
-{
-    int state;
-    for (long i = 0; i < instructions; i++) {
-        REQUIRE(ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) == 0, "%s", strerror(errno));
-        REQUIRE(waitpid(child, &state, 0) == child, "%s", strerror(errno));
-        if (WIFEXITED(state))
-            return false;
-        REQUIRE(WIFSTOPPED(state) && WSTOPSIG(state) == SIGTRAP, "the child: %d", state);
-    }
-    return true;
 }
 
 static pid_t start_child(tk_table *table, tk_hash subject, const scene *s)
@@ -142,25 +120,7 @@ static bool check_charged(tk_table *table, tk_hash subject, const scene *s, cons
     return charged;
 }
 
-enum { FILE_BYTES_MAX = 1 << 20, FULL_CAPACITY = 2000, FULL_LOG_BYTES = 64 };
-
-static size_t read_file(const char *path, uint64_t words[FILE_BYTES_MAX / 8])
-{
-    int file = open(path, O_RDONLY);
-    ssize_t length = read(file, words, FILE_BYTES_MAX);
-    REQUIRE(length > 0 && length < FILE_BYTES_MAX, "%s has %zd bytes", path, length);
-    close(file);
-    return (size_t)length;
-}
-
-static void copy_file(const char *from, const char *to)
-{
-    static uint64_t words[FILE_BYTES_MAX / 8];
-    size_t length = read_file(from, words);
-    int target = open(to, O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    REQUIRE(write(target, words, length) == (ssize_t)length, "%s", strerror(errno));
-    close(target);
-}
+enum { FULL_CAPACITY = 2000, FULL_LOG_BYTES = 64 };
 
 /* Check every instruction of the call, on copies; return their number. */
 static long walk(tk_table *table, const char *path, const scene *s)
@@ -168,22 +128,25 @@ static long walk(tk_table *table, const char *path, const scene *s)
     char copy[520];
     int64_t before[3];
     long instructions = 0;
-    int charged = 0;
+    int charged = 0, changes = 0;
     snprintf(copy, sizeof copy, "%s.copy", path);
     tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
     prepare(table, subject, s, before);
     pid_t child = start_child(table, subject, s);
     for (; run_child(child, 1); instructions++) {
+        if (!has_changed(table, changes == 0))
+            continue;
+        changes++;
         copy_file(path, copy);
         tk_table *left_behind = open_or_die(&(tk_options){.path = copy});
         charged += check_charged(left_behind, subject, s, before, instructions);
         tk_close(left_behind);
     }
     unlink(copy);
-    REQUIRE(charged > 0 && charged < instructions, "%s: %d of %ld charged: this tested nothing",
-            s->name, charged, instructions);
-    printf("%s: %ld instructions, charged from number %ld on\n", s->name, instructions,
-           instructions - charged);
+    REQUIRE(charged > 0 && charged < changes, "%s: %d of %d charged: this tested nothing", s->name,
+            charged, changes);
+    printf("%s: %ld instructions, %d change the file, charged after %d\n", s->name, instructions,
+           changes, changes - charged);
     return instructions;
 }
 

@@ -34,6 +34,22 @@ def test_a_process_killed_at_any_instruction_charges_completely_or_not_at_all(
     assert "killed inside the lock" in done.stdout
 
 
+def test_random_calls_conserve_units_and_pass_the_sanitizers(tmp_path: Path) -> None:
+    """A quarter of the rounds use a file of allowances that is damaged while in use."""
+    done = run(build("allowances_driver.c", tmp_path, *SANITIZED), tmp_path, 1, ROUNDS)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    assert done.stdout == f"{ROUNDS} rounds of 10000 steps\n"
+
+
+def test_a_process_killed_at_any_instruction_loses_no_pending_unit_and_spends_none_twice(
+    tmp_path: Path,
+) -> None:
+    """Allowances survive SIGKILL at any instruction of any call."""
+    done = run(build("allowances_kill_driver.c", tmp_path, "-O2"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
+    assert "killed inside the lock" in done.stdout
+
+
 def test_a_forked_child_uses_the_file_at_every_moment(tmp_path: Path) -> None:
     """At no instruction of its fork handler could another process find the file unused."""
     done = run(build("fork_driver.c", tmp_path, "-O2"), tmp_path)
