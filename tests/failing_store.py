@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tollkeeper import Decision, Limit, StoreUnavailable
+from tollkeeper.core.model import Consistency
 from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 
 
@@ -14,8 +15,8 @@ class PartlyFailing(PythonMemoryStore):
 
     failing: frozenset[str] = frozenset()
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> Any:
-        return _PartlyFailingGate(self, super().gate(limits, rule), rule)
+    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Any:
+        return _PartlyFailingGate(self, super().gate(limits, rule, consistency), rule)
 
 
 class _PartlyFailingGate:
@@ -25,6 +26,7 @@ class _PartlyFailingGate:
         self._rule = rule.partition("\x1f")[0]
         self.limits = gate.limits
         self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
+        self.lease, self.report = gate.lease, gate.report
 
     def fast_check(self, fallback: Any) -> None:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cache
 from typing import TypeVar, cast
 
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import Authority
@@ -85,8 +85,10 @@ class AwaitedStore:
         self._store = store
         self._async = store.as_async
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> AwaitedGate:
-        return AwaitedGate(self._async.async_gate(limits, rule))
+    def gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> AwaitedGate:
+        return AwaitedGate(self._async.async_gate(limits, rule, consistency))
 
     def check_together(
         self, checks: Sequence[GateCheck], optional: Collection[int] = ()

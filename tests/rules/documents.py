@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.rules.document.model import CONSISTENCIES, MODES, ON_FAILURES, SHARE_SOURCES
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
+from tollkeeper.rules.document.model import MODES, ON_FAILURES, SHARE_SOURCES
 
 Data = dict[str, Any]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limits
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
 from tollkeeper.core.rates import scaled
 from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from tollkeeper.rules.document.model import Document, Match, Override, Rule
@@ -24,9 +24,10 @@ NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 class PreparedLimits:
     """A stand-in for a gate. CompiledRules only returns it."""
 
-    def __init__(self, limits: Limits, rule: str) -> None:
+    def __init__(self, limits: Limits, rule: str, consistency: Consistency = "strict") -> None:
         self.limits = limits
         self.rule = rule
+        self.consistency = consistency
 
 
 def compiled_of(
@@ -309,9 +310,9 @@ def test_the_number_of_gates_is_bounded_by_the_document() -> None:
     """Any number of subjects, tiers and loads reuses the same gates."""
     made: list[tuple[Limits, str]] = []
 
-    def make(limits: Limits, rule: str) -> PreparedLimits:
+    def make(limits: Limits, rule: str, consistency: Consistency = "strict") -> PreparedLimits:
         made.append((limits, rule))
-        return PreparedLimits(limits, rule)
+        return PreparedLimits(limits, rule, consistency)
 
     rule = Rule("a", ("user",), parse_limits("1000/minute"))
     override = Override("tenant", "twice", multiply=2)
@@ -648,3 +649,60 @@ def test_overrides_of_a_replaced_rule_apply_to_the_new_one() -> None:
     [trial] = compiled_of(SLOTS % ("", "shadow", "")).plan(boss, 1).shadowed
     assert rates(trial) == rates(only(compiled_of(SLOTS % ("", "enforce", "")).plan(boss, 1)))
     assert rates(trial) == ["9/60"]
+
+
+CONSISTENT = """
+version: 1
+tiers: {default: 10/minute, free: 7/minute, pro: {limits: 20/minute, consistency: eventual}}
+rules:
+  - id: own
+    match: {endpoint: /own}
+    by: api_key
+    limits: 1/second
+    consistency: leased
+    tiers: {free: 2/second, pro: {limits: 3/second, consistency: strict}}
+    keys: {"sk_vip_*": 4/second, "sk_bank_*": {limits: 5/second, consistency: eventual}}
+  - {id: tiered, match: {endpoint: /tiered}, by: api_key, consistency: leased}
+  - {id: rest, by: api_key, limits: 6/second}
+overrides:
+  - {for: {user: boss}, limits: 99/second}
+  - {for: {user: vice}, multiply: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("request_", "rate", "consistency"),
+    [
+        (Request(endpoint="/own"), "1/1", "leased"),
+        (Request(endpoint="/own", tier="free"), "2/1", "leased"),
+        (Request(endpoint="/own", tier="pro"), "3/1", "strict"),
+        (Request(endpoint="/own", api_key="sk_vip_1"), "4/1", "leased"),
+        (Request(endpoint="/own", api_key="sk_vip_1", tier="pro"), "4/1", "strict"),
+        (Request(endpoint="/own", api_key="sk_bank_1", tier="pro"), "5/1", "eventual"),
+        (Request(endpoint="/own", user="boss"), "99/1", "leased"),
+        (Request(endpoint="/own", user="boss", tier="pro"), "99/1", "strict"),
+        (Request(endpoint="/own", user="vice", tier="pro"), "6/1", "strict"),
+        (Request(endpoint="/own", user="vice", api_key="sk_bank_1"), "10/1", "eventual"),
+        (Request(endpoint="/tiered"), "10/60", "leased"),
+        (Request(endpoint="/tiered", tier="pro"), "20/60", "eventual"),
+        (Request(endpoint="/x"), "6/1", "strict"),
+        (Request(endpoint="/x", user="boss"), "99/1", "strict"),
+    ],
+)
+def test_the_most_specific_consistency_applies(
+    request_: Request, rate: str, consistency: Consistency
+) -> None:
+    """Rule < tier < key; an override keeps the consistency of the limits that it replaces."""
+    compiled = compiled_of(CONSISTENT)
+    for _ in range(2):  # also from the limits that are kept prepared
+        check = only(compiled.plan(request_, 1))
+        assert rates(check) == [rate]
+        assert check.choice.consistency == consistency
+        assert check.gate.consistency == consistency  # type: ignore[union-attr]  # a stand-in
+
+
+def test_the_parts_of_a_split_rule_have_its_consistency() -> None:
+    """Each part is leased separately."""
+    document = "{version: 1, rules: [{id: r, by: [], limits: 80/s, split: 4, consistency: leased}]}"
+    check = only(compiled_of(document).plan(Request(), 1))
+    assert [each.consistency for each, _ in check.parts] == ["leased"] * 4  # type: ignore[union-attr]  # stand-ins

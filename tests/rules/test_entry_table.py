@@ -235,3 +235,24 @@ def test_an_entry_takes_less_than_200_bytes(kind: str, make: Any) -> None:
     # A row's key is a second copy, except for an assignment, whose key is the row's.
     keys = sum(49 + len(each.key) for each in rows if kind == "assignment")
     assert (used + keys) / len(rows) < 200
+
+
+def test_an_override_keeps_the_consistency_of_the_limits_that_it_replaces() -> None:
+    """As one of the document does, with limits or a factor."""
+    table = EntryTable()
+    rows = (
+        override("a", {"user": "boss"}, limits=["99/second"]),
+        override("b", {"user": "vice"}, multiply=2),
+    )
+    assert table.apply(rows, 1) == []
+    document = """
+    version: 1
+    tiers: {default: 1/second, pro: {limits: 2/second, consistency: eventual}}
+    rules: [{id: all, by: user, consistency: leased}]
+    """
+    compiled = compiled_of(document, at_noon(), entries=table)
+    for user in ("boss", "vice"):
+        for tier, consistency in ((None, "leased"), ("pro", "eventual"), (None, "leased")):
+            [check] = compiled.plan(Request(user=user, tier=tier), 1).enforced
+            assert check.choice.consistency == consistency
+            assert check.choice.source == "override"

@@ -46,6 +46,7 @@ from tollkeeper.cli.service_client import ServiceClient, one_line, service_opene
 from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.follow import announce
+from tollkeeper.core.clock import SystemClock
 from tollkeeper.core.errors import (
     ConfigError,
     SafetyFinding,
@@ -58,7 +59,10 @@ from tollkeeper.core.model import Decision, Limit, Request
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
+from tollkeeper.fleet.settings import Fleet
+from tollkeeper.fleet.store import FleetStore
 from tollkeeper.limiter import Limiter
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, read
@@ -1022,6 +1026,10 @@ def _open_existing(uri: str) -> Store:
     scheme = uri.partition("://")[0].lower()
     if scheme in REDIS_SCHEMES:
         return open_store(uri, deadline_ms=_EXPLAIN_DEADLINE_MS)
+    if scheme == "memory":
+        # Nothing is counted here, and rules of any consistency can be explained.
+        clock = SystemClock()
+        return FleetStore(PythonMemoryStore(clock), Fleet(), clock)
     if scheme == "shared" and not Path(unquote(urlsplit(uri).path)).exists():
         # Opening it would create it, with this user as its owner.
         raise ConfigError("the file of --store does not exist; start the service first")
@@ -1066,6 +1074,7 @@ def _rule_data(rule: RuleExplained) -> dict[str, object]:
         "units": rule.units if rule.applies else None,
         "limits": [limit_data(limit) for limit in rule.limits],
         "source": rule.source or None,
+        "consistency": rule.consistency,
         "override": override
         and {
             "reason": override.reason,
@@ -1112,6 +1121,8 @@ def _rule_row(rule: RuleExplained) -> tuple[str, ...]:
     limits = "; ".join(map(_limit_text, rule.limits))
     if rule.factor != 1:
         limits += f" (at {rule.factor:.0%}, by the load)"
+    if rule.consistency != "strict":
+        limits += f" ({rule.consistency})"
     return rule.id, applies, counts or "all", limits, _origin_text(rule), _now_text(rule), rule.why
 
 

@@ -19,8 +19,8 @@ from itertools import takewhile
 from typing import Final, Literal, TypeVar
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import Limits
-from tollkeeper.rules.document.model import Consistency, Document, Mode, Override, Rule
+from tollkeeper.core.model import Consistency, Limits
+from tollkeeper.rules.document.model import Document, Mode, Override, Rule
 from tollkeeper.rules.matching.lists import canonical_entry
 
 ListName = Literal["allow", "deny"]

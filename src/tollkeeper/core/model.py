@@ -190,6 +190,20 @@ class Limit:
 # The limits of one rule, tier, key or limiter.
 Limits = tuple[Limit, ...]
 
+# Who decides the checks of a limit that several nodes share: the store, on every check; the node,
+# from units that it takes in advance; or the node, which reports afterwards.
+Consistency = Literal["strict", "leased", "eventual"]
+CONSISTENCIES: Final[tuple[Consistency, ...]] = get_args(Consistency)
+
+
+def check_consistency(consistency: object) -> None:
+    """Raise ConfigError for an unknown consistency."""
+    if not isinstance(consistency, str) or consistency not in CONSISTENCIES:
+        raise ConfigError(
+            f"consistency={show(consistency)} is not known; choose one of "
+            f"{', '.join(CONSISTENCIES)}"
+        )
+
 
 def _check_units(what: str, value: object, low: int, high: int) -> None:
     # A bool is an int in Python, but a mistake here.

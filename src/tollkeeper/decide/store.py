@@ -17,8 +17,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.core.model import Consistency, Decision, Limit
 
 if TYPE_CHECKING:
     from tollkeeper.decide.allowances import Allowances
@@ -140,6 +140,19 @@ class Gate(Protocol):
         ...
 
 
+NEEDS_AUTHORITY: Final = (
+    "leased and eventual limits are shared by several machines, which take units from one store "
+    'that all of them reach, for example store="redis://localhost"; with memory:// and shared:// '
+    "every check is decided here already, so write strict"
+)
+
+
+def require_strict(consistency: Consistency) -> None:
+    """Raise ConfigError unless a store that decides every check itself can do what is asked."""
+    if consistency != "strict":
+        raise ConfigError(f"consistency={consistency!r} does not work here: {NEEDS_AUTHORITY}")
+
+
 class FastCheck(Protocol):
     """A gate's check, compiled."""
 
@@ -234,8 +247,11 @@ class Store(Protocol):
         """Leases and late charges, for nodes that share the counts; None if it has none."""
         ...
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> Gate:
-        """Prepare a rule's limits. The same rule and limits share their counts."""
+    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Gate:
+        """Prepare a rule's limits. The same rule and limits share their counts.
+
+        Raises ConfigError for a consistency that the store does not have.
+        """
         ...
 
     def check_together(
@@ -269,7 +285,9 @@ class Store(Protocol):
 class AsyncStore(Protocol):
     """The awaited calls of a store on another machine."""
 
-    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncGate:
+    def async_gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> AsyncGate:
         """Prepare a rule's limits for asyncio. See Store.gate."""
         ...
 

@@ -60,7 +60,9 @@ class AsyncLimiter(LimiterSetup):
         if self._async_store is None:
             super()._prepare_limits(limits)
         else:
-            self._gate = self._async_gate = self._async_store.async_gate(limits, self._name)
+            self._gate = self._async_gate = self._async_store.async_gate(
+                limits, self._name, self._consistency
+            )
             self._limits = limits
 
     def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:

@@ -83,7 +83,7 @@ class LimiterPath:
     refund: Callable[..., Any]
     _sleep: Callable[[float], Any]
     _check_together: Callable[..., Any]
-    _make_gate: Callable[[Limits, str], Any]
+    _make_gate: Callable[..., Any]
 
     # ── Identify ───────────────────────────────────────────────────────────────────────────────
 

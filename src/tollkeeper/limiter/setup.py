@@ -19,9 +19,11 @@ from tollkeeper.core.model import (
     DEFAULT_NAME,
     UNLIMITED,
     AppliedRule,
+    Consistency,
     Decision,
     Limit,
     Limits,
+    check_consistency,
     check_name,
 )
 from tollkeeper.core.rates import LimitsArgument, limits_of
@@ -35,6 +37,8 @@ from tollkeeper.decide.failure import (
 )
 from tollkeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
 from tollkeeper.decide.stores import store_of
+from tollkeeper.fleet.settings import Fleet, fleet_of
+from tollkeeper.fleet.store import fleet_store_of
 from tollkeeper.limiter.path import LimiterPath
 from tollkeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from tollkeeper.metrics.tally import RuleCounts, Tally
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 class LimiterSetup(LimiterPath):
     """The parts that both limiters have, and everything that is not a check."""
 
+    _consistency: Consistency = "strict"
     endpoint: str = ANY_ENDPOINT
     """The routes that its limits are for, as metrics name them."""
     _follower: Follower | None = None
@@ -72,6 +77,8 @@ class LimiterSetup(LimiterPath):
         by: Sequence[str] | None = None,
         on_failure: FailurePolicy = "open",
         local_fallback: LocalFallback | None = None,
+        consistency: Consistency = "strict",
+        fleet: Fleet | None = None,
     ) -> None:
         """Prepare `limits` on a store.
 
@@ -83,13 +90,25 @@ class LimiterSetup(LimiterPath):
         `by`              the fields that a Request is counted by: ["tenant", "user"].
         `on_failure`      the answer when the store cannot decide: open, closed, local or raise.
         `local_fallback`  how `local` limits then.
+        `consistency`     strict: the store decides every check. On Redis also leased: this node
+                          decides most checks, from units that it takes in advance; and eventual:
+                          it decides while a key is far from its limit, and reports afterwards.
+        `fleet`           how it does that, and which other nodes there are.
         """
         check_name("name", name)
+        check_consistency(consistency)
+        self._consistency = consistency
         prepared = limits_of(limits)
         self._by = check_by(by) if by is not None else None
         self._name = name
+        uses_fleet = consistency != "strict" or fleet is not None
         self._start(
-            store, clock, on_failure, local_fallback, lambda: self._prepare_limits(prepared)
+            store,
+            clock,
+            on_failure,
+            local_fallback,
+            lambda: self._prepare_limits(prepared),
+            fleet_of(fleet) if uses_fleet else None,
         )
         LIMITERS[id(self)] = self
 
@@ -105,6 +124,7 @@ class LimiterSetup(LimiterPath):
         follow: bool = True,
         poll: float = 1.0,
         snapshot: str | PathLike[str] | None = None,
+        fleet: Fleet | None = None,
     ) -> Self:
         """Return a limiter whose limits come from a rule document; `check` takes a Request.
 
@@ -117,6 +137,7 @@ class LimiterSetup(LimiterPath):
         `poll`        look for a new version every so many seconds, even without a notification.
         `snapshot`    a file that keeps the last good rules, for a start while `rules` is
                       unavailable.
+        `fleet`       how this node decides rules with `consistency: leased` or `eventual`.
 
         Blocks until the rules are read; a background thread follows them. Raises ConfigError for
         an invalid document, with every error in it, and for a database without rules;
@@ -133,7 +154,9 @@ class LimiterSetup(LimiterPath):
         limiter = cls.__new__(cls)
         options = FollowOptions(poll_s_of(poll), None if snapshot is None else Path(snapshot))
         loaded = load(rules, options.snapshot)
-        LimiterSetup._start_from_rules(limiter, loaded, store, clock, on_failure, local_fallback)
+        LimiterSetup._start_from_rules(
+            limiter, loaded, store, clock, on_failure, local_fallback, fleet
+        )
         LimiterSetup._follow(
             limiter, Follower(limiter, rules, loaded, options, limiter.store), follow
         )
@@ -146,10 +169,19 @@ class LimiterSetup(LimiterPath):
         clock: Clock | None,
         on_failure: FailurePolicy,
         local_fallback: LocalFallback | None,
+        fleet: Fleet | None,
     ) -> None:
         self._by = None
         self._name = ""
-        self._start(store, clock, on_failure, local_fallback, lambda: self._prepare_rules(loaded))
+        # Also if no rule needs it now: a later version of the rules may.
+        self._start(
+            store,
+            clock,
+            on_failure,
+            local_fallback,
+            lambda: self._prepare_rules(loaded),
+            fleet_of(fleet),
+        )
 
     def _follow(self, follower: Follower, follow: bool) -> None:
         self._follower = follower
@@ -164,6 +196,7 @@ class LimiterSetup(LimiterPath):
         on_failure: FailurePolicy,
         local_fallback: LocalFallback | None,
         prepare: Callable[[], None],
+        fleet: Fleet | None,
     ) -> None:
         check_policy(on_failure)
         self._on_failure = on_failure
@@ -172,6 +205,10 @@ class LimiterSetup(LimiterPath):
         self._local = LocalLimits(self._local_fallback, self._clock)
         self._owns_store = isinstance(store, str)
         self._store = store_of(store, self._clock)
+        if fleet is not None:
+            found = fleet_store_of(self._store, fleet, self._clock, owned=self._owns_store)
+            self._owns_store = self._owns_store or found is not self._store
+            self._store = found
         self._local.monitor = self._store.monitor
         self._limits = (UNLIMITED,)
         self._counts, self._errors = RuleCounts(), {}
@@ -185,7 +222,7 @@ class LimiterSetup(LimiterPath):
 
     def _prepare_limits(self, limits: Limits) -> None:
         """Prepare the limiter's own limits."""
-        self._gate = gate = self._store.gate(limits, self._name)
+        self._gate = gate = self._store.gate(limits, self._name, self._consistency)
         self._limits = limits
         check = partial(self._check_limits, gate.check, True)
         self._fast = gate.fast_check(check)
@@ -225,6 +262,11 @@ class LimiterSetup(LimiterPath):
     def store(self) -> Store:
         """The store, to share with another limiter."""
         return self._store
+
+    @property
+    def consistency(self) -> Consistency:
+        """Who decides the limiter's own limits: the store, or this node where it can."""
+        return self._consistency
 
     @property
     def clock(self) -> Clock:

@@ -29,9 +29,9 @@ from fractions import Fraction
 from hashlib import blake2b
 from operator import attrgetter
 from random import random
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
-from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Limits, Request
+from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Consistency, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from tollkeeper.decide.store import AnyGate
@@ -50,7 +50,15 @@ from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 from tollkeeper.rules.splitting import part_count, part_limits, part_subject
 
 LimitSource = Literal["default", "tier", "key", "override"]
-MakeGate = Callable[[Limits, str], AnyGate]
+
+
+class MakeGate(Protocol):
+    """Prepares limits under a rule's id on a store: `store.gate`, or the awaited one."""
+
+    def __call__(self, limits: Limits, rule: str, consistency: Consistency = "strict") -> AnyGate:
+        """Return the gate."""
+        ...
+
 
 # Limits follow the load in this many steps up to a factor of 1. Each step has a gate.
 FACTOR_STEPS: Final = 100
@@ -72,39 +80,71 @@ class PreparedLimits:
 
     __slots__ = ("applied", "gates", "limits")
 
-    def __init__(self, limits: Limits, rule: str, split: int, make_gate: MakeGate) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        rule: str,
+        split: int,
+        make_gate: MakeGate,
+        consistency: Consistency = "strict",
+    ) -> None:
         self.limits = limits
         self.applied = AppliedRule(rule, limits)
         parts = part_count(limits, split)
         shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
-        self.gates = [make_gate(share, rule) for share in shares]
+        self.gates = [make_gate(share, rule, consistency) for share in shares]
 
 
 class LimitChoice:
     """Limits that a rule has for some requests, and where in the document they come from."""
 
-    __slots__ = ("by_override", "by_step", "by_terms", "detail", "limits", "override", "source")
+    __slots__ = (
+        "by_override",
+        "by_step",
+        "by_terms",
+        "consistency",
+        "detail",
+        "limits",
+        "of_tiers",
+        "override",
+        "source",
+    )
 
     def __init__(
         self,
         limits: Limits,
+        consistency: Consistency,
         source: LimitSource,
         detail: str = "",
         override: Override | None = None,
     ) -> None:
         self.limits = limits
-        self.source = source
+        self.consistency: Consistency = consistency
+        self.source: LimitSource = source
         self.detail = detail
         self.override = override
         self.by_step: dict[int, PreparedLimits] = {}
-        self.by_override: dict[int, LimitChoice] = {}
+        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
         """The same limits multiplied, by the position of the override in the document."""
-        self.by_terms: dict[str, LimitChoice] = {}
+        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
         """The same for overrides beside the document, by their terms."""
+        self.of_tiers: dict[Consistency, LimitChoice] | None = None
+        """Of a key without a consistency of its own: the same limits with that of a tier."""
+
+    def with_consistency(self, consistency: Consistency) -> LimitChoice:
+        """Return the limits of a key, with the consistency of the request's tier."""
+        if self.of_tiers is None or consistency == self.consistency:
+            return self
+        found = self.of_tiers.get(consistency)
+        if found is None:
+            found = LimitChoice(self.limits, consistency, self.source, self.detail)
+            self.of_tiers[consistency] = found
+        return found
 
     def of_owner(self, owner: str, packed: PackedOverride) -> LimitChoice:
         """Return the same limits and gates, as those of an override of one owner."""
-        found = LimitChoice(self.limits, "override", owner, packed.override(owner, self.override))
+        override = packed.override(owner, self.override)
+        found = LimitChoice(self.limits, self.consistency, "override", owner, override)
         found.by_step = self.by_step
         return found
 
@@ -182,22 +222,26 @@ class PreparedRule:
         self.names = (written.id, written.replaces)
         """The rules whose overrides apply: this one, and the one whose place it takes."""
         self.factor = factor
-        self.default = LimitChoice(written.limits, "default") if written.limits else None
+        own = written.consistency
+        self.default = LimitChoice(written.limits, own, "default") if written.limits else None
         self.by_tier = {
-            tier: LimitChoice(limits, "tier", tier) for tier, limits in written.tiers.items()
+            tier: LimitChoice(limits, written.tier_consistency.get(tier, own), "tier", tier)
+            for tier, limits in written.tiers.items()
         }
-        self.by_override: dict[int, LimitChoice] = {}
-        """Limits of overrides, by their position in the document."""
-        self.by_terms: dict[str, LimitChoice] = {}
-        """Limits of overrides beside the document, by their terms."""
-        self.keys = tuple(
-            (matches, LimitChoice(written.keys[text], "key", text)) for text, matches in rule.keys
-        )
+        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
+        """Limits of overrides, by their position in the document and the rule's consistency."""
+        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
+        """Limits of overrides beside the document, by their terms, likewise."""
+        self.keys = tuple((matches, _choice_of_key(written, text)) for text, matches in rule.keys)
         # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
         plain = field in REQUEST_FIELDS and field not in _NORMALISED
         self.read = attrgetter(field) if plain else None
         self.prefix = f"{field}:"
+
+    def consistency_of(self, choice: LimitChoice | None) -> Consistency:
+        """Return the consistency of limits that override `choice`: the same."""
+        return self.rule.rule.consistency if choice is None else choice.consistency
 
     def subject_of(self, request: Request, tier: str | None) -> str:
         """Return the subject that the rule counts the request under."""
@@ -218,6 +262,14 @@ class PreparedRule:
         if not _NORMALISED.isdisjoint(by):
             request = _as_counted(request, tier)
         return subject_of_request(request, by)
+
+
+def _choice_of_key(rule: Rule, text: str) -> LimitChoice:
+    consistency = rule.key_consistency.get(text)
+    found = LimitChoice(rule.keys[text], consistency or rule.consistency, "key", text)
+    if consistency is None:
+        found.of_tiers = {}
+    return found
 
 
 def _as_counted(request: Request, tier: str | None) -> Request:
@@ -380,7 +432,11 @@ class CompiledRules:
         if limits is None:
             # Two threads may both prepare these limits; both gates have the same counts.
             limits = choice.by_step[step] = PreparedLimits(
-                at_step(choice.limits, step), prepared.id, written.split, self._make_gate
+                at_step(choice.limits, step),
+                prepared.id,
+                written.split,
+                self._make_gate,
+                choice.consistency,
             )
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates
@@ -436,13 +492,18 @@ class CompiledRules:
         if tier is not None:
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in tiers:
-                choice = prepared.by_tier[tier] = LimitChoice(tiers[tier], "tier", tier)
+                consistency = self.document.tier_consistency.get(
+                    tier, prepared.rule.rule.consistency
+                )
+                choice = LimitChoice(tiers[tier], consistency, "tier", tier)
+                prepared.by_tier[tier] = choice
         if prepared.keys:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             if value is not None:
                 for matches, of_key in prepared.keys:
                     if matches(value):
-                        choice = of_key
+                        tiers_own = choice.consistency if choice else of_key.consistency
+                        choice = of_key.with_consistency(tiers_own)
                         break
         return self._overridden(prepared, request, choice) if self._has_overrides else choice
 
@@ -471,10 +532,12 @@ class CompiledRules:
                 known = choice.by_override
             else:
                 return None
-            found = known.get(position)
+            consistency = prepared.consistency_of(choice)
+            found = known.get((position, consistency))
             if found is None:
                 limits = override.limits or _multiplied(choice, override.multiply)
-                found = known[position] = LimitChoice(limits, "override", owner, override)
+                found = LimitChoice(limits, consistency, "override", owner, override)
+                known[position, consistency] = found
             return found
         return choice
 
@@ -529,7 +592,8 @@ def _choice_of_entry(
     if not has_limits and choice is None:
         return None
     known = prepared.by_terms if has_limits or choice is None else choice.by_terms
-    found = known.get(terms)
+    consistency = prepared.consistency_of(choice)
+    found = known.get((terms, consistency))
     if found is None:
         # Imported here: rules without such overrides do not need the document reader.
         from tollkeeper.rules.entries import parse_override  # noqa: PLC0415 - see above
@@ -538,7 +602,8 @@ def _choice_of_entry(
         limits = override.limits or _multiplied(choice, override.multiply)
         if len(known) >= TERMS_MAX:
             known.clear()
-        found = known[terms] = LimitChoice(limits, "override", override=override)
+        found = LimitChoice(limits, consistency, "override", override=override)
+        known[terms, consistency] = found
     return found.of_owner(owner, packed)
 
 

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock
-from tollkeeper.core.errors import CapacityError, StoreError, StoreTimeout
+from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, StoreTimeout
 from tollkeeper.core.model import (
     DENIED_NS,
     UNLIMITED,
@@ -54,7 +54,8 @@ from tollkeeper.decide.failure import (
     decision_on_failure,
     uncounted_of,
 )
-from tollkeeper.decide.store import Answer, AnyGate, AsyncStore, Store
+from tollkeeper.decide.store import NEEDS_AUTHORITY, Answer, AnyGate, AsyncStore, Store
+from tollkeeper.fleet.store import FleetStore
 from tollkeeper.metrics.tally import RATE_SAMPLE_EVERY, RuleCounts, Tally
 from tollkeeper.rules.compiled import (
     FACTOR_STEPS,
@@ -194,6 +195,7 @@ class RuleEngine:
             self.compiled_rules = self.compiled_rules.with_entries(entries)
 
     def _compile(self, document: Document, version: str, entries: EntryTable) -> CompiledRules:
+        self._require_consistency(document)
         factors: dict[str, Factor] = {}
         for rule in document.rules:
             if not rule.scale:
@@ -207,6 +209,20 @@ class RuleEngine:
         self._factors = factors
         self.penalties.use(document)
         return compiled
+
+    def _require_consistency(self, document: Document) -> None:
+        """Raise ConfigError if this store cannot give the document's rules their consistency.
+
+        Opens the table of the node, so that one that cannot be used is an error at startup.
+        """
+        place, consistency = next(document.not_strict(), ("", "strict"))
+        if consistency == "strict":
+            return
+        if not isinstance(self._store, FleetStore):
+            raise ConfigError(
+                f"{place}: consistency: {consistency} does not work here: {NEEDS_AUTHORITY}"
+            )
+        self._store.open_node()
 
     def factors(self) -> dict[str, float]:
         """Return the factor of its limits, for each rule that follows the load."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tollkeeper.core.model import Decision, Limits, Request
+from tollkeeper.core.model import Consistency, Decision, Limits, Request
 from tollkeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
 from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.matching.table import CompiledRule
@@ -29,6 +29,8 @@ class RuleExplained:
     """The limits for this request, or those it would have if the rule applied."""
     source: str = ""
     """Where the limits come from: `default`, `tier pro`, `key sk_vip_*` or `override user:42`."""
+    consistency: Consistency = "strict"
+    """The consistency of these limits: that of the rule, or of its tier or key."""
     override: Override | None = None
     """The override in force, with its reason and author."""
     factor: float = 1.0
@@ -111,7 +113,13 @@ def _explained(
     found = RuleExplained(rule.rule.id, rule.rule.by, rule.rule.mode, check is not None, why)
     if choice is not None:
         source = f"{choice.source} {choice.detail}".strip()
-        found = replace(found, limits=choice.limits, source=source, override=choice.override)
+        found = replace(
+            found,
+            limits=choice.limits,
+            source=source,
+            consistency=choice.consistency,
+            override=choice.override,
+        )
     if check is not None:
         found = replace(
             found,

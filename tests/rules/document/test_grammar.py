@@ -71,9 +71,10 @@ def problems(text: str) -> list[str]:
         ("cost: {/a: 5, '/b/{id}': 0}", {"cost": 1, "costs": {"/a": 5, "/b/{id}": 0}}),
         ("cost: {/a: 5, '*': 2}", {"cost": 2, "costs": {"/a": 5}}),
         ("consistency: strict", {"consistency": "strict"}),
+        ("consistency: leased", {"consistency": "leased"}),
         (
-            "tiers: {pro: {limits: 7/s, consistency: strict}}",
-            {"tiers": {"pro": (Limit(7, per=1),)}, "tier_consistency": {"pro": "strict"}},
+            "tiers: {pro: {limits: 7/s, consistency: eventual}}",
+            {"tiers": {"pro": (Limit(7, per=1),)}, "tier_consistency": {"pro": "eventual"}},
         ),
         ("tiers: {pro: {limits: [7/s]}}", {"tiers": {"pro": (Limit(7, per=1),)}}),
         (
@@ -262,22 +263,11 @@ def test_anchors_are_shared_limits() -> None:
         ("cost: {'/a/{': 2}", "cost: "),
         (
             "consistency: strong",
-            'consistency: unknown value "strong"; known: "strict"',
+            'consistency: unknown value "strong"; known: "strict", "leased", "eventual"',
         ),
-        *(
-            (
-                written.format(f"consistency: {word}"),
-                (
-                    f'{place}consistency: "{word}" does not work yet; '
-                    f"write strict, or remove consistency"
-                ),
-            )
-            for word in ("leased", "eventual")
-            for written, place in (
-                ("{}", ""),
-                ("tiers: {{pro: {{limits: 7/s, {}}}}}", "tiers.pro."),
-                ("keys: {{a: {{limits: 7/s, {}}}}}", "keys.a."),
-            )
+        (
+            "tiers: {pro: {limits: 7/s, consistency: weak}}",
+            'tiers.pro.consistency: unknown value "weak"; known: "strict", "leased", "eventual"',
         ),
         (
             "keys: {a: {consistency: strict}}",

@@ -14,12 +14,17 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 
 from tests.rules.documents import Data, documents
-from tollkeeper.core.model import ALGORITHM_NAMES, NAME_LENGTH_MAX, REQUEST_FIELDS, UNITS_MAX
+from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
+    CONSISTENCIES,
+    NAME_LENGTH_MAX,
+    REQUEST_FIELDS,
+    UNITS_MAX,
+)
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
 from tollkeeper.rules.document import grammar
 from tollkeeper.rules.document.model import (
     BY_MAX,
-    CONSISTENCIES,
     COST_MAX,
     MODES,
     ON_FAILURES,

@@ -38,11 +38,9 @@ async def test_tiers_are_read_set_and_removed(admin: Admin) -> None:
         **chosen,
         "consistency": None,
     }
-    found = await admin.rejected(
-        "PUT", "/tiers/max", 422, json={**chosen, "consistency": "eventual"}
-    )
+    found = await admin.rejected("PUT", "/tiers/max", 422, json={**chosen, "consistency": "strong"})
     assert found["problems"][0]["where"] == "consistency"
-    assert '"eventual" does not work yet; write strict' in found["problems"][0]["message"]
+    assert 'unknown value "strong"; known: "strict", "leased"' in found["problems"][0]["message"]
     assert (await admin.call("DELETE", "/tiers/max")).json()["kind"] == "remove-tier"
     await admin.rejected("GET", "/tiers/max", 404)
     await admin.rejected("DELETE", "/tiers/max", 404)

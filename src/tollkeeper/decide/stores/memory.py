@@ -24,7 +24,7 @@ from typing import Final, cast
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
-from tollkeeper.core.model import Decision, Limit, decision_with
+from tollkeeper.core.model import Consistency, Decision, Limit, decision_with
 from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
@@ -52,6 +52,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     StoreMonitor,
     StoreStats,
+    require_strict,
 )
 
 STATES_MAX_DEFAULT: Final = 1_000_000
@@ -132,7 +133,10 @@ class PythonMemoryStore:
     def allowances(self) -> PythonAllowances:
         return self._allowances
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> MemoryGate:
+    def gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> MemoryGate:
+        require_strict(consistency)
         with self._lock:
             self.require_open()
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]

@@ -19,7 +19,7 @@ from typing import Final
 from tollkeeper.core import switches
 from tollkeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.decide.allowances import (
     AllowanceKind,
     Allowances,
@@ -42,6 +42,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     StoreMonitor,
     StoreStats,
+    require_strict,
 )
 
 log = logging.getLogger("tollkeeper")
@@ -122,7 +123,10 @@ class KernelStore:
         )
         _warn_of(self._table.notice)
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> KernelGate:
+    def gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> KernelGate:
+        require_strict(consistency)
         return KernelGate(self, self._table, tuple(limits), rule)
 
     def check_together(

@@ -17,9 +17,11 @@ from typing import Final, TypeVar, get_args
 from tollkeeper.core.errors import ConfigError, RateSyntaxError, quoted
 from tollkeeper.core.model import (
     ALGORITHM_NAMES,
+    CONSISTENCIES,
     NAME_LENGTH_MAX,
     REQUEST_FIELDS,
     UNITS_MAX,
+    Consistency,
     Limit,
     Limits,
     request_field_like,
@@ -27,7 +29,6 @@ from tollkeeper.core.model import (
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
 from tollkeeper.rules.document.model import (
     BY_MAX,
-    CONSISTENCIES,
     COOLDOWNS_MAX,
     COST_MAX,
     FACTOR_MAX,
@@ -43,7 +44,6 @@ from tollkeeper.rules.document.model import (
     SCALES_MAX,
     SHARE_SOURCES,
     SPLIT_MAX,
-    Consistency,
     Document,
     Match,
     Override,
@@ -234,18 +234,8 @@ def _limits_by_name(
             at.require(fields, ("limits", "100/minute"))
         limits[name] = limits_at(fields["limits"]) if "limits" in fields else ()
         if "consistency" in fields:
-            consistency[name] = _consistency(fields["consistency"])
+            consistency[name] = fields["consistency"].choice(CONSISTENCIES)
     return limits, consistency
-
-
-def _consistency(place: DocumentPlace) -> Consistency:
-    """Return a consistency that works. A reserved value is rejected: it would promise in vain."""
-    word = place.node.text if place.node.kind == "text" else ""
-    if word in get_args(Consistency) and word not in CONSISTENCIES:
-        working = " or ".join(CONSISTENCIES)
-        place.fail(f"{quoted(word)} does not work yet; write {working}, or remove consistency")
-        return CONSISTENCIES[0]
-    return place.choice(CONSISTENCIES)
 
 
 def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, str]:
@@ -366,7 +356,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         key_consistency=key_consistency,
         cost=cost,
         costs=costs,
-        consistency=_consistency(found["consistency"]) if "consistency" in found else "strict",
+        consistency=_choice(found, "consistency", CONSISTENCIES, "strict"),
         on_failure=_choice(found, "on_failure", ON_FAILURES, None),
         mode=_choice(found, "mode", MODES, "enforce"),
         replaces=found["replaces"].line("api", NAME_LENGTH_MAX) if "replaces" in found else None,

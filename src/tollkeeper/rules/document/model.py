@@ -7,19 +7,16 @@ attributes that it counts by (`by`), and the limits, which may differ by tier an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from os import PathLike
 from typing import Any, Final, Literal, get_args
 
-from tollkeeper.core.model import Limits
+from tollkeeper.core.model import Consistency, Limits
 
 Mode = Literal["enforce", "shadow", "off"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
-Consistency = Literal["strict", "leased", "eventual"]
-CONSISTENCIES: Final[tuple[Consistency, ...]] = ("strict",)
-"""The values that work now. The others are reserved, and a document that has one is rejected."""
 OnFailure = Literal["open", "closed", "local"]
 ON_FAILURES: Final[tuple[OnFailure, ...]] = get_args(OnFailure)
 Owner = Literal["user", "api_key", "tenant"]
@@ -182,6 +179,21 @@ class Document:
     overrides: tuple[Override, ...] = ()
     tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
     """The consistency of some tiers, instead of the consistency of a rule that uses them."""
+
+    def not_strict(self) -> Iterator[tuple[str, Consistency]]:
+        """Yield the place and the consistency of limits that a node may decide itself."""
+        for rule in self.rules:
+            for place, found in (
+                (f"rule {rule.id}", {"": rule.consistency}),
+                (f"rule {rule.id}: tier ", rule.tier_consistency),
+                (f"rule {rule.id}: key ", rule.key_consistency),
+            ):
+                for name, each in found.items():
+                    if each != "strict":
+                        yield f"{place}{name}", each
+        for name, each in self.tier_consistency.items():
+            if each != "strict":
+                yield f"tier {name}", each
 
 
 # The forms in which callers pass rules: a path, a document's text, plain data, or a Document.

@@ -15,10 +15,9 @@ from functools import cache
 from typing import Any, Final
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import REQUEST_FIELDS, Limit, Limits
+from tollkeeper.core.model import REQUEST_FIELDS, Consistency, Limit, Limits
 from tollkeeper.rules.document.grammar import VERSION
 from tollkeeper.rules.document.model import (
-    Consistency,
     Document,
     Match,
     Override,

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError
-from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Decision, PenaltyKind
+from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Consistency, Decision, PenaltyKind
 from tollkeeper.core.model import Request as LimiterRequest
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.core.version import __version__
@@ -145,6 +145,7 @@ class RuleExplainedOut(QuotaRuleOut):
 
     applies: bool
     why: str = Field(description="Why it applies or does not.")
+    consistency: Consistency = Field(description="Who decides: the store, or the node.")
     override: OverrideData | None = Field(description="The override in force.")
 
 
@@ -385,6 +386,7 @@ def _explained(rule: RuleExplained) -> RuleExplainedOut:
         error=rule.error or None,
         applies=rule.applies,
         why=rule.why,
+        consistency=rule.consistency,
         override=override,
     )
 

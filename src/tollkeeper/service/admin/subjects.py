@@ -92,7 +92,7 @@ class TierIn(ApiInput):
     limits: LimitsData = Field(examples=[["1000/minute burst 200"]])
     consistency: str | None = Field(
         default=None,
-        description="`strict`. Without it, the consistency of each rule applies.",
+        description="`strict`, `leased` or `eventual`. Without it, that of each rule applies.",
         examples=["strict"],
         max_length=32,
     )

@@ -12,7 +12,7 @@ from typing import Self, cast
 
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.model import Limit
+from tollkeeper.core.model import Consistency, Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.fleet_monitor import FleetMonitor
@@ -24,6 +24,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     ServerStatus,
     StoreStats,
+    require_strict,
 )
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
 from tollkeeper.decide.stores.redis.codec import fits_bucket
@@ -105,8 +106,11 @@ class RedisStore:
         )
         _stores.add(self)
 
-    def gate(self, limits: Sequence[Limit], rule: str) -> RedisGate | MovingGate:
+    def gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> RedisGate | MovingGate:
         """Prepare a rule's limits for threads."""
+        require_strict(consistency)
         self._require_open()
         gates = tuple(
             [
@@ -116,8 +120,11 @@ class RedisStore:
         )
         return gates[0] if len(gates) == 1 else MovingGate(gates, self.check_together)
 
-    def async_gate(self, limits: Sequence[Limit], rule: str) -> AsyncRedisGate | AsyncMovingGate:
+    def async_gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> AsyncRedisGate | AsyncMovingGate:
         """Prepare a rule's limits for asyncio."""
+        require_strict(consistency)
         self._require_open()
         servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
         gates = tuple(

@@ -1,0 +1,337 @@
+"""What the gates of a node share: its table, the authority, and the other nodes.
+
+A node answers checks from its table of allowances (`decide/allowances.py`). Gates ask the authority
+for what the table cannot answer (`gates.py`), and one thread reports what the table owes it
+(`reports.py`). Other nodes are known through two small interfaces: `live_nodes` counts them, and
+`Hints` tells them at once that a subject is denied or nearly at its limit. Both work without other
+nodes, and gossip replaces them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.errors import StoreError
+from tollkeeper.core.histogram import Histogram
+from tollkeeper.core.model import Decision, Limits
+from tollkeeper.decide.allowances import (
+    DENIED_NS_MAX,
+    AllowanceGate,
+    AllowanceKind,
+    Allowances,
+    Replaced,
+)
+from tollkeeper.decide.fleet_monitor import NodeAnswers, ReportCounts
+from tollkeeper.decide.leasing import Authority, GiveBack, Lease
+from tollkeeper.decide.store import AnyGate, FastCheck
+from tollkeeper.fleet.settings import Fleet
+
+# Limits whose gates are known by number: more than a document has, at any load, in two versions.
+GATES_MAX: Final = 8_192
+# Give-backs that wait for the thread. The units of others stay charged until their lease ends.
+REPLACED_MAX: Final = 10_000
+# A subject that stays warm is told to other nodes again after this time.
+HINT_AGAIN_NS: Final = NS_PER_SECOND
+# A shorter denial ends before other nodes can use it.
+HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 20
+_HINTED_MAX: Final = 10_000
+# Rounds in which a forked process empties its copy of a private table: 1,000 allowances each.
+_FORGET_ROUNDS_MAX: Final = 10_000
+_FORGET_COUNT: Final = 1_000
+
+
+class Hints(Protocol):
+    """Tells other nodes what this node has learned from the authority. Must not block."""
+
+    def warm(self, gate: int, subject: str, /) -> None:
+        """Tell that a subject is nearly at its limit. `gate` is `AllowanceGate.number`."""
+        ...
+
+    def denied(self, gate: int, subject: str, cost: int, lasts_ns: int, /) -> None:
+        """Tell that checks of at least this cost are denied for a time."""
+        ...
+
+
+class NoHints:
+    """No other node is known."""
+
+    def warm(self, gate: int, subject: str) -> None:
+        """Do nothing."""
+
+    def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class FleetCounters:
+    """Counters of this process, counted without a lock: approximate in threads."""
+
+    leases: int = 0
+    """Leases that the authority gave."""
+    leased_units: int = 0
+    returned_units: int = 0
+    """Units of leases that were not spent and were given back."""
+    charged_units: int = 0
+    """Units that were charged late."""
+    reports: int = 0
+    """Reports that the authority has answered: one for each rule and subject."""
+    failed: int = 0
+    """Reports that the authority could not take. Late charges are reported again."""
+    lost_units: int = 0
+    """Units that were not given back, or not charged, and never will be."""
+    divergence_units: int = 0
+    """The sum, over all answers to late charges, of the difference between the remaining units that
+    the node expected and those that the authority has."""
+    flush_seconds: Histogram = field(default_factory=Histogram)
+    """How long the authority took for a batch of reports."""
+
+
+class KnownGate:
+    """One rule's limits: in the table, and at the authority."""
+
+    __slots__ = ("allowance", "fast_checks", "gate", "kind", "rule")
+
+    def __init__(
+        self, allowance: AllowanceGate, gate: AnyGate, rule: str, kind: AllowanceKind
+    ) -> None:
+        self.allowance = allowance
+        self.gate = gate
+        self.rule = rule
+        self.kind = kind
+        self.fast_checks: list[FastCheck] = []
+        """Compiled checks of this process, which count separately."""
+
+    def counted(self) -> tuple[int, int]:
+        """Return how many checks this process has answered itself: allowed and denied."""
+        pairs = [self.allowance.counted(), *[each.counted() for each in self.fast_checks]]
+        return sum(allowed for allowed, _ in pairs), sum(denied for _, denied in pairs)
+
+
+class Node:
+    """One process's view of its node."""
+
+    def __init__(self, fleet: Fleet, clock: Clock, table: Allowances, authority: Authority) -> None:
+        self.fleet = fleet
+        self.now_ns = clock.now_ns
+        self.table = table
+        self.authority = authority
+        self.live_nodes: Callable[[], int] = lambda: fleet.nodes
+        """Returns how many nodes share the limits, this one included."""
+        self.hints: Hints = NoHints()
+        self.counters = FleetCounters()
+        self.gates: dict[int, KnownGate] = {}
+        """The limits that reports name by number; the newest are kept."""
+        self.asked: dict[int, int] = {}
+        """How many checks the authority decided, by the number of the limits."""
+        self.looks: dict[int, int] = {}
+        """How often this process looked at an allowance without a check, likewise."""
+        self.leasing: set[tuple[int, str]] = set()
+        """Subjects for which this process is asking for a lease."""
+        self.replaced: deque[GiveBack] = deque()
+        """Units of leases that were replaced, to be given back."""
+        self.on_work: Callable[[], None] = _nothing
+        """Called when there is something to report."""
+        self._hinted: dict[tuple[int, str], int] = {}
+        self._lock = threading.Lock()
+        _nodes.add(self)
+
+    def known(
+        self, limits: Limits, rule: str, kind: AllowanceKind, lifetime_ns: int, gate: AnyGate
+    ) -> KnownGate:
+        """Return the limits of a rule in the table; the same for each version of the rules."""
+        allowance = self.table.gate(limits, rule, kind, lifetime_ns)
+        with self._lock:
+            found = self.gates.get(allowance.number)
+            if found is None:
+                found = self.gates[allowance.number] = KnownGate(allowance, gate, rule, kind)
+            while len(self.gates) > GATES_MAX:
+                number = next(iter(self.gates))
+                del self.gates[number]
+                self.asked.pop(number, None)
+                self.looks.pop(number, None)
+            return found
+
+    def give_back(self, gate: AnyGate, subject: str, replaced: Replaced | None) -> None:
+        """Give units back soon, without blocking the caller."""
+        if replaced is None:
+            return
+        if len(self.replaced) >= REPLACED_MAX:
+            self.counters.lost_units += replaced.units
+            return
+        self.replaced.append(GiveBack(gate, subject, replaced.units, replaced.ends_store_ns))
+        self.on_work()
+
+    def taken_back(self, count: int) -> list[GiveBack]:
+        """Take up to `count` give-backs, to report them."""
+        with self._lock:
+            return [self.replaced.popleft() for _ in range(min(len(self.replaced), count))]
+
+    # ── Answers of the authority ───────────────────────────────────────────────────────────────
+
+    def keep(
+        self,
+        known: KnownGate,
+        subject: str,
+        cost: int,
+        answer: tuple[Decision, Lease],
+        asked_ns: int,
+    ) -> None:
+        """Keep an answer of the authority in the table, and tell other nodes what it says.
+
+        `asked_ns` is when the authority was asked. The time since then is subtracted from a lease,
+        also if this thread or event loop was busy after the reply arrived.
+        """
+        decision, lease = answer
+        number = known.allowance.number
+        self.asked[number] = self.asked.get(number, 0) + bool(cost)
+        if known.kind == "eventual":
+            units = self.budget_of(decision)
+            lease = Lease(units, 0, 2 * self.fleet.flush_ns, lease.denied_ns)
+            if self.is_warm(decision):
+                self.tell_warm(number, subject)
+        elif lease.units:
+            self.counters.leases += 1
+            self.counters.leased_units += lease.units
+        lease = lease._replace(lasts_ns=lease.lasts_ns - (self.now_ns() - asked_ns))
+        self._put(known, subject, cost, (decision, lease))
+        denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
+        self.tell_denied(number, subject, cost, denied_ns)
+
+    def _put(
+        self, known: KnownGate, subject: str, cost: int, answer: tuple[Decision, Lease]
+    ) -> None:
+        """Put an answer into the table. Units that cannot be there are given back."""
+        decision, lease = answer
+        unspent = None
+        if known.kind == "leased" and lease.units:
+            unspent = Replaced(lease.units, lease.ends_ns)
+        if lease.units and lease.lasts_ns <= 0:  # it came back too late
+            self.give_back(known.gate, subject, unspent)
+            lease, unspent = lease._replace(units=0), None
+        try:
+            replaced = known.allowance.put(subject, lease, decision, cost)
+        except StoreError:  # the table is lost
+            replaced = unspent
+        self.give_back(known.gate, subject, replaced)
+        if lease.units:
+            self.on_work()
+
+    # ── Hints ──────────────────────────────────────────────────────────────────────────────────
+
+    def tell_denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
+        """Tell other nodes of a denial, if it lasts long enough to be of use."""
+        if cost and lasts_ns >= HINT_DENIED_NS_MIN:
+            self.hints.denied(gate, subject, cost, min(lasts_ns, DENIED_NS_MAX))
+
+    def tell_warm(self, gate: int, subject: str) -> None:
+        """Tell other nodes that a subject is nearly at its limit; at most once a second."""
+        now_ns = self.now_ns()
+        if now_ns < self._hinted.get((gate, subject), 0):
+            return
+        if len(self._hinted) >= _HINTED_MAX:
+            self._hinted.clear()
+        self._hinted[gate, subject] = now_ns + HINT_AGAIN_NS
+        self.hints.warm(gate, subject)
+
+    def heard_warm(self, gate: int, subject: str) -> None:
+        """End the budget of a subject that another node found warm."""
+        known = self.gates.get(gate)
+        if known is not None and known.kind == "eventual":
+            known.allowance.stop(subject)
+
+    def heard_denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
+        """Deny a subject as another node has learned."""
+        known = self.gates.get(gate)
+        if known is not None and cost > 0 and lasts_ns > 0:
+            known.allowance.deny(subject, cost, min(lasts_ns, DENIED_NS_MAX))
+
+    # ── Budgets ────────────────────────────────────────────────────────────────────────────────
+
+    def is_warm(self, decision: Decision) -> bool:
+        """Return True if the authority decides every check of the subject.
+
+        The tightest limit has the least remaining, so a part of its room is at most that part of
+        the room of each other limit.
+        """
+        room = decision.remaining - decision.granted
+        return not decision.allowed or room <= (1 - self.fleet.warm) * decision.policy.capacity
+
+    def budget_of(self, decision: Decision) -> int:
+        """Return the units that this node may admit before it reports them."""
+        if self.is_warm(decision):
+            return 0
+        return (decision.remaining - decision.granted) // (4 * max(self.live_nodes(), 1))
+
+    # ── Statistics ─────────────────────────────────────────────────────────────────────────────
+
+    def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
+        """Return how checks were answered in this process, by rule and kind."""
+        found: dict[tuple[str, AllowanceKind], NodeAnswers] = {}
+        for number, known in list(self.gates.items()):
+            allowed, denied = known.counted()
+            before = found.get((known.rule, known.kind), NodeAnswers())
+            found[known.rule, known.kind] = NodeAnswers(
+                before.allowed + allowed - self.looks.get(number, 0),
+                before.denied + denied,
+                before.asked + self.asked.get(number, 0),
+            )
+        return found
+
+    def reports(self) -> ReportCounts:
+        """Return what this process has reported."""
+        counters = self.counters
+        return ReportCounts(
+            counters.returned_units,
+            counters.charged_units,
+            counters.reports,
+            counters.failed,
+            counters.divergence_units,
+            counters.flush_seconds.data(),
+        )
+
+    # ── Life ───────────────────────────────────────────────────────────────────────────────────
+
+    def forked(self) -> None:
+        """In a forked child: forget what the parent holds. Its threads do not exist here.
+
+        The child has a copy of a private table. Its leases are the parent's to spend, and its
+        pending charges the parent's to report. What is left of a budget may be spent by both.
+        """
+        self._lock = threading.Lock()
+        self.leasing.clear()
+        self.replaced.clear()
+        self._hinted.clear()
+        if self.fleet.store.startswith("memory://"):
+            self._forget_allowances()
+
+    def _forget_allowances(self) -> None:
+        try:
+            for _ in range(_FORGET_ROUNDS_MAX):
+                claims = self.table.claim(_FORGET_COUNT, 0, ending=True)
+                if not claims:
+                    return
+                self.table.confirm(claims)
+        except StoreError:
+            return  # the table is closed
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for node in list(_nodes):
+        node.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,213 @@
+"""What a node owes the authority: unspent units of leases, and late charges.
+
+`Reports.flushing` is one batch, as steps: claim from the table, report, confirm. It reads no clock
+but the node's, so that a simulator drives it with virtual time. `ReportThread` calls it in every
+process that has put something into the table.
+
+Units of a lease are reported at most once, and late charges at least once: in doubt, the authority
+counts too much. A late charge that failed is claimed again after CLAIM_NS, by any process.
+
+**Shutdown.** A process that closes its store gives back every lease in the table and flushes all
+pending charges, also if other processes share the table. They ask for a new lease at their next
+check, which costs one round trip for each subject. So no process has to know whether it is the
+last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError
+from tollkeeper.core.model import Decision
+from tollkeeper.core.steps import Call, Steps, run
+from tollkeeper.decide.allowances import UnitClaim
+from tollkeeper.decide.leasing import NO_LEASE, GiveBack, LateCharge, Report
+from tollkeeper.decide.store import Answer
+from tollkeeper.fleet.node import KnownGate, Node
+
+# Reports in one batch.
+BATCH_MAX: Final = 1_000
+# Batches in one round of the thread; the rest waits for the next round.
+BATCHES_MAX: Final = 100
+# The thread looks into the table twice in the time after which charges are due, but not more often
+# than this.
+ROUND_S_MIN: Final = 0.01
+ROUND_S_MAX: Final = 0.1
+# Closing a store waits this long for the authority.
+CLOSE_S_MAX: Final = 2.0
+
+
+class Reports:
+    """The batches of one process."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def flushing(self, report: Callable[..., Any], *, ending: bool = False) -> Steps[int]:
+        """Report one batch; return its size. `report` is that of the authority.
+
+        With `ending`, everything in the table: the process stops. Raises StoreUnavailable if the
+        table is closed.
+        """
+        node = self._node
+        batch: list[tuple[Report, UnitClaim | None]] = [
+            (each, None) for each in node.taken_back(BATCH_MAX)
+        ]
+        count = BATCH_MAX - len(batch)
+        claims = node.table.claim(count, node.fleet.flush_ns, ending=ending) if count else []
+        for claim in claims:
+            known = node.gates.get(claim.gate)
+            if known is None:  # of rules that were replaced many times since
+                node.counters.lost_units += claim.units
+                node.table.confirm([claim])
+            else:
+                batch.append((_report_of(known, claim), claim))
+        if not batch:
+            return 0
+        sent_ns = node.now_ns()
+        try:
+            answers: Sequence[Answer] = yield Call(report, [each for each, _ in batch])
+        except StoreError as error:
+            answers = [error] * len(batch)
+        node.counters.flush_seconds.note(max(node.now_ns() - sent_ns, 0))
+        self._settle(batch, answers, sent_ns)
+        return len(batch)
+
+    def _settle(
+        self,
+        batch: Sequence[tuple[Report, UnitClaim | None]],
+        answers: Sequence[Answer],
+        sent_ns: int,
+    ) -> None:
+        """Confirm what was reported, and keep what the authority says."""
+        node, counters = self._node, self._node.counters
+        charged: list[tuple[UnitClaim, Decision]] = []
+        for (report, claim), answer in zip(batch, answers, strict=True):
+            failed = isinstance(answer, StoreError)
+            counters.failed += failed
+            counters.reports += not failed
+            if isinstance(report, GiveBack):
+                # Not again: the authority may have counted it, and would admit too much.
+                counters.lost_units += failed * report.units
+                counters.returned_units += (not failed) * report.units
+            elif claim is not None and not isinstance(answer, StoreError):
+                counters.charged_units += claim.units
+                charged.append((claim, answer))
+        node.table.confirm([claim for claim, _ in charged])
+        for claim, decision in charged:
+            known = node.gates.get(claim.gate)
+            if known is not None:
+                self._note_divergence(known, claim.subject, decision)
+                node.keep(known, claim.subject, 0, (decision, NO_LEASE), sent_ns)
+
+    def _note_divergence(self, known: KnownGate, subject: str, decision: Decision) -> None:
+        looks, number = self._node.looks, known.allowance.number
+        expected = known.allowance.spend(subject, 0)
+        if expected is not None and expected.allowed:
+            looks[number] = looks.get(number, 0) + 1
+            difference = expected.remaining - (decision.remaining + known.allowance.held(subject))
+            self._node.counters.divergence_units += abs(difference)
+
+
+def _report_of(known: KnownGate, claim: UnitClaim) -> Report:
+    if claim.kind == "leased":
+        return GiveBack(known.gate, claim.subject, claim.units, claim.ends_store_ns)
+    return LateCharge(known.gate, claim.subject, claim.units, claim.age_ns)
+
+
+class ReportThread:
+    """The thread of this process that reports, until `close` or until the node is garbage."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = weakref.ref(node)
+        self._reports = Reports(node)
+        half_s = node.fleet.flush_ns / 2 / NS_PER_SECOND
+        self._round_s = min(max(half_s, ROUND_S_MIN), ROUND_S_MAX)
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        node.on_work = self.start
+        _threads.add(self)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(
+                    target=_report,
+                    args=(weakref.ref(self), self._stopped, self._round_s),
+                    name="tollkeeper-reports",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    def round(self) -> None:
+        """Report what is due."""
+        with suppress(StoreError):
+            for _ in range(BATCHES_MAX):
+                if self._flush() < BATCH_MAX:
+                    return
+
+    def close(self) -> None:
+        """Give back all leases and flush all charges, for at most CLOSE_S_MAX."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        until_s = time.monotonic() + CLOSE_S_MAX
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S_MAX)
+        with suppress(StoreError):
+            while time.monotonic() < until_s and self._flush(ending=True):
+                pass
+
+    def _flush(self, *, ending: bool = False) -> int:
+        node = self._node()
+        if node is None:
+            return 0
+        return run(self._reports.flushing(node.authority.report, ending=ending))
+
+    def forked(self) -> None:
+        """In a forked child: the thread does not exist here. The next work starts one."""
+        self._lock = threading.Lock()
+        self._thread = None
+        if not self._stopped.is_set():
+            self._stopped = threading.Event()
+
+
+def _report(thread: weakref.ref[ReportThread], stopped: threading.Event, round_s: float) -> None:
+    """Report in rounds. Between them, nothing keeps the node from being garbage."""
+    while not stopped.wait(round_s):
+        found = thread()
+        if found is None:
+            return
+        found.round()
+        del found
+
+
+_threads: weakref.WeakSet[ReportThread] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for thread in list(_threads):
+        thread.forked()
+
+
+def _close_all() -> None:
+    for thread in list(_threads):
+        thread.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+# A program that ends without closing its limiters returns its units all the same.
+atexit.register(_close_all)

@@ -1,0 +1,345 @@
+"""FleetStore: a store whose checks are answered in the node where the rules allow it.
+
+It wraps the store that is the authority. Strict rules have the gates of that store itself, so they
+cost nothing more. The other rules have gates of `gates.py`.
+
+`check_together` decides rules of different consistency: all pass or none is charged. It first
+spends what the node has, then asks the authority for the rest in one call. If that denies, the
+node's units are put back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.core.model import Consistency, Decision, Limit, decision_with
+from tollkeeper.core.steps import Call, Steps, Together, run, run_async
+from tollkeeper.decide.allowances import Allowances
+from tollkeeper.decide.fleet_monitor import FleetMonitor
+from tollkeeper.decide.leasing import (
+    NO_LEASE,
+    Authority,
+    LeaseCheck,
+    LeasedAnswer,
+    LeaseTerms,
+    lifetime_ns,
+)
+from tollkeeper.decide.store import (
+    NEEDS_AUTHORITY,
+    Answer,
+    AsyncGate,
+    AsyncGateCheck,
+    AsyncStore,
+    Channel,
+    Gate,
+    GateCheck,
+    Store,
+    StoreMonitor,
+    StoreStats,
+)
+from tollkeeper.decide.stores import open_fallback_store
+from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing
+from tollkeeper.fleet.node import FleetCounters, Node
+from tollkeeper.fleet.reports import ReportThread
+from tollkeeper.fleet.settings import Fleet
+
+_STRICT: Final = LeaseTerms(0, 1, 0)
+
+# Position, gate of the node, decision of the node.
+_Spent = tuple[int, NodeGate, Decision]
+
+
+class FleetStore:
+    """The store of a node: limiters can share it.
+
+    The table of the node is opened for the first gate that is not strict. `owns_store` is True if
+    closing this store also closes the one that it wraps.
+    """
+
+    def __init__(
+        self, store: Store, fleet: Fleet, clock: Clock, *, owns_store: bool = True
+    ) -> None:
+        self.fleet_settings = fleet
+        self._store = store
+        self._async_store = store.as_async
+        self._clock = clock
+        self._owns_store = owns_store
+        self._lock = threading.Lock()
+        self._node: Node | None = None
+        self._table_store: Store | None = None
+        self._thread: ReportThread | None = None
+
+    @property
+    def node(self) -> Node | None:
+        """What the gates share; None until a limit that is not strict is prepared."""
+        return self._node
+
+    def open_node(self) -> Node:
+        """Open the table of the node, unless it is open. Raises ConfigError, StoreUnavailable."""
+        with self._lock:
+            if self._node is None:
+                authority = self._store.authority
+                if authority is None:
+                    raise ConfigError(NEEDS_AUTHORITY)
+                self._table_store = open_fallback_store(self.fleet_settings.store, self._clock)
+                table = self._table_store.allowances
+                if table is None:
+                    raise ConfigError(f"{self.fleet_settings.store!r} keeps no table of leases")
+                self._node = Node(self.fleet_settings, self._clock, table, authority)
+                self._thread = ReportThread(self._node)
+            return self._node
+
+    # ── The wrapped store ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        return self._store.is_private
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers."""
+        return self._store.is_sharded
+
+    @property
+    def as_async(self) -> AsyncStore | None:
+        """The awaited calls, if the wrapped store has them."""
+        return None if self._async_store is None else self
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of the wrapped store."""
+        return self._store.monitor
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages of the wrapped store."""
+        return self._store.channel
+
+    @property
+    def authority(self) -> Authority | None:
+        """The authority of the wrapped store."""
+        return self._store.authority
+
+    @property
+    def allowances(self) -> Allowances | None:
+        """The node's table; None until a limit that is not strict is prepared."""
+        return None if self._node is None else self._node.table
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """None: the agent of the node declares it."""
+        return None
+
+    def sweep(self) -> int:
+        """See Store.sweep."""
+        return self._store.sweep()
+
+    def stats(self) -> StoreStats:
+        """See Store.stats."""
+        return self._store.stats()
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects that this process asked the authority about most."""
+        return self._store.busiest(count)
+
+    # ── Gates ──────────────────────────────────────────────────────────────────────────────────
+
+    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Gate:
+        """Prepare a rule's limits for threads."""
+        gate = self._store.gate(limits, rule)
+        if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
+            return gate
+        return FleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
+
+    def async_gate(
+        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+    ) -> AsyncGate:
+        """Prepare a rule's limits for asyncio."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        gate = self._async_store.async_gate(limits, rule)
+        if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
+            return gate
+        return AsyncFleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
+
+    def fleet_counters(self) -> FleetCounters:
+        """Return the counters of this process."""
+        return FleetCounters() if self._node is None else self._node.counters
+
+    # ── Several subjects ───────────────────────────────────────────────────────────────────────
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects; all pass or none is charged."""
+        if not _has_node_gate(checks):
+            return self._store.check_together(checks, optional)
+        calls = self._store.check_together, self.open_node().authority.lease
+        return run(deciding(calls, checks, optional))
+
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        if not _has_node_gate(checks):
+            return await self._async_store.check_together_async(checks, optional)
+        lease = self.open_node().authority.lease_async
+        calls = self._async_store.check_together_async, lease
+        return await run_async(deciding(calls, checks, optional))
+
+    # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give all leases back, flush all charges, and close the table and an owned store."""
+        self._close_node()
+        if self._owns_store:
+            self._store.close()
+
+    async def aclose(self) -> None:
+        """See `close`."""
+        await asyncio.to_thread(self._close_node)
+        if self._owns_store:
+            if self._async_store is None:
+                self._store.close()
+            else:
+                await self._async_store.aclose()
+
+    def _close_node(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if self._table_store is not None:
+            self._table_store.close()
+
+
+def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> Store:
+    """Return the store for a limiter: a FleetStore if several machines can share the counts.
+
+    `owned` is True if the limiter has opened the store. The store of another limiter keeps the
+    fleet of that limiter.
+    """
+    if isinstance(store, FleetStore):
+        if fleet not in (Fleet(), store.fleet_settings):
+            raise ConfigError(
+                "fleet is not that of the limiter whose store this is; "
+                "leave fleet out, or pass the URI of the store"
+            )
+        return store
+    if store.is_private or store.authority is None:
+        return store
+    return FleetStore(store, fleet, clock, owns_store=owned)
+
+
+def _has_node_gate(checks: Sequence[tuple[Any, str, int]]) -> bool:
+    for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(gate, NodeGate):
+            return True
+    return False
+
+
+_Calls = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def deciding(
+    calls: _Calls, checks: Sequence[tuple[Any, str, int]], optional: Container[int]
+) -> Steps[list[Answer]]:
+    """Decide checks of any consistency. `calls` are check_together and lease."""
+    spent: list[_Spent] = []
+    rest: list[int] = []
+    for at, (gate, subject, cost) in enumerate(checks):
+        decision = gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
+        if decision is None:
+            rest.append(at)
+        else:
+            spent.append((at, gate, decision))
+    answers: dict[int, Answer] = {}
+    try:
+        if not all(decision for _, _, decision in spent):
+            answers = yield from _looking(checks, rest)
+            passes = False
+        else:
+            answers = yield from _asking(calls, checks, rest, optional)
+            passes = all(
+                at in optional if isinstance(answer, StoreError) else answer.allowed
+                for at, answer in answers.items()
+            )
+    except BaseException:
+        yield from _putting_back(checks, spent)
+        raise
+    if not passes:
+        yield from _putting_back(checks, spent)
+    for at, _, decision in spent:
+        answers[at] = decision if passes else _uncharged(decision, checks[at][2])
+    return [answers[at] for at in range(len(checks))]
+
+
+def _asking(
+    calls: _Calls,
+    checks: Sequence[tuple[Any, str, int]],
+    rest: Sequence[int],
+    optional: Container[int],
+) -> Steps[dict[int, Answer]]:
+    """Let the authority decide the checks at these positions; keep what it says in the table."""
+    if not rest:
+        return {}
+    check_together, lease = calls
+    asked: list[tuple[NodeGate | None, LeaseCheck]] = []
+    for at in rest:
+        gate, subject, cost = checks[at]
+        if isinstance(gate, NodeGate):
+            asked.append((gate, LeaseCheck(gate.gate, subject, cost, gate.terms(subject))))
+        else:
+            asked.append((None, LeaseCheck(gate, subject, cost, _STRICT)))
+    may_fail = [place for place, at in enumerate(rest) if at in optional]
+    clock = next((gate.node.now_ns for gate, _ in asked if gate is not None), None)
+    asked_ns = 0 if clock is None else clock()
+    if any(check.terms.wanted for _, check in asked):
+        found: list[LeasedAnswer] = yield from leasing(lease, asked, may_fail)
+    else:
+        plain = [check[:3] for _, check in asked]
+        looked: list[Answer] = yield Call(check_together, plain, may_fail)
+        found = [each if isinstance(each, StoreError) else (each, NO_LEASE) for each in looked]
+    passes = all(
+        place in may_fail if isinstance(each, StoreError) else each[0].allowed
+        for place, each in enumerate(found)
+    )
+    answers: dict[int, Answer] = {}
+    for at, (gate, check), each in zip(rest, asked, found, strict=True):
+        answers[at] = each if isinstance(each, StoreError) else each[0]
+        # A check that would pass in a request that is denied was not charged.
+        if gate is not None and not isinstance(each, StoreError) and passes | (not each[0]):
+            gate.keep(check.subject, check.cost, each, asked_ns)
+    return answers
+
+
+def _looking(
+    checks: Sequence[tuple[Any, str, int]], rest: Sequence[int]
+) -> Steps[dict[int, Answer]]:
+    """Return what the checks at these positions would be answered, of a request that is denied."""
+    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in rest]
+    looked: list[Any] = (yield Together(calls)) if calls else []
+    for each in looked:
+        if isinstance(each, BaseException) and not isinstance(each, StoreError):
+            raise each
+    return dict(zip(rest, looked, strict=True))
+
+
+def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent]) -> Steps[None]:
+    """Put back what the node has spent for a request that is denied."""
+    for at, gate, decision in spent:
+        if decision.charged_ns is not None:
+            _, subject, cost = checks[at]
+            with suppress(StoreError):
+                yield from gate.undoing(subject, cost, decision.charged_ns)
+
+
+def _uncharged(decision: Decision, cost: int) -> Decision:
+    if decision.charged_ns is None:
+        return decision
+    return decision_with(decision, charged_ns=None, remaining=decision.remaining + cost)

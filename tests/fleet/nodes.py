@@ -1,0 +1,97 @@
+"""Nodes for tests: several share one authority in memory, each with its own table and clock."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from tollkeeper import Fleet, StoreError
+from tollkeeper.core.steps import run
+from tollkeeper.decide.leasing import LeaseCheck, LeasedAnswer, Report
+from tollkeeper.decide.store import Answer
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.fleet.node import Node
+from tollkeeper.fleet.reports import Reports
+from tollkeeper.fleet.store import FleetStore
+from tollkeeper.testing import ManualClock
+
+
+class Heard:
+    """Keeps the hints that a node sends."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[object, ...]] = []
+
+    def warm(self, gate: int, subject: str) -> None:
+        """Keep it."""
+        self.said.append(("warm", gate, subject))
+
+    def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
+        """Keep it."""
+        self.said.append(("denied", gate, subject, cost, lasts_ns))
+
+
+class ControlledAuthority:
+    """Passes calls on to a store in memory. A test can make them fail, or late."""
+
+    def __init__(self, store: PythonMemoryStore, clock: ManualClock) -> None:
+        self._store = store
+        self._clock = clock
+        self.fails: StoreError | None = None
+        self.way_back_ns = 0
+        """The time that an answer takes."""
+        self.leases = 0
+        self.reported: list[Report] = []
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """See Authority."""
+        self.leases += 1
+        if self.fails is not None:
+            raise self.fails
+        found = self._store.lease(checks, optional)
+        self._clock.advance_ns(self.way_back_ns)
+        return found
+
+    async def lease_async(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """See Authority."""
+        return self.lease(checks, optional)
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        """See Authority."""
+        self.reported += reports
+        if self.fails is not None:
+            return [self.fails] * len(reports)
+        return self._store.report(reports)
+
+    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
+        """See Authority."""
+        return self.report(reports)
+
+
+class SharedStore(PythonMemoryStore):
+    """The store that nodes share, as if it were on another machine."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.is_private = False
+        self.controlled = ControlledAuthority(self, clock)
+        self.authority = self.controlled
+
+
+class NodeOfTest:
+    """A node whose reports are sent when the test says so."""
+
+    def __init__(self, store: SharedStore, clock: ManualClock, fleet: Fleet | None = None) -> None:
+        self.store = FleetStore(store, fleet or Fleet(), clock, owns_store=False)
+        self.node: Node = self.store.open_node()
+        self.node.on_work = lambda: None
+        self.heard = Heard()
+        self.node.hints = self.heard
+        self._reports = Reports(self.node)
+
+    def flush(self, *, ending: bool = False) -> int:
+        """Report one batch to the authority."""
+        return run(self._reports.flushing(self.node.authority.report, ending=ending))

@@ -1,0 +1,473 @@
+"""The gates of a node: what they answer themselves, and what they ask the authority for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fleet.nodes import NodeOfTest, SharedStore
+from tests.promises.oracles import Admission, assert_never_over
+from tollkeeper import CapacityError, Fleet, Limit, StoreUnavailable
+from tollkeeper.core.model import Consistency
+from tollkeeper.core.rates import limits_of
+from tollkeeper.core.steps import Call
+from tollkeeper.decide.store import Gate
+from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate
+from tollkeeper.testing import ManualClock
+
+KEY = "user:42"
+
+
+class Fixture:
+    """Two nodes and their authority."""
+
+    def __init__(self, limits: str, consistency: Consistency, fleet: Fleet | None = None) -> None:
+        self.clock = ManualClock(1_000)
+        self.shared = SharedStore(self.clock)
+        self.limits = limits_of(limits)
+        self.one = NodeOfTest(self.shared, self.clock, fleet)
+        self.two = NodeOfTest(self.shared, self.clock, fleet)
+        self.gate = self.gate_of(self.one, consistency)
+        self.other = self.gate_of(self.two, consistency)
+        self.strict = self.shared.gate(self.limits, "r")
+
+    def gate_of(self, node: NodeOfTest, consistency: Consistency) -> FleetGate:
+        """Return the gate of a node."""
+        gate = node.store.gate(self.limits, "r", consistency)
+        assert isinstance(gate, FleetGate)
+        return gate
+
+    def asked(self) -> int:
+        """Return how many checks the first node did not answer."""
+        return sum(each.asked for each in self.one.node.answers().values())
+
+    def warm_up(self, gate: Gate, count: int = 3) -> None:
+        """Make a node see demand, so that its next lease has units."""
+        for _ in range(count):
+            assert gate.check(KEY, 1).allowed
+
+
+# ── Leased ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_most_checks_of_a_busy_subject_are_answered_in_the_node() -> None:
+    """Leases grow with the demand: 200 checks ask the authority a few times."""
+    found = Fixture("100000/minute", "leased")
+    for _ in range(200):
+        assert found.gate.check(KEY, 1).allowed
+        found.clock.advance(0.001)
+    assert found.asked() <= 12
+    answers = found.one.node.answers()["r", "leased"]
+    assert answers.allowed + answers.asked == 200
+    assert found.strict.peek(KEY, 0).remaining <= 100_000 - 200 + 4
+
+
+def test_what_a_lease_has_left_goes_back_when_it_ends() -> None:
+    """The authority has the units again after the flush, and counts what was spent."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    held = found.gate.held(KEY)
+    assert held > 0
+    assert found.strict.peek(KEY, 0).remaining == 1000 - 6 - held
+    assert found.one.flush() == 0
+    found.clock.advance(1.1)
+    assert found.gate.held(KEY) == 0
+    assert found.one.flush() == 1
+    assert found.strict.peek(KEY, 0).remaining == 1000 - 6
+    assert found.one.node.counters.returned_units == held
+
+
+def test_a_replaced_lease_is_given_back_without_blocking_the_request() -> None:
+    """The rest waits for the next flush."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    held = found.gate.held(KEY)
+    assert held
+    found.gate.check(KEY, held + 1)
+    [back] = found.one.node.replaced
+    assert back.units == held
+    found.one.flush()
+    spent = 6 + held + 1
+    assert found.strict.peek(KEY, 0).remaining == 1000 - spent - found.gate.held(KEY)
+
+
+def test_only_one_check_of_a_subject_asks_for_a_lease() -> None:
+    """A second check in flight at the same time is an ordinary one."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 2)
+    authority = found.one.node.authority
+    first = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    call = next(first)
+    assert isinstance(call, Call)
+    assert call.function == authority.lease
+    second = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    call = next(second)
+    assert isinstance(call, Call)
+    assert call.function == found.gate.gate.check
+    first.close()
+    third = next(found.gate.asking(authority.lease, authority.report, KEY, 1))
+    assert isinstance(third, Call)
+    assert third.function == authority.lease
+
+
+def test_a_lease_that_comes_back_too_late_is_not_spent() -> None:
+    """Its units go back to the authority; the check itself is allowed."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 3)
+    leases = found.shared.controlled.leases
+    found.shared.controlled.way_back_ns = 2 * 10**9
+    assert found.gate.check(KEY, 1).allowed
+    assert found.shared.controlled.leases == leases + 1
+    assert found.gate.held(KEY) == 0
+    found.one.flush()
+    assert found.strict.peek(KEY, 0).remaining == 1000 - 4
+
+
+def test_the_time_on_the_way_back_is_not_spent() -> None:
+    """A lease ends on the node before it ends at the authority, also after a slow reply."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 3)
+    found.shared.controlled.way_back_ns = 6 * 10**8
+    found.gate.check(KEY, 1)
+    assert found.gate.held(KEY) > 0
+    found.clock.advance(0.41)
+    assert found.gate.held(KEY) == 0
+
+
+def test_a_denial_is_kept_and_told_to_the_other_nodes() -> None:
+    """The second denial asks nobody; the other node denies when it has heard of it."""
+    found = Fixture("10/minute", "leased")
+    while found.gate.check(KEY, 1).allowed:
+        pass
+    asked = found.asked()
+    denial = found.gate.check(KEY, 1)
+    assert not denial.allowed
+    assert denial.retry_after_ns > 0
+    assert found.asked() == asked
+    hint = found.one.heard.said[-1]
+    assert hint[0] == "denied"
+    found.two.node.heard_denied(*hint[1:])  # type: ignore[arg-type]  # as it was said
+    assert not found.other.check(KEY, 1).allowed
+    assert found.two.node.answers()["r", "leased"].asked == 0
+
+
+def test_a_cost_that_needs_what_the_node_holds_gives_it_back_first() -> None:
+    """A central limiter would allow it: the units that the node holds are given back."""
+    found = Fixture("20/hour", "leased")
+    found.warm_up(found.gate, 4)
+    held = found.gate.held(KEY)
+    remaining = found.strict.peek(KEY, 0).remaining
+    assert held > 0
+    assert found.gate.check(KEY, remaining + held).allowed
+    assert not found.gate.check(KEY, 1).allowed
+
+
+def test_a_cost_that_never_fits_is_an_error_also_during_a_denial() -> None:
+    """CapacityError, as on any store."""
+    found = Fixture("10/minute", "leased")
+    while found.gate.check(KEY, 1).allowed:
+        pass
+    with pytest.raises(CapacityError):
+        found.gate.check(KEY, 11)
+
+
+def test_an_authority_that_is_away_is_an_error_once_the_lease_is_spent() -> None:
+    """The node spends what it has; then the failure policy decides."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    found.shared.controlled.fails = StoreUnavailable("away")
+    for _ in range(found.gate.held(KEY)):
+        assert found.gate.check(KEY, 1).allowed
+    with pytest.raises(StoreUnavailable):
+        found.gate.check(KEY, 1)
+
+
+def test_a_cancelled_caller_keeps_no_lease() -> None:
+    """Another check may ask for one at once."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 3)
+    authority = found.one.node.authority
+    steps = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    next(steps)
+    with pytest.raises(asyncio.CancelledError):
+        steps.throw(asyncio.CancelledError())
+    assert not found.one.node.leasing
+    assert found.gate.held(KEY) == 0
+
+
+def test_a_lost_table_leaves_the_decision_to_the_authority() -> None:
+    """Checks go on, and the units of a lease that cannot be kept go back."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 3)
+    found.one.node.table.close()
+    assert found.gate.check(KEY, 1).allowed
+    assert found.gate.peek(KEY, 1).allowed
+    found.gate.refund(KEY, 1, found.clock.now_ns())
+    found.gate.reset(KEY)
+    assert found.strict.peek(KEY, 0).remaining == 1000
+
+
+# ── Eventual ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cool_subject_is_answered_in_the_node_and_charged_later() -> None:
+    """One check asks; the others are pending until the flush, which renews the budget."""
+    found = Fixture("1000/hour", "eventual")
+    for _ in range(50):
+        assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == 1
+    assert found.strict.peek(KEY, 0).remaining == 999
+    assert found.gate.peek(KEY, 0).remaining == 950
+    found.clock.advance(0.25)
+    assert found.one.flush() == 1
+    assert found.strict.peek(KEY, 0).remaining == 950
+    for _ in range(50):
+        assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == 1
+    assert found.one.node.counters.charged_units == 49
+
+
+def test_a_budget_is_a_quarter_of_the_room_and_not_renewed_by_a_miss() -> None:
+    """Spent units that are not reported count: the next answer brings no second budget."""
+    found = Fixture("1000/hour", "eventual")
+    found.two.node.live_nodes = lambda: 1
+    for _ in range(400):
+        assert found.gate.check(KEY, 1).allowed
+    pending = -found.gate.held(KEY)
+    assert pending <= 250
+    assert found.asked() == 400 - pending
+
+
+def test_from_the_warm_share_on_the_authority_decides() -> None:
+    """A subject at half of its limit has no budget, and the other nodes are told once a second."""
+    found = Fixture("100/hour", "eventual")
+    found.strict.check(KEY, 60)
+    for _ in range(5):
+        assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == 5
+    assert found.gate.held(KEY) == 0
+    assert [each[0] for each in found.one.heard.said] == ["warm"]
+    found.clock.advance(1.1)
+    found.gate.check(KEY, 1)
+    assert [each[0] for each in found.one.heard.said] == ["warm", "warm"]
+
+
+def test_a_warm_hint_ends_the_budget_of_another_node() -> None:
+    """Its next check asks the authority; what is pending stays pending."""
+    found = Fixture("100/hour", "eventual")
+    found.warm_up(found.other, 3)
+    assert found.two.node.answers()["r", "eventual"].asked == 1
+    found.two.node.heard_warm(found.gate.allowance.number, KEY)
+    found.two.node.heard_warm(12345, KEY)  # of rules that this node does not have
+    found.warm_up(found.other, 1)
+    assert found.two.node.answers()["r", "eventual"].asked == 2
+    assert found.other.held(KEY) == -2
+
+
+def test_a_flush_that_finds_the_subject_warm_tells_the_others() -> None:
+    """The reply of a late charge is a look at the authority."""
+    found = Fixture("100/hour", "eventual")
+    found.warm_up(found.gate, 20)
+    found.strict.check(KEY, 60)
+    found.clock.advance(0.25)
+    found.one.flush()
+    assert ("warm", found.gate.allowance.number, KEY) in found.one.heard.said
+    asked = found.asked()
+    found.gate.check(KEY, 1)
+    assert found.asked() == asked + 1
+    assert found.one.node.counters.divergence_units >= 60
+
+
+def test_limits_too_small_for_all_nodes_are_decided_by_the_authority() -> None:
+    """A part below one unit is no budget."""
+    found = Fixture("100/hour", "eventual", Fleet(nodes=30))
+    found.warm_up(found.gate, 5)
+    assert found.asked() == 5
+
+
+# ── The other verbs ────────────────────────────────────────────────────────────────────────────
+
+
+def test_peek_counts_what_this_node_holds_as_remaining() -> None:
+    """The other node sees the authority's view only."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    held = found.gate.held(KEY)
+    assert found.gate.peek(KEY, 1).remaining == 994
+    assert found.other.peek(KEY, 1).remaining == 994 - held
+    found.strict.check(KEY, found.strict.peek(KEY, 0).remaining)
+    look = found.gate.peek(KEY, 1)
+    assert look.allowed
+    assert (look.remaining, look.retry_after_ns) == (held, 0)
+    assert not found.other.peek(KEY, 1).allowed
+    assert not found.gate.peek(KEY, held + 1).allowed
+
+
+def test_a_refund_goes_back_into_the_live_lease() -> None:
+    """The node can spend the unit again; without the lease the authority takes it back."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    held = found.gate.held(KEY)
+    decision = found.gate.check(KEY, 1)
+    found.gate.refund(KEY, 1, decision.charged_ns)
+    assert found.gate.held(KEY) == held
+    found.clock.advance(1.1)
+    found.one.flush()
+    found.gate.refund(KEY, 1, decision.charged_ns)
+    assert found.strict.peek(KEY, 0).remaining == 1000 - 5
+
+
+@pytest.mark.parametrize("consistency", ["leased", "eventual"])
+def test_a_grant_is_seen_by_this_node_at_once(consistency: Consistency) -> None:
+    """A denial that the node knew does not hide it."""
+    found = Fixture("10/hour", consistency)
+    while found.gate.check(KEY, 1).allowed:
+        pass
+    found.gate.grant(KEY, 5, None)
+    assert found.gate.check(KEY, 1).allowed
+    found.other.grant(KEY, 5, None)
+    found.clock.advance(1.1)
+    assert found.gate.check(KEY, 5).allowed
+
+
+@pytest.mark.parametrize("consistency", ["leased", "eventual"])
+def test_a_reset_is_seen_by_every_node_within_one_lifetime(consistency: Consistency) -> None:
+    """By this node at once, by the others when their denial or lease has ended."""
+    found = Fixture("10/hour", consistency)
+    while found.gate.check(KEY, 1).allowed:
+        pass
+    assert not found.other.check(KEY, 1).allowed
+    found.gate.reset(KEY)
+    assert found.gate.check(KEY, 1).allowed
+    found.clock.advance(1.1)
+    assert found.other.check(KEY, 1).allowed
+
+
+def test_a_refund_ends_a_denial_that_this_node_knows() -> None:
+    """The unit that the authority has again can be spent here."""
+    found = Fixture("10/hour", "leased")
+    last = found.gate.check(KEY, 1)
+    while (decision := found.gate.check(KEY, 1)).allowed:
+        last = decision
+    found.gate.refund(KEY, 1, last.charged_ns)
+    assert found.gate.check(KEY, 1).allowed
+
+
+def test_the_awaited_gate_answers_the_same() -> None:
+    """The logic is the same; only the calls are awaited."""
+    found = Fixture("1000/hour", "leased")
+
+    async def main() -> None:
+        gate = AsyncFleetGate(found.one.node, found.limits, "r", "leased", found.strict)
+        for _ in range(6):
+            decision = await gate.check(KEY, 1)
+            assert decision.allowed
+        assert gate.held(KEY)
+        assert (await gate.peek(KEY, 1)).remaining == 994
+        await gate.refund(KEY, 1, decision.charged_ns)
+        assert (await gate.peek(KEY, 1)).remaining == 995
+        await gate.grant(KEY, 5, None)
+        await gate.reset(KEY)
+        assert (await gate.peek(KEY, 1)).remaining == 1000
+
+    asyncio.run(main())
+
+
+# ── Never over ─────────────────────────────────────────────────────────────────────────────────
+
+LIMITS = st.sampled_from(
+    [
+        Limit(20, per=10),
+        Limit(20, per=1, capacity=40),
+        Limit(12, per=6, refill_every=1),
+        Limit(20, per=5, algorithm="sliding_window_log"),
+        Limit(20, per=5, algorithm="sliding_window_counter"),
+        Limit(20, per=5, algorithm="fixed_window"),
+    ]
+)
+NODES = 3
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["check"] * 12 + ["flush"] * 3 + ["refund", "stop", "crash", "slow"]),
+        st.integers(0, NODES - 1),
+        st.integers(1, 4),
+        st.sampled_from([0, 0, 0, 1, 10, 100, 300, 999, 1_000, 1_001, 2_500]),
+    ),
+    max_size=120,
+)
+
+
+@given(limit=LIMITS, steps=STEPS)
+def test_leased_limits_are_never_over(limit: Limit, steps: list[tuple[str, int, int, int]]) -> None:
+    """In every interval, whatever nodes do: crash, give back late, refund, answer slowly."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    fleet = Fleet(nodes=2)  # fewer than there are: the bound does not depend on it
+    nodes = [NodeOfTest(shared, clock, fleet) for _ in range(NODES)]
+    admitted: list[Admission] = []
+    refundable: list[tuple[int, int, int, Admission]] = []
+    for verb, at, cost, gap_ms in steps:
+        clock.advance_ns(gap_ms * 1_000_000)
+        gate = nodes[at].store.gate([limit], "r", "leased")
+        shared.controlled.way_back_ns = gap_ms * 500_000 if verb == "slow" else 0
+        if verb in ("check", "slow"):
+            sent_ns = clock.now_ns()
+            decision = gate.check(KEY, cost)
+            if decision.allowed:
+                # Decided at the authority, or here: a slow answer counts as of its decision.
+                asked = clock.now_ns() != sent_ns
+                admitted.append((sent_ns if asked else clock.now_ns(), cost))
+                if decision.charged_ns is not None:
+                    refundable.append((at, cost, decision.charged_ns, admitted[-1]))
+        elif verb == "flush":
+            nodes[at].flush(ending=cost == 4)
+        elif verb == "refund" and refundable:
+            which, units, charged_ns, admission = refundable.pop(cost % len(refundable))
+            nodes[which].store.gate([limit], "r", "leased").refund(KEY, units, charged_ns)
+            admitted.remove(admission)
+        elif verb == "stop":
+            nodes[at].node.give_back(gate.gate, KEY, gate.stop(KEY))  # type: ignore[attr-defined]  # of a node
+        elif verb == "crash":
+            nodes[at] = NodeOfTest(shared, clock, fleet)
+            refundable = [each for each in refundable if each[0] != at]
+    assert_never_over(limit, admitted)
+
+
+@given(
+    limit=LIMITS,
+    checks=st.lists(st.tuples(st.integers(0, NODES - 1), st.integers(0, 30)), max_size=150),
+)
+def test_eventual_limits_are_over_by_what_is_pending_at_most(
+    limit: Limit, checks: list[tuple[int, int]]
+) -> None:
+    """All nodes together admit at most a quarter more than the limit before they report."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    nodes = [NodeOfTest(shared, clock, Fleet(nodes=NODES)) for _ in range(NODES)]
+    strict = shared.gate([limit], "r")
+    used = 0
+    for at, gap_ms in checks:
+        clock.advance_ns(gap_ms)  # nanoseconds: nothing is refilled
+        used += nodes[at].store.gate([limit], "r", "eventual").check(KEY, 1).allowed
+    unreported = sum(
+        -node.store.gate([limit], "r", "eventual").held(KEY)  # type: ignore[attr-defined]  # of a node
+        for node in nodes
+    )
+    assert unreported <= limit.capacity // 4
+    assert used - unreported == limit.capacity - strict.peek(KEY, 0).remaining
+    assert used <= limit.capacity * 5 // 4
+
+
+# ── Which limits can be leased ─────────────────────────────────────────────────────────────────
+
+
+def test_limits_that_cannot_be_leased_have_the_gate_of_the_authority() -> None:
+    """A leaky bucket and a window of 100 ms are strict, whatever the rule says."""
+    clock = ManualClock()
+    node = NodeOfTest(SharedStore(clock), clock)
+    for limit in (Limit(5, per=1, algorithm="leaky_bucket"), Limit(5, per=0.1)):
+        assert not isinstance(node.store.gate([limit], "r", "leased"), FleetGate)
+        assert not isinstance(node.store.gate([limit], "r", "eventual"), FleetGate)

@@ -1,0 +1,202 @@
+"""Reports: what a node owes the authority arrives, in batches, and never twice for a lease."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+
+from tests.fleet.nodes import NodeOfTest, SharedStore
+from tests.redis_servers.waiting import until
+from tollkeeper import Fleet, StoreUnavailable
+from tollkeeper.core.rates import limits_of
+from tollkeeper.decide.allowances import CLAIM_NS
+from tollkeeper.decide.leasing import GiveBack, LateCharge
+from tollkeeper.fleet import reports
+from tollkeeper.fleet.gates import NodeGate
+from tollkeeper.fleet.store import FleetStore
+from tollkeeper.testing import ManualClock
+
+LIMITS = limits_of("1000/hour")
+KEY = "user:42"
+
+
+def spending_node(consistency: str, count: int = 6) -> tuple[ManualClock, SharedStore, NodeOfTest]:
+    """Return a node that has spent some units."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    node = NodeOfTest(shared, clock)
+    gate = node.store.gate(LIMITS, "r", consistency)  # type: ignore[arg-type]  # one of both
+    for _ in range(count):
+        assert gate.check(KEY, 1).allowed
+    return clock, shared, node
+
+
+def test_nothing_is_reported_before_it_is_due() -> None:
+    """A live lease and a fresh charge stay in the table."""
+    for consistency in ("leased", "eventual"):
+        _, shared, node = spending_node(consistency)
+        assert node.flush() == 0
+        assert shared.controlled.reported == []
+
+
+def test_one_batch_has_the_reports_of_many_subjects() -> None:
+    """1,000 subjects are one call; the rest is the next batch."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    node = NodeOfTest(shared, clock)
+    gate = node.store.gate(LIMITS, "r", "eventual")
+    for number in range(1_200):
+        gate.check(f"user:{number}", 1)
+        gate.check(f"user:{number}", 2)
+    clock.advance(0.3)
+    assert node.flush() == reports.BATCH_MAX
+    assert node.flush() == 200
+    assert node.flush() == 0
+    assert {each.units for each in shared.controlled.reported} == {2}
+    assert node.node.counters.flush_seconds.data()[0] == 2
+    assert node.node.reports().charged_units == 2_400
+
+
+def test_a_late_charge_has_its_age() -> None:
+    """So the authority counts it in the window in which it was admitted."""
+    clock, shared, node = spending_node("eventual")
+    clock.advance(0.3)
+    node.flush()
+    [report] = shared.controlled.reported
+    assert report == LateCharge(report.gate, KEY, 5, 300_000_000)
+
+
+def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> None:
+    """The authority may have counted either: too much is safe, too little is not."""
+    clock, shared, node = spending_node("eventual")
+    clock.advance(0.3)
+    shared.controlled.fails = StoreUnavailable("away")
+    assert node.flush() == 1
+    assert node.flush() == 0
+    assert node.node.reports().failed == 1
+    shared.controlled.fails = None
+    clock.advance_ns(CLAIM_NS)
+    assert node.flush() == 1
+    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
+
+    clock, shared, node = spending_node("leased")
+    clock.advance(1.1)
+    shared.controlled.fails = StoreUnavailable("away")
+    assert node.flush() == 1
+    lost = node.node.counters.lost_units
+    assert lost > 0
+    shared.controlled.fails = None
+    clock.advance_ns(2 * CLAIM_NS)
+    assert node.flush() == 0
+    assert all(isinstance(each, GiveBack) for each in shared.controlled.reported)
+
+
+def test_an_authority_that_raises_fails_the_whole_batch() -> None:
+    """Not only one that answers with errors."""
+    clock, shared, node = spending_node("eventual")
+    clock.advance(0.3)
+
+    def raising(_: object) -> None:
+        raise StoreUnavailable("away")
+
+    shared.controlled.report = raising  # type: ignore[method-assign, assignment]  # a stub
+    assert node.flush() == 1
+    assert node.node.reports().failed == 1
+
+
+def test_claims_of_rules_that_are_long_gone_are_dropped_and_counted() -> None:
+    """They cannot be reported, and would be claimed for ever."""
+    clock, _, node = spending_node("eventual")
+    node.node.gates.clear()
+    clock.advance(0.3)
+    assert node.flush() == 0
+    assert node.node.counters.lost_units == 5
+    clock.advance_ns(2 * CLAIM_NS)
+    assert node.flush() == 0
+    assert node.node.counters.lost_units == 5
+
+
+def test_the_thread_reports_what_is_due() -> None:
+    """It starts with the first allowance, and not before."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    before = set(threading.enumerate())
+    assert gate.check(KEY, 1).allowed
+    assert gate.check(KEY, 1).allowed
+    [thread] = set(threading.enumerate()) - before
+    clock.advance(0.1)
+    strict = shared.gate(LIMITS, "r")
+    until(lambda: strict.peek(KEY, 0).remaining == 998, "the charge is reported", 20)
+    store.close()
+    assert not thread.is_alive()
+
+
+def test_closing_flushes_charges_and_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with an authority that is away: the process ends."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    for _ in range(5):
+        gate.check(KEY, 1)
+    store.close()
+    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 995
+    store.close()
+
+    monkeypatch.setattr(reports, "CLOSE_S_MAX", 0.0)
+    other = FleetStore(shared, Fleet(), clock, owns_store=False)
+    other.gate(LIMITS, "r", "eventual").check(KEY, 1)
+    shared.controlled.fails = StoreUnavailable("away")
+    other.close()
+
+
+def test_a_store_that_is_garbage_takes_its_thread_along() -> None:
+    """A limiter that was never closed does not live for ever."""
+    clock = ManualClock(1_000)
+    store = FleetStore(SharedStore(clock), Fleet(flush_seconds=0.02), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    before = set(threading.enumerate())
+    gate.check(KEY, 1)
+    [thread] = set(threading.enumerate()) - before
+    node = weakref.ref(store.open_node())
+    del store, gate
+    until(lambda: gc.collect() >= 0 and node() is None, "the node is garbage", 20)
+    until(lambda: not thread.is_alive(), "the thread has ended", 20)
+
+
+def test_a_forked_process_spends_no_unit_of_its_parent() -> None:
+    """It has a copy of the table in memory, and the parent spends the leases in it."""
+    _, _, node = spending_node("leased")
+    gate = node.store.gate(LIMITS, "r", "leased")
+    assert isinstance(gate, NodeGate)
+    held = gate.held(KEY)
+    assert held > 0
+    child = os.fork()
+    if child == 0:
+        # No test framework here: the exit status is the answer.
+        empty = gate.held(KEY) == 0 and gate.allowance.spend(KEY, 1) is None
+        os._exit(0 if empty and not node.node.leasing else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gate.held(KEY) == held
+
+
+def test_a_forked_process_starts_a_thread_of_its_own() -> None:
+    """With its first allowance."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    gate.check(KEY, 1)
+    child = os.fork()
+    if child == 0:
+        gate.check("user:43", 1)
+        names = [thread.name for thread in threading.enumerate()]
+        os._exit(0 if names.count("tollkeeper-reports") == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()

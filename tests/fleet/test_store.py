@@ -1,0 +1,288 @@
+"""FleetStore: strict rules cost nothing more, and mixed requests pass together or cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.failing_store import PartlyFailing
+from tests.fleet.nodes import NodeOfTest, SharedStore
+from tollkeeper import CapacityError, ConfigError, Decision, Fleet, StoreError, StoreUnavailable
+from tollkeeper.core.model import CONSISTENCIES, Consistency
+from tollkeeper.core.rates import limits_of
+from tollkeeper.decide.store import Gate
+from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from tollkeeper.fleet.gates import NodeGate
+from tollkeeper.fleet.store import FleetStore, deciding, fleet_store_of
+from tollkeeper.testing import ManualClock
+
+KEY = "user:42"
+
+
+def fleet_of_two() -> tuple[ManualClock, SharedStore, NodeOfTest, NodeOfTest]:
+    """Return a clock, an authority and two nodes."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    return clock, shared, NodeOfTest(shared, clock), NodeOfTest(shared, clock)
+
+
+def test_a_strict_rule_has_the_gate_of_the_authority_itself() -> None:
+    """Not a wrapper: a strict check crosses no code of the fleet. No table is opened for it."""
+    clock = ManualClock()
+    store = FleetStore(SharedStore(clock), Fleet(), clock)
+    assert type(store.gate(limits_of("5/minute"), "r")) is MemoryGate
+    assert store.node is None
+    assert store.allowances is None
+    store.close()
+
+
+def test_a_request_of_strict_rules_goes_to_the_authority_as_it_is() -> None:
+    """`check_together` of the wrapped store decides."""
+    _clock, shared, one, _ = fleet_of_two()
+    calls: list[Any] = []
+    shared.check_together = lambda checks, optional=(): calls.append(checks) or []  # type: ignore[method-assign, func-returns-value, assignment]  # a stub
+    gate = one.store.gate(limits_of("5/minute"), "r")
+    one.store.check_together([(gate, "a", 1), (gate, "b", 1)])
+    assert calls == [[(gate, "a", 1), (gate, "b", 1)]]
+
+
+def test_the_rest_is_that_of_the_wrapped_store() -> None:
+    """Its statistics and its capabilities."""
+    _clock, shared, one, _ = fleet_of_two()
+    store = one.store
+    store.gate(limits_of("5/minute"), "r").check(KEY, 1)
+    assert store.stats() == shared.stats()
+    assert store.busiest(1) == shared.busiest(1)
+    assert store.sweep() == 0
+    assert (store.is_private, store.is_sharded) == (False, False)
+    assert (store.as_async, store.monitor, store.channel, store.fleet) == (None,) * 4
+    assert store.authority is shared.authority
+    assert store.allowances is one.node.table
+    assert store.fleet_counters() is one.node.counters
+
+
+def test_a_store_that_no_other_machine_sees_is_not_wrapped() -> None:
+    """Its limits are decided here already; a leased one is an error with the reason."""
+    clock = ManualClock()
+    store = PythonMemoryStore(clock)
+    assert fleet_store_of(store, Fleet(), clock, owned=True) is store
+    with pytest.raises(ConfigError, match=r"'leased' does not work here: .*redis://localhost"):
+        store.gate(limits_of("5/minute"), "r", "leased")
+    shared = SharedStore(clock)
+    with pytest.raises(ConfigError, match="does not work here"):
+        shared.gate(limits_of("5/minute"), "r", "eventual")
+
+
+def test_the_store_of_another_limiter_keeps_its_fleet() -> None:
+    """A second Fleet is an error; the same one is not."""
+    clock = ManualClock()
+    store = FleetStore(SharedStore(clock), Fleet(nodes=3), clock)
+    assert fleet_store_of(store, Fleet(), clock, owned=False) is store
+    assert fleet_store_of(store, Fleet(nodes=3), clock, owned=False) is store
+    with pytest.raises(ConfigError, match="leave fleet out"):
+        fleet_store_of(store, Fleet(nodes=4), clock, owned=False)
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_closing_gives_leases_back_and_closes_what_it_owns(*, owned: bool) -> None:
+    """The authority has the unspent units again."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(), clock, owns_store=owned)
+    gate = store.gate(limits_of("1000/hour"), "r", "leased")
+    for _ in range(6):
+        gate.check(KEY, 1)
+    other = shared.gate(limits_of("1000/hour"), "r")
+    assert other.peek(KEY, 0).remaining < 994
+    remaining: list[int] = []
+    closed = shared.close
+    shared.close = lambda: (remaining.append(other.peek(KEY, 0).remaining), closed())  # type: ignore[method-assign, assignment, return-value]  # looks first
+    asyncio.run(store.aclose()) if owned else store.close()
+    if owned:
+        assert remaining == [994]
+        with pytest.raises(StoreUnavailable):
+            other.peek(KEY, 0)
+    else:
+        assert other.peek(KEY, 0).remaining == 994
+
+
+# ── Mixed requests ─────────────────────────────────────────────────────────────────────────────
+
+RULES = ("20/hour", "30/hour", "8/hour; 100/day", "50/hour")
+VERBS = st.sampled_from(["check"] * 8 + ["flush", "fail", "heal", "alone"])
+
+
+@given(
+    consistency=st.tuples(*[st.sampled_from(CONSISTENCIES)] * 3),
+    steps=st.lists(
+        st.tuples(VERBS, st.integers(0, 1), st.lists(st.integers(0, 4), min_size=3, max_size=3)),
+        max_size=60,
+    ),
+)
+def test_rules_of_different_consistency_pass_together_or_cost_nothing(
+    consistency: tuple[Consistency, ...], steps: list[tuple[str, int, list[int]]]
+) -> None:
+    """After each request, what is used anywhere is what was admitted, rule by rule."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    nodes = [NodeOfTest(shared, clock) for _ in range(2)]
+    limits = [limits_of(rule) for rule in RULES[:3]]
+    strict = [shared.gate(each, f"r{at}") for at, each in enumerate(limits)]
+    used = [0, 0, 0]
+    for verb, at, costs in steps:
+        gates = [
+            nodes[at].store.gate(each, f"r{number}", consistency[number])
+            for number, each in enumerate(limits)
+        ]
+        if verb == "flush":
+            clock.advance_ns(300_000)
+            nodes[at].flush(ending=True)
+        elif verb in ("fail", "heal"):
+            shared.controlled.fails = StoreUnavailable("away") if verb == "fail" else None
+        elif verb == "alone":
+            used[0] += _allowed(gates[0])
+        elif verb == "check":
+            checks = [(gate, KEY, cost) for gate, cost in zip(gates, costs, strict=True)]
+            try:
+                answers = nodes[at].store.check_together(checks)
+            except StoreError:
+                answers = []
+            if answers and all(isinstance(each, Decision) and each.allowed for each in answers):
+                used = [units + cost for units, cost in zip(used, costs, strict=True)]
+        shared.controlled.fails, failing = None, shared.controlled.fails
+        for number, gate in enumerate(strict):
+            held = sum(_held(node, limits[number], number, consistency) for node in nodes)
+            lost = sum(node.node.counters.lost_units for node in nodes)
+            on_the_way = sum(each.units for node in nodes for each in node.node.replaced)
+            room = gate.peek(KEY, 0).remaining + held
+            capacity = gate.limits[0].capacity
+            assert capacity - used[number] - lost - on_the_way <= room <= capacity - used[number]
+        shared.controlled.fails = failing
+
+
+def _allowed(gate: Gate) -> bool:
+    try:
+        return gate.check(KEY, 1).allowed
+    except StoreError:
+        return False
+
+
+def _held(node: NodeOfTest, limits: Any, number: int, consistency: tuple[Consistency, ...]) -> int:
+    gate = node.store.gate(limits, f"r{number}", consistency[number])
+    return gate.held(KEY) if isinstance(gate, NodeGate) else 0
+
+
+def test_a_denial_in_the_middle_puts_the_units_of_the_node_back() -> None:
+    """A strict rule denies; the lease has as much as before, and the answer shows it."""
+    _clock, _shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
+    eventual = one.store.gate(limits_of("1000/hour"), "eventual", "eventual")
+    strict = one.store.gate(limits_of("1/hour"), "strict")
+    for gate in (leased, eventual):
+        for _ in range(6):
+            gate.check(KEY, 1)
+    strict.check(KEY, 1)
+    assert isinstance(leased, NodeGate)
+    assert isinstance(eventual, NodeGate)
+    before = leased.held(KEY), eventual.held(KEY)
+    checks = [(leased, KEY, 1), (strict, KEY, 1), (eventual, KEY, 1)]
+    answers = one.store.check_together(checks)
+    assert [bool(each) for each in answers] == [True, False, True]
+    assert all(isinstance(each, Decision) and each.charged_ns is None for each in answers)
+    assert (leased.held(KEY), eventual.held(KEY)) == before
+    assert answers[0].remaining == 994  # type: ignore[union-attr]  # a decision
+
+
+def test_a_denial_that_the_node_knows_charges_no_strict_rule() -> None:
+    """The strict rule is only looked at."""
+    _clock, _shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("3/hour"), "leased", "leased")
+    strict = one.store.gate(limits_of("10/hour"), "strict")
+    while leased.check(KEY, 1).allowed:
+        pass
+    answers = one.store.check_together([(strict, KEY, 1), (leased, KEY, 1)])
+    assert [bool(each) for each in answers] == [True, False]
+    assert strict.peek(KEY, 0).remaining == 10
+
+
+def test_an_optional_rule_may_fail_and_the_others_are_charged() -> None:
+    """Without `optional`, the failure costs nothing."""
+    clock = ManualClock(1_000)
+    inner = PartlyFailing(clock)
+    inner.is_private = False
+    store = FleetStore(inner, Fleet(), clock, owns_store=False)
+    failing = store.gate(limits_of("10/hour"), "failing")
+    leased = store.gate(limits_of("1000/hour"), "leased", "leased")
+    for _ in range(6):
+        leased.check(KEY, 1)
+    inner.failing = frozenset({"failing"})
+    before = leased.peek(KEY, 0).remaining
+    answers = store.check_together([(failing, KEY, 1), (leased, KEY, 1)])
+    assert isinstance(answers[0], StoreUnavailable)
+    assert leased.peek(KEY, 0).remaining == before
+    answers = store.check_together([(failing, KEY, 1), (leased, KEY, 1)], {0})
+    assert isinstance(answers[0], StoreUnavailable)
+    assert isinstance(answers[1], Decision)
+    assert answers[1].charged_ns is not None
+    assert leased.peek(KEY, 0).remaining == before - 1
+
+
+def test_a_cost_that_never_fits_or_a_cancelled_caller_charges_nothing() -> None:
+    """The units that the node had spent are put back before the error goes on."""
+    _clock, shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.gate(limits_of("10/hour"), "strict")
+    for _ in range(6):
+        leased.check(KEY, 1)
+    before = leased.peek(KEY, 0).remaining
+    with pytest.raises(CapacityError):
+        one.store.check_together([(leased, KEY, 1), (strict, KEY, 11)])
+    assert leased.peek(KEY, 0).remaining == before
+    calls = shared.check_together, one.node.authority.lease
+    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
+    next(steps)
+    assert leased.peek(KEY, 0).remaining == before - 1
+    with pytest.raises(asyncio.CancelledError):
+        steps.throw(asyncio.CancelledError())
+    assert leased.peek(KEY, 0).remaining == before
+
+
+def test_a_mixed_request_asks_for_leases_too() -> None:
+    """One call of the authority checks all rules that the node cannot decide, and leases."""
+    _clock, shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.gate(limits_of("1000/hour"), "strict")
+    for _ in range(8):
+        answers = one.store.check_together([(leased, KEY, 1), (strict, KEY, 1)])
+        assert all(answers)
+    assert isinstance(leased, NodeGate)
+    assert shared.controlled.leases >= 2
+    assert leased.held(KEY) > 0
+    assert strict.peek(KEY, 0).remaining == 992
+    assert leased.peek(KEY, 0).remaining == 992
+
+
+def test_the_lease_of_a_request_that_failed_is_put_back_at_the_authority() -> None:
+    """If the lease has ended meanwhile, the authority takes the units back."""
+    clock, shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.gate(limits_of("1/hour"), "strict")
+    for _ in range(6):
+        leased.check(KEY, 1)
+    strict.check(KEY, 1)
+    calls = shared.check_together, one.node.authority.lease
+    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
+    call: Any = next(steps)
+    answer = call.function(*call.args)
+    clock.advance(1.5)
+    one.flush()
+    undo: Any = steps.send(answer)
+    undone = undo.function(*undo.args)
+    with pytest.raises(StopIteration) as done:
+        steps.send(undone)
+    assert [bool(each) for each in done.value.value] == [True, False]
+    assert shared.gate(limits_of("1000/hour"), "leased").peek(KEY, 0).remaining == 994
