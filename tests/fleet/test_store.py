@@ -59,7 +59,9 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     assert store.busiest(1) == shared.busiest(1)
     assert store.sweep() == 0
     assert (store.is_private, store.is_sharded) == (False, False)
-    assert (store.as_async, store.monitor, store.channel, store.fleet) == (None,) * 4
+    assert (store.as_async, store.monitor, store.channel) == (None,) * 3
+    assert store.fleet is not None
+    assert [each.is_self for each in store.fleet.nodes()] == [True]
     assert store.authority is shared.authority
     assert store.allowances is one.node.table
     assert store.fleet_counters() is one.node.counters

@@ -167,6 +167,15 @@ WarmOption = Annotated[
         "`consistency: eventual`. [default: 0.5]",
     ),
 ]
+AllowancesOption = Annotated[
+    int | None,
+    _option(
+        "--allowances",
+        metavar="N",
+        help="How many subjects this machine can answer itself at a time, for rules with "
+        "`consistency: leased` or `eventual`. [default: 100000]",
+    ),
+]
 CeilingOption = Annotated[
     str | None,
     _option(
@@ -398,6 +407,7 @@ def serve(
     lease_seconds: LeaseSecondsOption = None,
     flush_seconds: FlushSecondsOption = None,
     warm: WarmOption = None,
+    allowances: AllowancesOption = None,
     ceiling: CeilingOption = None,
     emergency: EmergencyOption = None,
     emergency_after: EmergencyAfterOption = None,

@@ -44,6 +44,7 @@ from tollkeeper.decide.store import (
     StoreStats,
 )
 from tollkeeper.decide.stores import open_fallback_store
+from tollkeeper.fleet.agent import NodeAgent
 from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing
 from tollkeeper.fleet.node import FleetCounters, Node
 from tollkeeper.fleet.reports import ReportThread
@@ -58,8 +59,8 @@ _Spent = tuple[int, NodeGate, Decision]
 class FleetStore:
     """The store of a node: limiters can share it.
 
-    The table of the node is opened for the first gate that is not strict. `owns_store` is True if
-    closing this store also closes the one that it wraps.
+    The table of the node is opened for the first gate that is not strict, or at once if the node
+    gossips. `owns_store` is True if closing this store also closes the one that it wraps.
     """
 
     def __init__(
@@ -74,6 +75,9 @@ class FleetStore:
         self._node: Node | None = None
         self._table_store: Store | None = None
         self._thread: ReportThread | None = None
+        self._agent: NodeAgent | None = None
+        if fleet.gossip is not None:
+            self.open_node()
 
     @property
     def node(self) -> Node | None:
@@ -91,9 +95,23 @@ class FleetStore:
                 table = self._table_store.allowances
                 if table is None:
                     raise ConfigError(f"{self.fleet_settings.store!r} keeps no table of leases")
-                self._node = Node(self.fleet_settings, self._clock, table, authority)
-                self._thread = ReportThread(self._node)
+                node = Node(self.fleet_settings, self._clock, table, authority)
+                self._agent = self._started_agent(node)
+                self._node = node
+                self._thread = ReportThread(node)
             return self._node
+
+    def _started_agent(self, node: Node) -> NodeAgent:
+        """Connect the node with the others. Raises ConfigError, and closes the table then."""
+        agent = NodeAgent(node)
+        try:
+            agent.start()
+        except ConfigError:
+            assert self._table_store is not None, "open_node has opened it"  # noqa: S101 - ours
+            self._table_store.close()
+            raise
+        node.hints, node.live_nodes = agent, agent.sharing_nodes
+        return agent
 
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
 
@@ -134,8 +152,8 @@ class FleetStore:
 
     @property
     def fleet(self) -> FleetMonitor | None:
-        """None: the agent of the node declares it."""
-        return None
+        """The counters and the nodes; None until a limit that is not strict is prepared."""
+        return self._agent
 
     def sweep(self) -> int:
         """See Store.sweep."""
@@ -214,6 +232,8 @@ class FleetStore:
     def _close_node(self) -> None:
         if self._thread is not None:
             self._thread.close()
+        if self._agent is not None:
+            self._agent.close()
         if self._table_store is not None:
             self._table_store.close()
 

@@ -208,6 +208,8 @@ class RuleEngine:
         compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors, entries)
         self._factors = factors
         self.penalties.use(document)
+        if self._store.fleet is not None:
+            self._store.fleet.use_rules(compiled.version)
         return compiled
 
     def _require_consistency(self, document: Document) -> None:

@@ -37,7 +37,7 @@ async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
     async with admin_of(tmp_path, read(RULES), None, store=store_with_fleet()) as admin:
         found = (await admin.call("GET", "/fleet")).json()
     shown = [(each["node"], each["state"], each["lag_seconds"]) for each in found["nodes"]]
-    assert shown == [("a", "alive", None), ("b", "alive", 0.25), ("c", "suspected", 6.5)]
+    assert shown == [("node-1", "alive", None), ("b", "alive", 0.25), ("c", "suspected", 6.5)]
     assert [each["this_node"] for each in found["nodes"]] == [True, False, False]
     assert found["nodes"][2]["rules_version"] == "v11"
     assert found["rules"] == [

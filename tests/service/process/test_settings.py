@@ -204,10 +204,11 @@ def test_fleet_settings(peers: list[str], addresses: tuple[str, ...], tmp_path: 
             "flush_seconds": 0.5,
             "warm": 0.4,
             "dead_seconds": 3.0,
+            "allowances": 5_000,
         }
     )
     assert settings.fleet == Fleet(
-        store=f"shared://{tmp_path}/fleet",
+        store=f"shared://{tmp_path}/fleet?allowances=5000",
         nodes=20,
         gossip="10.0.0.5:7946",
         key_file="/etc/gossip.key",

@@ -5,6 +5,7 @@ Without gossip the list has this node alone. The counts are of all workers of th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from fastapi import APIRouter
@@ -104,7 +105,8 @@ async def get_fleet(control: Control) -> FleetOut:
 def _nodes(context: AdminContext, fleet: FleetMonitor | None) -> list[FleetNode]:
     """Return the nodes that are known, this one first; this one alone if there is no fleet."""
     if fleet is not None:
-        return list(fleet.nodes())
+        own, *others = fleet.nodes()
+        return [replace(own, name=context.node_id), *others]
     version = context.limiter.rules_status().version
     return [FleetNode(context.node_id, "", "alive", __version__, version, is_self=True)]
 

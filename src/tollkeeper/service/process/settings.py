@@ -114,6 +114,8 @@ class ServiceSettings:
     flush_seconds: float = 0.2
     warm: float = 0.5
     """The share of a limit from which each check of an `eventual` rule asks the store."""
+    allowances: int = 100_000
+    """How many subjects this machine can answer itself at a time."""
     ceiling: str = ""
     """The most that this machine allows while the store is unavailable; empty: no bound."""
     emergency: str = ""
@@ -232,6 +234,7 @@ class ServiceSettings:
         _within("flush-seconds", self.flush_seconds, 0.01, 10)
         _within("warm", self.warm, 0, 1)
         _within("dead-seconds", self.dead_seconds, 1, 600)
+        _within("allowances", self.allowances, 1_000, 10_000_000)
         if not self.gossip:
             if self.peers or self.gossip_key:
                 option = "--peers" if self.peers else "--gossip-key"
@@ -256,6 +259,10 @@ class ServiceSettings:
         for peer in self.peer_addresses:
             address_of(peer)
 
+    def without_gossip(self) -> Self:
+        """Return the settings for a process that takes no part in gossip."""
+        return replace(self, gossip="", gossip_key="", peers=())
+
     @property
     def is_store_here(self) -> bool:
         """Whether the store is on this machine, so that it cannot be unavailable."""
@@ -277,7 +284,7 @@ class ServiceSettings:
         if self.is_store_here:
             return None
         return Fleet(
-            store=f"shared://{quote(str(Path(self.data) / 'fleet'))}",
+            store=f"shared://{quote(str(Path(self.data) / 'fleet'))}?allowances={self.allowances}",
             lease_seconds=self.lease_seconds,
             flush_seconds=self.flush_seconds,
             warm=self.warm,

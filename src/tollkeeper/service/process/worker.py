@@ -69,6 +69,8 @@ def open_limiter(
 ) -> AsyncLimiter:
     """Open the limiter of a worker. Blocks until the rules are loaded; raises as `from_rules` does.
 
+    A limiter that does not follow the rules is opened to try them, and takes no part in gossip.
+
     The last good rules are saved in a snapshot. For a database, the snapshot is in the data folder
     and serves whenever the database is unavailable. For a file, it is in the folder of this run: a
     service that starts with an invalid file reports that and ends, but a worker that replaces a
@@ -80,6 +82,7 @@ def open_limiter(
         store=settings.store,
         on_failure=settings.on_failure,
         local_fallback=settings.local_fallback,
+        fleet=settings.fleet if follow else settings.without_gossip().fleet,
         follow=follow,
         snapshot=None if folder is None else folder / "rules.snapshot",
     )

@@ -1,0 +1,679 @@
+"""The agent of a node: gossip for all of its processes.
+
+A node is one machine, and one address of the fleet. Its processes share a table of allowances, and
+one of them, the *agent*, runs gossip. A file lock beside the table decides which one. The system
+releases the lock when the process dies, and another process takes over within TURN_S.
+
+Every process has a Unix datagram socket beside the table, `TABLE.gossip.PID-N`, with the table's
+mode. The agent sends each process of the node what it knows: the live nodes, and hints for limits
+that only that process has. A process sends its own hints to the agent from which it last heard.
+Nothing waits for a datagram. One that is lost costs a call of the authority, or some units of
+over-admission of an `eventual` limit until the next flush.
+
+With `memory://`, a process is a node of its own and its own agent, without a lock and a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import select
+import socket
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import count, islice
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import ConfigError, StoreError
+from tollkeeper.core.histogram import LENGTH
+from tollkeeper.core.version import __version__
+from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
+from tollkeeper.decide.fleet_monitor import FleetNode, GossipCounts, NodeAnswers, ReportCounts
+from tollkeeper.fleet.datagrams import Address, NodeStatus
+from tollkeeper.fleet.gossip import (
+    GossipSettings,
+    Hint,
+    Member,
+    MemberChange,
+    ReceivedPayload,
+)
+from tollkeeper.fleet.node import Node
+from tollkeeper.fleet.settings import Fleet
+from tollkeeper.fleet.transport import GossipTransport, Registry
+
+# How often the agent sends what it knows, and how often another process tries to take over.
+TURN_S: Final = 0.5
+# After a failure to start gossip, the next attempt is made after this time.
+RETRY_S: Final = 5.0
+# How often the statistics of the table are read.
+STATS_S: Final = 1.0
+STATS_SHARE_MAX: Final = 0.01
+# A question to the agent is answered within this time, or not at all.
+ANSWER_S: Final = 0.05
+# A Unix datagram holds at most some 200 kB. This is about 1,000 nodes.
+DATAGRAM_BYTES_MAX: Final = 160_000
+NODES_SENT_MAX: Final = 800
+PROCESSES_MAX: Final = 1_024
+# Datagrams that are read at a time.
+RECEIVED_MAX: Final = 100
+# Hints in a datagram to another process; a subject has at most 128 bytes.
+_HINTS_SENT_MAX: Final = 100
+_QUESTIONS_MAX: Final = 1_000
+# What the first byte of a datagram says.
+_KNOWN, _HINTS, _QUESTION, _ANSWER = b"k", b"h", b"q", b"a"
+_ID_BYTES: Final = 8
+# The path of a Unix socket has at most this length.
+_PATH_BYTES_MAX: Final = 107
+_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,10}")
+# Several limiters of a process may share a table; each has a socket.
+_numbers: Final = count(1)
+
+log = logging.getLogger("tollkeeper.fleet")
+
+OpenGossip = Callable[..., GossipTransport]
+
+
+class NodeAgent:
+    """One process's part in the gossip of its node. Implements `Hints` and `FleetMonitor`.
+
+    Without `Fleet.gossip` it does nothing, and the number of nodes is the configured one.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        name: str = "",
+        registry: Registry | None = None,
+        open_gossip: OpenGossip = GossipTransport,
+    ) -> None:
+        """`name` is that of this node, for operators; by default the host name."""
+        self.name = name or socket.gethostname()
+        self.on_payloads: Callable[[list[ReceivedPayload]], None] | None = None
+        self.on_changes: Callable[[list[MemberChange]], None] | None = None
+        self.on_question: Callable[[bytes], bytes | None] | None = None
+        """Answers the questions of the node's other processes, in the agent's thread."""
+        self._node = node
+        self._registry = registry
+        self._open_gossip = open_gossip
+        self._table = table_path(node.fleet.store)
+        self._gossip: GossipTransport | None = None
+        self._processes: NodeProcesses | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._rules_version = ""
+        # What the agent sent last, as a process that is not the agent knows it.
+        self._live = 0
+        self._known: list[FleetNode] = []
+        self._known_at_s = 0.0
+        self._retry_at_s = 0.0
+        self._stats: AllowanceStats | None = None
+        self._stats_due_s = 0.0
+        self._questions: dict[bytes, _Question] = {}
+        _agents.add(self)
+
+    # ── Life ───────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Take part in gossip, if it is configured.
+
+        Raises ConfigError if it cannot work; then this process would have been the agent.
+        """
+        if self._node.fleet.gossip is None or self._thread is not None:
+            return
+        if self._table is not None:
+            self._processes = NodeProcesses(self._table)
+        try:
+            self._lead()
+        except ConfigError:
+            self._end()
+            raise
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="tollkeeper-agent", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the fleet, or let another process of the node go on."""
+        self._stopping.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            if self._processes is not None:
+                self._processes.wake()
+            thread.join(timeout=2 * TURN_S + 1)
+        self._end()
+
+    def _end(self) -> None:
+        gossip, self._gossip = self._gossip, None
+        if gossip is not None:
+            gossip.stop()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
+
+    def forked(self) -> None:
+        """In a forked child: begin anew. The parent keeps its lock, its sockets and its gossip."""
+        was_started = self._thread is not None
+        self._gossip = self._thread = None
+        self._questions = {}
+        self._stopping = threading.Event()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.abandon()
+        if not was_started:
+            return
+        try:
+            self.start()
+        except (ConfigError, OSError) as error:
+            log.warning("gossip: this forked process takes no part: %s", error)
+
+    def _lead(self) -> None:
+        """Become the agent if no other process is. Raises ConfigError."""
+        if self._gossip is not None:
+            return
+        if self._processes is not None and not self._processes.lock():
+            return
+        fleet = self._node.fleet
+        gossip = self._open_gossip(
+            fleet.gossip,
+            key_file=None if fleet.key_file is None else Path(fleet.key_file),
+            peers=fleet.peers,
+            registry=self._registry,
+            settings=settings_of(fleet),
+            status=self._status(),
+            on_hints=self._on_hints,
+            on_payloads=self._pass_payloads,
+            on_changes=self._pass_changes,
+        )
+        gossip.start()
+        self._gossip = gossip
+
+    def _run(self) -> None:
+        """Work until `close`: in turns, and on what other processes send."""
+        failing = False
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+                failing = False
+                self._wait()
+            except (ConfigError, StoreError, OSError) as error:
+                if not failing:  # logged once, and not twice a second
+                    log.warning("gossip: %s", error)
+                failing = True
+                self._stopping.wait(TURN_S)
+            except Exception:
+                log.exception("gossip: a defect; the agent goes on")
+                self._stopping.wait(TURN_S)
+
+    def _turn(self) -> None:
+        """Try to become the agent; the agent tells its status and what it knows."""
+        if self._gossip is None and monotonic() >= self._retry_at_s:
+            try:
+                self._lead()
+            except (ConfigError, OSError):
+                self._retry_at_s = monotonic() + RETRY_S
+                if self._processes is not None:
+                    self._processes.unlock()
+                raise
+        gossip = self._gossip
+        if gossip is None:
+            return
+        gossip.set_status(self._status())
+        self._live = gossip.live_nodes()
+        if self._processes is not None:
+            self._processes.send_all(_KNOWN + self._encoded_nodes())
+
+    def _wait(self) -> None:
+        """Wait for the next turn; meanwhile read what other processes send."""
+        processes = self._processes
+        if processes is None:
+            self._stopping.wait(TURN_S)
+            return
+        until_s = monotonic() + TURN_S
+        while not self._stopping.is_set() and (left_s := until_s - monotonic()) > 0:
+            for data, sender in processes.receive(left_s):
+                self._received(data, sender)
+
+    # ── Hints of this node ─────────────────────────────────────────────────────────────────────
+
+    def warm(self, gate: int, subject: str) -> None:
+        """Tell other nodes that a subject is nearly at its limit. Does not block."""
+        gossip = self._gossip
+        if gossip is not None:
+            gossip.warm(gate, subject)
+        else:
+            self._tell(["warm", gate, subject, 0, 0])
+
+    def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
+        """Tell other nodes that checks of at least this cost are denied. Does not block."""
+        gossip = self._gossip
+        if gossip is not None:
+            gossip.denied(gate, subject, cost, lasts_ns)
+        else:
+            self._tell(["denied", gate, subject, cost, lasts_ns])
+
+    def _tell(self, hint: list[Any]) -> None:
+        processes = self._processes
+        if processes is not None:
+            processes.send_agent(_HINTS + json.dumps([hint]).encode())
+
+    # ── What others know ───────────────────────────────────────────────────────────────────────
+
+    def live_nodes(self) -> int:
+        """Return how many nodes are alive, this one included; the configured number if unknown."""
+        return self._live or self._node.fleet.nodes
+
+    def sharing_nodes(self) -> int:
+        """Return how many nodes a limit is shared by: never fewer than configured.
+
+        A node that has just started, or whose gossip is cut off, knows too few of the others.
+        """
+        return max(self._live, self._node.fleet.nodes)
+
+    def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
+        """Return how checks were answered, by rule and kind."""
+        return self._node.answers()
+
+    def reports(self) -> ReportCounts:
+        """Return what this process has reported."""
+        return self._node.reports()
+
+    def table(self) -> AllowanceStats:
+        """Return the statistics of the node's table, at most a second old.
+
+        Reading them takes 0.14 µs for each allowance; it may take STATS_SHARE_MAX of the time.
+        """
+        now_s = monotonic()
+        if self._stats is None or now_s >= self._stats_due_s:
+            self._stats = self._node.table.stats()
+            taken_s = monotonic() - now_s
+            self._stats_due_s = now_s + max(STATS_S, taken_s / STATS_SHARE_MAX)
+        return self._stats
+
+    def use_rules(self, version: str) -> None:
+        """Take note of the version of the rules in force; the next turn tells other nodes."""
+        self._rules_version = version
+
+    def gossip(self) -> GossipCounts | None:
+        """Return the counts of gossip; None if this process is not the agent."""
+        gossip = self._gossip
+        return None if gossip is None else counts_of(gossip.counters(), gossip.lag())
+
+    def nodes(self) -> list[FleetNode]:
+        """Return the nodes that this node knows, itself first. Nodes that left are not listed."""
+        gossip = self._gossip
+        if gossip is not None:
+            return self._named(gossip.members())
+        if self._known:
+            passed_s = monotonic() - self._known_at_s
+            return [_aged(each, passed_s) for each in self._known]
+        return [self._alone()]
+
+    def _named(self, members: Sequence[Member]) -> list[FleetNode]:
+        nodes = [_fleet_node(each) for each in members if each.state != "left"]
+        own, others = nodes[:1], nodes[1:]
+        return [self._alone(own[0].address if own else ""), *others]
+
+    def _alone(self, address: str = "") -> FleetNode:
+        status = self._status()
+        return FleetNode(
+            *(self.name, address, "alive", status.version, status.rules_version, status.region),
+            *(status.leases, status.pending),
+            is_self=True,
+        )
+
+    def _status(self) -> NodeStatus:
+        table = self.table()
+        return NodeStatus(
+            version=__version__,
+            rules_version=self._rules_version[:32],
+            leases=table.leased_units,
+            pending=table.pending_units,
+        )
+
+    def _encoded_nodes(self) -> bytes:
+        """Return what this agent knows, for the other processes; fewer nodes if it is too much."""
+        nodes = self.nodes()[:NODES_SENT_MAX]
+        while True:
+            text = json.dumps([self._live, [asdict(each) for each in nodes]]).encode()
+            if len(text) <= DATAGRAM_BYTES_MAX:
+                return text
+            nodes = nodes[: len(nodes) // 2]
+
+    # ── Hints of other nodes ───────────────────────────────────────────────────────────────────
+
+    def _on_hints(self, hints: list[Hint]) -> None:
+        """Put hints into the table. Those for limits that this process lacks go to the others."""
+        others: list[Hint] = []
+        for hint in hints:
+            if hint.gate in self._node.gates:
+                self._heard(hint)
+            else:
+                others.append(hint)
+        processes = self._processes
+        if others and processes is not None:
+            for start in range(0, len(others), _HINTS_SENT_MAX):
+                part = others[start : start + _HINTS_SENT_MAX]
+                processes.send_all(_HINTS + json.dumps(part).encode())
+
+    def _heard(self, hint: Hint) -> None:
+        if hint.kind == "warm":
+            self._node.heard_warm(hint.gate, hint.subject)
+        else:
+            self._node.heard_denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
+
+    def _pass_payloads(self, payloads: list[ReceivedPayload]) -> None:
+        if self.on_payloads is not None:
+            self.on_payloads(payloads)
+
+    def _pass_changes(self, changes: list[MemberChange]) -> None:
+        gossip = self._gossip
+        if gossip is not None:
+            self._live = gossip.live_nodes()
+        if self.on_changes is not None:
+            self.on_changes(changes)
+
+    def publish(self, payload: bytes) -> int | None:
+        """See `Gossip.publish`; None if this process is not the agent."""
+        gossip = self._gossip
+        return None if gossip is None else gossip.publish(payload)
+
+    def acknowledged(self) -> int | None:
+        """See `Gossip.acknowledged`; None if this process is not the agent."""
+        gossip = self._gossip
+        return None if gossip is None else gossip.acknowledged()
+
+    # ── Questions to the agent ─────────────────────────────────────────────────────────────────
+
+    def ask(self, question: bytes) -> bytes | None:
+        """Return the agent's answer; None if there is no agent, or none answers in ANSWER_S.
+
+        Blocks for up to ANSWER_S, unless this process is the agent.
+        """
+        if self._gossip is not None:
+            return None if self.on_question is None else self.on_question(question)
+        processes = self._processes
+        if processes is None or len(self._questions) >= _QUESTIONS_MAX:
+            return None
+        number = os.urandom(_ID_BYTES)
+        waiting = self._questions[number] = _Question()
+        try:
+            if not processes.send_agent(_QUESTION + number + question):
+                return None
+            waiting.answered.wait(ANSWER_S)
+            return waiting.answer
+        finally:
+            del self._questions[number]
+
+    def _received(self, data: bytes, sender: str) -> None:
+        """Take a datagram of another process. One that makes no sense is dropped."""
+        kind, body = data[:1], data[1:]
+        if kind == _KNOWN and self._gossip is None:
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                self._know(json.loads(body), sender)
+        elif kind == _HINTS:
+            for hint in _hints_of(body):
+                self._take_hint(hint)
+        elif kind == _QUESTION and self._gossip is not None and self.on_question is not None:
+            answer = self.on_question(body[_ID_BYTES:])
+            if answer is not None and self._processes is not None:
+                self._processes.send(sender, _ANSWER + body[:_ID_BYTES] + answer)
+        elif kind == _ANSWER:
+            waiting = self._questions.get(body[:_ID_BYTES])
+            if waiting is not None:
+                waiting.answer = body[_ID_BYTES:]
+                waiting.answered.set()
+
+    def _know(self, found: Any, sender: str) -> None:
+        live, nodes = found
+        known = [FleetNode(**each) for each in nodes]
+        if type(live) is int and live >= 1 and self._processes is not None:
+            self._live, self._known, self._known_at_s = live, known, monotonic()
+            self._processes.agent = sender
+
+    def _take_hint(self, hint: Hint) -> None:
+        """Pass on a hint: of another process to all nodes, of the agent into the table."""
+        gossip = self._gossip
+        if gossip is None:
+            if hint.gate in self._node.gates:
+                self._heard(hint)
+        elif hint.kind == "warm":
+            gossip.warm(hint.gate, hint.subject)
+        else:
+            gossip.denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
+
+
+class _Question:
+    """A question that waits for its answer."""
+
+    __slots__ = ("answer", "answered")
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.answer: bytes | None = None
+
+
+class NodeProcesses:
+    """The processes of a node: the lock that one of them holds, and datagrams between them."""
+
+    def __init__(self, table: Path) -> None:
+        """Bind the socket of this process. Raises ConfigError."""
+        self._folder = table.parent
+        self._prefix = f"{table.name}.gossip."
+        self._path = self._folder / f"{self._prefix}{os.getpid()}-{next(_numbers)}"
+        self._lock_path = self._folder / f"{self._prefix}lock"
+        self._lock_file: int | None = None
+        self.agent = ""
+        """The path of the agent's socket, once it is known."""
+        if len(os.fsencode(self._path)) > _PATH_BYTES_MAX:
+            raise ConfigError(
+                f"gossip needs a socket beside the node's table, and {self._path} is longer than "
+                f"{_PATH_BYTES_MAX} bytes; use a shorter path for the table"
+            )
+        try:
+            self._mode = stat.S_IMODE(table.stat().st_mode) & 0o666
+            self._socket = self._bound()
+        except OSError as error:
+            raise ConfigError(f"gossip: {self._path}: {error.strerror}") from error
+
+    def _bound(self) -> socket.socket:
+        self._path.unlink(missing_ok=True)
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            found.setblocking(False)
+            os.fchmod(found.fileno(), self._mode)  # bind creates the file with this mode
+            found.bind(str(self._path))
+            self._path.chmod(self._mode)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def lock(self) -> bool:
+        """Return True if this process has the lock, which makes it the agent."""
+        if self._lock_file is not None:
+            return True
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            file = os.open(self._lock_path, flags, self._mode)
+        except OSError as error:
+            raise ConfigError(f"gossip: {self._lock_path}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return False
+        self._lock_file = file
+        return True
+
+    def unlock(self) -> None:
+        """Let another process become the agent."""
+        file, self._lock_file = self._lock_file, None
+        if file is not None:
+            os.close(file)
+
+    def others(self) -> Iterator[Path]:
+        """Return the sockets of the node's other processes; those of other users are left out."""
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            found = (each for each in entries if self._is_other(each))
+            yield from (Path(each.path) for each in islice(found, PROCESSES_MAX))
+
+    def _is_other(self, entry: os.DirEntry[str]) -> bool:
+        prefix, name = entry.name[: len(self._prefix)], entry.name[len(self._prefix) :]
+        if prefix != self._prefix or not _NAME.fullmatch(name) or entry.name == self._path.name:
+            return False
+        try:
+            found = entry.stat(follow_symlinks=False)
+        except OSError:
+            return False
+        trusted = found.st_uid == os.geteuid() or bool(self._mode & 0o066)
+        return stat.S_ISSOCK(found.st_mode) and trusted
+
+    def send_all(self, data: bytes) -> None:
+        """Send to all other processes; remove the sockets of processes that are gone."""
+        for path in self.others():
+            self.send(str(path), data)
+
+    def send_agent(self, data: bytes) -> bool:
+        """Send to the agent. Returns False if it is not known or cannot take it now."""
+        return bool(self.agent) and self.send(self.agent, data)
+
+    def send(self, path: str, data: bytes) -> bool:
+        """Send a datagram without waiting. Returns False if it was not sent."""
+        try:
+            self._socket.sendto(data, path)
+        except ConnectionRefusedError:  # its process is gone
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+            return False
+        except OSError:  # its queue is full, or it has just ended
+            return False
+        return True
+
+    def receive(self, seconds: float) -> list[tuple[bytes, str]]:
+        """Wait for a datagram; return those that have arrived, at most RECEIVED_MAX."""
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN)
+        if not ready.poll(max(round(seconds * 1_000), 1)):
+            return []
+        found: list[tuple[bytes, str]] = []
+        with contextlib.suppress(BlockingIOError):
+            while len(found) < RECEIVED_MAX:
+                data, sender = self._socket.recvfrom(DATAGRAM_BYTES_MAX + 64)
+                found.append((data, sender if isinstance(sender, str) else ""))
+        return found
+
+    def wake(self) -> None:
+        """Wake `receive`."""
+        self.send(str(self._path), b"")
+
+    def close(self) -> None:
+        """Remove the socket, and let another process become the agent."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        self._socket.close()
+        self.unlock()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies. The parent keeps the lock and the socket."""
+        self._socket.close()
+        self.unlock()
+
+
+def settings_of(fleet: Fleet) -> GossipSettings:
+    """Return the timing of gossip: a node has three heartbeats before it is dead."""
+    dead_ns = round(fleet.dead_seconds * NS_PER_SECOND)
+    return GossipSettings(heartbeat_ns=dead_ns // 3, suspected_ns=dead_ns // 2, dead_ns=dead_ns)
+
+
+def table_path(store: str) -> Path | None:
+    """Return the file of a node's table; None for `memory://`.
+
+    >>> table_path("shared:///run/api.fleet?capacity=50000"), table_path("memory://")
+    (PosixPath('/run/api.fleet'), None)
+    """
+    if not store.startswith("shared://"):
+        return None
+    return Path(unquote(urlsplit(store).path))
+
+
+def counts_of(counters: Mapping[str, int], lag: Sequence[int]) -> GossipCounts:
+    """Return the counters of gossip as metrics have them."""
+    dropped = {
+        name.removeprefix("dropped_"): count
+        for name, count in counters.items()
+        if name.startswith("dropped_")
+    }
+    return GossipCounts(
+        sent=counters.get("sent", 0),
+        received=counters.get("received", 0),
+        sent_bytes=counters.get("sent_bytes", 0),
+        received_bytes=counters.get("received_bytes", 0),
+        dropped=dropped,
+        hint_seconds=list(lag) if len(lag) == LENGTH else [0] * LENGTH,
+    )
+
+
+def _fleet_node(member: Member) -> FleetNode:
+    status = member.status
+    address = _shown(member.address)
+    return FleetNode(
+        name=address,
+        address=address,
+        state="dead" if member.state == "left" else member.state,
+        version=status.version,
+        rules_version=status.rules_version,
+        region=status.region,
+        leased_units=status.leases,
+        pending_units=status.pending,
+        lag_s=member.age_ns / 1e9,
+    )
+
+
+def _shown(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _aged(node: FleetNode, passed_s: float) -> FleetNode:
+    if node.lag_s is None:
+        return node
+    return FleetNode(**{**asdict(node), "lag_s": node.lag_s + passed_s})
+
+
+def _hints_of(body: bytes) -> Iterator[Hint]:
+    """Return the hints of a datagram; one that makes no sense is left out."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    for each in found if isinstance(found, list) else ():
+        if isinstance(each, list) and len(each) == len(Hint._fields):
+            kind, gate, subject, *numbers = each
+            if (
+                kind in {"warm", "denied"}
+                and isinstance(subject, str)
+                and all(type(number) is int and number >= 0 for number in (gate, *numbers))
+            ):
+                yield Hint(*each)
+
+
+_agents: Final[weakref.WeakSet[NodeAgent]] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for agent in list(_agents):
+        agent.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,36 @@
+"""Processes of one node that fork from each other: each prints a line when it is the agent.
+
+python -m tests.fleet.agent_process TABLE PROCESSES
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from tests.fleet.stub_gossip import GossipOpener, node_of
+from tollkeeper import Fleet
+from tollkeeper.fleet.agent import NodeAgent
+
+
+def main() -> None:
+    """Fork the processes, and report the role of each."""
+    table, processes = sys.argv[1], int(sys.argv[2])
+    fleet = Fleet(store=f"shared://{table}", gossip="127.0.0.1:7946")
+    agent = NodeAgent(node_of(fleet), name="here", open_gossip=GossipOpener())
+    agent.start()
+    for _ in range(processes - 1):
+        if not os.fork():
+            break
+    # A child whose parent was killed goes on, as a worker of a web server would.
+    leads, live = False, 0
+    while True:
+        if (agent.gossip() is not None, agent.live_nodes()) != (leads, live):
+            leads, live = agent.gossip() is not None, agent.live_nodes()
+            print(os.getpid(), "agent" if leads else "process", live, flush=True)
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,447 @@
+"""The agent of a node: one process gossips for all, and another takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet.stub_gossip import GossipOpener, agents, node_of
+from tests.redis_servers.waiting import until
+from tollkeeper import ConfigError, Decision, Fleet, Limit, Limiter
+from tollkeeper.decide.allowances import AllowanceStats
+from tollkeeper.decide.fleet_monitor import NodeAnswers
+from tollkeeper.decide.leasing import Lease
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.fleet import agent as agent_module
+from tollkeeper.fleet.agent import (
+    NodeAgent,
+    NodeProcesses,
+    counts_of,
+    settings_of,
+    table_path,
+)
+from tollkeeper.fleet.gossip import GossipSettings, Hint, MemberChange, ReceivedPayload
+from tollkeeper.fleet.node import Node
+from tollkeeper.fleet.store import FleetStore
+from tollkeeper.testing import ManualClock
+
+WAIT_S = 20.0
+SECOND = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "TURN_S", 0.02)
+    monkeypatch.setattr(agent_module, "RETRY_S", 0.02)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    """Return the URI of a node's table; only its path and mode matter here."""
+    path = tmp_path / "t"
+    path.touch(mode=0o600)
+    return f"shared://{path}"
+
+
+def know(node: Node, kind: Any) -> Any:
+    """Add a rule of this kind to a node; return its gate in the table."""
+    authority: Any = None
+    return node.known((Limit(10, per=60),), kind, kind, SECOND, authority).allowance
+
+
+def is_denied(gate: Any, subject: str) -> bool:
+    """Return True if the node denies the subject itself."""
+    decision = gate.spend(subject, 1)
+    return decision is not None and not decision.allowed
+
+
+# ── One process ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_gossip_the_node_is_alone() -> None:
+    """Nothing is opened, hints go nowhere, and the number of nodes is the configured one."""
+    opened = GossipOpener()
+    agent = NodeAgent(node_of(Fleet(nodes=20)), open_gossip=opened)
+    agent.start()
+    agent.warm(1, "user:1")
+    agent.denied(1, "user:1", 1, SECOND)
+    assert (agent.live_nodes(), agent.sharing_nodes()) == (20, 20)
+    assert agent.gossip() is None
+    assert agent.ask(b"?") is None
+    (own,) = agent.nodes()
+    assert (own.name, own.address, own.is_self) == (socket.gethostname(), "", True)
+    agent.close()
+    assert not opened.opened
+
+
+def test_a_process_with_a_private_table_is_its_own_agent() -> None:
+    """Its hints go out at once, and it has no lock and no socket."""
+    with agents("memory://") as [(agent, opened)]:
+        agent.warm(1, "user:1")
+        agent.denied(2, "user:2", 3, SECOND)
+        (gossip,) = opened.opened
+        assert gossip.told == [("warm", 1, "user:1"), ("denied", 2, "user:2", 3, SECOND)]
+        assert (gossip.bind, gossip.given["peers"]) == ("127.0.0.1:7946", ())
+        counts = agent.gossip()
+        assert counts is not None
+        assert (counts.sent, counts.received, counts.dropped) == (5, 7, {"forged": 2})
+        agent.close()
+        assert not gossip.is_running
+
+
+def test_hints_of_other_nodes_reach_the_table() -> None:
+    """A denied subject is denied, and the budget of a warm one ends; unknown limits do nothing."""
+    with agents("memory://") as [(agent, opened)]:
+        leased, eventual = (know(agent._node, kind) for kind in ("leased", "eventual"))
+        decision = Decision(True, Limit(10, per=60), 5, 0, 0, decided_ns=1, charged_ns=1)
+        for gate in (leased, eventual):
+            gate.put("user:2", Lease(5, 1, SECOND), decision, 1)
+        opened.opened[0].given["on_hints"](
+            [
+                Hint("denied", leased.number, "user:1", 1, SECOND),
+                Hint("warm", eventual.number, "user:2", 0, 0),
+                Hint("warm", leased.number, "user:2", 0, 0),
+                Hint("denied", 99, "user:1", 1, SECOND),
+                Hint("denied", eventual.number, "user:3", 0, SECOND),
+            ]
+        )
+        assert is_denied(leased, "user:1")
+        assert eventual.spend("user:2", 1) is None
+        assert leased.spend("user:2", 1)  # its units are charged already
+        assert not is_denied(eventual, "user:3")
+
+
+def test_the_status_and_the_members() -> None:
+    """The node's own status is told in each turn; nodes that left are not listed."""
+    with agents("memory://", nodes=5) as [(agent, opened)]:
+        agent.use_rules("v12")
+        until(lambda: opened.opened[0].status.rules_version == "v12", "the rules are told", WAIT_S)
+        own, suspected, dead = agent.nodes()
+        assert (own.name, own.address, own.rules_version) == ("here", "10.0.0.1:7946", "v12")
+        assert own.is_self
+        assert own.lag_s is None
+        assert (suspected.state, suspected.lag_s, suspected.region) == ("suspected", 6.5, "eu")
+        assert (suspected.leased_units, suspected.pending_units) == (3, 4)
+        assert (dead.state, dead.name) == ("dead", "[::1]:7946")
+        until(lambda: agent.live_nodes() == 3, "the number of live nodes is known", WAIT_S)
+        assert agent.sharing_nodes() == 5  # never fewer than configured
+        opened.opened[0].live = 9
+        changed: list[MemberChange] = []
+        agent.on_changes = changed.extend
+        opened.opened[0].given["on_changes"]([MemberChange(7, True)])
+        assert (agent.live_nodes(), agent.sharing_nodes()) == (9, 9)
+        assert changed == [MemberChange(7, True)]
+
+
+def test_payloads_pass_through() -> None:
+    """What other nodes publish reaches the callback, and what this one publishes gossip."""
+    with agents("memory://") as [(agent, opened)]:
+        opened.opened[0].given["on_payloads"]([ReceivedPayload(2, 1, b"lost")])
+        got: list[ReceivedPayload] = []
+        agent.on_payloads = got.extend
+        opened.opened[0].given["on_payloads"]([ReceivedPayload(2, 1, b"p")])
+        assert got == [ReceivedPayload(2, 1, b"p")]
+        assert (agent.publish(b"x"), agent.acknowledged()) == (1, 1)
+        agent.on_question = bytes.upper
+        assert agent.ask(b"yes") == b"YES"
+
+
+def test_gossip_that_cannot_start_is_an_error_at_the_start(table: str, tmp_path: Path) -> None:
+    """The process would have been the agent, and it leaves no socket behind."""
+    opened = GossipOpener()
+    opened.fails = True
+    agent = NodeAgent(node_of(Fleet(store=table, gossip="127.0.0.1:7946")), open_gossip=opened)
+    with pytest.raises(ConfigError, match="the port is in use"):
+        agent.start()
+    assert {path.name for path in tmp_path.iterdir()} <= {"t", "t.gossip.lock"}
+    opened.fails = False
+    agent.start()
+    assert agent.gossip() is not None
+    agent.close()
+
+
+def test_the_table_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a large table takes milliseconds; it is read less often the longer that takes."""
+    now_s, reads = 100.0, 0
+    agent = NodeAgent(node_of(Fleet()))
+    stats = agent._node.table.stats
+
+    def slow() -> AllowanceStats:
+        nonlocal now_s, reads
+        now_s, reads = now_s + 0.05, reads + 1
+        return stats()
+
+    monkeypatch.setattr(agent_module, "monotonic", lambda: now_s)
+    monkeypatch.setattr(agent._node.table, "stats", slow)
+    for after_s, count in ((0, 1), (0.5, 1), (4.0, 1), (5.0, 2)):
+        now_s = 100.0 + after_s
+        agent.nodes()
+        agent.table()
+        assert reads == count
+
+
+# ── Several processes ──────────────────────────────────────────────────────────────────────────
+
+
+def test_one_process_gossips_for_all(table: str) -> None:
+    """The others know what it knows, and their hints reach other nodes through it."""
+    with agents(table, table) as [(first, opened), (second, none_opened)]:
+        until(lambda: second.live_nodes() == 3, "the agent's knowledge arrives", WAIT_S)
+        assert not none_opened.opened
+        assert second.gossip() is None
+        assert second.publish(b"x") is None
+        assert second.acknowledged() is None
+        names = [(each.name, each.is_self) for each in first.nodes()]
+        assert [(each.name, each.is_self) for each in second.nodes()] == names
+        lag_s = second.nodes()[1].lag_s
+        assert lag_s is not None
+        assert lag_s >= 6.5
+        second.denied(5, "user:ä", 2, SECOND)
+        second.warm(6, "user:2")
+        told = [("denied", 5, "user:ä", 2, SECOND), ("warm", 6, "user:2")]
+        until(lambda: opened.opened[0].told == told, "the hints are told", WAIT_S)
+
+
+def test_a_hint_for_limits_that_only_another_process_has(table: str) -> None:
+    """The agent passes it on, because the table is reached through the limits' gate."""
+    with agents(table, table) as [(first, opened), (second, _)]:
+        gate = know(second._node, "leased")
+        hint = Hint("denied", gate.number, "user:1", 1, SECOND)
+
+        def arrives() -> bool:
+            opened.opened[0].given["on_hints"]([hint] * 150)
+            return is_denied(gate, "user:1")
+
+        until(arrives, "the other process has the denial", WAIT_S)
+        assert gate.number not in first._node.gates
+
+
+def test_questions_to_the_agent(table: str) -> None:
+    """A process gets the agent's answer; without one, None after a bounded time."""
+    with agents(table, table) as [(first, _), (second, _)]:
+        until(lambda: second.live_nodes() == 3, "the agent is known", WAIT_S)
+        assert second.ask(b"why") is None
+        first.on_question = bytes.upper
+        until(lambda: second.ask(b"yes") == b"YES", "the answer arrives", WAIT_S)
+        first.close()
+        assert second.ask(b"yes") is None or second.gossip() is not None
+
+
+def test_an_agent_that_ends_is_replaced(table: str) -> None:
+    """Another process opens gossip when the first has left, and goes on."""
+    with agents(table, table) as [(first, opened), (second, other)]:
+        first.close()
+        assert not opened.opened[0].is_running
+        until(lambda: second.gossip() is not None, "the second process leads", WAIT_S)
+        second.warm(1, "user:1")
+        assert other.opened[0].told == [("warm", 1, "user:1")]
+
+
+def test_a_take_over_that_fails_is_repeated(table: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The port may still be in use for a moment; it is logged once."""
+    with agents(table, table) as [(first, _), (second, other)]:
+        other.fails = True
+        first.close()
+        until(lambda: "the port is in use" in caplog.text, "it is logged", WAIT_S)
+        other.fails = False
+        until(lambda: second.gossip() is not None, "the second process leads", WAIT_S)
+    assert caplog.text.count("the port is in use") == 1
+
+
+def test_the_files_beside_the_table(table: str, tmp_path: Path) -> None:
+    """Sockets have the mode of the table. Those of dead processes go, and ours at the end."""
+    dead = tmp_path / "t.gossip.4194305-1"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gone:
+        gone.bind(str(dead))
+    (tmp_path / "t.gossip.7-7").touch()  # not a socket
+    (tmp_path / "t.gossip.name").touch()
+    with agents(table, table):
+        until(lambda: not dead.exists(), "the socket of a dead process is removed", WAIT_S)
+        own = list(tmp_path.glob(f"t.gossip.{os.getpid()}-*"))
+        assert len(own) == 2
+        for path in (*own, tmp_path / "t.gossip.lock"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"t", "t.gossip.lock", "t.gossip.7-7", "t.gossip.name"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"k",
+        b"k[1]",
+        b"k[0, []]",
+        b'k[true, [{"name": 1}]]',
+        b'k[9, [{"no": 1}]]',
+        b"h{}",
+        b"h[[]]",
+        b'h[["warm", 1, 2, 0, 0], ["cold", 1, "a", 0, 0], ["warm", -1, "a", 0, 0], [1], 7]',
+        b"h\xff",
+        b"q",
+        b"q12345678why",
+        b"a12345678because",
+        b"k" + b"[" * 100_000,
+        b"h" + b"[" * 100_000,
+    ],
+)
+def test_a_datagram_that_makes_no_sense_is_dropped(table: str, tmp_path: Path, data: bytes) -> None:
+    """Neither the agent nor another process changes, and both go on."""
+    with agents(table, table) as [(first, opened), (second, _)]:
+        until(lambda: second.live_nodes() == 3, "the agent is known", WAIT_S)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as attacker:
+            for path in tmp_path.glob(f"t.gossip.{os.getpid()}-*"):
+                attacker.sendto(data, str(path))
+        second.warm(1, "user:1")
+        until(lambda: opened.opened[0].told, "the hint after it arrives", WAIT_S)
+        assert opened.opened[0].told == [("warm", 1, "user:1")]
+        assert (first.live_nodes(), second.live_nodes()) == (3, 3)
+
+
+def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    """The error says so, and what to do."""
+    path = tmp_path / ("t" * 120)
+    path.touch()
+    with pytest.raises(ConfigError, match="longer than 107 bytes; use a shorter path"):
+        NodeProcesses(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        NodeProcesses(tmp_path / "missing")
+
+
+def test_a_large_fleet_fits_a_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the agent sends is bounded: fewer nodes are sent rather than none."""
+    monkeypatch.setattr(agent_module, "DATAGRAM_BYTES_MAX", 2_000)
+    with agents("memory://") as [(agent, _)]:
+        (own, other, _) = agent.nodes()
+        monkeypatch.setattr(agent, "nodes", lambda: [own, *[replace(other)] * 5_000])
+        assert len(agent._encoded_nodes()) <= 2_000
+
+
+def test_a_killed_agent_is_replaced_by_a_forked_process(tmp_path: Path) -> None:
+    """A fork keeps neither the lock nor the socket of its parent, and all know the live nodes."""
+    (tmp_path / "t").touch(mode=0o600)
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "tests.fleet.agent_process", str(tmp_path / "t"), "3"]
+    root = Path(__file__).parents[2]
+    with log.open("ab") as stdout:
+        first = subprocess.Popen(command, stdout=stdout, cwd=root, start_new_session=True)
+
+    def pids(role: str) -> set[int]:
+        lines = [line.split() for line in log.read_text().splitlines(keepends=True)]
+        return {int(line[0]) for line in lines if line[1:] == [role, "3"]}
+
+    try:
+        until(lambda: len(pids("process")) == 2, "both children know it", WAIT_S, log.read_text)
+        assert pids("agent") == {first.pid}
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        until(lambda: len(pids("agent")) == 2, "a child takes over", WAIT_S, log.read_text)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+
+
+# ── The store of a node ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> GossipOpener:
+    """Let each FleetStore open a stub of gossip."""
+    found = GossipOpener()
+    agent_with_stub = partial(NodeAgent, open_gossip=found, name="here")
+    monkeypatch.setattr("tollkeeper.fleet.store.NodeAgent", agent_with_stub)
+    return found
+
+
+def test_a_denial_of_one_node_is_known_to_another(opened: GossipOpener) -> None:
+    """It is a hint of gossip, and the other node answers without the authority."""
+    clock = ManualClock()
+    authority = PythonMemoryStore(clock)
+    stores = [
+        FleetStore(authority, Fleet(gossip="127.0.0.1:7946"), clock, owns_store=False)
+        for _ in range(2)
+    ]
+    here, there = (store.gate([Limit(2, per=3600)], "api", "leased") for store in stores)
+    here.check("user:1", 2)
+    assert not here.check("user:1", 1)
+    first, second = opened.opened
+    hints = [Hint(*each) for each in first.told]
+    assert [(each.kind, each.subject, each.cost) for each in hints] == [("denied", "user:1", 1)]
+    second.given["on_hints"](hints)
+    assert not there.check("user:1", 1)
+    fleet = stores[1].fleet
+    assert fleet is not None
+    assert fleet.answers()["api", "leased"] == NodeAnswers(denied=1)
+    assert fleet.table().held_max > 1
+    assert fleet.reports().reports == 0
+    for store in stores:
+        store.close()
+    assert not first.is_running
+
+
+def test_the_live_nodes_decide_the_size_of_leases(opened: GossipOpener) -> None:
+    """A lease is at most room / (2 × nodes)."""
+    clock = ManualClock()
+    store = FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+    opened.opened[0].live = 7
+    opened.opened[0].given["on_changes"]([MemberChange(2, True)])
+    assert store.open_node().live_nodes() == 7
+    store.close()
+
+
+def test_other_nodes_see_the_version_of_the_rules(opened: GossipOpener) -> None:
+    """It changes when other rules are put in force."""
+    clock = ManualClock()
+    store = FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+    rules = {"version": 1, "rules": [{"id": "a", "by": "user", "limits": "2/minute"}]}
+    with Limiter.from_rules(rules, store=store, clock=clock) as limiter:
+        assert limiter.store.fleet is not None
+        limiter.use(rules, "v12")
+        assert limiter.store.fleet.nodes()[0].rules_version == "v12"
+    store.close()
+
+
+def test_gossip_that_cannot_start_stops_the_limiter(opened: GossipOpener) -> None:
+    """The error is that of gossip."""
+    opened.fails = True
+    clock = ManualClock()
+    with pytest.raises(ConfigError, match="the port is in use"):
+        FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+
+
+# ── Values ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_counts_of_gossip() -> None:
+    """A later release may have other counters; a histogram with other ranges is left out."""
+    counts = counts_of({"sent": 1, "dropped_replayed": 2, "more": 3}, [1, 2])
+    assert (counts.sent, counts.received, dict(counts.dropped)) == (1, 0, {"replayed": 2})
+    assert not any(counts.hint_seconds)
+
+
+def test_the_timing_of_gossip() -> None:
+    """The default is that of gossip itself; all times follow when a node is dead."""
+    assert settings_of(Fleet()) == GossipSettings()
+    short = settings_of(Fleet(dead_seconds=3))
+    assert (short.heartbeat_ns, short.suspected_ns, short.dead_ns) == (
+        SECOND,
+        3 * SECOND // 2,
+        3 * SECOND,
+    )
+
+
+def test_the_path_of_a_table() -> None:
+    """It is unquoted, without the options."""
+    assert table_path("shared:///a%20b?mode=660") == Path("/a b")
+    assert table_path("memory://") is None
