@@ -20,6 +20,7 @@ from tollkeeper.core.model import AlgorithmName, Limit
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
 from tollkeeper.fleet import totals as totals_module
 from tollkeeper.fleet.totals import (
+    JOIN_NS,
     PAYLOAD_BYTES_MAX,
     REPEAT_NS,
     BucketLedger,
@@ -507,6 +508,7 @@ def test_a_member_without_a_share_denies() -> None:
     assert new.share == 0
     [denied] = new.decide([check_of(Limit(30, per=30))], START, spend=True) or []
     assert not denied.allowed
+    assert new.decide([check_of(Limit(30, per=30))], START + JOIN_NS, spend=True) is None
 
 
 def test_a_member_that_joins_an_idle_fleet_has_its_share_at_once() -> None:
@@ -630,6 +632,16 @@ def test_shares_that_cannot_be_used_are_rejected() -> None:
     for shares in ({}, {2: Fraction(1)}, {1: Fraction(2, 3), 2: Fraction(2, 3)}):
         with pytest.raises(ConfigError, match="this one"):
             Totals(1).use(shares, START)
+
+
+def test_a_member_may_use_less_than_its_share() -> None:
+    """The others need not know: the shares in use still add up to 1 at most."""
+    network = settled(Limit(30, per=30))
+    member = network.members[1]
+    member.use(equal_shares([1, 2, 3]), network.now_ns, at_most=Fraction(1, 10))
+    assert (member.share, member.settled) == (Fraction(1, 10), True)
+    member.use(equal_shares([1, 2, 3]), network.now_ns, at_most=Fraction(1, 2))
+    assert member.share == Fraction(1, 3)
 
 
 def test_shares_of_different_sizes() -> None:

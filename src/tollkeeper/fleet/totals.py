@@ -51,6 +51,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from heapq import nlargest
@@ -77,6 +78,8 @@ GATES_MAX: Final = 4_096
 MEMBERS_MAX: Final = 1_000
 # Totals that were not accepted are sent again after this time.
 REPEAT_NS: Final = NS_PER_SECOND
+# A member without a share denies for this time; dead members are noticed sooner.
+JOIN_NS: Final = 20 * NS_PER_SECOND
 # Payloads that can still be acknowledged: those sent lately, and of each member those received.
 SENT_MAX: Final = 64
 RECEIVED_MAX: Final = 4
@@ -415,7 +418,8 @@ class Totals:
         self._epoch = 0
         self._announced = (0, 0)  # epoch and flags
         self._announced_ns = 0
-        self._share = Fraction(0)
+        self._share = self._target = Fraction(0)
+        self._waits_ns = 0  # since when the shares are to be used
         self._owes = False  # a member that is gone held units
         self._rises: list[tuple[int, Fraction]] = []
         self._sequence = self._generation = self._seen = self._ack_turn = 0
@@ -436,18 +440,24 @@ class Totals:
     @property
     def settled(self) -> bool:
         """True if all members have announced the same shares, and this one uses its own."""
-        return self._share == self._shares.get(self.member) and all(
+        return self._share == self._target and all(
             peer.epoch == self._epoch for peer in self._peers.values()
         )
 
-    def use(self, shares: Mapping[int, Fraction], now_ns: int) -> None:
-        """Set the members and their shares, this member's among them. They add up to 1 at most."""
+    def use(
+        self, shares: Mapping[int, Fraction], now_ns: int, at_most: Fraction | None = None
+    ) -> None:
+        """Set the members and their shares, this member's among them. They add up to 1 at most.
+
+        `at_most` lowers the share of this member only; the others need not know it.
+        """
         if len(shares) > MEMBERS_MAX or self.member not in shares or sum(shares.values()) > 1:
             raise ConfigError(
                 f"the shares of {len(shares)} members cannot be used: at most {MEMBERS_MAX:,} "
                 f"members, this one ({self.member}) among them, and shares of at most 1 together"
             )
-        if shares == self._shares:
+        target = min(shares[self.member], at_most or shares[self.member])
+        if shares == self._shares and target == self._target:
             return
         self._owes |= any(not p.idle for m, p in self._peers.items() if m not in shares)
         self._shares = dict(shares)
@@ -459,13 +469,14 @@ class Totals:
             peer.bit = 1 << place
         for state in self._open.values():
             state.due, state.missing, state.published_ns = state.accepted, 0, 0
-        if shares[self.member] < self._share:
-            self._set_share(shares[self.member], now_ns)
+        self._target, self._waits_ns = target, now_ns
+        if target < self._share:
+            self._set_share(target, now_ns)
         self._raise_share(now_ns)
 
     def _raise_share(self, now_ns: int) -> None:
         """Raise the share, once all members have announced the same shares."""
-        target = self._shares[self.member]
+        target = self._target
         if any(peer.epoch != self._epoch for peer in self._peers.values()):
             return
         if self._share < target:
@@ -504,10 +515,13 @@ class Totals:
     ) -> list[Decision] | None:
         """Return the decision on each rule of a request; all pass, or none is charged.
 
-        None if this member cannot answer: its share of a limit is less than one unit, or there is
-        no room for a new subject. A cost above the share, which may fit the whole limit, is denied
+        None if this member cannot answer: its share of a limit is less than one unit, there is no
+        room for a new subject, or other members have not announced the same shares for JOIN_NS, so
+        that it never had a share. A cost above the share, which may fit the whole limit, is denied
         for RETRY_AFTER_NS: only the authority could admit it.
         """
+        if not self._share and now_ns >= self._waits_ns + JOIN_NS:
+            return None
         found: list[tuple[_Key, _State]] = []
         costs: dict[_Key, int] = {}
         new: dict[_Key, _State] = {}  # kept once they are charged
@@ -590,7 +604,7 @@ class Totals:
         peer = self._peers.get(member)
         try:
             message = _decoded(payload)
-        except (struct.error, IndexError, ConfigError):
+        except (struct.error, IndexError, OverflowError, ConfigError):
             self.dropped += 1
             return
         if peer is None:
@@ -734,13 +748,13 @@ class Totals:
         return len(self._states)
 
 
-def equal_shares(members: Sequence[int], at_least: int = 1) -> dict[int, Fraction]:
-    """Return the shares of members that all count the same, as of a fleet of `at_least` members.
+def equal_shares(members: Sequence[int]) -> dict[int, Fraction]:
+    """Return the shares of members that all count the same.
 
     >>> equal_shares([7, 8, 9])[7]
     Fraction(1, 3)
     """
-    return dict.fromkeys(members, Fraction(1, max(len(members), at_least)))
+    return dict.fromkeys(members, Fraction(1, len(members)))
 
 
 def subject_number(subject: str) -> int:
@@ -787,12 +801,13 @@ def _encoded(
     for number, group in by_gate.items():
         limits = group[0][1].gate.limits
         parts.append(_GATE.pack(number, len(limits), len(group)))
-        parts += [_LIMIT.pack(*_limit_numbers(limit)) for limit in limits]
+        parts += [_LIMIT.pack(*limit_numbers(limit)) for limit in limits]
         parts += [_ENTRY.pack(key[1], each.generation, each.total) for key, each in group]
     return b"".join(parts), [item for group in by_gate.values() for item in group]
 
 
-def _limit_numbers(limit: Limit) -> tuple[int, int, int, int, int]:
+def limit_numbers(limit: Limit) -> tuple[int, int, int, int, int]:
+    """Return the numbers of a limit: algorithm, limit, capacity, window and step in µs."""
     step_us = limit.refill_step_ns // WINDOW_NS_STEP if limit.refill_step_ns > 1 else 0
     return (
         ALGORITHM_NAMES.index(limit.algorithm),
@@ -803,18 +818,18 @@ def _limit_numbers(limit: Limit) -> tuple[int, int, int, int, int]:
     )
 
 
-def _limit_of(numbers: Sequence[Any], name: str = "") -> Limit:
-    """Return the limit with these numbers. Raises ConfigError, IndexError."""
+def limit_of(numbers: Sequence[Any], name: str = "") -> Limit:
+    """Return the limit with these numbers. Raises ConfigError, IndexError, OverflowError."""
     algorithm, limit, capacity, window_us, step_us = numbers
     kind = ALGORITHM_NAMES[algorithm]
     is_bucket = kind in {"token_bucket", "leaky_bucket"}
     return Limit(
         limit,
-        window_us / 1_000_000,
+        timedelta(microseconds=window_us),
         algorithm=kind,
         capacity=capacity if is_bucket else 0,
         name=name,
-        refill_every=step_us / 1_000_000,
+        refill_every=timedelta(microseconds=step_us),
     )
 
 
@@ -837,7 +852,7 @@ def _decoded(payload: bytes) -> _Message:
         at += _GATE.size
         limits = []
         for _ in range(limit_count):
-            limits.append(_limit_of(_LIMIT.unpack_from(payload, at)))
+            limits.append(limit_of(_LIMIT.unpack_from(payload, at)))
             at += _LIMIT.size
         if not limits:
             raise ConfigError("a gate without limits")

@@ -1,0 +1,333 @@
+"""The limits of a node while the authority is away, and what the authority is charged afterwards.
+
+One process of a node, the agent, runs gossip. It has the node's totals (`totals.py`) and sends them
+as payloads of gossip. The other processes ask it, with a short deadline: `question_of` and
+`NodeTotals.answer` are the two sides. A process whose question was not answered does not ask again
+for a second, so that a dead agent does not delay every request.
+
+Each process notes what it has admitted itself (`OutageCharges`). When the authority answers again,
+the process reports these units as late charges, with their age. Each is reported once. If the
+answer is lost, it is reported again, so that the authority may count it twice and never too little.
+A process that is killed before takes its notes with it: then its units are never charged.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Final, NamedTuple, Protocol
+
+from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.model import Decision, Limit, Limits
+from tollkeeper.decide.failure import LocalCheck
+from tollkeeper.fleet.gossip import MemberChange, ReceivedPayload
+from tollkeeper.fleet.totals import Totals, equal_shares, limit_numbers, limit_of
+
+# The time between two payloads, and the bytes of payloads that a node sends in a second, at most.
+PUBLISH_NS: Final = NS_PER_SECOND // 10
+PUBLISH_BYTES_PER_S: Final = 25_000
+_DATAGRAM_BYTES: Final = 100
+# After a question without an answer, a process does not ask for this time.
+SILENCE_NS: Final = NS_PER_SECOND
+# Questions of more rules, and longer ones, are not answered.
+CHECKS_MAX: Final = 256
+QUESTION_BYTES_MAX: Final = 100_000
+# Subjects whose charges are noted, and the groups of each by age.
+SUBJECTS_MAX: Final = 100_000
+GROUPS_MAX: Final = 4
+GROUP_NS: Final = NS_PER_SECOND
+
+
+class Messenger(Protocol):
+    """The node's agent, as this process sees it. No method blocks but `ask`."""
+
+    def publish(self, payload: bytes, /) -> int | None:
+        """Send a payload to all nodes. See `Gossip.publish`."""
+        ...
+
+    def ask(self, question: bytes, /) -> bytes | None:
+        """Return the agent's answer; None if it does not answer within some milliseconds."""
+        ...
+
+    def sharing_nodes(self) -> int:
+        """Return how many nodes share the limits: the live ones, or more if so configured."""
+        ...
+
+
+class NodeTotals:
+    """The counts of the fleet, for one process of a node. Implements `SharedCounts`."""
+
+    def __init__(self, messenger: Messenger, clock: Clock, nodes: int = 1) -> None:
+        """`nodes` is the configured number: a share is never larger than 1 / nodes."""
+        self._messenger = messenger
+        self._clock = clock
+        self._at_most = Fraction(1, nodes)
+        self._lock = threading.Lock()
+        self._totals: Totals | None = None  # only in the agent
+        self._live: set[int] = set()
+        self._publish_ns = 0
+        self._silent_until_ns = 0
+        self.charges = OutageCharges()
+
+    # ── The agent's side ───────────────────────────────────────────────────────────────────────
+
+    def lead(self, node: int) -> None:
+        """Begin as the agent: `node` is the id of this node in gossip."""
+        with self._lock:
+            self._totals = Totals(node)
+            self._live = set()
+            self._use()
+
+    def follow(self) -> None:
+        """Another process is the agent."""
+        with self._lock:
+            self._totals = None
+
+    def forked(self) -> None:
+        """In a forked child: the parent has the totals, and charges what it has admitted."""
+        self._lock = threading.Lock()
+        self._totals = None
+        self.charges.clear()
+
+    def on_changes(self, changes: Sequence[MemberChange]) -> None:
+        """Take note of nodes that became live, or are no longer."""
+        with self._lock:
+            for change in changes:
+                (self._live.add if change.live else self._live.discard)(change.node)
+            self._use()
+        self.publish()
+
+    def _use(self) -> None:
+        totals = self._totals
+        if totals is not None:
+            members = sorted({totals.member, *self._live})
+            totals.use(equal_shares(members), self._clock.now_ns(), self._at_most)
+
+    def on_payloads(self, payloads: Sequence[ReceivedPayload]) -> None:
+        """Take payloads of other nodes, and answer them."""
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            for each in payloads:
+                if self._totals is not None:
+                    self._totals.receive(each.node, each.payload, now_ns)
+        self.publish()
+
+    def publish(self) -> None:
+        """Send a payload if one is due. To be called at least twice a second."""
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            if self._totals is None or now_ns < self._publish_ns:
+                return
+            payload = self._totals.compose(now_ns)
+            if payload is None:
+                return
+            # The bytes of all nodes together stay below the budget of gossip.
+            size = (len(payload) + _DATAGRAM_BYTES) * len(self._live)
+            pause_ns = size * NS_PER_SECOND // PUBLISH_BYTES_PER_S
+            self._publish_ns = now_ns + max(pause_ns, PUBLISH_NS)
+        self._messenger.publish(payload)
+
+    def answer(self, question: bytes) -> bytes | None:
+        """Return the answer to a question of another process; None if it makes no sense."""
+        found = checks_in(question)
+        if found is None:
+            return None
+        checks, spend = found
+        return answer_of(checks, self._decide(checks, spend=spend))
+
+    def _decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
+        with self._lock:
+            if self._totals is None:
+                return None
+            decisions = self._totals.decide(checks, self._clock.now_ns(), spend=spend)
+        if spend and decisions and all(decisions):
+            self.publish()
+        return decisions
+
+    # ── SharedCounts ───────────────────────────────────────────────────────────────────────────
+
+    def nodes(self) -> int:
+        """Return how many nodes share the limits."""
+        return max(self._messenger.sharing_nodes(), 1)
+
+    def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
+        """Return a decision for each check; None if the agent cannot answer."""
+        if self._totals is not None:
+            return self._decide(checks, spend=spend)
+        now_ns = self._clock.now_ns()
+        if now_ns < self._silent_until_ns:
+            return None
+        answer = self._messenger.ask(question_of(checks, spend=spend))
+        if answer is None:
+            self._silent_until_ns = now_ns + SILENCE_NS
+            return None
+        return decisions_in(answer, checks, self._clock.now_ns())
+
+    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
+        """Note what the authority is charged when it is back."""
+        self.charges.note(checks, self._clock.now_ns())
+
+
+# ── Questions to the agent ─────────────────────────────────────────────────────────────────────
+
+
+def question_of(checks: Sequence[LocalCheck], *, spend: bool) -> bytes:
+    """Return the bytes of a question."""
+    found = [
+        [each.rule, each.subject, each.units, [[x.name, *limit_numbers(x)] for x in each.limits]]
+        for each in checks
+    ]
+    return json.dumps([spend, found]).encode()
+
+
+def checks_in(question: bytes) -> tuple[list[LocalCheck], bool] | None:
+    """Return the checks of a question and whether they spend; None if it makes no sense."""
+    if len(question) > QUESTION_BYTES_MAX:
+        return None
+    try:
+        spend, found = json.loads(question)
+        checks = [
+            LocalCheck(_limits_in(limits), str(rule), str(subject), _whole(units))
+            for rule, subject, units, limits in found
+        ]
+    except (ValueError, TypeError, IndexError, OverflowError, ConfigError, RecursionError):
+        return None
+    return (checks, spend is True) if len(checks) <= CHECKS_MAX else None
+
+
+def _limits_in(found: Any) -> Limits:
+    limits: list[Limit] = [limit_of(numbers, name) for name, *numbers in found]
+    if not limits:
+        raise ValueError(found)
+    return tuple(limits)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def answer_of(checks: Sequence[LocalCheck], decisions: Sequence[Decision] | None) -> bytes:
+    """Return the bytes of an answer; `decisions` is None if the totals cannot answer."""
+    if decisions is None:
+        return b"null"
+    found = [
+        [
+            each.allowed,
+            check.limits.index(each.policy),
+            each.remaining,
+            each.retry_after_ns,
+            each.reset_after_ns,
+            each.delay_ns,
+        ]
+        for check, each in zip(checks, decisions, strict=True)
+    ]
+    return json.dumps(found).encode()
+
+
+def decisions_in(answer: bytes, checks: Sequence[LocalCheck], now_ns: int) -> list[Decision] | None:
+    """Return the decisions of an answer; None if there are none."""
+    try:
+        found = json.loads(answer)
+        return [
+            Decision(
+                allowed is True,
+                check.limits[_whole(place)],
+                _whole(remaining),
+                _whole(retry_ns),
+                _whole(reset_ns),
+                _whole(delay_ns),
+                check.rule,
+                decided_ns=now_ns,
+            )
+            for check, (allowed, place, remaining, retry_ns, reset_ns, delay_ns) in zip(
+                checks, found, strict=True
+            )
+        ]
+    except (ValueError, TypeError, IndexError, RecursionError):
+        return None
+
+
+# ── Charges ────────────────────────────────────────────────────────────────────────────────────
+
+
+class OutageCharge(NamedTuple):
+    """Units of a subject that were admitted about the same time."""
+
+    limits: Limits
+    rule: str
+    subject: str
+    units: int
+    at_ns: int
+    """The middle of the first and the last admission, by the node's clock."""
+
+
+class OutageCharges:
+    """What this process has admitted while the authority was away. Any thread may call it."""
+
+    def __init__(self, subjects_max: int = SUBJECTS_MAX) -> None:
+        self._subjects_max = subjects_max
+        self._lock = threading.Lock()
+        # Of each rule and subject: groups of first and last time, and units; the newest is last.
+        self._groups: dict[tuple[Limits, str, str], list[tuple[int, int, int]]] = {}
+        self.lost_units = 0
+        """Units of subjects that found no room. They are never charged."""
+
+    def note(self, checks: Sequence[LocalCheck], now_ns: int) -> None:
+        """Note units that were admitted now."""
+        with self._lock:
+            for limits, rule, subject, units in checks:
+                if units:
+                    self._add((limits, rule, subject), (now_ns, now_ns, units))
+
+    def _add(self, key: tuple[Limits, str, str], group: tuple[int, int, int]) -> None:
+        groups = self._groups.get(key)
+        if groups is None:
+            if len(self._groups) >= self._subjects_max:
+                self.lost_units += group[2]
+                return
+            groups = self._groups[key] = []
+        groups.append(group)
+        groups.sort()
+        merged = groups[:1]
+        for each in groups[1:]:
+            if each[0] < merged[-1][0] + GROUP_NS:
+                each = _together(merged.pop(), each)  # noqa: PLW2901 - it takes its place
+            merged.append(each)
+        if len(merged) > GROUPS_MAX:  # what is old counts least
+            merged[:2] = [_together(merged[0], merged[1])]
+        self._groups[key] = merged
+
+    def take(self, count: int) -> list[OutageCharge]:
+        """Remove and return up to about `count` charges, to be reported now."""
+        found: list[OutageCharge] = []
+        with self._lock:
+            while self._groups and len(found) < count:
+                (limits, rule, subject), groups = self._groups.popitem()
+                found += [
+                    OutageCharge(limits, rule, subject, units, (first_ns + last_ns) // 2)
+                    for first_ns, last_ns, units in groups
+                ]
+        return found
+
+    def put_back(self, charges: Sequence[OutageCharge]) -> None:
+        """Keep charges that could not be reported."""
+        with self._lock:
+            for limits, rule, subject, units, at_ns in charges:
+                self._add((limits, rule, subject), (at_ns, at_ns, units))
+
+    def clear(self) -> None:
+        """Forget all charges: another process reports them."""
+        self._lock = threading.Lock()
+        self._groups = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+def _together(older: tuple[int, int, int], newer: tuple[int, int, int]) -> tuple[int, int, int]:
+    return older[0], max(older[1], newer[1]), older[2] + newer[2]
