@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
 from tollkeeper import Limit, Limiter
-from tollkeeper.cli.doctor import CHECKS, SCRIPT_COMMANDS, DoctorReport, examine
+from tollkeeper.cli.doctor import (
+    CHECKS,
+    SCRIPT_COMMANDS,
+    DoctorReport,
+    examine,
+    examine_gossip,
+)
+from tollkeeper.cli.main import app
 from tollkeeper.decide import kernel
 from tollkeeper.decide.stores.redis.findings import HealthFinding
 
@@ -362,3 +371,64 @@ def test_order_of_checks() -> None:
     """Each check occurs once, in the order of the output."""
     assert len(set(CHECKS)) == len(CHECKS)
     assert [check for check in CHECKS if check in REDIS_CHECKS] == REDIS_CHECKS
+
+
+def gossip_found(**given: str | None) -> dict[str, tuple[str, str]]:
+    """Return the level and the words of each finding about gossip, by check."""
+    options: dict[str, str | None] = {"gossip": None, "gossip_key": None, "peers": None, **given}
+    found = examine_gossip("redis://h", options["gossip"], options["gossip_key"], options["peers"])
+    assert [each.check for each in found] == [each for each in CHECKS if each in _by_check(found)]
+    assert all(each.remedy for each in found if each.level != "ok")
+    return _by_check(found)
+
+
+def _by_check(found: tuple[HealthFinding, ...]) -> dict[str, tuple[str, str]]:
+    return {each.check: (each.level, each.found) for each in found}
+
+
+def test_gossip_of_this_machine(tmp_path: Path) -> None:
+    """The address can be bound, the key file is private, and the peers can be resolved."""
+    key = tmp_path / "gossip.key"
+    key.write_text("0f" * 32 + "\n" + "1e" * 32 + "\n")
+    key.chmod(0o600)
+    peers = "localhost:7946,127.0.0.1:7947"
+    found = gossip_found(gossip="127.0.0.1:0", gossip_key=str(key), peers=peers)
+    assert {check: level for check, (level, _) in found.items()} == {
+        "gossip": "ok",
+        "gossip key": "ok",
+        "peers": "ok",
+    }
+    assert "all 2 are accepted" in found["gossip key"][1]
+    assert found["peers"][1].startswith("2 given, ")
+    assert gossip_found(gossip="127.0.0.1:0")["peers"] == (
+        "ok",
+        "nodes find each other through the store",
+    )
+
+
+def test_gossip_that_cannot_work(tmp_path: Path) -> None:
+    """Each problem has its remedy. A port in use is one only if another program has it."""
+    key = tmp_path / "gossip.key"
+    key.write_text("0f" * 32)
+    key.chmod(0o644)
+    assert gossip_found(peers="a:1")["gossip"][0] == "problem"
+    assert gossip_found(gossip="10.0.0.5:7946")["gossip"][0] == "problem"
+    found = gossip_found(
+        gossip="198.51.100.7:7946", gossip_key=str(key), peers="dns:no.such.invalid:7946"
+    )
+    assert {check: level for check, (level, _) in found.items()} == {
+        "gossip": "problem",
+        "gossip key": "problem",
+        "peers": "problem",
+    }
+    with socket.socket(type=socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        assert gossip_found(gossip=address)["gossip"][0] == "warning"
+
+
+def test_the_command_prints_findings_about_gossip() -> None:
+    """They decide the exit code, as those about the store do."""
+    ran = CliRunner().invoke(app, ["doctor", "--store", "memory://", "--gossip", "127.0.0.1:0"])
+    assert ran.exit_code == 1
+    assert "--gossip is for machines that share a store" in ran.output

@@ -6,10 +6,11 @@ It checks the URI, every server, and a complete check of a temporary subject on 
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Annotated, Final
@@ -37,11 +38,14 @@ from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
 from tollkeeper.decide.stores.redis.findings import (
     FORBIDDEN,
+    FindingLevel,
     HealthFinding,
     ServerHealth,
     merge_findings,
 )
+from tollkeeper.fleet.datagrams import KeyFile
 from tollkeeper.limiter import Limiter
+from tollkeeper.service.process.settings import ServiceSettings, address_of, free_udp
 
 if TYPE_CHECKING:
     # These need the libraries of the redis extra; memory:// and shared:// do not.
@@ -53,6 +57,7 @@ CHECKS: Final = (
     *("connection", "authentication", "version", "permissions", "scripts"),
     *("persistence", "eviction", "memory", "clock", "replication", "sentinel", "cluster"),
     "round trip",
+    *("gossip", "gossip key", "peers"),
 )
 """All checks, in the order in which they are printed. Not every store has all of them."""
 
@@ -76,12 +81,20 @@ def doctor(
     connect_ms: Annotated[
         str | None, typer.Option(help="The timeout of a connection attempt.", metavar="MS")
     ] = None,
+    gossip: Annotated[
+        str | None, typer.Option(help="The option of `serve`; check it too.", metavar="HOST:PORT")
+    ] = None,
+    gossip_key: Annotated[str | None, typer.Option(help="Likewise.", metavar="FILE")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="Likewise.", metavar="HOST:PORT,…|dns:NAME:PORT|store")
+    ] = None,
 ) -> None:
     """Check a store; print each problem with its remedy.
 
     Connects to every server, and checks login, version, permissions, scripts, persistence,
     eviction, memory, clocks, replication, Sentinels, the state of the cluster and the round-trip
-    time. It counts a temporary subject for a moment, and leaves nothing behind.
+    time. It counts a temporary subject for a moment, and leaves nothing behind. With --gossip, it
+    also checks whether this machine can be a node of a fleet: the address, the key file, the peers.
 
     Exit code: 0 if there are no problems, or only warnings; 1 if there are problems; 2 if the store
     cannot be reached or an argument is wrong.
@@ -89,8 +102,13 @@ def doctor(
     Example: tollkeeper doctor --store redis://localhost:6379
 
     Example: tollkeeper doctor --store redis+cluster://h1:7000,h2:7000 --json
+
+    Example: tollkeeper doctor --store redis://cache --gossip 10.0.0.5:7946 --gossip-key gossip.key
     """
     report = examine(store, prefix=prefix, deadline_ms=deadline_ms, connect_ms=connect_ms)
+    if gossip or gossip_key or peers:
+        found = examine_gossip(store, gossip, gossip_key, peers)
+        report = replace(report, findings=(*report.findings, *found))
     if as_json:
         print_json(
             {
@@ -159,6 +177,57 @@ def examine(uri: str, **options: object) -> DoctorReport:
         "uri", "problem", "the URI has no known scheme", f"start it with one of {known}"
     )
     return DoctorReport("unknown", (wrong,), usable=False)
+
+
+def examine_gossip(
+    uri: str, gossip: str | None, gossip_key: str | None, peers: str | None
+) -> tuple[HealthFinding, ...]:
+    """Check the options of a node of a fleet. Binds the port for a moment, and sends nothing."""
+    given = {"store": uri, "gossip": gossip, "gossip_key": gossip_key, "peers": peers}
+    try:
+        settings = ServiceSettings.gather(given)
+    except ConfigError as error:
+        return (HealthFinding("gossip", "problem", str(error), "correct that option"),)
+    findings = [_gossip_address(settings)]
+    if settings.gossip_key:
+        findings.append(_gossip_key(Path(settings.gossip_key)))
+    return (*findings, _peers(settings))
+
+
+def _gossip_address(settings: ServiceSettings) -> HealthFinding:
+    try:
+        free_udp(settings.gossip)
+    except ConfigError as error:
+        remedy = "none if the service runs on this machine; otherwise choose another port"
+        level: FindingLevel = "warning" if "in use" in str(error) else "problem"
+        remedy = remedy if level == "warning" else "use an address of this machine"
+        return HealthFinding("gossip", level, str(error), remedy)
+    return HealthFinding("gossip", "ok", f"{settings.gossip} can be bound")
+
+
+def _gossip_key(path: Path) -> HealthFinding:
+    try:
+        count = len(KeyFile(path).keys)
+    except ConfigError as error:
+        return HealthFinding("gossip key", "problem", str(error), "correct the key file")
+    several = "" if count == 1 else f", of which the first signs and all {count} are accepted"
+    return HealthFinding("gossip key", "ok", f"{path} can be used{several}")
+
+
+def _peers(settings: ServiceSettings) -> HealthFinding:
+    """Resolve each peer; a name that resolves to several addresses is all of them."""
+    addresses = settings.peer_addresses
+    if not addresses:
+        return HealthFinding("peers", "ok", "nodes find each other through the store")
+    found = 0
+    for peer in addresses:
+        host, port = address_of(peer)
+        try:
+            found += len(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM))
+        except OSError as error:
+            remedy = "correct --peers, or the DNS record"
+            return HealthFinding("peers", "problem", f"{peer}: {error.strerror}", remedy)
+    return HealthFinding("peers", "ok", f"{len(addresses)} given, {found} addresses")
 
 
 def _examine_memory(uri: str, options: dict[str, object]) -> DoctorReport:

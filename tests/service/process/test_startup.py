@@ -95,6 +95,26 @@ def test_port_in_use_is_rejected(tmp_path: Path) -> None:
                 pass
 
 
+def test_the_keys_of_gossip_must_be_private(tmp_path: Path) -> None:
+    """A file that is missing, wrong or readable for others is rejected with the reason."""
+    path = tmp_path / "gossip.key"
+    settings = given(
+        tmp_path, store="redis://h", gossip="10.0.0.5:7946", gossip_key=str(path), port=0
+    )
+    with pytest.raises(ConfigError, match=r"--gossip-key .*No such file"):
+        startup.check_gossip_key(settings)
+    path.write_text("0f" * 32)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"--gossip-key .*gossip.key"):
+        startup.check_gossip_key(settings)
+    path.chmod(0o600)
+    startup.check_gossip_key(settings)
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="hexadecimal"):
+        startup.check_gossip_key(settings)
+    startup.check_gossip_key(given(tmp_path))
+
+
 def test_the_port_of_gossip_must_be_free(tmp_path: Path) -> None:
     """One process of the node binds it later; port 0 becomes a free port."""
     more: dict[str, Any] = {"store": "redis://h", "port": 0, "grpc": ""}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.fleet.datagrams import KeyFile
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
 from tollkeeper.service.process.settings import ServiceSettings, address_of, free_udp
@@ -39,6 +40,7 @@ def run(settings: ServiceSettings) -> None:
     logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
     settings = check_access(settings)
     check_tls(settings)
+    check_gossip_key(settings)
     allow_open_files()
     with private_files(), run_folder(settings) as counters, ports(settings) as listening:
         version = asyncio.run(prepared(listening, counters))
@@ -88,6 +90,15 @@ def check_tls(settings: ServiceSettings) -> None:
             f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} are not a "
             f"certificate and its key, both in PEM and the key without a pass phrase ({error})"
         ) from None
+
+
+def check_gossip_key(settings: ServiceSettings) -> None:
+    """Raise ConfigError if the keys of gossip cannot be read, or other users can read them."""
+    if settings.gossip_key:
+        try:
+            KeyFile(Path(settings.gossip_key))
+        except ConfigError as error:
+            raise ConfigError(f"--gossip-key {error}") from error
 
 
 # ── Files, folders and ports ───────────────────────────────────────────────────────────────────
