@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from tollkeeper.control.follow import announce
 from tollkeeper.decide.stores.redis import pubsub
 from tollkeeper.decide.stores.redis.pubsub import RedisSubscription
 from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.fleet.transport import GossipTransport
 
 SECONDS_MAX = 20.0
 WAIT_S = 0.05
@@ -148,3 +151,79 @@ def test_a_closed_store_raises(opened: Open) -> None:
     for call in (lambda: store.subscribe("rules"), lambda: store.publish("rules", "7")):
         with pytest.raises(StoreUnavailable, match="closed"):
             call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_register_with_an_expiry(kind: str, opened: Open) -> None:
+    """All see each other's texts, on every kind of server; one that does not renew its is gone."""
+    uri = running(kind).uri
+    one, other = opened(uri, prefix="names"), opened(uri, prefix="names")
+    hour_ns = 3_600 * 10**9
+    assert one.register("gossip", "a", "10.0.0.1:7946", hour_ns) == ["10.0.0.1:7946"]
+    assert set(other.register("gossip", "b", "é", hour_ns)) == {"é", "10.0.0.1:7946"}
+    for number in range(10):
+        # They end at once, and their short life does not end the list.
+        assert {"é", "10.0.0.1:7946"} < set(one.register("gossip", f"c{number}", "short", 10**6))
+    until(
+        lambda: sorted(one.register("gossip", "a", "new", hour_ns)) == ["new", "é"],
+        "the texts of c expire",
+        SECONDS_MAX,
+    )
+    assert opened(uri, prefix="others").register("gossip", "a", "x", hour_ns) == ["x"]
+    one.unregister("gossip", "a")
+    other.unregister("gossip", "missing")
+    assert other.register("gossip", "b", "y", 10**9) == ["y"]
+
+
+def test_registering_needs_no_more_permissions_than_the_documented_ones(opened: Open) -> None:
+    """The user of docs/redis.md may register, and a user without a command is told which."""
+    page = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
+    rules = re.search(r"ACL SETUSER tollkeeper on >secret (~[^`]+)`", page)
+    assert rules is not None
+    users = [User("app", "s3cret", rules[1])]
+    with Single(password="root", users=users) as server:
+        assert opened(server.uri).register("gossip", "a", "x", 10**9) == ["x"]
+    users = [User("app", "s3cret", "~tk:* +@all -hkeys")]
+    with (
+        Single(password="root", users=users) as server,
+        pytest.raises(StoreUnavailable, match=r"the user needs \+time \+hkeys") as caught,
+    ):
+        opened(server.uri).register("gossip", "a", "x", 10**9)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_nodes_find_each_other_through_redis(opened: Open) -> None:
+    """Two nodes of a fleet on one Redis need no list of peers."""
+    uri = running("single").uri
+    nodes = [
+        GossipTransport("127.0.0.1:0", registry=opened(uri, prefix="fleet").channel)
+        for _ in range(2)
+    ]
+    try:
+        for node in nodes:
+            node.start()
+        until(
+            lambda: all(node.live_nodes() == 2 for node in nodes),
+            "they know each other",
+            SECONDS_MAX,
+        )
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def test_a_registry_survives_a_failover(opened: Open) -> None:
+    """After the slot's primary was killed, a process registers with the promoted replica."""
+    with Cluster() as cluster:
+        store = opened(cluster.uri)
+        store.register("gossip", "a", "x", 10**9)
+        cluster.kill_primary(1)  # it has slots 5,461 to 10,922, and the list is in 6,659
+        cluster.wait_promoted(1)
+        until(lambda: _registered(store), "the store registers again", SECONDS_MAX)
+
+
+def _registered(store: RedisStore) -> list[str] | None:
+    try:
+        return store.register("gossip", "a", "x", 10**9)
+    except (StoreUnavailable, StoreTimeout):
+        return None

@@ -29,6 +29,8 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 
 # One rule gets at most four fifths of the memory for logs. This warns before that.
 LOG_FULLNESS_HIGH: Final = 0.7
+# Of one topic; see Channel.register.
+REGISTERED_MAX: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +345,7 @@ class Subscription(Protocol):
 
 
 class Channel(Protocol):
-    """Messages between all processes that use a store."""
+    """Messages between all processes that use a store, and a list of those that are there."""
 
     def publish(self, topic: str, text: str) -> None:
         """Send `text` to every current subscriber. Blocks for a round trip. Raises StoreError."""
@@ -351,4 +353,15 @@ class Channel(Protocol):
 
     def subscribe(self, topic: str) -> Subscription:
         """Subscribe to a topic. Blocks for a round trip. Raises StoreError."""
+        ...
+
+    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> Sequence[str]:
+        """Keep the text of `name` for a time, and return the texts of all names of the topic.
+
+        Returns at most REGISTERED_MAX of them. Blocks for some round trips. Raises StoreError.
+        """
+        ...
+
+    def unregister(self, topic: str, name: str) -> None:
+        """Forget the text of `name`. Blocks for a round trip. Raises StoreError."""
         ...

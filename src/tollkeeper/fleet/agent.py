@@ -40,6 +40,7 @@ from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.version import __version__
 from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
 from tollkeeper.decide.fleet_monitor import FleetNode, GossipCounts, NodeAnswers, ReportCounts
+from tollkeeper.decide.store import Channel
 from tollkeeper.fleet.datagrams import Address, NodeStatus
 from tollkeeper.fleet.gossip import (
     GossipSettings,
@@ -50,7 +51,7 @@ from tollkeeper.fleet.gossip import (
 )
 from tollkeeper.fleet.node import Node
 from tollkeeper.fleet.settings import Fleet
-from tollkeeper.fleet.transport import GossipTransport, Registry
+from tollkeeper.fleet.transport import GossipTransport
 
 # How often the agent sends what it knows, and how often another process tries to take over.
 TURN_S: Final = 0.5
@@ -95,7 +96,7 @@ class NodeAgent:
         node: Node,
         *,
         name: str = "",
-        registry: Registry | None = None,
+        registry: Channel | None = None,
         open_gossip: OpenGossip = GossipTransport,
     ) -> None:
         """`name` is that of this node, for operators; by default the host name."""

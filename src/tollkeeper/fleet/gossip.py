@@ -184,7 +184,7 @@ class MemberChange(NamedTuple):
     live: bool
 
 
-class _Peer:
+class _GossipPeer:
     """Another node."""
 
     __slots__ = (
@@ -341,11 +341,11 @@ class Gossip:
         self._counters: Counter[str] = Counter()
         self._lag = Histogram()
         # Membership.
-        self._seeds: list[Address] = []
-        self._peers: dict[int, _Peer] = {}
-        self._live: list[_Peer] = []
-        self._suspects: list[_Peer] = []
-        self._live_at: dict[Address, _Peer] = {}
+        self.seeds: list[Address] = []
+        self._peers: dict[int, _GossipPeer] = {}
+        self._live: list[_GossipPeer] = []
+        self._suspects: list[_GossipPeer] = []
+        self._live_at: dict[Address, _GossipPeer] = {}
         self._digest = [0] * DIGEST_PARTS
         self._hot: dict[int, int] = {}  # nodes whose entries are new: how often to send them
         self._changes: deque[MemberChange] = deque(maxlen=INBOX_MAX)
@@ -452,7 +452,7 @@ class Gossip:
         partitioned for long heals.
         """
         seeds = [each for each in dict.fromkeys(addresses) if each != self._address]
-        self._seeds = seeds[:SEEDS_MAX]
+        self.seeds = seeds[:SEEDS_MAX]
 
     def set_status(self, status: NodeStatus) -> None:
         """Set the status, which the next heartbeat carries."""
@@ -597,7 +597,7 @@ class Gossip:
     def _drop(self, reason: str) -> None:
         self._counters[f"dropped_{reason}"] += 1
 
-    def _sample(self, count: int) -> list[_Peer]:
+    def _sample(self, count: int) -> list[_GossipPeer]:
         return self._random.sample(self._live, min(count, len(self._live)))
 
     def _new_nonce(self) -> int:
@@ -613,7 +613,7 @@ class Gossip:
 
     def _accepted(
         self, message: Message, source: Address, now_ns: int, out: list[Outgoing]
-    ) -> _Peer | None:
+    ) -> _GossipPeer | None:
         """Return the sender of a message that is fresh; None if it must not be looked at."""
         peer = self._peers.get(message.sender)
         if peer is not None and peer.live:
@@ -726,7 +726,7 @@ class Gossip:
         if peer is None:
             if is_stale or not self._make_room():
                 return
-            peer = self._peers[entry.node] = _Peer(entry, heard_ns)
+            peer = self._peers[entry.node] = _GossipPeer(entry, heard_ns)
         elif entry.beat <= peer.beat:
             if entry.beat == peer.beat == peer.first_beat and entry.node in self._hot:
                 # Another node spreads it, too. If one is missed, the digest shows it.
@@ -745,7 +745,7 @@ class Gossip:
         elif not peer.live and self._takes_address(peer, now_ns):
             self._set_live(peer, now_ns, live=True)
 
-    def _takes_address(self, peer: _Peer, now_ns: int) -> bool:
+    def _takes_address(self, peer: _GossipPeer, now_ns: int) -> bool:
         """Return True unless a node that started later has the address."""
         other = self._live_at.get(peer.address)
         if other is None:
@@ -757,7 +757,7 @@ class Gossip:
         self._set_live(other, now_ns, live=False)
         return True
 
-    def _set_live(self, peer: _Peer, now_ns: int, *, live: bool) -> None:
+    def _set_live(self, peer: _GossipPeer, now_ns: int, *, live: bool) -> None:
         if peer.live == live:
             return
         peer.live = live
@@ -865,7 +865,7 @@ class Gossip:
         dead = (peer.address for peer in self._peers.values() if not (peer.live or peer.left))
         addresses = [
             each
-            for each in dict.fromkeys((*self._seeds, *dead))
+            for each in dict.fromkeys((*self.seeds, *dead))
             if each not in self._live_at and each != self._address
         ]
         count = 1 if self._live else self.settings.fanout
@@ -1035,7 +1035,7 @@ class Gossip:
                 peer.resend_ns = now_ns + wait_ns
             self._payload_ns = min(self._payload_ns, max(peer.resend_ns, now_ns + 1))
 
-    def _send_payloads_to(self, peer: _Peer, now_ns: int, out: list[Outgoing]) -> None:
+    def _send_payloads_to(self, peer: _GossipPeer, now_ns: int, out: list[Outgoing]) -> None:
         entries: list[PayloadEntry] = []
         acks = self._taken_ack(peer)
         space = DATAGRAM_BYTES_MAX - MESSAGE_BYTES_MIN - ACK_BYTES
@@ -1059,7 +1059,7 @@ class Gossip:
             message = self._message(now_ns)._replace(payloads=tuple(entries), acks=acks)
             self._send(out, peer.address, message)
 
-    def _take_payload(self, peer: _Peer, entry: PayloadEntry, now_ns: int) -> None:
+    def _take_payload(self, peer: _GossipPeer, entry: PayloadEntry, now_ns: int) -> None:
         if entry.recipient != self.node:
             return
         if entry.first - 1 > peer.got:
@@ -1081,7 +1081,7 @@ class Gossip:
         self._owed_acks[peer.node] = None
         self._ack_ns = min(self._ack_ns, now_ns + ACK_NS)
 
-    def _taken_ack(self, peer: _Peer) -> tuple[AckEntry, ...]:
+    def _taken_ack(self, peer: _GossipPeer) -> tuple[AckEntry, ...]:
         """Return the acknowledgement that a peer waits for, if any."""
         if peer.node not in self._owed_acks:
             return ()
@@ -1099,7 +1099,7 @@ class Gossip:
             message = self._message(now_ns)._replace(acks=self._taken_ack(peer))
             self._send(out, peer.address, message)
 
-    def _take_ack(self, peer: _Peer, ack: AckEntry, now_ns: int) -> None:
+    def _take_ack(self, peer: _GossipPeer, ack: AckEntry, now_ns: int) -> None:
         if ack.publisher != self.node or not peer.acked <= ack.upto <= self._published:
             return
         if ack.upto > peer.acked:

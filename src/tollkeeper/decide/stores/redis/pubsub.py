@@ -1,8 +1,12 @@
-"""Messages to every process that uses the same servers, through Redis pub/sub.
+"""Messages to every process that uses the same servers, and a list of those processes.
 
 A message reaches the processes that are subscribed at that moment, once or not at all: it is a hint
 that something has changed, never the change itself. In a cluster any node will do, because nodes
 forward messages.
+
+The list is a hash with a text for each name, such as an address. Each text begins with the time at
+which it expires, by the server's clock. A process renews its text long before that, and drops the
+texts of processes that did not. It takes no command and no permission that checks do not need.
 
 Blocking, for threads. The connections are redis-py's.
 """
@@ -11,12 +15,21 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
+from tollkeeper.decide.store import REGISTERED_MAX
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
-from tollkeeper.decide.stores.redis.topology import Topology, store_errors
+from tollkeeper.decide.stores.redis.topology import (
+    Topology,
+    pipelined,
+    slot_of,
+    store_errors,
+)
+
+T = TypeVar("T")
 
 # A subscription that was silent for this long sends a PING.
 IDLE_S_MAX: Final = 5.0
@@ -40,6 +53,75 @@ def _publish(topology: Topology, config: RedisConfig, channel: str, text: str) -
             return
     with store_errors(f"{config.shown()}: {last}"):
         topology.client(last).publish(channel, text)
+
+
+def registry_key(prefix: str, topic: str) -> str:
+    """Return the key of a list. In a cluster, the text in braces decides on the server."""
+    return f"{prefix}:{topic}:{{names}}"
+
+
+def register(
+    topology: Topology, config: RedisConfig, key: str, name: str, text: str, lasts_ns: int
+) -> list[str]:
+    """Keep a text for a time; return those of all names. Raises StoreError."""
+    lasts_ms = max(lasts_ns // 1_000_000, 1)
+
+    def registered(client: Any) -> list[str]:
+        clock, names, left_ms = _replies(client, [("TIME",), ("HKEYS", key), ("PTTL", key)])
+        now_ms = int(clock[0]) * 1_000 + int(clock[1]) // 1_000
+        others = [each for each in names if each != name.encode()][: REGISTERED_MAX - 1]
+        # The list lives as long as its longest text.
+        expiry = "PEXPIRE", key, max(lasts_ms, left_ms)
+        writing = [("HSET", key, name, f"{now_ms + lasts_ms} {text}"), expiry]
+        reading = [("HGET", key, each) for each in others]
+        kept = [text]
+        expired = []
+        for other, held in zip(others, _replies(client, [*writing, *reading])[2:], strict=True):
+            until_ms, _, found = _text(held or b"").partition(" ")
+            if until_ms.isdigit() and int(until_ms) > now_ms:
+                kept.append(found)
+            else:
+                expired.append(other)
+        if expired:
+            _replies(client, [("HDEL", key, *expired)])
+        return kept
+
+    return _at_key(topology, config, key, registered)
+
+
+def unregister(topology: Topology, config: RedisConfig, key: str, name: str) -> None:
+    """Forget the text of a name. Raises StoreError."""
+    _at_key(topology, config, key, lambda client: _replies(client, [("HDEL", key, name)]))
+
+
+def _at_key(topology: Topology, config: RedisConfig, key: str, call: Callable[[Any], T]) -> T:
+    """Call the server that has a key; if that fails, look for it once more."""
+    try:
+        return _at_key_once(topology, config, key, call)
+    except (StoreUnavailable, StoreTimeout):
+        topology.refresh()
+        return _at_key_once(topology, config, key, call)
+
+
+def _at_key_once(topology: Topology, config: RedisConfig, key: str, call: Callable[[Any], T]) -> T:
+    topology.primaries()  # they are looked up if none is known
+    address = topology.slots[slot_of(key.encode())]
+    if address is None:
+        raise StoreUnavailable(f"{config.shown()}: no server has the slot of {key}")
+    with store_errors(
+        f"{config.shown()}: {address}",
+        "; the user needs +time +hkeys +hget +hset +hdel +pttl +pexpire",
+    ):
+        return call(topology.client(address))
+
+
+def _replies(client: Any, commands: list[tuple[Any, ...]]) -> list[Any]:
+    """Return the replies to several commands; raise if one is an error."""
+    replies = pipelined(client, commands)
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
 
 
 class RedisSubscription:

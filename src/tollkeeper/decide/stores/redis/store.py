@@ -45,7 +45,13 @@ from tollkeeper.decide.stores.redis.health import (
     health,
     server_status,
 )
-from tollkeeper.decide.stores.redis.pubsub import RedisSubscription, publish
+from tollkeeper.decide.stores.redis.pubsub import (
+    RedisSubscription,
+    publish,
+    register,
+    registry_key,
+    unregister,
+)
 from tollkeeper.decide.stores.redis.scripts import RuleScripts
 
 
@@ -316,6 +322,22 @@ class RedisStore:
         self._require_open()
         channel = f"{self.config.prefix}:{topic}"
         return RedisSubscription(self._servers.topology, self.config, channel)
+
+    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> list[str]:
+        """Keep a text for a time, in `<prefix>:<topic>:{names}`; return those of all names.
+
+        Blocks for three round trips; from asyncio, call it with `asyncio.to_thread`. Raises
+        StoreError.
+        """
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        return register(self._servers.topology, self.config, key, name, text, lasts_ns)
+
+    def unregister(self, topic: str, name: str) -> None:
+        """Forget the text of a name. Blocks for a round trip. Raises StoreError."""
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        unregister(self._servers.topology, self.config, key, name)
 
     def close(self) -> None:
         """Close the connections of threads now, and those of event loops in their loops."""
