@@ -589,3 +589,39 @@ def test_a_budget_bounds_what_is_pending(steps: list[tuple[str, str, int, int]])
         else:
             node.gate.spend(subject, count)
         assert node.table.stats().pending_units <= largest.total()
+
+
+def test_the_pending_units_of_one_subject_are_claimed_before_they_are_due() -> None:
+    """Not those of others, not twice, and nothing of a lease."""
+    node = Node("eventual")
+    node.put(10)
+    node.put(10, subject="bob")
+    assert node.gate.claim("ada") is None
+    for cost, subject in ((2, "ada"), (3, "ada"), (4, "bob")):
+        assert node.allows(cost, subject)
+    claim = node.gate.claim("ada")
+    assert claim is not None
+    assert (claim.kind, claim.subject, claim.units) == ("eventual", "ada", 5)
+    assert node.gate.claim("ada") is None
+    assert node.gate.claim("carol") is None
+    assert node.gate.held("ada") == -5
+    node.table.confirm([claim])
+    assert node.gate.held("ada") == 0
+    node.clock.advance_ns(FLUSH_NS)
+    assert [each.subject for each in node.claim()] == ["bob"]
+
+    leased = Node("leased")
+    leased.put(10)
+    assert leased.allows()
+    assert leased.gate.claim("ada") is None
+
+
+def test_a_claim_of_one_subject_that_was_not_confirmed_is_claimed_again() -> None:
+    """Its process may have been killed before it reported."""
+    node = Node("eventual")
+    node.put(10)
+    assert node.allows(2)
+    assert node.gate.claim("ada") is not None
+    assert node.claim(ending=True) == []
+    node.clock.advance_ns(CLAIM_NS + 1)
+    assert [each.units for each in node.claim()] == [2]

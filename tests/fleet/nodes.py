@@ -87,7 +87,7 @@ class NodeOfTest:
     def __init__(self, store: SharedStore, clock: ManualClock, fleet: Fleet | None = None) -> None:
         self.store = FleetStore(store, fleet or Fleet(), clock, owns_store=False)
         self.node: Node = self.store.open_node()
-        self.node.on_work = lambda: None
+        self.node.on_work = self.node.on_urgent = lambda: None
         self.heard = Heard()
         self.node.hints = self.heard
         self._reports = Reports(self.node)

@@ -230,15 +230,34 @@ def test_a_cool_subject_is_answered_in_the_node_and_charged_later() -> None:
     assert found.one.node.counters.charged_units == 49
 
 
-def test_a_budget_is_a_quarter_of_the_room_and_not_renewed_by_a_miss() -> None:
-    """Spent units that are not reported count: the next answer brings no second budget."""
+def test_a_spent_budget_is_reported_before_the_next_one() -> None:
+    """A budget is a quarter of the room. The node's own units count in the authority's answer."""
     found = Fixture("1000/hour", "eventual")
-    found.two.node.live_nodes = lambda: 1
     for _ in range(400):
         assert found.gate.check(KEY, 1).allowed
-    pending = -found.gate.held(KEY)
-    assert pending <= 250
-    assert found.asked() == 400 - pending
+        assert -found.gate.held(KEY) <= 250
+    assert found.asked() == 1
+    assert [each.units for each in found.shared.controlled.reported] == [249]
+    assert found.gate.peek(KEY, 0).remaining == 600
+
+
+def test_a_burst_on_one_node_is_never_over() -> None:
+    """However fast it comes: nothing is due for a report, and yet every unit is counted."""
+    found = Fixture("1000/hour", "eventual")
+    assert sum(found.gate.check(KEY, 1).allowed for _ in range(1_500)) == 1_000
+    assert found.asked() < 510
+
+
+def test_an_answer_without_the_units_of_the_node_brings_no_second_budget() -> None:
+    """If they cannot be reported now, they are subtracted."""
+    found = Fixture("1000/hour", "eventual")
+    for _ in range(250):
+        assert found.gate.check(KEY, 1).allowed
+    claims = found.one.node.table.claim(10, 0, ending=True)  # another process reports them
+    assert [each.units for each in claims] == [249]
+    for _ in range(10):
+        assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == 11
 
 
 def test_from_the_warm_share_on_the_authority_decides() -> None:
@@ -256,15 +275,19 @@ def test_from_the_warm_share_on_the_authority_decides() -> None:
 
 
 def test_a_warm_hint_ends_the_budget_of_another_node() -> None:
-    """Its next check asks the authority; what is pending stays pending."""
+    """Its next check asks the authority, and its charges are reported before they are due."""
     found = Fixture("100/hour", "eventual")
     found.warm_up(found.other, 3)
     assert found.two.node.answers()["r", "eventual"].asked == 1
+    assert found.two.flush() == 0
+    found.strict.check(KEY, 60)
     found.two.node.heard_warm(found.gate.allowance.number, KEY)
     found.two.node.heard_warm(12345, KEY)  # of rules that this node does not have
+    assert found.two.flush() == 1
+    assert found.strict.peek(KEY, 0).remaining == 100 - 3 - 60
     found.warm_up(found.other, 1)
     assert found.two.node.answers()["r", "eventual"].asked == 2
-    assert found.other.held(KEY) == -2
+    assert found.other.held(KEY) == 0
 
 
 def test_a_flush_that_finds_the_subject_warm_tells_the_others() -> None:

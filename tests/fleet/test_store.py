@@ -17,7 +17,7 @@ from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.store import Gate
 from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 from tollkeeper.fleet.gates import NodeGate
-from tollkeeper.fleet.store import FleetStore, deciding, fleet_store_of
+from tollkeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
 from tollkeeper.testing import ManualClock
 
 KEY = "user:42"
@@ -244,7 +244,8 @@ def test_a_cost_that_never_fits_or_a_cancelled_caller_charges_nothing() -> None:
     with pytest.raises(CapacityError):
         one.store.check_together([(leased, KEY, 1), (strict, KEY, 11)])
     assert leased.peek(KEY, 0).remaining == before
-    calls = shared.check_together, one.node.authority.lease
+    authority = one.node.authority
+    calls = JointCalls(shared.check_together, authority.lease, authority.report)
     steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
     next(steps)
     assert leased.peek(KEY, 0).remaining == before - 1
@@ -276,7 +277,8 @@ def test_the_lease_of_a_request_that_failed_is_put_back_at_the_authority() -> No
     for _ in range(6):
         leased.check(KEY, 1)
     strict.check(KEY, 1)
-    calls = shared.check_together, one.node.authority.lease
+    authority = one.node.authority
+    calls = JointCalls(shared.check_together, authority.lease, authority.report)
     steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
     call: Any = next(steps)
     answer = call.function(*call.args)

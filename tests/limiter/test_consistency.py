@@ -156,7 +156,7 @@ REQUEST = Request(user="42", tenant="acme", ip="192.0.2.7")
 
 @pytest.mark.parametrize(
     "consistency",
-    [CONSISTENCIES[::-1], ("leased", "eventual", "leased"), ("leased",) * 3],
+    [CONSISTENCIES, CONSISTENCIES[::-1], ("leased", "eventual", "leased"), ("leased",) * 3],
 )
 def test_rules_of_any_consistency_pass_together_or_cost_nothing(
     consistency: tuple[Consistency, ...],

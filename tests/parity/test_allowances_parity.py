@@ -41,7 +41,11 @@ SUBJECTS = (
     "é" * (SUBJECT_BYTES_MAX // 2),
     "x" * (SUBJECT_BYTES_MAX + 1),
 )
-VERBS = ("spend",) * 8 + ("put",) * 4 + ("deny", "stop", "unspend", "unspend", "claim", "confirm")
+VERBS = (
+    *("spend",) * 8,
+    *("put",) * 4,
+    *("deny", "stop", "unspend", "unspend", "claim", "claim of one", "confirm"),
+)
 
 
 class Engine:
@@ -70,6 +74,10 @@ class Engine:
             return gate.deny(subject, units, random.choice(WAITS_NS))
         if verb == "stop":
             return gate.stop(subject)
+        if verb == "claim of one":
+            claim = gate.claim(subject)
+            self.claims += [claim] if claim is not None else []
+            return claim
         if verb == "unspend":
             return gate.unspend(subject, units, self.charged_ns)
         if verb == "confirm":

@@ -154,6 +154,14 @@ class AllowanceGate(Protocol):
         """
         ...
 
+    def claim(self, subject: str, /) -> UnitClaim | None:
+        """Take the pending units of a subject, due or not, to report them now.
+
+        None if there are none, or if another claim of them is being reported. Confirm it as any
+        other.
+        """
+        ...
+
     def fast_check(self, fallback: Callable[..., Decision], /) -> FastCheck | None:
         """Return a compiled check, or None if the table has none.
 
@@ -266,6 +274,21 @@ class _Allowance:
         # A longer one is an error: of the file after a power cut, or of a clock that a test set.
         return 0 < denied_ns <= DENIED_NS_MAX and cost >= self.denied_cost
 
+    def claim_pending(self, number: int, subject: str, now_ns: int) -> UnitClaim | None:
+        """Claim the units of a budget; None if there are none, or if they are being reported."""
+        if self.claimed:
+            if now_ns < self.claimed_at_ns + CLAIM_NS:
+                return None
+        elif self.pending:
+            self.claimed_spent_ns = self.first_ns + (self.last_ns - self.first_ns) // 2
+            self.claimed, self.pending = self.pending, 0
+        else:
+            return None
+        # Also the claim's token, so no two claims of a record have the same.
+        self.claimed_at_ns = max(now_ns, self.claimed_at_ns + 1)
+        age_ns = max(now_ns - self.claimed_spent_ns, 0)
+        return UnitClaim(number, "eventual", subject, self.claimed, 0, age_ns, self.claimed_at_ns)
+
     def is_idle(self, now_ns: int) -> bool:
         """Return True if the record may be dropped."""
         is_live = self.left and now_ns < self.until_ns
@@ -341,27 +364,11 @@ class PythonAllowances:
                             UnitClaim(number, "leased", subject, record.left, ends_ns, 0, 0)
                         )
                         record.left = 0
-                elif self._claim_pending(record, now_ns, flush_ns, ending=ending):
-                    age_ns = max(now_ns - record.claimed_spent_ns, 0)
-                    units, token = record.claimed, record.claimed_at_ns
-                    claims.append(UnitClaim(number, "eventual", subject, units, 0, age_ns, token))
+                elif ending or record.claimed or now_ns >= record.first_ns + flush_ns:
+                    claim = record.claim_pending(number, subject, now_ns)
+                    if claim is not None:
+                        claims.append(claim)
         return claims
-
-    def _claim_pending(
-        self, record: _Allowance, now_ns: int, flush_ns: int, *, ending: bool
-    ) -> bool:
-        """Claim the units of a budget; return False if none are due."""
-        if record.claimed:
-            if now_ns < record.claimed_at_ns + CLAIM_NS:
-                return False
-        elif record.pending and (ending or now_ns >= record.first_ns + flush_ns):
-            record.claimed_spent_ns = record.first_ns + (record.last_ns - record.first_ns) // 2
-            record.claimed, record.pending = record.pending, 0
-        else:
-            return False
-        # Also the claim's token, so no two claims of a record have the same.
-        record.claimed_at_ns = max(now_ns, record.claimed_at_ns + 1)
-        return True
 
     def confirm(self, claims: Sequence[UnitClaim]) -> None:
         """Forget claims that were reported."""
@@ -557,6 +564,16 @@ class PythonAllowanceGate:
             left, record.left, record.denied_until_ns = record.left, 0, 0
             record.until_ns = 0  # units that are put back later go to the authority
             return Replaced(left, record.ends_store_ns) if record.leased and left else None
+
+    def claim(self, subject: str) -> UnitClaim | None:
+        """Take the pending units of a subject."""
+        table = self._table
+        now_ns = table.clock.now_ns()
+        with table.lock:
+            record = table.find(self.number, subject)
+            if record is None or record.leased:
+                return None
+            return record.claim_pending(self.number, subject, now_ns)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: there is no compiled check."""

@@ -5,8 +5,9 @@ as fast as a check in memory. If the table has no answer, the authority decides:
 
 - `leased`: the same call asks for a lease. Only one check of a subject asks for a lease at a time;
   the others are ordinary checks.
-- `eventual`: an ordinary check. Its decision tells how much of the limit is used, and the node may
-  then admit a part of the rest before it reports.
+- `eventual`: the node first reports what it has admitted of this subject, because the authority
+  would not count it. Then an ordinary check: its decision tells how much of the limit is used, and
+  the node may admit a part of the rest before it reports.
 
 The logic is written once as steps (`core/steps.py`); the gates for threads and for asyncio drive
 it. Every failure loses units at most: a lease that comes back too late is given back, and one whose
@@ -22,17 +23,23 @@ from typing import Any
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.model import Decision, Limits, decision_with
 from tollkeeper.core.steps import Call, Steps, Undo, run, run_async
-from tollkeeper.decide.allowances import ALLOWANCE_UNITS_MAX, AllowanceKind, Replaced
+from tollkeeper.decide.allowances import (
+    ALLOWANCE_UNITS_MAX,
+    AllowanceKind,
+    Replaced,
+    UnitClaim,
+)
 from tollkeeper.decide.leasing import (
     NO_LEASE,
     GiveBack,
+    LateCharge,
     Lease,
     LeaseCheck,
     LeasedAnswer,
     LeaseTerms,
     lifetime_ns,
 )
-from tollkeeper.decide.store import AnyGate, FastCheck
+from tollkeeper.decide.store import Answer, AnyGate, FastCheck
 from tollkeeper.fleet.node import Node
 
 
@@ -41,12 +48,12 @@ class NodeGate:
 
     __slots__ = (
         "_capacity",
-        "_known",
         "_lifetime_ns",
         "_spend",
         "allowance",
         "gate",
         "kind",
+        "known",
         "limits",
         "node",
     )
@@ -60,8 +67,8 @@ class NodeGate:
         self.gate = gate
         self.kind = kind
         self._lifetime_ns = lifetime_ns(limits, node.fleet.lease_ns)
-        self._known = node.known(limits, rule, kind, self._lifetime_ns, gate)
-        self.allowance = self._known.allowance
+        self.known = node.known(limits, rule, kind, self._lifetime_ns, gate)
+        self.allowance = self.known.allowance
         self._spend = self.allowance.spend
         self._capacity = min(limit.capacity for limit in limits)
 
@@ -91,6 +98,10 @@ class NodeGate:
 
         `lease` and `report` are those of the authority, for threads or for asyncio.
         """
+        if self.kind == "eventual" and (yield from reporting(report, [(self, subject)])):
+            admitted = self.spent(subject, cost)  # the answer to the report renews the budget
+            if admitted is not None:
+                return admitted
         terms = self.terms(subject)
         asked_ns = self.node.now_ns()
         if terms.wanted:
@@ -128,7 +139,7 @@ class NodeGate:
 
     def keep(self, subject: str, cost: int, answer: tuple[Decision, Lease], asked_ns: int) -> None:
         """Keep an answer of the authority; see Node.keep."""
-        self.node.keep(self._known, subject, cost, answer, asked_ns)
+        self.node.keep(self.known, subject, cost, answer, asked_ns)
 
     # ── The other verbs ────────────────────────────────────────────────────────────────────────
 
@@ -138,6 +149,13 @@ class NodeGate:
             return self.allowance.held(subject)
         except StoreError:
             return 0
+
+    def claim(self, subject: str) -> UnitClaim | None:
+        """Take the pending charges of a subject, to report them."""
+        try:
+            return self.allowance.claim(subject)
+        except StoreError:
+            return None
 
     def stop(self, subject: str) -> Replaced | None:
         """End the allowance of a subject; return the units of a lease that are left."""
@@ -204,7 +222,7 @@ class FleetGate(NodeGate):
         """Return the table's compiled check, or None."""
         found = self.allowance.fast_check(fallback)
         if found is not None:
-            self._known.fast_checks.append(found)
+            self.known.fast_checks.append(found)
         return found
 
     def peek(self, subject: str, cost: int) -> Decision:
@@ -254,6 +272,26 @@ class AsyncFleetGate(NodeGate):
     async def reset(self, subject: str) -> None:
         """See FleetGate.reset."""
         await run_async(self.resetting(subject))
+
+
+def reporting(report: Callable[..., Any], checks: Sequence[tuple[NodeGate, str]]) -> Steps[bool]:
+    """Report the pending charges of these subjects now; return True if there were any."""
+    claimed = [
+        (gate, claim)
+        for gate, subject in checks
+        if gate.kind == "eventual" and (claim := gate.claim(subject)) is not None
+    ]
+    if not claimed:
+        return False
+    node = claimed[0][0].node
+    sent_ns = node.now_ns()
+    charges = [
+        LateCharge(gate.gate, each.subject, each.units, each.age_ns) for gate, each in claimed
+    ]
+    answers: list[Answer] = yield Call(report, charges)
+    for (gate, claim), answer in zip(claimed, answers, strict=True):
+        node.keep_charged(gate.known, claim, answer, sent_ns)
+    return True
 
 
 def leasing(

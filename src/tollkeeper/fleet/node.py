@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -27,16 +28,19 @@ from tollkeeper.decide.allowances import (
     AllowanceKind,
     Allowances,
     Replaced,
+    UnitClaim,
 )
 from tollkeeper.decide.fleet_monitor import NodeAnswers, ReportCounts
-from tollkeeper.decide.leasing import Authority, GiveBack, Lease
-from tollkeeper.decide.store import AnyGate, FastCheck
+from tollkeeper.decide.leasing import NO_LEASE, Authority, GiveBack, Lease
+from tollkeeper.decide.store import Answer, AnyGate, FastCheck
 from tollkeeper.fleet.settings import Fleet
 
 # Limits whose gates are known by number: more than a document has, at any load, in two versions.
 GATES_MAX: Final = 8_192
 # Give-backs that wait for the thread. The units of others stay charged until their lease ends.
 REPLACED_MAX: Final = 10_000
+# Subjects that became warm elsewhere; the charges of others are reported when they are due.
+WARMED_MAX: Final = 10_000
 # A subject that stays warm is told to other nodes again after this time.
 HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
@@ -136,8 +140,12 @@ class Node:
         """Subjects for which this process is asking for a lease."""
         self.replaced: deque[GiveBack] = deque()
         """Units of leases that were replaced, to be given back."""
+        self.warmed: deque[tuple[KnownGate, str]] = deque()
+        """Subjects whose pending charges are reported before they are due."""
         self.on_work: Callable[[], None] = _nothing
-        """Called when there is something to report."""
+        """Called when there will be something to report."""
+        self.on_urgent: Callable[[], None] = _nothing
+        """Called when there is something to report at once."""
         self._hinted: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
         _nodes.add(self)
@@ -173,6 +181,15 @@ class Node:
         with self._lock:
             return [self.replaced.popleft() for _ in range(min(len(self.replaced), count))]
 
+    def claims(self, count: int, *, ending: bool) -> list[UnitClaim]:
+        """Take up to `count` claims from the table, those of warm subjects first."""
+        with self._lock:
+            warmed = [self.warmed.popleft() for _ in range(min(len(self.warmed), count))]
+        claims = [known.allowance.claim(subject) for known, subject in warmed]
+        found = [claim for claim in claims if claim is not None]
+        left = count - len(found)
+        return found + (self.table.claim(left, self.fleet.flush_ns, ending=ending) if left else [])
+
     # ── Answers of the authority ───────────────────────────────────────────────────────────────
 
     def keep(
@@ -203,6 +220,33 @@ class Node:
         self._put(known, subject, cost, (decision, lease))
         denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
         self.tell_denied(number, subject, cost, denied_ns)
+
+    def keep_charged(
+        self, known: KnownGate, claim: UnitClaim, answer: Answer, sent_ns: int
+    ) -> None:
+        """Confirm a late charge that was reported, and keep the new budget that the answer gives.
+
+        A charge that failed is claimed again later.
+        """
+        counters = self.counters
+        if isinstance(answer, StoreError):
+            counters.failed += 1
+            return
+        counters.reports += 1
+        counters.charged_units += claim.units
+        with suppress(StoreError):  # the table is lost
+            self.table.confirm([claim])
+            self._note_divergence(known, claim.subject, answer)
+        self.keep(known, claim.subject, 0, (answer, NO_LEASE), sent_ns)
+
+    def _note_divergence(self, known: KnownGate, subject: str, decision: Decision) -> None:
+        """Compare what the node thinks is left with the authority's answer."""
+        number = known.allowance.number
+        expected = known.allowance.spend(subject, 0)
+        if expected is not None and expected.allowed:
+            self.looks[number] = self.looks.get(number, 0) + 1
+            difference = expected.remaining - (decision.remaining + known.allowance.held(subject))
+            self.counters.divergence_units += abs(difference)
 
     def _put(
         self, known: KnownGate, subject: str, cost: int, answer: tuple[Decision, Lease]
@@ -241,10 +285,13 @@ class Node:
         self.hints.warm(gate, subject)
 
     def heard_warm(self, gate: int, subject: str) -> None:
-        """End the budget of a subject that another node found warm."""
+        """End the budget of a subject that another node found warm; report its charges at once."""
         known = self.gates.get(gate)
         if known is not None and known.kind == "eventual":
             known.allowance.stop(subject)
+            if len(self.warmed) < WARMED_MAX and known.allowance.held(subject):
+                self.warmed.append((known, subject))
+                self.on_urgent()
 
     def heard_denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
         """Deny a subject as another node has learned."""
@@ -307,6 +354,7 @@ class Node:
         self._lock = threading.Lock()
         self.leasing.clear()
         self.replaced.clear()
+        self.warmed.clear()
         self._hinted.clear()
         if self.fleet.store.startswith("memory://"):
             self._forget_allowances()

@@ -26,10 +26,9 @@ from typing import Any, Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Call, Steps, run
 from tollkeeper.decide.allowances import UnitClaim
-from tollkeeper.decide.leasing import NO_LEASE, GiveBack, LateCharge, Report
+from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
 from tollkeeper.decide.store import Answer
 from tollkeeper.fleet.node import KnownGate, Node
 
@@ -62,8 +61,7 @@ class Reports:
             (each, None) for each in node.taken_back(BATCH_MAX)
         ]
         count = BATCH_MAX - len(batch)
-        claims = node.table.claim(count, node.fleet.flush_ns, ending=ending) if count else []
-        for claim in claims:
+        for claim in node.claims(count, ending=ending):
             known = node.gates.get(claim.gate)
             if known is None:  # of rules that were replaced many times since
                 node.counters.lost_units += claim.units
@@ -87,34 +85,20 @@ class Reports:
         answers: Sequence[Answer],
         sent_ns: int,
     ) -> None:
-        """Confirm what was reported, and keep what the authority says."""
+        """Confirm the charges, keep what the authority says of them, and count the rest."""
         node, counters = self._node, self._node.counters
-        charged: list[tuple[UnitClaim, Decision]] = []
         for (report, claim), answer in zip(batch, answers, strict=True):
-            failed = isinstance(answer, StoreError)
-            counters.failed += failed
-            counters.reports += not failed
-            if isinstance(report, GiveBack):
-                # Not again: the authority may have counted it, and would admit too much.
-                counters.lost_units += failed * report.units
-                counters.returned_units += (not failed) * report.units
-            elif claim is not None and not isinstance(answer, StoreError):
-                counters.charged_units += claim.units
-                charged.append((claim, answer))
-        node.table.confirm([claim for claim, _ in charged])
-        for claim, decision in charged:
-            known = node.gates.get(claim.gate)
-            if known is not None:
-                self._note_divergence(known, claim.subject, decision)
-                node.keep(known, claim.subject, 0, (decision, NO_LEASE), sent_ns)
-
-    def _note_divergence(self, known: KnownGate, subject: str, decision: Decision) -> None:
-        looks, number = self._node.looks, known.allowance.number
-        expected = known.allowance.spend(subject, 0)
-        if expected is not None and expected.allowed:
-            looks[number] = looks.get(number, 0) + 1
-            difference = expected.remaining - (decision.remaining + known.allowance.held(subject))
-            self._node.counters.divergence_units += abs(difference)
+            if isinstance(report, LateCharge):
+                assert claim is not None, "it was claimed"  # noqa: S101 - ours
+                node.keep_charged(node.gates[claim.gate], claim, answer, sent_ns)
+            # A give-back is not repeated: the authority may have counted it, and would admit too
+            # much.
+            elif isinstance(answer, StoreError):
+                counters.failed += 1
+                counters.lost_units += report.units
+            else:
+                counters.reports += 1
+                counters.returned_units += report.units
 
 
 def _report_of(known: KnownGate, claim: UnitClaim) -> Report:
@@ -132,9 +116,11 @@ class ReportThread:
         half_s = node.fleet.flush_ns / 2 / NS_PER_SECOND
         self._round_s = min(max(half_s, ROUND_S_MIN), ROUND_S_MAX)
         self._stopped = threading.Event()
+        self._woken = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         node.on_work = self.start
+        node.on_urgent = self._wake
         _threads.add(self)
 
     def start(self) -> None:
@@ -145,11 +131,15 @@ class ReportThread:
             if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(
                     target=_report,
-                    args=(weakref.ref(self), self._stopped, self._round_s),
+                    args=(weakref.ref(self), self._stopped, self._woken, self._round_s),
                     name="tollkeeper-reports",
                     daemon=True,
                 )
                 self._thread.start()
+
+    def _wake(self) -> None:
+        self._woken.set()
+        self.start()
 
     def round(self) -> None:
         """Report what is due."""
@@ -163,6 +153,7 @@ class ReportThread:
         if self._stopped.is_set():
             return
         self._stopped.set()
+        self._woken.set()
         until_s = time.monotonic() + CLOSE_S_MAX
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -183,13 +174,21 @@ class ReportThread:
         self._thread = None
         if not self._stopped.is_set():
             self._stopped = threading.Event()
+            self._woken = threading.Event()
 
 
-def _report(thread: weakref.ref[ReportThread], stopped: threading.Event, round_s: float) -> None:
+def _report(
+    thread: weakref.ref[ReportThread],
+    stopped: threading.Event,
+    woken: threading.Event,
+    round_s: float,
+) -> None:
     """Report in rounds. Between them, nothing keeps the node from being garbage."""
-    while not stopped.wait(round_s):
+    while True:
+        woken.wait(round_s)
+        woken.clear()
         found = thread()
-        if found is None:
+        if found is None or stopped.is_set():
             return
         found.round()
         del found

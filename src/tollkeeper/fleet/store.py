@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import ConfigError, StoreError
@@ -45,7 +45,7 @@ from tollkeeper.decide.store import (
 )
 from tollkeeper.decide.stores import open_fallback_store
 from tollkeeper.fleet.agent import NodeAgent
-from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing
+from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing, reporting
 from tollkeeper.fleet.node import FleetCounters, Node
 from tollkeeper.fleet.reports import ReportThread
 from tollkeeper.fleet.settings import Fleet
@@ -198,7 +198,8 @@ class FleetStore:
         """Check several subjects; all pass or none is charged."""
         if not _has_node_gate(checks):
             return self._store.check_together(checks, optional)
-        calls = self._store.check_together, self.open_node().authority.lease
+        authority = self.open_node().authority
+        calls = JointCalls(self._store.check_together, authority.lease, authority.report)
         return run(deciding(calls, checks, optional))
 
     async def check_together_async(
@@ -208,8 +209,10 @@ class FleetStore:
         assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
         if not _has_node_gate(checks):
             return await self._async_store.check_together_async(checks, optional)
-        lease = self.open_node().authority.lease_async
-        calls = self._async_store.check_together_async, lease
+        authority = self.open_node().authority
+        calls = JointCalls(
+            self._async_store.check_together_async, authority.lease_async, authority.report_async
+        )
         return await run_async(deciding(calls, checks, optional))
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
@@ -263,13 +266,18 @@ def _has_node_gate(checks: Sequence[tuple[Any, str, int]]) -> bool:
     return False
 
 
-_Calls = tuple[Callable[..., Any], Callable[..., Any]]
+class JointCalls(NamedTuple):
+    """The calls that a check of several subjects makes, for threads or for asyncio."""
+
+    check_together: Callable[..., Any]
+    lease: Callable[..., Any]
+    report: Callable[..., Any]
 
 
 def deciding(
-    calls: _Calls, checks: Sequence[tuple[Any, str, int]], optional: Container[int]
+    calls: JointCalls, checks: Sequence[tuple[Any, str, int]], optional: Container[int]
 ) -> Steps[list[Answer]]:
-    """Decide checks of any consistency. `calls` are check_together and lease."""
+    """Decide checks of any consistency: all pass, or none is charged."""
     spent: list[_Spent] = []
     rest: list[int] = []
     for at, (gate, subject, cost) in enumerate(checks):
@@ -300,7 +308,7 @@ def deciding(
 
 
 def _asking(
-    calls: _Calls,
+    calls: JointCalls,
     checks: Sequence[tuple[Any, str, int]],
     rest: Sequence[int],
     optional: Container[int],
@@ -308,7 +316,10 @@ def _asking(
     """Let the authority decide the checks at these positions; keep what it says in the table."""
     if not rest:
         return {}
-    check_together, lease = calls
+    gates = [(gate, subject) for gate, subject, _ in (checks[at] for at in rest)]
+    own = [(gate, subject) for gate, subject in gates if isinstance(gate, NodeGate)]
+    with suppress(StoreError):  # then the checks fail too
+        yield from reporting(calls.report, own)
     asked: list[tuple[NodeGate | None, LeaseCheck]] = []
     for at in rest:
         gate, subject, cost = checks[at]
@@ -320,10 +331,10 @@ def _asking(
     clock = next((gate.node.now_ns for gate, _ in asked if gate is not None), None)
     asked_ns = 0 if clock is None else clock()
     if any(check.terms.wanted for _, check in asked):
-        found: list[LeasedAnswer] = yield from leasing(lease, asked, may_fail)
+        found: list[LeasedAnswer] = yield from leasing(calls.lease, asked, may_fail)
     else:
         plain = [check[:3] for _, check in asked]
-        looked: list[Answer] = yield Call(check_together, plain, may_fail)
+        looked: list[Answer] = yield Call(calls.check_together, plain, may_fail)
         found = [each if isinstance(each, StoreError) else (each, NO_LEASE) for each in looked]
     passes = all(
         place in may_fail if isinstance(each, StoreError) else each[0].allowed

@@ -702,6 +702,27 @@ tk_status tk_claim_units(tk_table *table, const tk_claiming *claiming, tk_claim 
     return tk_settled(table, TK_OK);
 }
 
+tk_status tk_claim_pending(tk_table *table, const tk_allowance_gate *gate,
+                           const tk_subject *subject, int64_t now_ns, tk_claim *claim)
+{
+    segment *s = segment_of(table, subject->hash);
+    tk_status status = tk_lock_try(table, &s->lock);
+    *claim = (tk_claim){.units = 0};
+    if (status != TK_OK)
+        return status;
+    record *r = find(table, s, gate->number, subject);
+    if (r != NULL && !r->leased) {
+        units has = units_of(r);
+        tk_claiming claiming = {.now_ns = now_ns, .ending = true};
+        mark(table, s, r);
+        s->due_ns = tk_min(s->due_ns, now_ns + CLAIM_NS);
+        int64_t due = has.pending + has.claimed > 0 ? take_due(r, has, &claiming) : 0;
+        if (due > 0)
+            fill_claim(r, due, now_ns, claim);
+    }
+    return unlock(table, s);
+}
+
 tk_status tk_confirm(tk_table *table, uint64_t number, const tk_subject *subject, int64_t token)
 {
     segment *s = segment_of(table, subject->hash);

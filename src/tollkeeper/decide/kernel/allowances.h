@@ -80,6 +80,9 @@ typedef struct {
 /* Claim up to `most` units; return how many in `count`. Takes every lock in turn and waits. */
 tk_status tk_claim_units(tk_table *table, const tk_claiming *claiming, tk_claim *claims,
                          size_t most, size_t *count);
+/* Claim the pending units of one subject, due or not; 0 units if there are none. */
+tk_status tk_claim_pending(tk_table *table, const tk_allowance_gate *gate,
+                           const tk_subject *subject, int64_t now_ns, tk_claim *claim);
 tk_status tk_confirm(tk_table *table, uint64_t number, const tk_subject *subject, int64_t token);
 
 /* As tk_wait. */

@@ -45,17 +45,21 @@ static void allowances_dealloc(allowances_object *self)
     tk_table_dealloc(&self->table);
 }
 
+static PyObject *claim_as_tuple(const tk_claim *claim)
+{
+    PyObject *subject = PyUnicode_DecodeUTF8(claim->subject, claim->length, "replace");
+    if (subject == NULL)
+        return NULL;
+    return Py_BuildValue("(KsNLLLL)", claim->number, claim->leased ? "leased" : "eventual", subject,
+                         (long long)claim->units, (long long)claim->ends_store_ns,
+                         (long long)claim->age_ns, (long long)claim->token);
+}
+
 static PyObject *claims_as_list(const tk_claim *claims, size_t count)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        const tk_claim *each = &claims[i];
-        PyObject *subject = PyUnicode_DecodeUTF8(each->subject, each->length, "replace");
-        PyObject *item =
-            subject ? Py_BuildValue("(KsNLLLL)", each->number, each->leased ? "leased" : "eventual",
-                                    subject, (long long)each->units, (long long)each->ends_store_ns,
-                                    (long long)each->age_ns, (long long)each->token)
-                    : NULL;
+        PyObject *item = claim_as_tuple(&claims[i]);
         if (item == NULL)
             Py_CLEAR(list);
         else
@@ -452,6 +456,26 @@ static PyObject *gate_stop(gate_object *self, PyObject *text)
     return returned_units(self, status, &returned);
 }
 
+static PyObject *gate_claim(gate_object *self, PyObject *args)
+{
+    PyObject *text, *now;
+    tk_subject subject;
+    tk_status status;
+    tk_claim claim;
+    int64_t now_ns;
+    if (!PyArg_ParseTuple(args, "UO", &text, &now) ||
+        !read_call(self, text, now, &subject, &now_ns))
+        return NULL;
+    do
+        status = tk_claim_pending(self->table->table, &self->gate, &subject, now_ns, &claim);
+    while (try_again(self, &subject, &status));
+    if (status != TK_OK)
+        return tk_raise_status(self->table, status);
+    if (claim.units == 0)
+        Py_RETURN_NONE;
+    return claim_as_tuple(&claim);
+}
+
 static PyObject *gate_counted(gate_object *self, PyObject *unused)
 {
     (void)unused;
@@ -469,6 +493,7 @@ static PyMethodDef gate_methods[] = {
     {"put", (PyCFunction)gate_put, METH_VARARGS, "put(subject, cost, lease, answer, now_ns)"},
     {"deny", (PyCFunction)gate_deny, METH_VARARGS, "deny(subject, cost, lasts_ns, now_ns)"},
     {"stop", (PyCFunction)gate_stop, METH_O, "End the allowance of a subject."},
+    {"claim", (PyCFunction)gate_claim, METH_VARARGS, "claim(subject, now_ns): pending units"},
     {"counted", (PyCFunction)gate_counted, METH_NOARGS,
      "How many calls were answered here: allowed and denied."},
     {NULL, NULL, 0, NULL},

@@ -333,5 +333,9 @@ class KernelAllowanceGate:
         replaced = self._gate.stop(subject)
         return replaced and Replaced(*replaced)
 
+    def claim(self, subject: str) -> UnitClaim | None:
+        claim = self._gate.claim(subject, self._table.now_ns())
+        return claim and UnitClaim(*claim)
+
     def counted(self) -> tuple[int, int]:
         return self._gate.counted()
