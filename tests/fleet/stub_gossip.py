@@ -56,6 +56,11 @@ class StubGossip:
         """See GossipTransport."""
         return 1
 
+    @property
+    def node(self) -> int:
+        """See GossipTransport."""
+        return 1
+
     def live_nodes(self) -> int:
         """See GossipTransport."""
         return self.live

@@ -156,6 +156,22 @@ def test_payloads_pass_through() -> None:
         assert agent.ask(b"yes") == b"YES"
 
 
+def test_the_process_is_told_when_it_leads_and_in_each_turn() -> None:
+    """With the node's id before gossip starts; with None at the end and in a forked child."""
+    with agents("memory://") as [(agent, opened)]:
+        told: list[int | None] = []
+        turns: list[None] = []
+        agent.on_lead, agent.on_turn = told.append, lambda: turns.append(None)
+        until(lambda: bool(turns), "the agent has had a turn", WAIT_S)
+        agent.close()
+        assert told == [None]
+        agent.start()
+        assert told == [None, opened.opened[1].node]
+        agent.close()
+        agent.forked()
+        assert told[2:] == [None, None]
+
+
 def test_gossip_that_cannot_start_is_an_error_at_the_start(table: str, tmp_path: Path) -> None:
     """The process would have been the agent, and it leaves no socket behind."""
     opened = GossipOpener()

@@ -36,6 +36,7 @@ class Wire:
         self.node, self._nodes = node, nodes
         self.agent: NodeTotals | None = None
         self.asked = 0
+        self.charges = OutageCharges()
         self.sent: list[tuple[int, bytes]] = []
 
     def publish(self, payload: bytes) -> int | None:
@@ -57,6 +58,13 @@ class Wire:
                     totals.on_payloads([ReceivedPayload(node, 1, payload)])
 
 
+def totals_of(wire: Wire, clock: ManualClock, nodes: int = 1) -> NodeTotals:
+    def note(checks: Sequence[LocalCheck]) -> None:
+        wire.charges.note(checks, clock.now_ns())
+
+    return NodeTotals(wire, clock.now_ns, nodes, note)
+
+
 class Nodes:
     """Three nodes of one process each."""
 
@@ -65,7 +73,7 @@ class Nodes:
         self.totals: dict[int, NodeTotals] = {}
         self.wires = [Wire(node, self.totals) for node in range(1, count + 1)]
         for wire in self.wires:
-            self.totals[wire.node] = NodeTotals(wire, clock)
+            self.totals[wire.node] = totals_of(wire, clock)
         for node, totals in self.totals.items():
             totals.lead(node)
             totals.on_changes([MemberChange(each, True) for each in self.totals if each != node])
@@ -96,7 +104,7 @@ def test_one_busy_node_gets_more_than_a_share_and_all_get_no_more_than_the_limit
     for _ in range(20):
         nodes.talk(0.5)
         nodes.admit(1, 100)
-    first = sum(charge.units for charge in nodes.totals[1].charges.take(100))
+    first = sum(charge.units for charge in nodes.wires[0].charges.take(100))
     assert 35 <= first <= 41  # the ceiling, and what one limit refills in ten seconds
     others = 0
     for _ in range(20):
@@ -110,7 +118,7 @@ def test_another_process_of_the_node_asks_the_agent(clock: ManualClock) -> None:
     nodes = Nodes(clock)
     wire = Wire(1, nodes.totals)
     wire.agent = nodes.totals[1]
-    worker = NodeTotals(wire, clock)
+    worker = totals_of(wire, clock)
     check = LocalCheck(LIMITS, "api", "user:ann", 15)
     [decision] = worker.decide([check], spend=True) or []
     assert (decision.allowed, decision.remaining, decision.rule) == (True, 5, "api")
@@ -119,16 +127,16 @@ def test_another_process_of_the_node_asks_the_agent(clock: ManualClock) -> None:
     [denied] = worker.decide([check], spend=True) or []
     assert not denied.allowed
     assert denied.retry_after > 0
-    assert [each.units for each in nodes.totals[1].charges.take(9)] == [5]
-    assert len(worker.charges) == 0
+    assert [each.units for each in nodes.wires[0].charges.take(9)] == [5]
+    assert len(wire.charges) == 0
     worker.note_admitted([check])
-    assert [each.units for each in worker.charges.take(9)] == [15]
+    assert [each.units for each in wire.charges.take(9)] == [15]
 
 
 def test_an_agent_that_does_not_answer_is_not_asked_for_a_second(clock: ManualClock) -> None:
     """A dead agent must not delay every request."""
     wire = Wire(1, {})
-    worker = NodeTotals(wire, clock)
+    worker = totals_of(wire, clock)
     check = [LocalCheck(LIMITS, "api", "user:ann", 1)]
     for _ in range(5):
         assert worker.decide(check, spend=True) is None
@@ -141,14 +149,13 @@ def test_an_agent_that_does_not_answer_is_not_asked_for_a_second(clock: ManualCl
 
 def test_a_process_that_leads_no_longer_asks(clock: ManualClock) -> None:
     """Its totals are gone, and the totals of a forked child are its parent's."""
-    for change in (NodeTotals.follow, NodeTotals.forked):
-        nodes = Nodes(clock)
-        change(nodes.totals[1])
-        check = [LocalCheck(LIMITS, "api", "user:ann", 1)]
-        assert nodes.totals[1].decide(check, spend=True) is None
-        assert nodes.wires[0].asked == 1
-        nodes.totals[1].publish()
-        assert nodes.totals[1].answer(question_of(check, spend=True)) == b"null"
+    nodes = Nodes(clock)
+    nodes.totals[1].lead(None)
+    check = [LocalCheck(LIMITS, "api", "user:ann", 1)]
+    assert nodes.totals[1].decide(check, spend=True) is None
+    assert nodes.wires[0].asked == 1
+    nodes.totals[1].publish()
+    assert nodes.totals[1].answer(question_of(check, spend=True)) == b"null"
 
 
 def test_the_bytes_of_payloads_are_bounded(clock: ManualClock) -> None:

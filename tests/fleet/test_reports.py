@@ -14,6 +14,7 @@ from tests.redis_servers.waiting import until
 from tollkeeper import Fleet, StoreUnavailable
 from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.allowances import CLAIM_NS
+from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.leasing import GiveBack, LateCharge
 from tollkeeper.fleet import reports
 from tollkeeper.fleet.gates import NodeGate
@@ -93,6 +94,43 @@ def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> No
     clock.advance_ns(2 * CLAIM_NS)
     assert node.flush() == 0
     assert all(isinstance(each, GiveBack) for each in shared.controlled.reported)
+
+
+def test_what_was_admitted_in_an_outage_is_charged_once_the_authority_is_back() -> None:
+    """Each unit once, with its age; while the authority is away, one attempt a second."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    node = NodeOfTest(shared, clock)
+    shared.controlled.fails = StoreUnavailable("away")
+    for _ in range(3):
+        node.node.note_admitted([LocalCheck(LIMITS, "r", KEY, 10)])
+        clock.advance(10)
+        assert node.flush() > 0
+        assert node.flush() == 0
+    assert {each.units for each in shared.controlled.reported} == {10}
+    shared.controlled.fails = None
+    shared.controlled.reported.clear()
+    clock.advance(1)
+    assert node.flush() == 3
+    assert [(each.units, each.age_ns) for each in late(shared)] == [
+        (10, seconds * 10**9) for seconds in (31, 21, 11)
+    ]
+    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 970 + 1000 * 31 // 3600
+    clock.advance(10)
+    assert node.flush() == 0
+    assert node.node.counters.charged_units == 30
+
+
+def late(shared: SharedStore) -> list[LateCharge]:
+    return [each for each in shared.controlled.reported if isinstance(each, LateCharge)]
+
+
+def test_a_forked_process_does_not_charge_what_its_parent_admitted() -> None:
+    """The parent does."""
+    _, _, node = spending_node("leased", count=0)
+    node.node.note_admitted([LocalCheck(LIMITS, "r", KEY, 10)])
+    node.node.forked()
+    assert node.flush() == 0
 
 
 def test_an_authority_that_raises_fails_the_whole_batch() -> None:

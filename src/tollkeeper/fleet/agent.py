@@ -105,6 +105,11 @@ class NodeAgent:
         self.on_changes: Callable[[list[MemberChange]], None] | None = None
         self.on_question: Callable[[bytes], bytes | None] | None = None
         """Answers the questions of the node's other processes, in the agent's thread."""
+        self.on_lead: Callable[[int | None], None] | None = None
+        """Called with the node's id in gossip before this process becomes the agent; with None when
+        it is the agent no longer, also in a forked child."""
+        self.on_turn: Callable[[], None] | None = None
+        """Called in each turn of the agent."""
         self._node = node
         self._registry = registry
         self._open_gossip = open_gossip
@@ -158,6 +163,8 @@ class NodeAgent:
         gossip, self._gossip = self._gossip, None
         if gossip is not None:
             gossip.stop()
+        if self.on_lead is not None:
+            self.on_lead(None)
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -168,6 +175,8 @@ class NodeAgent:
         self._gossip = self._thread = None
         self._questions = {}
         self._stopping = threading.Event()
+        if self.on_lead is not None:
+            self.on_lead(None)
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.abandon()
@@ -196,6 +205,8 @@ class NodeAgent:
             on_payloads=self._pass_payloads,
             on_changes=self._pass_changes,
         )
+        if self.on_lead is not None:
+            self.on_lead(gossip.node)
         gossip.start()
         self._gossip = gossip
 
@@ -231,6 +242,8 @@ class NodeAgent:
             return
         gossip.set_status(self._status())
         self._live = gossip.live_nodes()
+        if self.on_turn is not None:
+            self.on_turn()
         if self._processes is not None:
             self._processes.send_all(_KNOWN + self._encoded_nodes())
 

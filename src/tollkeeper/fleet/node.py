@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -30,9 +30,11 @@ from tollkeeper.decide.allowances import (
     Replaced,
     UnitClaim,
 )
+from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.fleet_monitor import NodeAnswers, ReportCounts
 from tollkeeper.decide.leasing import NO_LEASE, Authority, GiveBack, Lease
-from tollkeeper.decide.store import Answer, AnyGate, FastCheck
+from tollkeeper.decide.store import Answer, AnyGate, FastCheck, Gate
+from tollkeeper.fleet.outage import OutageCharges
 from tollkeeper.fleet.settings import Fleet
 
 # Limits whose gates are known by number: more than a document has, at any load, in two versions.
@@ -123,6 +125,8 @@ class Node:
 
     def __init__(self, fleet: Fleet, clock: Clock, table: Allowances, authority: Authority) -> None:
         self.fleet = fleet
+        self.make_gate: Callable[[Limits, str], Gate] | None = None
+        """Prepares the limits of a rule at the authority, for charges of an outage."""
         self.now_ns = clock.now_ns
         self.table = table
         self.authority = authority
@@ -142,6 +146,8 @@ class Node:
         """Units of leases that were replaced, to be given back."""
         self.warmed: deque[tuple[KnownGate, str]] = deque()
         """Subjects whose pending charges are reported before they are due."""
+        self.outage = OutageCharges()
+        """Units that were admitted while the authority was away, to be charged."""
         self.on_work: Callable[[], None] = _nothing
         """Called when there will be something to report."""
         self.on_urgent: Callable[[], None] = _nothing
@@ -174,6 +180,11 @@ class Node:
             self.counters.lost_units += replaced.units
             return
         self.replaced.append(GiveBack(gate, subject, replaced.units, replaced.ends_store_ns))
+        self.on_work()
+
+    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
+        """Note units that were admitted while the authority was away."""
+        self.outage.note(checks, self.now_ns())
         self.on_work()
 
     def taken_back(self, count: int) -> list[GiveBack]:
@@ -355,6 +366,7 @@ class Node:
         self.leasing.clear()
         self.replaced.clear()
         self.warmed.clear()
+        self.outage.clear()
         self._hinted.clear()
         if self.fleet.store.startswith("memory://"):
             self._forget_allowances()

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol
 
-from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Decision, Limit, Limits
 from tollkeeper.decide.failure import LocalCheck
@@ -60,37 +60,36 @@ class Messenger(Protocol):
 class NodeTotals:
     """The counts of the fleet, for one process of a node. Implements `SharedCounts`."""
 
-    def __init__(self, messenger: Messenger, clock: Clock, nodes: int = 1) -> None:
+    def __init__(
+        self,
+        messenger: Messenger,
+        now_ns: Callable[[], int],
+        nodes: int,
+        note_admitted: Callable[[Sequence[LocalCheck]], None],
+    ) -> None:
         """`nodes` is the configured number: a share is never larger than 1 / nodes."""
+        self.note_admitted = note_admitted
         self._messenger = messenger
-        self._clock = clock
+        self._now_ns = now_ns
         self._at_most = Fraction(1, nodes)
         self._lock = threading.Lock()
         self._totals: Totals | None = None  # only in the agent
         self._live: set[int] = set()
         self._publish_ns = 0
         self._silent_until_ns = 0
-        self.charges = OutageCharges()
 
     # ── The agent's side ───────────────────────────────────────────────────────────────────────
 
-    def lead(self, node: int) -> None:
-        """Begin as the agent: `node` is the id of this node in gossip."""
+    def lead(self, node: int | None) -> None:
+        """Begin as the agent, with this id in gossip; with None, another process is the agent.
+
+        Also with None in a forked child, where another thread may have held the lock.
+        """
+        self._lock = threading.Lock()
         with self._lock:
-            self._totals = Totals(node)
+            self._totals = None if node is None else Totals(node)
             self._live = set()
             self._use()
-
-    def follow(self) -> None:
-        """Another process is the agent."""
-        with self._lock:
-            self._totals = None
-
-    def forked(self) -> None:
-        """In a forked child: the parent has the totals, and charges what it has admitted."""
-        self._lock = threading.Lock()
-        self._totals = None
-        self.charges.clear()
 
     def on_changes(self, changes: Sequence[MemberChange]) -> None:
         """Take note of nodes that became live, or are no longer."""
@@ -104,11 +103,11 @@ class NodeTotals:
         totals = self._totals
         if totals is not None:
             members = sorted({totals.member, *self._live})
-            totals.use(equal_shares(members), self._clock.now_ns(), self._at_most)
+            totals.use(equal_shares(members), self._now_ns(), self._at_most)
 
     def on_payloads(self, payloads: Sequence[ReceivedPayload]) -> None:
         """Take payloads of other nodes, and answer them."""
-        now_ns = self._clock.now_ns()
+        now_ns = self._now_ns()
         with self._lock:
             for each in payloads:
                 if self._totals is not None:
@@ -117,7 +116,7 @@ class NodeTotals:
 
     def publish(self) -> None:
         """Send a payload if one is due. To be called at least twice a second."""
-        now_ns = self._clock.now_ns()
+        now_ns = self._now_ns()
         with self._lock:
             if self._totals is None or now_ns < self._publish_ns:
                 return
@@ -142,7 +141,7 @@ class NodeTotals:
         with self._lock:
             if self._totals is None:
                 return None
-            decisions = self._totals.decide(checks, self._clock.now_ns(), spend=spend)
+            decisions = self._totals.decide(checks, self._now_ns(), spend=spend)
         if spend and decisions and all(decisions):
             self.publish()
         return decisions
@@ -157,18 +156,14 @@ class NodeTotals:
         """Return a decision for each check; None if the agent cannot answer."""
         if self._totals is not None:
             return self._decide(checks, spend=spend)
-        now_ns = self._clock.now_ns()
+        now_ns = self._now_ns()
         if now_ns < self._silent_until_ns:
             return None
         answer = self._messenger.ask(question_of(checks, spend=spend))
         if answer is None:
             self._silent_until_ns = now_ns + SILENCE_NS
             return None
-        return decisions_in(answer, checks, self._clock.now_ns())
-
-    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
-        """Note what the authority is charged when it is back."""
-        self.charges.note(checks, self._clock.now_ns())
+        return decisions_in(answer, checks, self._now_ns())
 
 
 # ── Questions to the agent ─────────────────────────────────────────────────────────────────────

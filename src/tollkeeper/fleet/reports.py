@@ -1,5 +1,8 @@
 """What a node owes the authority: unspent units of leases, and late charges.
 
+Late charges are pending charges of `eventual` limits, and units that were admitted while the
+authority was away (`outage.py`).
+
 `Reports.flushing` is one batch, as steps: claim from the table, report, confirm. It reads no clock
 but the node's, so that a simulator drives it with virtual time. `ReportThread` calls it in every
 process that has put something into the table.
@@ -26,11 +29,13 @@ from typing import Any, Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError
+from tollkeeper.core.model import Limits
 from tollkeeper.core.steps import Call, Steps, run
 from tollkeeper.decide.allowances import UnitClaim
 from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
-from tollkeeper.decide.store import Answer
+from tollkeeper.decide.store import Answer, Gate
 from tollkeeper.fleet.node import KnownGate, Node
+from tollkeeper.fleet.outage import OutageCharge
 
 # Reports in one batch.
 BATCH_MAX: Final = 1_000
@@ -40,8 +45,14 @@ BATCHES_MAX: Final = 100
 # than this.
 ROUND_S_MIN: Final = 0.01
 ROUND_S_MAX: Final = 0.1
+# While the authority is away, the charges of the outage are tried again after this time.
+OUTAGE_RETRY_NS: Final = NS_PER_SECOND
 # Closing a store waits this long for the authority.
 CLOSE_S_MAX: Final = 2.0
+
+
+# Reports, each with the claim or the note that it settles.
+_Batch = list[tuple[Report, UnitClaim | OutageCharge | None]]
 
 
 class Reports:
@@ -49,6 +60,7 @@ class Reports:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._outage_ns = 0
 
     def flushing(self, report: Callable[..., Any], *, ending: bool = False) -> Steps[int]:
         """Report one batch; return its size. `report` is that of the authority.
@@ -57,10 +69,9 @@ class Reports:
         table is closed.
         """
         node = self._node
-        batch: list[tuple[Report, UnitClaim | None]] = [
-            (each, None) for each in node.taken_back(BATCH_MAX)
-        ]
-        count = BATCH_MAX - len(batch)
+        batch: _Batch = [(each, None) for each in node.taken_back(BATCH_MAX)]
+        batch += self._outage_charges(BATCH_MAX - len(batch))
+        count = max(BATCH_MAX - len(batch), 0)
         for claim in node.claims(count, ending=ending):
             known = node.gates.get(claim.gate)
             if known is None:  # of rules that were replaced many times since
@@ -79,16 +90,35 @@ class Reports:
         self._settle(batch, answers, sent_ns)
         return len(batch)
 
+    def _outage_charges(self, count: int) -> _Batch:
+        """Return what was admitted while the authority was away, unless it still is."""
+        node = self._node
+        now_ns = node.now_ns()
+        if now_ns < self._outage_ns or count <= 0 or node.make_gate is None:
+            return []
+        gates: dict[tuple[Limits, str], Gate] = {}
+        batch: _Batch = []
+        for charge in node.outage.take(count):
+            key = charge.limits, charge.rule
+            gate = gates.get(key)
+            if gate is None:
+                gate = gates[key] = node.make_gate(*key)
+            age_ns = max(now_ns - charge.at_ns, 0)
+            batch.append((LateCharge(gate, charge.subject, charge.units, age_ns), charge))
+        return batch
+
     def _settle(
         self,
-        batch: Sequence[tuple[Report, UnitClaim | None]],
+        batch: _Batch,
         answers: Sequence[Answer],
         sent_ns: int,
     ) -> None:
         """Confirm the charges, keep what the authority says of them, and count the rest."""
         node, counters = self._node, self._node.counters
         for (report, claim), answer in zip(batch, answers, strict=True):
-            if isinstance(report, LateCharge):
+            if isinstance(claim, OutageCharge):
+                self._settle_outage(claim, answer, sent_ns)
+            elif isinstance(report, LateCharge):
                 assert claim is not None, "it was claimed"  # noqa: S101 - ours
                 node.keep_charged(node.gates[claim.gate], claim, answer, sent_ns)
             # A give-back is not repeated: the authority may have counted it, and would admit too
@@ -99,6 +129,17 @@ class Reports:
             else:
                 counters.reports += 1
                 counters.returned_units += report.units
+
+    def _settle_outage(self, charge: OutageCharge, answer: Answer, sent_ns: int) -> None:
+        """Count a charge of an outage, or keep it for another attempt."""
+        counters = self._node.counters
+        if isinstance(answer, StoreError):
+            counters.failed += 1
+            self._node.outage.put_back([charge])
+            self._outage_ns = sent_ns + OUTAGE_RETRY_NS
+        else:
+            counters.reports += 1
+            counters.charged_units += charge.units
 
 
 def _report_of(known: KnownGate, claim: UnitClaim) -> Report:

@@ -21,6 +21,7 @@ from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.core.model import Consistency, Decision, Limit, decision_with
 from tollkeeper.core.steps import Call, Steps, Together, run, run_async
 from tollkeeper.decide.allowances import Allowances
+from tollkeeper.decide.failure import SharedCounts
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import (
     NO_LEASE,
@@ -47,6 +48,7 @@ from tollkeeper.decide.stores import open_fallback_store
 from tollkeeper.fleet.agent import NodeAgent
 from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing, reporting
 from tollkeeper.fleet.node import FleetCounters, Node
+from tollkeeper.fleet.outage import NodeTotals
 from tollkeeper.fleet.reports import ReportThread
 from tollkeeper.fleet.settings import Fleet
 
@@ -76,6 +78,7 @@ class FleetStore:
         self._table_store: Store | None = None
         self._thread: ReportThread | None = None
         self._agent: NodeAgent | None = None
+        self._totals: NodeTotals | None = None
         if fleet.gossip is not None:
             self.open_node()
 
@@ -83,6 +86,11 @@ class FleetStore:
     def node(self) -> Node | None:
         """What the gates share; None until a limit that is not strict is prepared."""
         return self._node
+
+    @property
+    def shared_counts(self) -> SharedCounts | None:
+        """The counts of all nodes, for limits whose authority is away; None without gossip."""
+        return self._totals
 
     def open_node(self) -> Node:
         """Open the table of the node, unless it is open. Raises ConfigError, StoreUnavailable."""
@@ -96,6 +104,7 @@ class FleetStore:
                 if table is None:
                     raise ConfigError(f"{self.fleet_settings.store!r} keeps no table of leases")
                 node = Node(self.fleet_settings, self._clock, table, authority)
+                node.make_gate = self._store.gate
                 self._agent = self._started_agent(node)
                 self._node = node
                 self._thread = ReportThread(node)
@@ -104,6 +113,15 @@ class FleetStore:
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
         agent = NodeAgent(node)
+        if node.fleet.gossip is not None:
+            totals = NodeTotals(agent, node.now_ns, node.fleet.nodes, node.note_admitted)
+            agent.on_lead, agent.on_turn, agent.on_question = (
+                totals.lead,
+                totals.publish,
+                totals.answer,
+            )
+            agent.on_changes, agent.on_payloads = totals.on_changes, totals.on_payloads
+            self._totals = totals
         try:
             agent.start()
         except ConfigError:
@@ -257,6 +275,11 @@ def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> 
     if store.is_private or store.authority is None:
         return store
     return FleetStore(store, fleet, clock, owns_store=owned)
+
+
+def shared_counts_of(store: Store) -> SharedCounts | None:
+    """Return the counts of all nodes, if the store is that of a node that gossips."""
+    return store.shared_counts if isinstance(store, FleetStore) else None
 
 
 def _has_node_gate(checks: Sequence[tuple[Any, str, int]]) -> bool:

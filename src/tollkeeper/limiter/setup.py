@@ -38,7 +38,7 @@ from tollkeeper.decide.failure import (
 from tollkeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.fleet.settings import Fleet, fleet_of
-from tollkeeper.fleet.store import fleet_store_of
+from tollkeeper.fleet.store import fleet_store_of, shared_counts_of
 from tollkeeper.limiter.path import LimiterPath
 from tollkeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from tollkeeper.metrics.tally import RuleCounts, Tally
@@ -210,6 +210,7 @@ class LimiterSetup(LimiterPath):
             self._owns_store = self._owns_store or found is not self._store
             self._store = found
         self._local.monitor = self._store.monitor
+        self._local.fleet = shared_counts_of(self._store)
         self._limits = (UNLIMITED,)
         self._counts, self._errors = RuleCounts(), {}
         try:
