@@ -19,6 +19,7 @@ from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
 from tollkeeper.cli.records import app as records
 from tollkeeper.cli.rules import app as rules
 from tollkeeper.cli.serve import serve
+from tollkeeper.cli.simulate import app as simulate
 from tollkeeper.cli.tokens import app as tokens
 from tollkeeper.cli.top import top
 from tollkeeper.core.version import __version__
@@ -39,6 +40,7 @@ app.add_typer(tokens, name="token")
 app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
 app.add_typer(records, name="records")
+app.add_typer(simulate, name="simulate")
 for command in (serve, *check.COMMANDS, top, fleet, blocklist, doctor):
     app.command(cls=CliCommand)(command)
 app.command("reconcile", cls=ReconcileCommand)(reconcile_command)

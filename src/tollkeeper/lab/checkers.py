@@ -30,8 +30,11 @@ from typing import Final, Protocol
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms import ALGORITHMS, State
+from tollkeeper.lab.network import EventLoop
 
 VIOLATIONS_MAX: Final = 20
+# A denial that is told again within this time is the same one.
+DENIAL_NS: Final = NS_PER_SECOND
 
 
 class _Bound(Protocol):
@@ -177,6 +180,31 @@ class CentralLimiter:
         return sum(
             max(count - admitted.get(subject, 0), 0) for subject, count in self.admitted.items()
         )
+
+
+@dataclass(slots=True)
+class DenialTimes:
+    """Measures how long other nodes take to hear that a subject is denied."""
+
+    loop: EventLoop
+    heard_ns: list[int] = field(default_factory=list)
+    """For each denial that a node told, and each node that heard of it."""
+    _told: dict[str, tuple[int, set[int]]] = field(default_factory=dict)
+
+    def told(self, subject: str, node: int) -> None:
+        """Note that a node tells others of a denial; within a second, it is the same one."""
+        since_ns, nodes = self._told.get(subject, (0, set()))
+        if self.loop.now - since_ns > DENIAL_NS:
+            self._told[subject] = self.loop.now, {node}
+        else:
+            nodes.add(node)
+
+    def heard(self, subject: str, node: int) -> None:
+        """Note that a node has heard of a denial. It counts the first time."""
+        since_ns, nodes = self._told.get(subject, (0, {node}))
+        if node not in nodes:
+            nodes.add(node)
+            self.heard_ns.append(self.loop.now - since_ns)
 
 
 def percentile(values: Iterable[float], share: float) -> float:

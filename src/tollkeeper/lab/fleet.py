@@ -14,40 +14,31 @@ only a partition loses a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from tollkeeper.core.clock import NS_PER_SECOND, ns_from_seconds
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Decision, Limit
-from tollkeeper.core.steps import Call, Steps
-from tollkeeper.decide.store import Gate
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.lab.checkers import CentralLimiter, NeverOver
+from tollkeeper.fleet.datagrams import Address, Message
+from tollkeeper.lab.authority import SimulatedAuthority
+from tollkeeper.lab.checkers import CentralLimiter, DenialTimes, NeverOver
 from tollkeeper.lab.faults import Faults
-from tollkeeper.lab.network import (
-    NS_PER_MS,
-    START_NS,
-    Cut,
-    EventLoop,
-    Network,
-    NodeClock,
-    Quality,
-    seeded,
-)
+from tollkeeper.lab.network import NS_PER_MS, START_NS, Cut, EventLoop, Network, Quality, seeded
+from tollkeeper.lab.node import AUTHORITY, SimulatedNode
 from tollkeeper.lab.traffic import USUAL_MIX, Traffic
 
-RULE: Final = "simulated"
-AUTHORITY: Final = -1
-"""The authority's address in the network."""
-DEADLINE_NS: Final = 50 * NS_PER_MS
-"""The timeout of a call: the default of `redis://`."""
+Consistency = Literal["strict", "leased", "eventual"]
+CONSISTENCIES: Final = get_args(Consistency)
 RETRANSMIT_NS: Final = 200 * NS_PER_MS
 CLOCK_STEP_S: Final = 60
 FAILOVER_LAG_S_MAX: Final = 1.0
 # The time after the traffic in which calls return and reports arrive.
 DRAIN_NS: Final = NS_PER_SECOND // 2
+# How often the simulation looks whether all nodes agree.
+MEMBERSHIP_LOOK_NS: Final = 50 * NS_PER_MS
+BUDGET_LOOK_NS: Final = 2 * NS_PER_MS
+BUDGET_LOOKS_MAX: Final = 2_500
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class FleetPlan:
     """What to simulate."""
 
     limits: tuple[Limit, ...]
-    consistency: str = "strict"
+    consistency: Consistency = "strict"
     nodes: int = 100
     seconds: float = 60.0
     seed: int = 0
@@ -63,8 +54,22 @@ class FleetPlan:
     lease_seconds: float = 1.0
     flush_seconds: float = 0.2
     warm: float = 0.5
+    gossip: bool = True
+    """False: the nodes do not know each other."""
     faults: Faults = field(default_factory=Faults)
     quality: Quality = field(default_factory=Quality)
+
+    def __post_init__(self) -> None:
+        if self.faults.scale_from > self.nodes:
+            raise ConfigError(
+                f"scale_from={self.faults.scale_from} is more than the {self.nodes} nodes of the "
+                f"fleet; for example scale_from={max(self.nodes // 10, 1)}"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the limits must never be exceeded, whatever happens."""
+        return self.consistency != "eventual"
 
 
 @dataclass(slots=True)
@@ -95,175 +100,6 @@ class FleetCounts:
     seconds: list[SecondOfTraffic] = field(default_factory=list)
 
 
-class SimulatedAuthority:
-    """The store that has the final word: it may be unreachable, and forget its last writes."""
-
-    def __init__(self, loop: EventLoop, limits: tuple[Limit, ...], never_over: NeverOver) -> None:
-        self._loop = loop
-        self._never_over = never_over
-        self.store = PythonMemoryStore(loop)
-        self.gate: Gate = self.store.gate(limits, RULE)
-        self.is_up = True
-        self._replicas: list[_Replica] = []
-
-    def carry_out(self, call: Call, node: int) -> Any:
-        """Make a call that has arrived; return its result or the StoreError that it raised."""
-        try:
-            result = call.function(*call.args)
-        except StoreError as error:
-            return error
-        if isinstance(result, Decision) and result.allowed and call.function.__name__ == "check":
-            subject, cost = call.args
-            self._note_charge(subject, cost, cost, node)
-        return result
-
-    def _note_charge(self, subject: str, cost: int, units: int, node: int) -> None:
-        """Note an admission of `cost`, for which `units` were charged."""
-        self._never_over.admitted(subject, cost, self._loop.now, f"the authority for node {node}")
-        for replica in self._replicas:
-            replica.missed[subject] = replica.missed.get(subject, 0) + units
-
-    def fail_over_after(self, lag_ns: int) -> None:
-        """Fail over to a replica that is `lag_ns` behind: all writes from now until then are lost.
-
-        Outstanding calls are answered by the new primary.
-        """
-        replica = _Replica(deepcopy(self._states()))
-        self._replicas.append(replica)
-        self._loop.after(lag_ns, self._fail_over, replica)
-
-    def _fail_over(self, replica: _Replica) -> None:
-        for table, (entries, expiries) in zip(self._tables(), replica.states, strict=True):
-            table.entries, table.expiries = entries, expiries
-        self._replicas.remove(replica)
-        for subject, units in replica.missed.items():
-            self._never_over.forget(subject, units)
-
-    def _states(self) -> list[Any]:
-        return [(table.entries, table.expiries) for table in self._tables()]
-
-    def _tables(self) -> list[Any]:
-        tables = self.store._tables  # noqa: SLF001 - a failover is no function of a store
-        return list(tables.values())
-
-
-@dataclass(slots=True)
-class _Replica:
-    """A copy of the authority's states, and the units that were charged since."""
-
-    states: list[Any]
-    missed: dict[str, int] = field(default_factory=dict)
-
-
-class SimulatedNode:
-    """One node: its clock, and the requests that it has under way."""
-
-    def __init__(self, fleet: SimulatedFleet, number: int) -> None:
-        self.fleet = fleet
-        self.number = number
-        self.wall_offset_ns = 0
-        self.drift_ppm = 0
-        self.is_alive = False
-        self.starts = 0
-        """Times that it was started. An answer to an earlier process is dropped."""
-        self.clock = NodeClock(fleet.loop)
-
-    def start(self) -> None:
-        """Start a process with an empty table."""
-        self.clock = NodeClock(self.fleet.loop, self.wall_offset_ns, self.drift_ppm)
-        self.starts += 1
-        self.is_alive = True
-
-    def kill(self) -> None:
-        """Kill the machine: its table and its calls are gone."""
-        self.is_alive = False
-
-    def check(self, subject: str, cost: int) -> None:
-        """Decide a request."""
-        _Run(self, _strict(self.fleet.authority.gate, subject, cost), subject, cost).go()
-
-
-def _strict(gate: Gate, subject: str, cost: int) -> Steps[Decision]:
-    decision: Decision = yield Call(gate.check, subject, cost)
-    return decision
-
-
-class _Run:
-    """Steps that one node carries out, with the calls that they make."""
-
-    __slots__ = ("_call", "_node", "_number", "_started", "_steps", "_waits", "cost", "subject")
-
-    def __init__(
-        self, node: SimulatedNode, steps: Steps[Decision], subject: str, cost: int
-    ) -> None:
-        self._node = node
-        self._steps = steps
-        self._started = node.starts
-        self._number = 0  # of the call that is under way
-        self._waits = False
-        self._call: Call | None = None
-        self.subject = subject
-        self.cost = cost
-
-    def go(self, result: Any = None) -> None:
-        """Continue with the result of the last call, or with its error."""
-        try:
-            if isinstance(result, Exception):
-                step = self._steps.throw(result)
-            else:
-                step = self._steps.send(result)
-        except StopIteration as done:
-            self._node.fleet.decided(self, done.value)
-            return
-        except StoreError:
-            self._node.fleet.decided(self, None)
-            return
-        if not isinstance(step, Call):
-            raise NotImplementedError("the steps of a fleet make one call at a time")
-        self._send(step)
-
-    def _send(self, call: Call) -> None:
-        fleet = self._node.fleet
-        fleet.counts.calls += 1
-        self._number += 1
-        self._waits = True
-        self._call = call
-        fleet.send_call(self._node.number, AUTHORITY, self._arrive, call, self._number)
-        fleet.loop.after(DEADLINE_NS, self._timeout, self._number)
-
-    def _arrive(self, call: Call, number: int) -> None:
-        fleet, node = self._node.fleet, self._node.number
-        if not fleet.authority.is_up:
-            refused = StoreUnavailable("the authority is down")
-            fleet.send_call(AUTHORITY, node, self._answered, refused, number)
-            return
-        result = fleet.authority.carry_out(call, node)
-        fleet.send_call(AUTHORITY, node, self._answered, result, number)
-
-    def _answered(self, result: Any, number: int) -> None:
-        if self._waits and number == self._number and self._is_current():
-            self._waits = False
-            self.go(result)
-
-    def _timeout(self, number: int) -> None:
-        if self._waits and number == self._number and self._is_current():
-            self._waits = False
-            self.go(StoreTimeout("the authority did not answer in time"))
-
-    def _is_current(self) -> bool:
-        return self._node.is_alive and self._node.starts == self._started
-
-    @property
-    def was_local(self) -> bool:
-        """True if the node decided without a call."""
-        return self._number == 0
-
-    @property
-    def node(self) -> int:
-        """The number of the node."""
-        return self._node.number
-
-
 class SimulatedFleet:
     """One run of a plan."""
 
@@ -283,8 +119,21 @@ class SimulatedFleet:
         self.central = CentralLimiter(plan.limits)
         self.counts = FleetCounts()
         self.authority = SimulatedAuthority(self.loop, plan.limits, self.never_over)
+        self.denial_times = DenialTimes(self.loop)
         self.nodes = [SimulatedNode(self, number) for number in range(plan.nodes)]
         self.live: list[SimulatedNode] = []
+        self.sent_bytes = [0] * plan.nodes
+        """What each node has sent by gossip, headers included."""
+        self.stopped_ns: list[int] = []
+        """From the first denial of a subject until no node has a budget for it."""
+        self.joined_ns: list[int] = []
+        """From the start of a node until all nodes know all live nodes and no other."""
+        self.noticed_ns: list[int] = []
+        """The same after a node was killed."""
+        self._denied: set[str] = set()
+        self._changed_ns = 0
+        self._after_kill = False
+        self._looks = False
         self._second = SecondOfTraffic()
 
     def run(self, progress: Callable[[float], None] | None = None) -> None:
@@ -315,18 +164,33 @@ class SimulatedFleet:
     def _end(self) -> None:
         self.live = []  # no further request is counted
         self.loop.run_until(self.loop.now + DRAIN_NS)
+        for node in self.nodes:
+            node.kill()
+
+    def problems(self) -> list[str]:
+        """Return the promises that the run has broken."""
+        return list(self.never_over.violations) if self.plan.is_exact else []
 
     def start_node(self, node: SimulatedNode) -> None:
         """Start a node that is not running."""
         if not node.is_alive:
-            node.start()
             self.live.append(node)
+            node.start()
+            self._membership_changed()
 
     def kill_node(self, node: SimulatedNode) -> None:
         """Kill a node, if it is running."""
         if node.is_alive:
             node.kill()
             self.live.remove(node)
+            self._membership_changed(killed=True)
+
+    def stop_node(self, node: SimulatedNode) -> None:
+        """Shut a node down in order, if it is running."""
+        if node.is_alive:
+            node.stop()
+            self.live.remove(node)
+            self._membership_changed()
 
     # Called by traffic and nodes.
 
@@ -341,10 +205,12 @@ class SimulatedFleet:
             second.ideal += 1
         self.random.choice(self.live).check(subject, cost)
 
-    def decided(self, run: _Run, decision: Decision | None) -> None:
+    def decided(
+        self, node: int, subject: str, cost: int, decision: Decision | None, *, in_node: bool
+    ) -> None:
         """Count an answer; None if the authority did not answer."""
         counts, second = self.counts, self._second
-        if run.was_local:
+        if in_node:
             counts.in_node += 1
             second.in_node += 1
         if decision is None:
@@ -352,13 +218,23 @@ class SimulatedFleet:
         elif decision.allowed:
             counts.admitted += 1
             second.admitted += 1
-            by_subject = counts.by_subject
-            by_subject[run.subject] = by_subject.get(run.subject, 0) + 1
-            if run.was_local:
-                by = f"node {run.node}"
-                self.never_over.admitted(run.subject, run.cost, self.loop.now, by)
+            counts.by_subject[subject] = counts.by_subject.get(subject, 0) + 1
+            if in_node:
+                self.never_over.admitted(subject, cost, self.loop.now, f"node {node}")
         else:
             counts.denied += 1
+            if subject not in self._denied and not self.plan.is_exact:
+                self._denied.add(subject)
+                self._look_for_budgets(subject, 0)
+
+    def send_datagram(self, source: int, target: int, message: Message, address: Address) -> None:
+        """Send a message of gossip."""
+        node = self.nodes[target]
+        self.network.send(source, target, self._deliver, node, message, address)
+
+    def _deliver(self, node: SimulatedNode, message: Message, source: Address) -> None:
+        if node.process is not None:
+            node.process.received(message, source)
 
     def send_call(self, source: int, target: int, deliver: Callable[..., None], *args: Any) -> None:
         """Send a call to the authority or its answer, over TCP."""
@@ -370,6 +246,36 @@ class SimulatedFleet:
         if network.quality.loss and network.random.random() < network.quality.loss:
             delay_ns += RETRANSMIT_NS
         self.loop.after(delay_ns, deliver, *args)
+
+    # What is measured.
+
+    def _look_for_budgets(self, subject: str, looks: int) -> None:
+        """Measure how long any node may still admit a subject that was denied."""
+        processes = (node.process for node in self.live)
+        if looks < BUDGET_LOOKS_MAX and any(
+            each and each.has_budget(subject) for each in processes
+        ):
+            self.loop.after(BUDGET_LOOK_NS, self._look_for_budgets, subject, looks + 1)
+        else:
+            self.stopped_ns.append(looks * BUDGET_LOOK_NS)
+
+    def _membership_changed(self, *, killed: bool = False) -> None:
+        self._changed_ns = self.loop.now
+        self._after_kill = killed
+        if not self._looks and self.plan.gossip and self.plan.consistency != "strict":
+            self._looks = True
+            self.loop.after(MEMBERSHIP_LOOK_NS, self._look_at_membership)
+
+    def _look_at_membership(self) -> None:
+        """Measure how long the nodes take to agree on who is alive."""
+        count = len(self.live)
+        processes = (node.process for node in self.live)
+        if any(each and each.gossip.live_nodes() != count for each in processes):
+            self.loop.after(MEMBERSHIP_LOOK_NS, self._look_at_membership)
+            return
+        self._looks = False
+        times = self.noticed_ns if self._after_kill else self.joined_ns
+        times.append(self.loop.now - self._changed_ns)
 
 
 class _FaultSchedule:
@@ -395,6 +301,7 @@ class _FaultSchedule:
             (self._cut, faults.partitions),
             (self._cut_one_way, faults.one_way),
             (self._crash, faults.crashes),
+            (self._stop, faults.stops),
             (self._step_clock, faults.clock_steps),
             (self._fail_over, faults.failovers),
             (self._outage, faults.outages),
@@ -432,6 +339,13 @@ class _FaultSchedule:
         if len(fleet.live) > 1:
             node = self._random.choice(fleet.live)
             fleet.kill_node(node)
+            fleet.loop.after(self._while_ns(), fleet.start_node, node)
+
+    def _stop(self) -> None:
+        fleet = self._fleet
+        if len(fleet.live) > 1:
+            node = self._random.choice(fleet.live)
+            fleet.stop_node(node)
             fleet.loop.after(self._while_ns(), fleet.start_node, node)
 
     def _fail_over(self) -> None:

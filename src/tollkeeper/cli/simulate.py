@@ -1,0 +1,239 @@
+"""`tollkeeper simulate`: try a fleet without risk, before it is built."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tollkeeper.cli.common import (
+    OK,
+    PROBLEMS,
+    CliCommand,
+    CliGroup,
+    JsonOption,
+    print_json,
+    print_table,
+    print_text,
+)
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.rates import parse_limits
+from tollkeeper.lab.faults import NAMES, parse_faults
+from tollkeeper.lab.fleet import CONSISTENCIES, Consistency, FleetPlan, SimulatedFleet
+from tollkeeper.lab.summary import chart_of, rows_of, summary_of, svg_of
+from tollkeeper.lab.traffic import USUAL_MIX, read_traffic
+from tollkeeper.lab.trials import SEED_BITS, run_trial
+
+app: Final = typer.Typer(
+    cls=CliGroup,
+    help="Simulate a fleet of nodes that share limits, with traffic and faults.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # as for all commands
+)
+
+
+@app.callback()
+def simulate() -> None:
+    """Simulate a fleet of nodes that share limits, with traffic and faults."""
+
+
+@app.command(cls=CliCommand)
+def fleet(
+    limit: Annotated[
+        str, typer.Option("--limit", metavar="RATE", help="The limits of each subject.")
+    ] = "1000/minute",
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, max=1_000, help="How many nodes share the limits.")
+    ] = 100,
+    consistency: Annotated[
+        str,
+        typer.Option("--consistency", metavar="NAME", help=f"{', '.join(CONSISTENCIES)}."),
+    ] = "eventual",
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHM_NAMES)}.")
+    ] = "token_bucket",
+    traffic: Annotated[
+        Path | None,
+        typer.Option(
+            "--traffic",
+            metavar="FILE",
+            help="A CSV file: groups of users (group,users,per_minute,cost,burst,from,until) or "
+            "a recording (time,subject,cost). [default: 250 light users at 50 a minute, 40 heavy "
+            "ones at 900, 10 abusers at 5,000]",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, max=3_600, help="The simulated time.")
+    ] = 60.0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="The same seed gives the same run. [default: at random]"),
+    ] = None,
+    lease_seconds: Annotated[
+        float, typer.Option("--lease-seconds", help="How long a lease lasts, at most.")
+    ] = 1.0,
+    flush_seconds: Annotated[
+        float, typer.Option("--flush-seconds", help="When pending charges are reported.")
+    ] = 0.2,
+    warm: Annotated[
+        float,
+        typer.Option("--warm", help="From this share of a limit on, the authority decides."),
+    ] = 0.5,
+    faults: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--faults",
+            metavar="NAME=NUMBER,…",
+            help=f"all, or any of {', '.join(NAMES)}. May be repeated.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Also write a plot.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate nodes that share limits: how many checks they answer, and what they admit.
+
+    The nodes run the code of a real fleet, with a virtual clock and network. All requests and
+    faults follow from the seed.
+
+    Exit code: 0 simulated; 1 a strict or leased limit was exceeded, which is a bug; 2 an argument
+    is wrong.
+
+    Example: tollkeeper simulate fleet --nodes 200 --limit 1000/minute --consistency eventual
+
+    Example: tollkeeper simulate fleet --consistency leased --traffic traffic.csv --faults all
+    """
+    plan = FleetPlan(
+        limits=parse_limits(limit, algorithm=_algorithm(algorithm)),
+        consistency=_consistency(consistency),
+        nodes=nodes,
+        seconds=seconds,
+        seed=secrets.randbits(32) if seed is None else seed,
+        traffic=USUAL_MIX if traffic is None else read_traffic(traffic),
+        lease_seconds=lease_seconds,
+        flush_seconds=flush_seconds,
+        warm=warm,
+        faults=parse_faults(faults or []),
+    )
+    run = SimulatedFleet(plan)
+    with _bar(seconds, shown=not as_json) as progress:
+        run.run(progress)
+    _print_results(run, as_json)
+    if plot is not None:
+        _write_plot(run, plot)
+    if summary_of(run).problems:
+        raise typer.Exit(PROBLEMS)
+
+
+@app.command("random", cls=CliCommand)
+def random_(
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="How long to go on with further seeds.")
+    ] = 60.0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Run only the fleet of this seed.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate random fleets with random faults, and look for broken promises.
+
+    Each fleet follows from its seed, which is printed if a promise is broken.
+
+    Exit code: 0 none is broken; 1 a promise is broken, which is a bug; 2 an argument is wrong.
+
+    Example: tollkeeper simulate random --seconds 600
+
+    Example: tollkeeper simulate random --seed 1234
+    """
+    until_s = monotonic() + seconds
+    trials = 0
+    problems: list[str] = []
+    while not problems and (trials == 0 or (seed is None and monotonic() < until_s)):
+        chosen = secrets.randbits(SEED_BITS) if seed is None else seed
+        problems = run_trial(chosen)
+        trials += 1
+    code = PROBLEMS if problems else OK
+    if as_json:
+        broken = {"seed": chosen, "problems": problems} if problems else {}
+        print_json({"exit_code": code, "fleets": trials, **broken})
+    else:
+        print_text(f"{trials:,} random fleets simulated")
+        for problem in problems:
+            print_text(f"PROBLEM: {problem}")
+        if problems:
+            print_text(f"To repeat it: tollkeeper simulate random --seed {chosen}")
+    if problems:
+        raise typer.Exit(code)
+
+
+def _consistency(text: str) -> Consistency:
+    for name in CONSISTENCIES:
+        if name == text:
+            found: Consistency = name
+            return found
+    raise ConfigError(
+        f"--consistency {show(text)} is not known; choose one of {', '.join(CONSISTENCIES)}"
+    )
+
+
+def _algorithm(text: str) -> AlgorithmName:
+    for name in ALGORITHM_NAMES:
+        if name == text:
+            return name
+    raise ConfigError(
+        f"--algorithm {show(text)} is not known; choose one of {', '.join(ALGORITHM_NAMES)}"
+    )
+
+
+@contextmanager
+def _bar(seconds: float, *, shown: bool) -> Iterator[Callable[[float], None] | None]:
+    """Show a progress bar on the standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=seconds)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _print_results(run: SimulatedFleet, as_json: bool) -> None:
+    plan, summary = run.plan, summary_of(run)
+    if as_json:
+        code = PROBLEMS if summary.problems else OK
+        seconds = [asdict(each) for each in run.counts.seconds]
+        print_json({"exit_code": code, "seed": plan.seed, **asdict(summary), "seconds": seconds})
+        return
+    print_text(
+        f"{plan.nodes} nodes, {'; '.join(map(str, plan.limits))}, {plan.consistency}, "
+        f"{plan.seconds:g} s, seed {plan.seed}"
+    )
+    for line in chart_of(run):
+        print_text(line)
+    print_table(("RESULT", "VALUE"), rows_of(summary))
+    for problem in summary.problems:
+        print_text(f"PROBLEM: {problem}")
+
+
+def _write_plot(run: SimulatedFleet, path: Path) -> None:
+    try:
+        path.write_text(svg_of(run), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: the plot cannot be written: {error}") from None
