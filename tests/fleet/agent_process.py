@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
+from threading import Event
 
 from tests.fleet.stub_gossip import GossipOpener, node_of
 from tollkeeper import Fleet
@@ -24,12 +24,12 @@ def main() -> None:
         if not os.fork():
             break
     # A child whose parent was killed goes on, as a worker of a web server would.
-    leads, live = False, 0
+    leads, live, pause = False, 0, Event()
     while True:
         if (agent.gossip() is not None, agent.live_nodes()) != (leads, live):
             leads, live = agent.gossip() is not None, agent.live_nodes()
             print(os.getpid(), "agent" if leads else "process", live, flush=True)
-        time.sleep(0.02)
+        pause.wait(0.02)
 
 
 if __name__ == "__main__":

@@ -441,9 +441,8 @@ def serve(
 ) -> None:
     """Run the service: checks over HTTP and, for Envoy, over gRPC.
 
-    Every option is also an environment variable (--node-id is TOLLKEEPER_NODE_ID) and a line of the
-    --config file (node-id: eu-1). By default the service listens on this machine only; to serve
-    other machines, it requires tokens.
+    Each option is also a variable (--node-id is TOLLKEEPER_NODE_ID) and a line of the --config file
+    (node-id: eu-1). The service listens on this machine only; to serve others, it requires tokens.
 
     Exit code: 0 a signal ended it; 1 a worker crashed repeatedly; 2 it could not start.
 
@@ -451,11 +450,15 @@ def serve(
 
     Example: tollkeeper serve --rules postgresql://app@db/rules --store redis://cache --host 0.0.0.0
     """
-    given = dict(locals())
+    _serve(dict(locals()))
+
+
+def _serve(given: dict[str, Any]) -> None:
+    """Run the service with the arguments of the command."""
     from tollkeeper.service.process.settings import ServiceSettings  # noqa: PLC0415 - needs an extra
     from tollkeeper.service.process.startup import run  # noqa: PLC0415 - same
 
-    given.pop("config")
+    config = given.pop("config")
     if given.pop("no_grpc"):
         given["grpc"] = ""
     run(ServiceSettings.gather(given, config))
