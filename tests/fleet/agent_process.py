@@ -1,6 +1,6 @@
 """Processes of one node that fork from each other: each prints a line when it is the agent.
 
-python -m tests.fleet.agent_process TABLE PROCESSES
+python -m tests.fleet.agent_process TABLE PROCESSES ADDRESS
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import os
 import sys
 from threading import Event
 
-from tests.fleet.stub_gossip import GossipOpener, node_of
+from tests.fleet.stub_gossip import node_of
 from tollkeeper import Fleet
 from tollkeeper.fleet.agent import NodeAgent
 
 
 def main() -> None:
     """Fork the processes, and report the role of each."""
-    table, processes = sys.argv[1], int(sys.argv[2])
-    fleet = Fleet(store=f"shared://{table}", gossip="127.0.0.1:7946")
-    agent = NodeAgent(node_of(fleet), name="here", open_gossip=GossipOpener())
+    table, processes, address = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    # The configured number of nodes shows that a process has not heard of the agent yet.
+    agent = NodeAgent(node_of(Fleet(store=f"shared://{table}", gossip=address, nodes=9)))
     agent.start()
     for _ in range(processes - 1):
         if not os.fork():

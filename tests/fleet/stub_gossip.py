@@ -35,6 +35,9 @@ class StubGossip:
         """See GossipTransport."""
         self.is_running = False
 
+    def abandon(self) -> None:
+        """See GossipTransport."""
+
     def set_status(self, status: NodeStatus) -> None:
         """See GossipTransport."""
         self.status = status

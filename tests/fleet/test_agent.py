@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
+from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.waiting import until
 from tollkeeper import ConfigError, Decision, Fleet, Limit, Limiter
 from tollkeeper.decide.allowances import AllowanceStats
@@ -345,17 +346,19 @@ def test_a_large_fleet_fits_a_datagram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_agent_is_replaced_by_a_forked_process(tmp_path: Path) -> None:
-    """A fork keeps neither the lock nor the socket of its parent, and all know the live nodes."""
+    """A fork keeps neither the lock nor the port of its parent, and all know the live nodes."""
     (tmp_path / "t").touch(mode=0o600)
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "tests.fleet.agent_process", str(tmp_path / "t"), "3"]
+    address = f"{HOST}:{free_port()}"
+    process = ("-m", "tests.fleet.agent_process", str(tmp_path / "t"), "3", address)
+    command = [sys.executable, *process]
     root = Path(__file__).parents[2]
     with log.open("ab") as stdout:
         first = subprocess.Popen(command, stdout=stdout, cwd=root, start_new_session=True)
 
     def pids(role: str) -> set[int]:
         lines = [line.split() for line in log.read_text().splitlines(keepends=True)]
-        return {int(line[0]) for line in lines if line[1:] == [role, "3"]}
+        return {int(line[0]) for line in lines if line[1:] == [role, "1"]}
 
     try:
         until(lambda: len(pids("process")) == 2, "both children know it", WAIT_S, log.read_text)

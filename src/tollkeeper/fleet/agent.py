@@ -172,7 +172,9 @@ class NodeAgent:
     def forked(self) -> None:
         """In a forked child: begin anew. The parent keeps its lock, its sockets and its gossip."""
         was_started = self._thread is not None
-        self._gossip = self._thread = None
+        gossip, self._gossip, self._thread = self._gossip, None, None
+        if gossip is not None:
+            gossip.abandon()
         self._questions = {}
         self._stopping = threading.Event()
         if self.on_lead is not None:

@@ -136,6 +136,13 @@ class GossipTransport:
         if not self._threads:
             self._close()
 
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the sockets. The parent goes on as before.
+
+        Otherwise the child would hold the port when the parent has ended.
+        """
+        self._close()
+
     # ── Calls of the machine ───────────────────────────────────────────────────────────────────
 
     def set_status(self, status: NodeStatus) -> None:
