@@ -72,6 +72,8 @@ def test_a_store_that_no_other_machine_sees_is_not_wrapped() -> None:
     clock = ManualClock()
     store = PythonMemoryStore(clock)
     assert fleet_store_of(store, Fleet(), clock, owned=True) is store
+    with pytest.raises(ConfigError, match="no other machine shares this one"):
+        fleet_store_of(store, Fleet(gossip="127.0.0.1:7946"), clock, owned=True)
     with pytest.raises(ConfigError, match=r"'leased' does not work here: .*redis://localhost"):
         store.gate(limits_of("5/minute"), "r", "leased")
     shared = SharedStore(clock)

@@ -273,6 +273,11 @@ def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> 
             )
         return store
     if store.is_private or store.authority is None:
+        if fleet.gossip is not None:
+            raise ConfigError(
+                f"gossip={fleet.gossip!r} is for nodes that share a store, and no other machine "
+                f'shares this one; for example store="redis://localhost", or leave gossip out'
+            )
         return store
     return FleetStore(store, fleet, clock, owns_store=owned)
 
