@@ -86,7 +86,7 @@ class _Authority:
         (99, 60, 1, 0),
         (1, 60, 50, 0),
         (1, 0, 1, 0),
-        (0, 10, 1, 10),
+        (0, 10, 1, 0),
     ],
 )
 def test_a_lease_is_at_most_half_a_nodes_part_of_the_room(
@@ -213,13 +213,14 @@ def test_checks_of_one_request_lease_only_if_all_pass() -> None:
 def test_refill_does_not_return_units_that_may_still_be_spent() -> None:
     """They are held until one lifetime after the lease's end; then refill goes on."""
     authority = _Authority(Limit(10, per=10, capacity=40))
-    _, lease = authority.lease(0, 20)
-    assert (lease.units, lease.lasts_ns) == (20, SECOND_NS)
-    for _ in range(4):  # one second, and two more of the longest lease
-        assert authority.remaining == 20
-        authority.clock.advance(0.75)
-    authority.clock.advance(1)
-    assert authority.remaining == 21
+    _, lease = authority.lease(1, 19)
+    assert (lease.units, lease.lasts_ns) == (19, SECOND_NS)
+    assert authority.remaining == 20
+    for _ in range(2):  # one second, and two more of the longest lease
+        authority.clock.advance(1.25)
+        assert authority.remaining == 21
+    authority.clock.advance(1.5)
+    assert authority.remaining == 22
     authority.clock.advance(30)
     assert authority.remaining == 40
 
@@ -227,9 +228,9 @@ def test_refill_does_not_return_units_that_may_still_be_spent() -> None:
 def test_others_units_are_refilled_while_some_are_held() -> None:
     """Only the held units stay; a check of another node gets what was refilled."""
     authority = _Authority(Limit(10, per=10, capacity=40))
-    _, lease = authority.lease(0, 10)
+    _, lease = authority.lease(1, 10)
     assert lease.units == 10
-    assert authority.gate.check(KEY, 30).remaining == 0
+    assert authority.gate.check(KEY, 29).remaining == 0
     authority.clock.advance(2)
     denied = authority.gate.check(KEY, 3)
     assert (denied.remaining, denied.retry_after) == (2, 1)
@@ -239,7 +240,7 @@ def test_others_units_are_refilled_while_some_are_held() -> None:
 def test_a_wait_includes_the_end_of_a_hold() -> None:
     """A denied client that waits as told is allowed, and not a moment earlier."""
     authority = _Authority(Limit(10, per=10, capacity=10))
-    authority.lease(0, 5)
+    authority.lease(1, 4)
     denied = authority.gate.check(KEY, 10)
     assert not denied
     authority.clock.advance_ns(denied.retry_after_ns - 1)

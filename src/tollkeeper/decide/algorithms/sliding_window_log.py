@@ -89,11 +89,8 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     """
     if state is None or units == 0:
         return state
-    if len(state) == 4:
-        times, start, end, holds = _logged(state, max(now_ns, _last_ns(state)))
-        left = _refund((times, start, end), limit, now_ns, units, charged_ns)
-        return _with_holds(left, holds)
-    return _with_holds(_refund(state, limit, now_ns, units, charged_ns), ())
+    holds = state[3] if len(state) == 4 else ()  # what is held stays held
+    return _with_holds(_refund(state[:3], limit, now_ns, units, charged_ns), holds)
 
 
 def _refund(log: _Plain, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> _Plain:
@@ -127,8 +124,11 @@ def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> 
 
 
 def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
-    """Remove unspent units of a lease: held ones, or after its end as many that are not newer."""
-    if state is None or now_ns >= ends_ns:
+    """Remove unspent units of a lease: held ones, or if they were logged, as many older ones.
+
+    A lease was logged at its end or later. So while all times are earlier, its units are held.
+    """
+    if state is None or _last_ns(state) >= ends_ns:
         return refund(state, limit, now_ns, units, ends_ns)
     if len(state) == 3:
         return state

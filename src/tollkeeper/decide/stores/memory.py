@@ -424,6 +424,8 @@ class MemoryGate:
 
     def lease(self, check: LeaseCheck, decision: Decision) -> Lease:
         """Lease units with a check that was just charged. The store's lock is held."""
+        if not check.cost:
+            return NO_LEASE
         subject, now_ns = check.subject, decision.decided_ns
         entries = [table.entries.get(subject, _ABSENT) for table in self._tables]
         parts = [
@@ -432,10 +434,6 @@ class MemoryGate:
         ]
         units, ends_ns = size_of(parts, now_ns, check.terms)
         if units:
-            try:
-                self._store.reserve(self._tables, subject, now_ns)
-            except StoreFull:  # only a check that costs nothing has no state yet
-                return NO_LEASE
             for (limit, algorithm, table), (state, _, credit) in zip(
                 self._parts, entries, strict=True
             ):

@@ -52,7 +52,7 @@ def test_doubles_and_negative_numbers_are_numbers() -> None:
     rule = read_subject({b"a": raw}).rules[b"a"]
     assert rule.base_us == 1.5e15
     assert rule.states == (StoredState(-4, 0, 5, 2_000),)
-    assert rule.states[0].is_grant
+    assert rule.states[0].has_end
 
 
 def test_granted_units_are_part_of_their_limit() -> None:
@@ -63,6 +63,23 @@ def test_granted_units_are_part_of_their_limit() -> None:
     found = read_subject({b"a": raw + packed(ends)[3:]})
     assert found.states == 1
     assert found.rules[b"a"].needed_until_us == ends
+
+
+def test_leased_units_are_part_of_their_limit() -> None:
+    """A limit and its holds are one state, and the hash is needed until the last hold ends."""
+    ends = BASE_US + 3_000_000
+    holds = b"".join(
+        b"\xd3"
+        + (-BUCKET[2] - group * 2**33).to_bytes(8, signed=True)
+        + b"\x00\x02"
+        + packed(end)[3:]
+        for group, end in ((1, ends - 1_000_000), (2, ends))
+    )
+    raw = b"\x9d" + b"".join(packed(each)[3:] for each in BUCKET) + holds
+    found = read_subject({b"a": raw})
+    assert found.unreadable == ()
+    assert found.states == 1
+    assert found.rules[b"a"].needed_until_us == max(ends, BASE_US + BUCKET[1] * 1_000)
 
 
 def test_long_states_continue_in_pieces() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import sha1
 from importlib.resources import files
 from typing import cast
@@ -15,11 +16,13 @@ from tollkeeper.decide.stores.redis.scripts import (
     GRANT,
     JOINT_CHECK,
     REFUND,
+    REPORT,
     RESET,
     LuaScript,
 )
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
+SEVERAL = (JOINT_CHECK, REPORT)
 
 
 @pytest.fixture
@@ -31,16 +34,18 @@ def server() -> Single:
 def test_every_script_has_its_own_name() -> None:
     """The names are unique, and this file tests all scripts."""
     every = {each for each in vars(scripts).values() if isinstance(each, LuaScript)}
-    assert every == {*EVERY_SCRIPT, JOINT_CHECK}
-    assert len({script.sha for script in every}) == 5
+    assert every == {*EVERY_SCRIPT, *SEVERAL}
+    assert len({script.sha for script in every}) == 6
 
 
-def test_the_script_for_several_subjects_contains_the_script_for_one() -> None:
+def test_a_script_for_several_subjects_contains_the_script_for_one() -> None:
     """So both decide alike."""
     assert CHECK.text in JOINT_CHECK.text
+    assert CHECK.text in REPORT.text
+    assert REFUND.text in REPORT.text
 
 
-@pytest.mark.parametrize("script", [*EVERY_SCRIPT, JOINT_CHECK])
+@pytest.mark.parametrize("script", [*EVERY_SCRIPT, *SEVERAL])
 def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: LuaScript) -> None:
     """With a wrong SHA, the client would send each call twice."""
     assert server.admin.script_load(script.text) == script.sha.decode()
@@ -49,11 +54,24 @@ def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: L
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
 def test_a_script_begins_with_the_shared_functions(script: LuaScript) -> None:
-    """The script's own text follows the shared functions. Comments are not sent."""
+    """The script's own text follows the shared functions. Comments and indents are not sent."""
+    lines = script.text.splitlines()
+    assert lines[1:3] == [b"local key=KEYS[1]", b"local gate=cmsgpack.unpack(ARGV[1])"]
+    assert not [line for line in lines if line != line.strip() or line.startswith(b"--")]
+
+
+def test_texts_in_scripts_keep_their_spaces() -> None:
+    """Spaces are removed around operators, and no text contains an operator between spaces."""
+    texts = re.compile(rb"'[^'\n]*'")
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
-    lines = folder.joinpath("state.lua").read_bytes().splitlines()
-    code = [line.strip() for line in lines if not line.lstrip().startswith(b"--")]
-    assert script.text.startswith(b"\n".join(filter(None, code)))
+    sources = b"".join(
+        line
+        for each in folder.iterdir()
+        for line in each.read_bytes().splitlines(keepends=True)
+        if not line.lstrip().startswith(b"--")
+    )
+    sent = b"\n".join(script.text for script in (*EVERY_SCRIPT, *SEVERAL))
+    assert set(texts.findall(sent)) <= set(texts.findall(sources))
 
 
 @pytest.mark.parametrize("script", EVERY_SCRIPT)
@@ -77,6 +95,9 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
         admin.delete("tk:{only}")
 
 
-def test_a_script_is_small_enough_to_send_with_a_call() -> None:
-    """Redis accepts at most 16 KiB in one argument from a client that is not logged in."""
-    assert max(len(script.text) for script in (*EVERY_SCRIPT, JOINT_CHECK)) < 16_384
+def test_the_script_of_a_new_connection_is_small_enough() -> None:
+    """Redis accepts at most 16 KiB in one argument from a client that is not logged in.
+
+    A new connection loads this script first. Others are sent only after it has worked.
+    """
+    assert len(CHECK.text) < 16_384

@@ -107,8 +107,11 @@ _PIECE_NAME: Final = re.compile(rb"\x02([1-9][0-9]{0,5}):(.+)", re.DOTALL)
 _CHUNK_NAME: Final = re.compile(rb"\x01([0-9]{1,11})\.([0-9]{1,16}):(.+)", re.DOTALL)
 
 
+_HOLD: Final = 2**33
+
+
 class StoredState(NamedTuple):
-    """The numbers of one limit. A negative id marks units granted on top of the limit."""
+    """The numbers of one limit. A negative id marks units granted on top of it, or leased of it."""
 
     id: int
     lag_us: float
@@ -116,9 +119,14 @@ class StoredState(NamedTuple):
     b: float
 
     @property
-    def is_grant(self) -> bool:
-        """True for a grant: `a` is the units left, `b` their end in microseconds."""
+    def has_end(self) -> bool:
+        """True for a grant or a hold: `a` is the units, `b` their end in microseconds."""
         return self.id < 0
+
+    @property
+    def limit_id(self) -> int:
+        """The id of the limit. See state.lua for those of its grant and its holds."""
+        return abs(self.id) % _HOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +140,7 @@ class StoredRule:
     @property
     def needed_until_us(self) -> float:
         """The time in microseconds until which the hash must exist for these states."""
-        ends = [state.b for state in self.states if state.is_grant]
+        ends = [state.b for state in self.states if state.has_end]
         return max([self.base_us + self.ttl_ms * 1_000, *ends])
 
 
@@ -159,7 +167,7 @@ class StoredSubject:
     @property
     def states(self) -> int:
         """Number of states. A grant counts as part of its limit's state."""
-        return sum(len({abs(state.id) for state in held.states}) for held in self.rules.values())
+        return sum(len({state.limit_id for state in held.states}) for held in self.rules.values())
 
 
 def is_part(name: bytes, *, in_bucket: bool = False) -> bool:
@@ -261,7 +269,7 @@ def _check_log_chunks(
         # a state is a log if it has a chunk, or if the rules say so.
         per_chunk = int(state.b) % 1_024
         kept = int(state.b) // 1_024
-        if state.is_grant or not state.id % 2 or not 0 < per_chunk <= CHUNK_TIMES_MAX:
+        if state.has_end or not state.id % 2 or not 0 < per_chunk <= CHUNK_TIMES_MAX:
             continue
         first, last = int(state.a) // per_chunk, (int(state.a) + kept - 1) // per_chunk
         if not 0 <= last - first < CHUNKS_MAX or not kept:
@@ -569,7 +577,7 @@ class _ServerAudit:
             self._found.in_buckets += read.states
         else:
             for name, each in read.rules.items():
-                self._found.rules[name] += len({abs(state.id) for state in each.states})
+                self._found.rules[name] += len({state.limit_id for state in each.states})
             self._count_holders(key, read.states)
         for wrong in read.unreadable:
             why = f"field {wrong.field!r}: {wrong.why}"
@@ -600,7 +608,7 @@ class _ServerAudit:
 
 def _longest_grant_ms(read: StoredSubject, now_us: int) -> float:
     """Return how long the longest grant may keep a key. An operator chose it, not a limit."""
-    ends = (s.b for each in read.rules.values() for s in each.states if s.is_grant)
+    ends = (s.b for each in read.rules.values() for s in each.states if s.has_end)
     # Scripts set an expiry an eighth later than necessary.
     return 1.25 * (max(ends, default=0.0) - now_us) / 1_000
 

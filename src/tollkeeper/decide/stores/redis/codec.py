@@ -26,6 +26,7 @@ from tollkeeper.decide import credit as credits_
 from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.credit import Credit
+from tollkeeper.decide.leasing import Lease
 
 NS_PER_US: Final = 1_000
 # A rule's name is its field, so that an operator can read a hash; a longer name is hashed.
@@ -238,13 +239,16 @@ class _LogSummary(NamedTuple):
     alive: int
     blocking_us: int
     now_us: int
+    held_us: int = -1
+    """The last end of units that are held; they are among the live ones."""
 
 
 class ReplyDecoder:
     """Turns replies of check.lua into decisions on one rule's limits.
 
     A reply is a list: the server's time in microseconds, complemented (`~`) if the script denied,
-    and then each limit's state before the check.
+    and then each limit's state before the check. If units are granted, each limit has two more
+    numbers; if units are leased, four more.
     """
 
     __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "limits")
@@ -370,7 +374,7 @@ class ReplyDecoder:
                 if isinstance(state, _LogSummary):
                     outcome = _log_outcome(state, limit, cost)
                     last_us = max(state.last_us, state.now_us)
-                    after: State = _LogSummary(last_us, state.alive + cost, 0, state.now_us)
+                    after: State = state._replace(last_us=last_us, alive=state.alive + cost)
                 elif credit is None:
                     after, outcome = algorithm.decide(state, limit, now_ns, cost)
                 else:
@@ -403,18 +407,14 @@ class ReplyDecoder:
         It does not if a log denies the single check: the log's reply contains the time when all
         the requested units fit, not when one check fits.
         """
-        if count == 1 or self.has_grants(reply):
-            return True
-        place = 1
-        for limit, _, kind in self._parts:
-            if kind == LOG and cost > limit.limit - reply[place + 1]:
-                return False
-            place += NUMBERS_OF_KIND[kind]
-        return True
+        return count == 1 or all(
+            not isinstance(state, _LogSummary) or cost <= limit.limit - state.alive
+            for limit, _, state, _ in self._states(reply, ~reply[0])
+        )
 
     def has_grants(self, reply: list[int]) -> bool:
         """Return True if the reply contains granted units."""
-        return len(reply) != self._numbers
+        return (len(reply) - self._numbers) // len(self._parts) in (2, 6)
 
     def lasts(self, reply: list[int], cost: int) -> bool:
         """Return True if this reply is enough to decide the same check at a later time.
@@ -422,16 +422,12 @@ class ReplyDecoder:
         A log's summary is not enough if several units are missing: it contains the time when all
         of them are free, not the times in between.
         """
-        if cost == 1 or self.has_grants(reply):
+        if cost == 1 or reply[0] >= 0:
             return True
-        place = 1
-        for limit, _, kind in self._parts:
-            if kind == LOG and reply[0] < 0:
-                missing = cost - max(limit.limit - reply[place + 1], 0)
-                if missing > 1:
-                    return False
-            place += NUMBERS_OF_KIND[kind]
-        return True
+        return all(
+            not isinstance(state, _LogSummary) or cost - max(limit.limit - state.alive, 0) <= 1
+            for limit, _, state, _ in self._states(reply, ~reply[0])
+        )
 
     def denial_after(self, reply: list[int], spent: int, cost: int) -> list[int] | None:
         """Return the script's denial of `cost` right after this reply allowed `spent` units.
@@ -440,7 +436,7 @@ class ReplyDecoder:
         needs the time of the entry that must expire first, which an allowing reply does not have
         unless the log was empty.
         """
-        if self.has_grants(reply):
+        if len(reply) != self._numbers:
             return None
         now_us = reply[0]
         denial = [~now_us]
@@ -498,7 +494,7 @@ class ReplyDecoder:
             outcomes.append(outcome)
             granted.append(left[0] if left else 0)
         decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
-        if decision.allowed or len(states) == 1 or len(reply) == self._numbers:
+        if decision.allowed or len(states) == 1 or not self.has_grants(reply):
             return decision
         wait_ns = credits_.wait_together(
             [(algorithm, state, credit, limit) for limit, algorithm, state, credit in states],
@@ -510,9 +506,10 @@ class ReplyDecoder:
 
     def _states(self, reply: list[int], now_us: int) -> list[_LimitState]:
         """Return each limit's state and grant from the numbers of a reply."""
-        granted = len(reply) > self._numbers
-        if granted and len(reply) != self._numbers + 2 * len(self._parts):
+        more, odd = divmod(len(reply) - self._numbers, len(self._parts))
+        if odd or more not in (0, 2, 4, 6):
             raise IndexError(len(reply))
+        granted, held = more in (2, 6), more in (4, 6)
         numbers = iter(reply)
         next(numbers)
         states: list[_LimitState] = []
@@ -538,8 +535,57 @@ class ReplyDecoder:
                 units, ends_us = next(numbers), next(numbers)
                 if units:
                     credit = (units, ends_us * NS_PER_US)
+            if held:
+                state = _with_holds(state, [next(numbers) for _ in range(4)], kind)
             states.append((limit, algorithm, state, credit))
         return states
+
+    def lease(self, reply: list[int], decision: Decision, cost: int) -> Lease:
+        """Return the lease in the reply to a check with a lease; the check was charged.
+
+        `denied_ns` stays 0 if the summary of a log does not tell it.
+        """
+        units, ends_us = reply[-2:]
+        now_ns = reply[0] * NS_PER_US
+        denied_ns = 0
+        if units < cost and decision.remaining - units < cost:
+            denied_ns = self._denied_ns(reply, cost, units, ends_us * NS_PER_US)
+        if not units:
+            return Lease(0, 0, 0, denied_ns)
+        return Lease(units, ends_us * NS_PER_US, ends_us * NS_PER_US - now_ns, denied_ns)
+
+    def _denied_ns(self, reply: list[int], cost: int, leased: int, ends_ns: int) -> int:
+        """Return how long another check of this cost is denied after this one."""
+        now_ns = reply[0] * NS_PER_US
+        after: list[tuple[Algorithm, State, Credit | None, Limit]] = []
+        for limit, algorithm, state, credit in self._states(reply[:-2], reply[0]):
+            if isinstance(state, _LogSummary):
+                return 0
+            left = credit
+            if credit is None:
+                state, _ = algorithm.decide(state, limit, now_ns, cost)  # noqa: PLW2901 - the state after the check
+            else:
+                state, left, _ = credits_.decide(algorithm, state, credit, limit, now_ns, cost)  # noqa: PLW2901 - likewise
+            if leased:
+                state = ALGORITHMS[limit.algorithm].lease(state, limit, now_ns, leased, ends_ns)  # noqa: PLW2901 - likewise
+            after.append((algorithm, state, left, limit))
+        try:
+            return credits_.wait_together(after, now_ns, cost, 0)
+        except CapacityError:  # it used granted units; no wait would help
+            return 0
+
+
+def _with_holds(state: State, numbers: Sequence[int], kind: int) -> State:
+    """Return a state with the holds of a reply: units and end of each group."""
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    holds = tuple((units, ends_us * NS_PER_US) for units, ends_us in pairs if units)
+    if not holds:
+        return state
+    if isinstance(state, _LogSummary):
+        return state._replace(held_us=holds[-1][1] // NS_PER_US)
+    if kind == LOG:
+        return (*(state or (array("q"), 0, 0)), holds)
+    return None if state is None else (*state, holds)
 
 
 def _invalid_reply(reply: object) -> StoreUnavailable:
@@ -574,8 +620,9 @@ def _last_us(state: State) -> int:
     if isinstance(state, _LogSummary):
         return state.last_us
     # The times of a log, or the one time that the other states begin with.
-    last_ns = last if isinstance(last, int) else last[state[2] - 1]
-    return last_ns // NS_PER_US
+    if isinstance(last, int):
+        return last // NS_PER_US
+    return last[state[2] - 1] // NS_PER_US if state[2] else -1
 
 
 def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
@@ -584,14 +631,14 @@ def _log_outcome(log: _LogSummary, limit: Limit, cost: int) -> Outcome:
         raise CapacityError(cost, limit)
     window_us = limit.window_ns // NS_PER_US
     remaining = limit.limit - log.alive
-    reset_us = log.last_us + window_us - log.now_us if log.alive else 0
+    reset_us = max(log.last_us, log.held_us) + window_us - log.now_us if log.alive else 0
     if cost > remaining and cost > 0:
         retry_us = log.blocking_us + window_us - log.now_us
         return Outcome(False, max(remaining, 0), retry_us * NS_PER_US, reset_us * NS_PER_US, 0)
     charged_ns = None
     if cost:
         at_us = max(log.last_us, log.now_us)
-        reset_us = at_us + window_us - log.now_us
+        reset_us = max(at_us, log.held_us) + window_us - log.now_us
         charged_ns = at_us * NS_PER_US
     return Outcome(True, max(remaining - cost, 0), 0, reset_us * NS_PER_US, 0, charged_ns)
 

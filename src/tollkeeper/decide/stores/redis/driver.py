@@ -49,6 +49,7 @@ from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.scripts import (
     CHECK,
     JOINT_CHECK,
+    REPORT,
     SERVER_TIME,
     RuleScripts,
     ScriptCall,
@@ -376,7 +377,7 @@ def _redirection(
 
 def _valid(call: ScriptCall, reply: Any) -> Any:
     """Return a reply that the script can give, or a StoreError. Raises for any other reply."""
-    wanted = list if call.script in {CHECK, JOINT_CHECK} else int
+    wanted = list if call.script in {CHECK, JOINT_CHECK, REPORT} else int
     if type(reply) is not wanted and not isinstance(reply, StoreError):
         raise StoreUnavailable(
             f"not a reply of Redis: {show(reply)}; the call may have been counted once"

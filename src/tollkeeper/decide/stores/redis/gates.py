@@ -22,8 +22,10 @@ from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Steps, run, run_async
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from tollkeeper.decide.store import Answer, AsyncGateCheck, GateCheck
 from tollkeeper.decide.stores.redis.coalescing import batch_max
+from tollkeeper.decide.stores.redis.codec import NS_PER_US
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.driver import (
@@ -35,11 +37,15 @@ from tollkeeper.decide.stores.redis.driver import (
 from tollkeeper.decide.stores.redis.scripts import (
     CheckAttempt,
     CheckKey,
+    ReportAttempt,
     RuleScripts,
     ScriptCall,
     joint_call,
+    report_call,
 )
 
+# Reports in one call: a script holds up all other calls of its server.
+REPORTS_MAX: Final = 64
 # Part of every error after which the server may have run the call.
 _MAY_BE_COUNTED: Final = "may have been counted"
 
@@ -379,18 +385,31 @@ class JointCheck:
         "_charged",
         "_optional",
         "_replies",
+        "_with_leases",
         "cancelled",
+        "leases",
     )
 
     def __init__(
-        self, checks: Sequence[CheckKey], cache: DenialCache, optional: Container[int] = ()
+        self,
+        checks: Sequence[CheckKey],
+        cache: DenialCache,
+        optional: Container[int] = (),
+        terms: Sequence[LeaseTerms] = (),
     ) -> None:
+        """`terms` are those of a lease for each check; without them there are no leases."""
         # Set when the caller is cancelled: then every charge must be given back.
         self.cancelled = False
         self._cache = cache
         self._optional = optional
         moment, mark = checks[0][0].now(), cache.mark
-        self._attempts = [CheckAttempt(check, mark, moment=moment) for check in checks]
+        self._attempts = [
+            CheckAttempt(check, mark, moment=moment, terms=terms[at] if terms else None)
+            for at, check in enumerate(checks)
+        ]
+        self._with_leases = bool(terms)
+        # By position: the leases that came with the checks that were charged.
+        self.leases: dict[int, Lease] = {}
         # By position: the last reply of each check, and its decision or error.
         self._replies: dict[int, list[int]] = {}
         self._answers: dict[int, Answer | CapacityError] = {}
@@ -465,10 +484,15 @@ class JointCheck:
             found = reply if type(reply) is list and len(group) > 1 else [reply] * len(group)
             if len(found) != len(group):
                 found = [_unknown(reply)] * len(group)
+            leased = spend and self._with_leases
             for at, part in zip(group, found, strict=True):
-                self._note(at, driver.error_of(part) if isinstance(part, ReplyError) else part)
+                error = driver.error_of(part) if isinstance(part, ReplyError) else None
+                self._note(at, error or part, leased=leased)
             if spend and self._passes(group):
                 self._charged.update(at for at in group if at in self._replies)
+            else:
+                for at in group:
+                    self.leases.pop(at, None)
 
     def _call(self, group: list[int], spend: bool) -> ScriptCall:
         attempts = [self._attempts[at] for at in group]
@@ -478,17 +502,21 @@ class JointCheck:
         [one] = attempts
         return one.call() if spend else one.scripts.peek(one.subject, one.cost, one.now)
 
-    def _note(self, at: int, reply: Any) -> None:
-        """Keep a check's reply, and the decision or the error in it."""
+    def _note(self, at: int, reply: Any, *, leased: bool) -> None:
+        """Keep a check's reply, and the decision, the lease or the error in it."""
         self._replies.pop(at, None)
         if isinstance(reply, StoreError):
             self._answers[at] = reply
             return
+        attempt = self._attempts[at]
         try:
             if type(reply) is not list:
                 raise _unknown(reply)
-            self._answers[at] = self._attempts[at].decision(reply)
-            self._replies[at] = reply
+            plain = reply[:-2] if leased else reply
+            self._answers[at] = decision = attempt.decision(plain)
+            self._replies[at] = plain
+            if leased and decision.allowed:
+                self.leases[at] = attempt.scripts.decoder.lease(reply, decision, attempt.cost)
         except (CapacityError, StoreError) as error:
             self._answers[at] = error
 
@@ -513,6 +541,12 @@ class JointCheck:
             for at in charged
             for attempt in [self._attempts[at]]
         ]
+        for at in charged:
+            lease, attempt = self.leases.pop(at, NO_LEASE), self._attempts[at]
+            if lease.units:
+                ends_us = lease.ends_ns // NS_PER_US
+                back = ReportAttempt(attempt.scripts, attempt.subject, lease.units, False, ends_us)
+                calls.append(report_call([back], attempt.now))
         undone = yield from driver.running_all(calls)
         if any(isinstance(each, StoreError) for each in undone):
             self._answers = {at: _with_undo_failure(each) for at, each in self._answers.items()}
@@ -527,6 +561,46 @@ class JointCheck:
             self._cache.keep_joint(self._attempts, replies, decisions, refunded)
         else:
             self._cache.drop_charged(self._attempts)
+
+
+def reporting(
+    driver: RedisDriver, cache: DenialCache, reports: Sequence[ReportAttempt]
+) -> Steps[list[Answer]]:
+    """Send the reports of a node in one batch for each server; return their answers, in order."""
+    moment = reports[0].scripts.now()
+    groups: dict[tuple[int, int], list[int]] = {}
+    for at, each in enumerate(reports):
+        slot = driver.servers.slot(each.scripts.key(each.subject))
+        groups.setdefault((slot, 0 if driver.servers.clustered else at // REPORTS_MAX), []).append(
+            at
+        )
+    calls = [report_call([reports[at] for at in group], moment[0]) for group in groups.values()]
+    try:
+        replies = yield from driver.running_all(calls)
+    finally:  # also if it failed: the server may have taken the units back
+        for each in reports:
+            cache.drop_subject(each.subject)
+    answers: dict[int, Answer] = {}
+    for group, reply in zip(groups.values(), replies, strict=True):
+        parts = reply if type(reply) is list else [reply] * len(group)
+        if len(parts) != len(group):
+            parts = [_unknown(reply)] * len(group)
+        for at, part in zip(group, parts, strict=True):
+            answers[at] = _reported(driver, reports[at].scripts, part, moment[1])
+    return [answers[at] for at in range(len(reports))]
+
+
+def _reported(driver: RedisDriver, scripts: RuleScripts, reply: Any, early_ns: int) -> Answer:
+    if isinstance(reply, ReplyError):
+        return driver.error_of(reply)
+    if isinstance(reply, StoreError):
+        return reply
+    try:
+        if type(reply) is not list:
+            raise _unknown(reply)
+        return scripts.decoder.peek(reply, 0, early_ns)
+    except StoreError as error:
+        return error
 
 
 def _unknown(reply: object) -> StoreUnavailable:

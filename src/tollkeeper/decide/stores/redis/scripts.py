@@ -5,7 +5,7 @@ identifies a script by the SHA-1 of its text, so two versions of Tollkeeper on o
 each other's scripts.
 
 The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
-there is only one text that decides.
+there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
 
 `RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
 one check on its way: the call, and when it was made. Nothing here does I/O.
@@ -13,18 +13,20 @@ one check on its way: the call, and when it was made. Nothing here does I/O.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from hiredis import pack_command
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.model import UNITS_MAX, Decision, Limit
+from tollkeeper.decide.leasing import LeaseTerms, lifetime_ns
 from tollkeeper.decide.stores.redis.codec import (
     NS_PER_US,
     BucketPlaces,
@@ -42,6 +44,9 @@ SERVER_TIME: Final = b""
 UNKNOWN_TIME: Final = b""
 _SERVER_NOW: Final = (SERVER_TIME, 0)
 _PEEK: Final = b"look"
+_SPEND: Final = b""
+# In Lua: no text of a script contains such an operator between spaces.
+_SPACED: Final = re.compile(rb" ?([=+*/<>~,]+) ?")
 # The payloads of a check are prepared for costs below this.
 _PREPARED_COSTS: Final = 16
 
@@ -55,14 +60,15 @@ class LuaScript:
 
 
 def _text_of(name: str) -> bytes:
-    """Return a Lua file without its comments and indentation.
+    """Return a Lua file without comments, indentation and spaces around operators.
 
     A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
     connection after a longer one, and the client would not see that it must log in (NOAUTH).
     """
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
-    return b"\n".join(line for line in lines if line and not line.startswith(b"--"))
+    code = (line.partition(b" -- ")[0] for line in lines if line and not line.startswith(b"--"))
+    return b"\n".join(_SPACED.sub(rb"\1", line) for line in code)
 
 
 def _script_of(*parts: bytes) -> LuaScript:
@@ -71,12 +77,19 @@ def _script_of(*parts: bytes) -> LuaScript:
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-CHECK: Final = _script_of(_text_of("state"), _text_of("check"))
-REFUND: Final = _script_of(_text_of("state"), _text_of("refund"))
+CHECK: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("check"))
+REFUND: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("refund"))
 GRANT: Final = _script_of(_text_of("state"), _text_of("grant"))
 RESET: Final = _script_of(_text_of("state"), _text_of("reset"))
-JOINT_CHECK: Final = _script_of(
-    b"local function check(redis, KEYS, ARGV)", CHECK.text, b"end", _text_of("joint")
+
+
+def _function_of(name: bytes, script: LuaScript) -> bytes:
+    return b"\n".join((b"local function %b(redis, KEYS, ARGV)" % name, script.text, b"end"))
+
+
+JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"))
+REPORT: Final = _script_of(
+    _function_of(b"check", CHECK), _function_of(b"refund", REFUND), _text_of("report")
 )
 
 
@@ -223,6 +236,7 @@ class CheckAttempt:
         "scripts",
         "sent_ns",
         "subject",
+        "terms",
     )
 
     def __init__(
@@ -231,8 +245,12 @@ class CheckAttempt:
         mark: int,
         count: int = 1,
         moment: tuple[ScriptTime, int] | None = None,
+        terms: LeaseTerms | None = None,
     ) -> None:
-        """`moment` is the time of several checks that are decided together."""
+        """`moment` is the time of several checks that are decided together.
+
+        With `terms`, the check leases units.
+        """
         scripts, self.subject, self.cost = self.scripts, _, _ = check
         if moment is not None:
             self.now, self.early_ns = moment
@@ -242,6 +260,7 @@ class CheckAttempt:
             self.now, self.early_ns = scripts.now()
         self.mark = mark
         self.count = count
+        self.terms = terms
         self.key, self.gate = scripts.place(self.subject)
         self.sent_ns = time.monotonic_ns()
 
@@ -256,7 +275,21 @@ class CheckAttempt:
 
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""
-        return ScriptCall(CHECK, self.key, (self.gate, self.count * self.cost, self.now))
+        arguments = (self.gate, self.count * self.cost, self.now)
+        if self.terms is not None:
+            lease = self._lease_arguments(self.terms)
+            return ScriptCall(CHECK, self.key, (*arguments, _SPEND, *lease))
+        return ScriptCall(CHECK, self.key, arguments)
+
+    def lease_arguments(self) -> tuple[int, ...]:
+        """Return the further arguments of a check that leases; none without terms."""
+        return () if self.terms is None else self._lease_arguments(self.terms)
+
+    def _lease_arguments(self, terms: LeaseTerms) -> tuple[int, int, int]:
+        """Return the units to lease, twice the nodes, and how long, in microseconds."""
+        lasts_us = lifetime_ns(self.scripts.decoder.limits, terms.lifetime_ns) // NS_PER_US
+        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and self.cost else 0
+        return wanted, 2 * terms.nodes, lasts_us
 
     def decision(self, reply: list[int]) -> Decision:
         """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
@@ -275,8 +308,32 @@ def joint_call(
     `optional` says for each check whether the others are charged even if it fails.
     """
     first, *others = attempts
-    arguments: list[bytes | int] = [first.now, b"" if spend else _PEEK]
+    arguments: list[bytes | int] = [first.now, _SPEND if spend else _PEEK]
     for attempt, may_fail in zip(attempts, optional, strict=True):
         arguments += [attempt.gate, attempt.cost, int(may_fail)]
+        if spend:
+            arguments += attempt.lease_arguments()
     keys = tuple([attempt.key for attempt in others])
     return ScriptCall(JOINT_CHECK, first.key, tuple(arguments), keys)
+
+
+class ReportAttempt(NamedTuple):
+    """One report of a node: units of a lease that it gives back, or units that it has admitted."""
+
+    scripts: RuleScripts
+    subject: str
+    units: int
+    is_late: bool
+    time_us: int
+    """The end of the lease, or the age of the units."""
+
+
+def report_call(reports: Sequence[ReportAttempt], now: ScriptTime) -> ScriptCall:
+    """Return the call for several reports whose keys are in one slot."""
+    keys: list[bytes] = []
+    arguments: list[bytes | int] = [now]
+    for scripts, subject, units, is_late, time_us in reports:
+        key, gate = scripts.place(subject)
+        keys.append(key)
+        arguments += [gate, b"late" if is_late else b"back", min(units, UNITS_MAX), time_us]
+    return ScriptCall(REPORT, keys[0], tuple(arguments), tuple(keys[1:]))

@@ -11,12 +11,18 @@ from dataclasses import replace
 from typing import Self, cast
 
 from tollkeeper.core.clock import Clock, SystemClock
-from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.core.model import Consistency, Limit
 from tollkeeper.core.steps import run, run_async
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.fleet_monitor import FleetMonitor
-from tollkeeper.decide.leasing import Authority
+from tollkeeper.decide.leasing import (
+    NO_LEASE,
+    LateCharge,
+    LeaseCheck,
+    LeasedAnswer,
+    Report,
+)
 from tollkeeper.decide.store import (
     Answer,
     AsyncGateCheck,
@@ -27,7 +33,7 @@ from tollkeeper.decide.store import (
     require_strict,
 )
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
-from tollkeeper.decide.stores.redis.codec import fits_bucket
+from tollkeeper.decide.stores.redis.codec import NS_PER_US, fits_bucket
 from tollkeeper.decide.stores.redis.config import Layout, RedisConfig
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
@@ -37,6 +43,7 @@ from tollkeeper.decide.stores.redis.gates import (
     JointCheck,
     MovingGate,
     RedisGate,
+    reporting,
     tighter,
 )
 from tollkeeper.decide.stores.redis.health import (
@@ -52,7 +59,7 @@ from tollkeeper.decide.stores.redis.pubsub import (
     registry_key,
     unregister,
 )
-from tollkeeper.decide.stores.redis.scripts import RuleScripts
+from tollkeeper.decide.stores.redis.scripts import ReportAttempt, RuleScripts
 
 
 class RedisStore:
@@ -93,9 +100,9 @@ class RedisStore:
         """None: a node that answers checks itself wraps this store."""
 
     @property
-    def authority(self) -> Authority | None:
+    def authority(self) -> Self:
         """Leases and late charges."""
-        return None
+        return self
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
@@ -165,13 +172,95 @@ class RedisStore:
             return []
         joint, places = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
-        if answers is not None:
-            return _by_check(answers, places)
-        # Shielded: a call that was sent is charged even if its caller is cancelled. Then the units
-        # must be given back.
+        if answers is None:
+            answers = await self._shielded(joint)
+        return _by_check(answers, places)
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """Check several subjects, all or none, and lease units with those that are charged.
+
+        Round trips and errors are those of `check_together`. With `layout=both` there are no
+        leases, because two places would lease different units.
+        """
+        if not checks:
+            return []
+        joint, places = self._leased_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = run(joint.deciding(self._threads))
+        return _with_leases(_by_check(answers, places), joint)
+
+    async def lease_async(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """`lease`, awaited. A caller that is cancelled has spent and leased nothing."""
+        if not checks:
+            return []
+        joint, places = self._leased_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = await self._shielded(joint)
+        return _with_leases(_by_check(answers, places), joint)
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        """Give units back and charge late: one batch of calls for each server.
+
+        With `layout=both`, late charges count in both places, and no units are given back.
+        """
+        attempts, places = self._report_attempts(reports)
+        answers = run(reporting(self._threads, self._cache, attempts)) if attempts else []
+        return _by_check(answers, places)
+
+    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
+        """`report`, awaited."""
+        attempts, places = self._report_attempts(reports)
+        driver = self._driver_of_loop()
+        answers = []
+        if attempts:
+            answers = await run_async(reporting(driver, self._cache, attempts))
+        return _by_check(answers, places)
+
+    def _leased_check(
+        self, checks: Sequence[LeaseCheck], optional: Container[int]
+    ) -> tuple[JointCheck, list[int]]:
+        gates = [cast("_AnyGate", check.gate) for check in checks]
+        plain = [
+            (gate, check.subject, check.cost) for gate, check in zip(gates, checks, strict=True)
+        ]
+        if self.config.layout == "both":
+            return self._joint_check(cast("Sequence[GateCheck]", plain), optional)
+        parts = [(gate.gates[0].scripts, subject, cost) for gate, subject, cost in plain]
+        # Two checks of one counter: the lease of the first could deny the second.
+        once = len({(scripts.encoded, subject) for scripts, subject, _ in parts}) == len(parts)
+        terms = [check.terms for check in checks] if once else []
+        return JointCheck(parts, self._cache, optional, terms), []
+
+    def _report_attempts(self, reports: Sequence[Report]) -> tuple[list[ReportAttempt], list[int]]:
+        """Return the reports of all places, and the number of places of each report."""
+        attempts: list[ReportAttempt] = []
+        places: list[int] = []
+        for each in reports:
+            is_late = isinstance(each, LateCharge)
+            time_ns = each.age_ns if isinstance(each, LateCharge) else each.ends_ns
+            gates = cast("_AnyGate", each.gate).gates
+            units = each.units if is_late or len(gates) == 1 else 0
+            attempts += [
+                ReportAttempt(gate.scripts, each.subject, units, is_late, time_ns // NS_PER_US)
+                for gate in gates
+            ]
+            places.append(len(gates))
+        return attempts, places
+
+    async def _shielded(self, joint: JointCheck) -> list[Answer]:
+        """Decide checks that go on if the caller is cancelled, because they must be undone then.
+
+        A call that was sent is charged even if its caller is cancelled.
+        """
         deciding = asyncio.ensure_future(run_async(joint.deciding(self._driver_of_loop())))
         try:
-            return _by_check(await asyncio.shield(deciding), places)
+            return await asyncio.shield(deciding)
         except asyncio.CancelledError:
             joint.cancelled = True
             raise
@@ -377,6 +466,13 @@ def _by_check(answers: list[Answer], places: list[int]) -> list[Answer]:
         found.append(tighter(answers[start : start + count]))
         start += count
     return found
+
+
+def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]:
+    return [
+        answer if isinstance(answer, StoreError) else (answer, joint.leases.get(at, NO_LEASE))
+        for at, answer in enumerate(answers)
+    ]
 
 
 _stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()

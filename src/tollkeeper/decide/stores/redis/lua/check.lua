@@ -2,7 +2,9 @@
 --
 -- ARGV[2]  the cost in units
 -- ARGV[3]  the time in microseconds; absent or empty: the server's
--- ARGV[4]  present: decide, but spend nothing
+-- ARGV[4]  'look': decide, but spend nothing
+-- ARGV[5]  the units to lease with the check; ARGV[6]: twice the nodes; ARGV[7]: the microseconds that
+--          the lease lasts. Or 'late', and ARGV[6] the age of units that were admitted already.
 --
 -- The script decides whether to allow the request, and charges it. The client computes the other
 -- fields of a decision (remaining units, time to retry) from the states before the check, with the
@@ -14,7 +16,9 @@
 --     log             last, number of live times, the time that must expire for the cost to fit
 --
 -- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
--- live times instead of the one.
+-- live times instead of the one. If any units are leased, each limit has four more: the units and the
+-- end of both groups of holds; they count as live times of a log. With a lease, two numbers are last:
+-- its units and its end.
 --
 -- The loop puts each limit's state after the request into `held`. If one limit denies, `held` is not
 -- written, so nothing changes.
@@ -22,27 +26,42 @@
 local cost = tonumber(ARGV[2])
 local limits = (#gate - GATE_FIRST + 1) / GATE_STEP
 
--- Usually the states are in the order of the gate, and there are no others.
-local in_place, granted = raw, false
-local next_p = HELD_FIRST
-if raw then
-    for g = GATE_FIRST + ID, #gate, GATE_STEP do
-        in_place = in_place and held[next_p] == gate[g]
-        next_p = next_p + (gate[g] % 2 == 1 and 4 or 3)
-    end
-    in_place = in_place and not held[next_p]
-    next_p = HELD_FIRST
-    if not in_place then
-        local p = HELD_FIRST
-        while held[p] do
-            granted = granted or held[p] < 0
-            p = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
+-- `wanted` are the units to lease. `late` is the age of a late charge, which counts at its own time
+-- and is not refused.
+local wanted, lease_room, lease_ends, late, late_charge
+local real_now = now
+if ARGV[5] == 'late' then
+    late, granted = tonumber(ARGV[6]), false
+    now = max(now - late, 0)
+
+    -- Return a state's amounts after the charge, and 0 if it does not count any more.
+    late_charge = function(g, at, a, b)
+        local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
+        local ago = at - fmod(at, window) - now + fmod(now, window)
+        if kind == BUCKET then
+            return min(a + cost * MICROS_PER_UNIT, capacity * MICROS_PER_UNIT), b, cost
+        elseif kind == FIXED then
+            if ago ~= 0 or real_now - fmod(real_now, window) ~= now - fmod(now, window) then
+                return a, b, 0
+            end
+            return max(a, min(a + cost, capacity)), b, cost
+        elseif ago > window then
+            return a, b, 0
+        elseif ago == window then
+            return max(a, min(a + cost, capacity)), b, cost
         end
+        return a, max(b, min(b + cost, capacity)), cost
     end
+elseif ARGV[5] then
+    wanted = tonumber(ARGV[5])
+    lease_room, lease_ends = wanted, now + tonumber(ARGV[7])
 end
 
-local answer, size, passes, need_us = {now}, 1, true, 0
-local dropped, appends -- places of grants that have ended; writes to logs
+local answer, size, passes = {now}, 1, true
+-- After a late charge, states are kept for two seconds, also if they are whole before: the next late
+-- charge may be of a time at which they were not (see leasing.py).
+local need_us = late and late + 2000000 or 0
+local appends -- writes to logs
 
 for i = 0, limits - 1 do
     local g = GATE_FIRST + i * GATE_STEP
@@ -66,11 +85,12 @@ for i = 0, limits - 1 do
             -- The refill is rounded down: a part of a millionth that is not refilled yet cannot be
             -- spent. A full bucket is as new: its next step counts from now.
             a, at = min(a, capacity * MICROS_PER_UNIT), last
-            local elapsed = now - last
+            local elapsed, stepped = now - last, last
             if elapsed > 0 then
                 if gate[g + STEP] > 1 then
                     elapsed = elapsed - fmod(elapsed, gate[g + STEP])
                 end
+                stepped = last + elapsed
                 if elapsed < gate[g + FULL] then
                     a = a - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
                     at = last + elapsed
@@ -79,6 +99,12 @@ for i = 0, limits - 1 do
                 end
                 if a <= 0 then
                     a, at = 0, now
+                end
+            end
+            if holding then
+                local level = level_with_holds(g, a)
+                if level > a then
+                    a, at = level, stepped
                 end
             end
             room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
@@ -92,9 +118,9 @@ for i = 0, limits - 1 do
     elseif kind == COUNTER then
         size = size + 1
         answer[size] = b
-        if p then
+        if p or late then
             local window = gate[g + WINDOW]
-            at, a, b = rolled(window, last, a, b, now)
+            at, a, b = rolled(window, last, a, b, real_now)
             -- Rounded up: a request of the previous window counts until it has faded out entirely.
             local faded, rest = multiply_divide(window - fmod(at, window), a, window)
             room = capacity - b - faded - (rest > 0 and 1 or 0)
@@ -105,20 +131,36 @@ for i = 0, limits - 1 do
         local per_chunk, alive, blocking = fmod(b, 1024), 0, granted and '' or 0
         if p then
             kept = (b - per_chunk) / 1024
+            if kept == 0 then -- it has holds only
+                last, at, answer[size - 1] = -1, now, -1
+            end
             alive, dead = log.alive_and_dead(at - gate[g + WINDOW], last, a, kept, per_chunk)
-            room = capacity - alive
+            local u1, t1, u2, t2 = 0, 0, 0, 0
+            if holding then -- as if they were times after all others
+                u1, t1, u2, t2 = holds_of(id)
+                u1 = t1 > at - gate[g + WINDOW] and u1 or 0
+                u2 = t2 > at - gate[g + WINDOW] and u2 or 0
+            end
+            local all = alive + u1 + u2
+            room = capacity - all
             if granted then
                 blocking = log.times(a + dead, alive, per_chunk)
             elseif cost > room and cost <= capacity then
-                blocking = log.time_at(per_chunk, a + kept - capacity + cost - 1)
+                local number = all - capacity + cost - 1
+                if number < alive then
+                    blocking = log.time_at(per_chunk, a + dead + number)
+                else
+                    blocking = number < alive + u1 and t1 or t2
+                end
             end
+            alive = granted and alive or all
         end
         answer[size], answer[size + 1] = alive, blocking
         size = size + 1
     end
     room = max(room, 0)
 
-    local own = cost
+    local own, free = cost, room
     if granted then
         local q = place(held, -id)
         local units, ends = 0, 0
@@ -139,19 +181,48 @@ for i = 0, limits - 1 do
             dropped[q] = true
         end
     end
-    passes = passes and cost <= room
+    if holding then
+        answer[size + 1], answer[size + 2], answer[size + 3], answer[size + 4] = holds_of(id)
+        size = size + 4
+    end
+    passes = late or passes and cost <= room
 
     if own > 0 and passes then
-        if kind == BUCKET then
+        local added -- times that a log gets before those of this check
+        if holding then
+            if kind == LOG then
+                added = ended_holds(id, at, at - gate[g + WINDOW])
+            end
+            live_holds(id, max(now, last))
+        end
+        if late and kind ~= LOG then
+            a, b, own = late_charge(g, at, a, b)
+        elseif kind == BUCKET then
             a = a + own * MICROS_PER_UNIT
         elseif kind == FIXED then
             a = a + own
         elseif kind == COUNTER then
             b = b + own
         else
-            local per_chunk, oldest = fmod(b, 1024), a
+            local per_chunk, oldest, older = fmod(b, 1024), a, 0
+            for number = 1, added and #added or 0 do
+                older = older + added[number][2]
+            end
+            if late then
+                -- Beside the holds, a log has at most as many times as its limit: the newest.
+                local u1, _, u2 = holds_of(id)
+                own = min(own, max(capacity - u1 - u2, 0))
+                local excess = max(kept - dead + older + own + u1 + u2 - capacity, 0)
+                local cut = min(excess, kept - dead)
+                dead, excess = dead + cut, excess - cut
+                for number = 1, added and #added or 0 do
+                    local each = added[number]
+                    cut = min(excess, each[2])
+                    each[2], older, excess = each[2] - cut, older - cut, excess - cut
+                end
+            end
             a = dead < kept and oldest + dead or 0
-            b = (kept - dead + own) * 1024 + per_chunk
+            b = (kept - dead + older + own) * 1024 + per_chunk
             local position = a + kept - dead
             appends = appends or {}
             appends[#appends + 1] = function()
@@ -159,13 +230,28 @@ for i = 0, limits - 1 do
                     local last_dropped = floor((oldest + dead) / per_chunk)
                     log.drop(floor(oldest / per_chunk), last_dropped - (dead < kept and 1 or 0))
                 end
+                for number = 1, added and #added or 0 do
+                    log.append(per_chunk, position, added[number][1], added[number][2])
+                    position = position + added[number][2]
+                end
                 log.append(per_chunk, position, at, own)
             end
         end
-        p = p or #held + 1
-        held[p], held[p + 1], held[p + 2] = id, held[1] - at, a
-        if wide then
-            held[p + 3] = b
+        if own > 0 or kind == LOG then
+            p = p or #held + 1
+            held[p], held[p + 1], held[p + 2] = id, held[1] - at, a
+            if wide then
+                held[p + 3] = b
+            end
+        end
+    end
+    if wanted then
+        lease_room = min(lease_room, floor((free - own) / tonumber(ARGV[6])))
+        if kind == FIXED or kind == COUNTER then
+            lease_ends = min(lease_ends, at - fmod(at, gate[g + WINDOW]) + gate[g + WINDOW])
+        end
+        if last > now then -- the clock was set back
+            lease_room = 0
         end
     end
     if passes and p then
@@ -178,13 +264,44 @@ for i = 0, limits - 1 do
         elseif kind ~= LOG then
             need = at - fmod(at, window) + (kind == FIXED and window or 2 * window)
         end
+        if holding then
+            local _, t1, _, t2 = holds_of(id)
+            local after = kind == BUCKET and gate[g + FULL] + gate[g + STEP] or window
+            need = max(need, max(t1, t2) + after)
+        end
         need_us = max(need_us, need - now)
     end
 end
 
+if wanted then
+    local LEASE_MIN, LEASE_MAX, LEASE_PART, leased = 20000, 2000000, 10, 0
+    if passes and lease_room > 0 and lease_ends - now >= LEASE_MIN then
+        leased = lease_room
+        for g = GATE_FIRST, #gate, GATE_STEP do
+            local kind, id = gate[g + KIND], gate[g + ID]
+            local p, after = place(held, id), gate[g + WINDOW]
+            if kind == BUCKET then
+                held[p + 2] = held[p + 2] + leased * MICROS_PER_UNIT
+                local hold_ends = lease_ends + min(LEASE_MAX, floor(gate[g + FULL] / LEASE_PART))
+                add_hold(id, leased, hold_ends)
+                after = hold_ends - lease_ends + gate[g + FULL] + gate[g + STEP]
+            elseif kind == FIXED then
+                held[p + 2] = held[p + 2] + leased
+            elseif kind == COUNTER then
+                held[p + 3] = held[p + 3] + leased
+                after = 2 * gate[g + WINDOW]
+            else
+                add_hold(id, leased, lease_ends)
+            end
+            need_us = max(need_us, lease_ends + after - now)
+        end
+    end
+    answer[size + 1], answer[size + 2] = leased, leased > 0 and lease_ends or 0
+end
+
 if not passes then
     answer[1] = -1 - now
-elseif cost > 0 and not ARGV[4] then
+elseif cost > 0 and ARGV[4] ~= 'look' then
     -- This write comes first, because a server without memory rejects it: then nothing changes.
     keep(dropped and without(held, dropped) or held, need_us)
     if appends then

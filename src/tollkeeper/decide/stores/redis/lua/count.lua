@@ -37,9 +37,10 @@ for _, field in ipairs(fields) do
         end
         counted = {}
         while held[p] do
-            local id = held[p] -- negative: granted on top of the same limit
-            if not counted[math.abs(id)] then
-                counted[math.abs(id)] = true
+            local id = held[p] -- negative: granted on top of the same limit, or leased of it
+            local limit = math.abs(id) % 8589934592
+            if not counted[limit] then
+                counted[limit] = true
                 states = states + 1
             end
             p = p + ((id < 0 or id % 2 == 1) and 4 or 3)

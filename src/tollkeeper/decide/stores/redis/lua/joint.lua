@@ -4,7 +4,7 @@
 -- ARGV[1]  the time in microseconds; empty: the server's
 -- ARGV[2]  not empty: decide, but spend nothing
 -- ARGV     from the third on, for each check: the gate, the cost, and '1' if the others are charged
---          even if this check fails
+--          even if this check fails; with leases, also the three numbers of ARGV[5] to [7] of `check`
 --
 -- `check` is the script that decides one subject, as a function (see scripts.py). It gets a `redis`
 -- whose writes are held back, and whose reads see them: two checks of one subject both count. The
@@ -76,10 +76,13 @@ function held_back.pcall(command, key, ...)
 end
 
 local peek = ARGV[2] ~= '' and ARGV[2] or nil
-local answers, passes = {}, true
+local answers, passes, width = {}, true, (#ARGV - 2) / #KEYS
 for i = 1, #KEYS do
-    local a, before = 3 * i, #writes
+    local a, before = 3 + width * (i - 1), #writes
     local arguments = {ARGV[a], ARGV[a + 1], ARGV[1], peek}
+    for more = 3, width - 1 do
+        arguments[more + 2] = ARGV[a + more]
+    end
     local decided, answer = pcall(check, held_back, {KEYS[i]}, arguments)
     if decided then
         passes = passes and answer[1] >= 0

@@ -6,12 +6,19 @@
 -- ARGV[5]  to undo a check, instead of ARGV[2] and ARGV[4]: msgpack of four numbers for each limit,
 --          its own units, the time they were charged at, the units taken from a grant, and the time
 --          when that grant ends
+-- ARGV[6]  the end of the lease that the units are of, in microseconds
 
+local LEASE_MAX, LEASE_PART = 2000000, 10
+local lease_ends = ARGV[6] and tonumber(ARGV[6])
+if lease_ends and now >= lease_ends + LEASE_MAX then
+    return 0 -- they may have been given back before
+end
 local exact = ARGV[5] and cmsgpack.unpack(ARGV[5])
 if not raw and not exact then
     return 0
 end
-local dropped, moves = {}, {}
+local moves = {}
+dropped = dropped or {}
 
 -- Return a log's state after the refund, or nothing; `moves` gets the changes of its chunks.
 local function refunded_log(g, last, a, b, units, charged)
@@ -100,6 +107,38 @@ local function refunded(g, last, a, b, units, charged)
     end
 end
 
+-- Return a state after units of a lease were given back, or nothing; see the algorithms' give_back.
+local function given_back(g, last, a, b, units)
+    local kind, id = gate[g + KIND], gate[g + ID]
+    if kind == FIXED or kind == COUNTER then
+        return refunded(g, last, a, b, units, lease_ends - 1)
+    end
+    local hold_ends = lease_ends
+    if kind == BUCKET then
+        hold_ends = lease_ends + min(LEASE_MAX, floor(gate[g + FULL] / LEASE_PART))
+        if now >= hold_ends then
+            return last, a
+        end
+    elseif b >= 1024 and last >= lease_ends then
+        return refunded_log(g, last, a, b, units, lease_ends)
+    end
+    local u1, t1, u2, t2 = holds_of(id)
+    if u1 > 0 and hold_ends <= t1 then
+        units, u1 = min(units, u1), max(u1 - units, 0)
+    elseif u2 > 0 and hold_ends <= t2 then
+        units, u2 = min(units, u2), max(u2 - units, 0)
+    else
+        units = 0
+    end
+    put_holds(id, u1, t1, u2, t2)
+    if kind == BUCKET then
+        a = max(min(a, gate[g + CAPACITY] * MICROS_PER_UNIT) - units * MICROS_PER_UNIT, 0)
+    end
+    if u1 + u2 > 0 or (kind == BUCKET and a > 0 or kind == LOG and b >= 1024) then
+        return last, a, b
+    end
+end
+
 local changed, need_us = false, 0
 for g = GATE_FIRST, #gate, GATE_STEP do
     local i = (g - GATE_FIRST) / GATE_STEP * 4
@@ -110,7 +149,17 @@ for g = GATE_FIRST, #gate, GATE_STEP do
         local wide = gate[g + ID] % 2 == 1
         local b = wide and held[p + 3]
         local last, a
-        last, a, b = refunded(g, held[1] - held[p + 1], held[p + 2], b, units, charged)
+        local before = b
+        last, a = held[1] - held[p + 1], held[p + 2]
+        if lease_ends then
+            last, a, b = given_back(g, last, a, b, units)
+        else
+            last, a, b = refunded(g, last, a, b, units, charged)
+        end
+        if not last and holding and holds_of(gate[g + ID]) > 0 then -- what is held stays held
+            last, a = held[1] - held[p + 1], 0
+            b = gate[g + KIND] == LOG and fmod(before, 1024) or 0
+        end
         if last then
             held[p + 1], held[p + 2] = held[1] - last, a
             if wide then

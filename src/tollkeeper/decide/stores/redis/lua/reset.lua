@@ -1,4 +1,4 @@
--- Delete a rule's states and grants of a subject.
+-- Delete a rule's states, grants and holds of a subject.
 --
 -- ARGV[3]  the time in microseconds; empty: the server's
 
@@ -7,9 +7,12 @@ if not raw then
 end
 local dropped, logs = {}, {}
 for g = GATE_FIRST, #gate, GATE_STEP do
-    local p, q = place(held, gate[g + ID]), place(held, -gate[g + ID])
-    if q then
-        dropped[q] = true
+    local p = place(held, gate[g + ID])
+    for group = 0, 2 do -- a grant and two holds
+        local q = place(held, -gate[g + ID] - group * 8589934592)
+        if q then
+            dropped[q] = true
+        end
     end
     if p then
         dropped[p] = true

@@ -8,7 +8,9 @@
 --
 -- base   the time of the last write, in microseconds
 -- ttl    the hash lives at least this many milliseconds beyond base
--- id     which limit; odd if there is a b; negative (and with a b): units granted on top
+-- id     which limit; odd if there is a b; negative (and with a b): units granted on top, or from
+--        -2^33 down units that are leased: -id - 2^33 is the first group of holds, -id - 2^34 the
+--        second (see algorithms/holds.py)
 -- lag    base - lag is the time of the last admission (or refund) under this limit; of a bucket that
 --        is refilled in steps, the time of its last step
 -- a, b   bucket     millionths of a unit used
@@ -16,6 +18,7 @@
 --        counter    units counted in the window before, units counted in this one
 --        log        position of the oldest time kept, times kept * 1024 + times in a chunk
 --        granted    units left, microseconds since the epoch at which they end
+--        leased     units held, microseconds since the epoch until which they are held
 --
 -- In the subject's own hash, the value is msgpack of that array. A log's times are 7 bytes each, in
 -- chunks: the fields \1 <id>.<number>:<field>.
@@ -108,7 +111,7 @@ log_of = log_of and function(g)
 
     -- Return how many of the times are after `oldest`, and how many are not.
     function log.alive_and_dead(oldest, last, start, kept, per_chunk)
-        if last <= oldest then
+        if kept == 0 or last <= oldest then
             return 0, kept
         end
         if log.time_at(per_chunk, start) > oldest then
@@ -172,7 +175,8 @@ log_of = log_of and function(g)
             if offset > 0 then
                 before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
             end
-            call('HSET', key, prefix .. number .. suffix, before .. string.rep(packed, fits))
+            chunks[number] = before .. string.rep(packed, fits)
+            call('HSET', key, prefix .. number .. suffix, chunks[number])
             position, count = position + fits, count - fits
         end
     end

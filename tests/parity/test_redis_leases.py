@@ -1,0 +1,143 @@
+"""Leases on Redis agree with the reference, field by field, on random traces of all verbs.
+
+The traces are those of `tests/promises/leases.py`, with refunds, grants, resets and corrections.
+The Python store is the reference. Its waits are in nanoseconds, those of Redis in microseconds.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.conformance.stores import PATIENCE
+from tests.promises.leases import CLOCK_STEPS, STEP_BYTES, LeasePlay
+from tests.promises.oracles import assert_never_over
+from tests.promises.strategies import clock_at, limit_of
+from tests.redis_servers import running
+from tollkeeper import Decision, Limit
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
+from tollkeeper.decide.leasing import Lease
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+
+pytestmark = pytest.mark.server
+
+TRACES = 40
+STARTS_NS = (1_000 * 10**9, 1_700_000_000 * 10**9)
+WINDOWS_US = (300_000, 10**6, 10**7, 6 * 10**7, 3_600 * 10**6)
+
+
+def random_limit(random: Random, algorithm: AlgorithmName, name: str) -> Limit:
+    """Return a limit of few units whose leases last long enough to be given."""
+    window_us, units = random.choice(WINDOWS_US), random.randint(1, 60)
+    capacity = refill_us = 0
+    if "bucket" in algorithm:
+        capacity = random.choice((0, 0, random.randint(1, 60)))
+    if algorithm == "token_bucket" and random.random() < 0.4:
+        longest_us = min(window_us, (capacity or units) * window_us // units)
+        refill_us = longest_us // random.choice((1, 2, 3)) if longest_us >= 3_000 else 0
+    return limit_of(algorithm, units, window_us, capacity, name, refill_us)
+
+
+def comparable(answer: object) -> object:
+    """Return an answer with its waits rounded up to microseconds, as Redis gives them."""
+    if isinstance(answer, Decision):
+        waits = (answer.retry_after_ns, answer.reset_after_ns)
+        retry_ns, reset_ns = (-(-wait_ns // 1_000) * 1_000 for wait_ns in waits)
+        return decision_with(answer, retry_after_ns=retry_ns, reset_after_ns=reset_ns)
+    if isinstance(answer, Lease):
+        return tuple(answer._replace(denied_ns=-(-answer.denied_ns // 1_000) * 1_000))
+    if isinstance(answer, list | tuple):
+        return tuple(comparable(each) for each in answer)
+    return answer
+
+
+def without_denied(answer: object) -> object:
+    """Return a comparable answer without `Lease.denied_ns`, which a log on Redis may not tell."""
+    if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == "lease":
+        (_, leased) = answer
+        if isinstance(leased, tuple):
+            return ("lease", leased[0], leased[1][:3])
+    return answer
+
+
+def played(seed: int, kind: str, layout: str, *algorithms: AlgorithmName) -> tuple[LeasePlay, ...]:
+    """Play one trace on the reference and on Redis."""
+    random = Random(seed)
+    limits = [random_limit(random, each, f"n{at}") for at, each in enumerate(algorithms)]
+    steps = [random.randbytes(STEP_BYTES) for _ in range(random.randint(5, 60))]
+    start_ns = random.choice(STARTS_NS)
+    clock_steps = random.choice(((), CLOCK_STEPS[:1], CLOCK_STEPS[1:]))
+    plays = []
+    for place in ("reference", kind):
+        clock = clock_at(start_ns)
+        clock.step_ns = 1_000
+        prefix = f"leases{seed}{layout}"
+        store = (
+            PythonMemoryStore(clock)
+            if place == "reference"
+            else open_store(
+                running(kind).uri,
+                clock,
+                prefix=prefix,
+                layout=layout,
+                denied_cache_ms=0,
+                **PATIENCE,
+            )
+        )
+        play = LeasePlay(store, clock, limits, clock_steps, all_verbs=True)
+        play.play(steps)
+        store.close()
+        plays.append(play)
+    return tuple(plays)
+
+
+def assert_alike(reference: LeasePlay, redis: LeasePlay, seed: int) -> None:
+    """Every answer is the same."""
+    has_log = any(limit.algorithm == "sliding_window_log" for limit in reference.limits)
+    for number, pair in enumerate(zip(reference.answers, redis.answers, strict=True)):
+        wanted, got = (comparable(each) for each in pair)
+        if has_log:
+            wanted, got = without_denied(wanted), without_denied(got)
+        assert got == wanted, f"seed {seed}, step {number} on {reference.limits}"
+
+
+@pytest.mark.parametrize("layout", ["packed", "subject"])
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_leases_of_one_limit(algorithm: AlgorithmName, layout: str) -> None:
+    """Lease, give back, late charge and all other verbs."""
+    leased = 0
+    for seed in range(TRACES):
+        reference, redis = played(seed, "single", layout, algorithm)
+        assert_alike(reference, redis, seed)
+        leased += redis.leased
+    assert leased == 0 if algorithm == "leaky_bucket" else leased > TRACES
+    running("single").flush()
+
+
+@pytest.mark.parametrize(("kind", "traces"), [("single", TRACES), ("cluster", 5), ("sentinel", 5)])
+def test_leases_of_several_limits(kind: str, traces: int) -> None:
+    """The limits of a rule lease together."""
+    for seed in range(traces):
+        random = Random(-1 - seed)
+        algorithms = random.choices(ALGORITHM_NAMES, k=random.choice((2, 3)))
+        assert_alike(*played(seed, kind, "packed", *algorithms), seed)
+    running(kind).flush()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_never_over_on_redis(algorithm: AlgorithmName) -> None:
+    """Whenever nodes spend their leases, no interval admits more than its bound."""
+    for seed in range(20):
+        random = Random(seed)
+        limit = random_limit(random, algorithm, "")
+        clock = clock_at(random.choice(STARTS_NS))
+        clock.step_ns = 1_000
+        uri = running("single").uri
+        store = open_store(uri, clock, prefix=f"over{seed}", denied_cache_ms=0, **PATIENCE)
+        play = LeasePlay(store, clock, [limit], CLOCK_STEPS[seed % 2 : seed % 2 + 1])
+        play.play([random.randbytes(STEP_BYTES) for _ in range(60)])
+        store.close()
+        assert_never_over(limit, sorted(play.admitted))
+    running("single").flush()
