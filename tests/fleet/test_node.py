@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.fleet.nodes import NodeOfTest, SharedStore
@@ -9,6 +11,7 @@ from tollkeeper import Decision, Fleet, Limit
 from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.allowances import DENIED_NS_MAX, Replaced
 from tollkeeper.fleet import node as nodes
+from tollkeeper.fleet.gates import NodeGate
 from tollkeeper.testing import ManualClock
 
 KEY = "user:42"
@@ -123,3 +126,26 @@ def test_more_live_nodes_make_leases_and_budgets_smaller() -> None:
     for _ in range(10):
         gate.check(KEY, 1)
     assert node.node.counters.leased_units <= 5
+
+
+@pytest.mark.parametrize(("pause_s", "kept"), [(0, True), (0.0005, True), (0.002, False)])
+def test_a_lease_is_ended_if_the_process_was_suspended_before_it_was_put(
+    pause_s: float, *, kept: bool
+) -> None:
+    """The table counts the time of a lease from its own clock, when it is too late already."""
+    clock = ManualClock(1_000)
+    node = NodeOfTest(SharedStore(clock), clock)
+    gate = node.store.gate(limits_of("1000/hour"), "r", "leased")
+    assert isinstance(gate, NodeGate)
+    for _ in range(3):
+        gate.check(KEY, 1)
+    put = node.node._put
+
+    def suspended(*arguments: Any) -> None:
+        clock.advance(pause_s)
+        put(*arguments)
+
+    node.node._put = suspended  # type: ignore[method-assign]  # a pause just before
+    assert gate.check(KEY, 1).allowed
+    assert (gate.held(KEY) > 0) == kept
+    assert bool(node.node.replaced) != kept

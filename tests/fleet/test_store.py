@@ -248,7 +248,7 @@ def test_a_cost_that_never_fits_or_a_cancelled_caller_charges_nothing() -> None:
     assert leased.peek(KEY, 0).remaining == before
     authority = one.node.authority
     calls = JointCalls(shared.check_together, authority.lease, authority.report)
-    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
+    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], (), [leased.check(KEY, 1), None])
     next(steps)
     assert leased.peek(KEY, 0).remaining == before - 1
     with pytest.raises(asyncio.CancelledError):
@@ -281,7 +281,7 @@ def test_the_lease_of_a_request_that_failed_is_put_back_at_the_authority() -> No
     strict.check(KEY, 1)
     authority = one.node.authority
     calls = JointCalls(shared.check_together, authority.lease, authority.report)
-    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], ())
+    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], (), [leased.check(KEY, 1), None])
     call: Any = next(steps)
     answer = call.function(*call.args)
     clock.advance(1.5)

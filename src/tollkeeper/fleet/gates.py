@@ -212,9 +212,13 @@ class FleetGate(NodeGate):
 
     def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units of the node's allowance, or ask the authority."""
-        decision = self.spent(subject, cost)
-        if decision is not None:
-            return decision
+        if cost <= self._capacity:  # as `spent`, which would be a call more
+            try:
+                decision = self._spend(subject, cost)
+            except StoreError:
+                decision = None
+            if decision is not None:
+                return decision
         authority = self.node.authority
         return run(self.asking(authority.lease, authority.report, subject, cost))
 

@@ -43,6 +43,8 @@ GATES_MAX: Final = 8_192
 REPLACED_MAX: Final = 10_000
 # Subjects that became warm elsewhere; the charges of others are reported when they are due.
 WARMED_MAX: Final = 10_000
+# The time in which an answer is put into the table, once it is known how long it is valid.
+PUT_NS: Final = NS_PER_SECOND // 1_000
 # A subject that stays warm is told to other nodes again after this time.
 HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
@@ -214,7 +216,9 @@ class Node:
         """Keep an answer of the authority in the table, and tell other nodes what it says.
 
         `asked_ns` is when the authority was asked. The time since then is subtracted from a lease,
-        also if this thread or event loop was busy after the reply arrived.
+        also if this thread or event loop was busy after the reply arrived. PUT_NS more is for the
+        call of the table, which counts the rest from its own clock: if this process was suspended
+        just there, the lease is ended at once.
         """
         decision, lease = answer
         number = known.allowance.number
@@ -227,8 +231,12 @@ class Node:
         elif lease.units:
             self.counters.leases += 1
             self.counters.leased_units += lease.units
-        lease = lease._replace(lasts_ns=lease.lasts_ns - (self.now_ns() - asked_ns))
+        now_ns = self.now_ns()
+        lease = lease._replace(lasts_ns=lease.lasts_ns - (now_ns - asked_ns) - PUT_NS)
         self._put(known, subject, cost, (decision, lease))
+        if lease.units and self.now_ns() - now_ns > PUT_NS:
+            with suppress(StoreError):  # the table is lost
+                self.give_back(known.gate, subject, known.allowance.stop(subject))
         denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
         self.tell_denied(number, subject, cost, denied_ns)
 

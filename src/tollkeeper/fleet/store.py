@@ -216,9 +216,12 @@ class FleetStore:
         """Check several subjects; all pass or none is charged."""
         if not _has_node_gate(checks):
             return self._store.check_together(checks, optional)
+        spent = _spent(checks)
+        if all(spent):  # without a generator: each of them was answered here
+            return spent  # type: ignore[return-value]  # all are decisions
         authority = self.open_node().authority
         calls = JointCalls(self._store.check_together, authority.lease, authority.report)
-        return run(deciding(calls, checks, optional))
+        return run(deciding(calls, checks, optional, spent))
 
     async def check_together_async(
         self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
@@ -227,11 +230,14 @@ class FleetStore:
         assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
         if not _has_node_gate(checks):
             return await self._async_store.check_together_async(checks, optional)
+        spent = _spent(checks)
+        if all(spent):
+            return spent  # type: ignore[return-value]  # all are decisions
         authority = self.open_node().authority
         calls = JointCalls(
             self._async_store.check_together_async, authority.lease_async, authority.report_async
         )
-        return await run_async(deciding(calls, checks, optional))
+        return await run_async(deciding(calls, checks, optional, spent))
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
 
@@ -257,6 +263,14 @@ class FleetStore:
             self._agent.close()
         if self._table_store is not None:
             self._table_store.close()
+
+
+def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
+    """Spend what the node has for each check; None where the authority has to decide."""
+    return [
+        gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
+        for gate, subject, cost in checks
+    ]
 
 
 def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> Store:
@@ -303,17 +317,17 @@ class JointCalls(NamedTuple):
 
 
 def deciding(
-    calls: JointCalls, checks: Sequence[tuple[Any, str, int]], optional: Container[int]
+    calls: JointCalls,
+    checks: Sequence[tuple[Any, str, int]],
+    optional: Container[int],
+    decided: Sequence[Decision | None],
 ) -> Steps[list[Answer]]:
-    """Decide checks of any consistency: all pass, or none is charged."""
-    spent: list[_Spent] = []
-    rest: list[int] = []
-    for at, (gate, subject, cost) in enumerate(checks):
-        decision = gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
-        if decision is None:
-            rest.append(at)
-        else:
-            spent.append((at, gate, decision))
+    """Decide checks of any consistency: all pass, or none is charged.
+
+    `decided` has the decisions of the node. The authority decides the others.
+    """
+    rest = [at for at, decision in enumerate(decided) if decision is None]
+    spent = [(at, checks[at][0], each) for at, each in enumerate(decided) if each is not None]
     answers: dict[int, Answer] = {}
     try:
         if not all(decision for _, _, decision in spent):
