@@ -304,6 +304,71 @@ def test_a_flush_that_finds_the_subject_warm_tells_the_others() -> None:
     assert found.one.node.counters.divergence_units >= 60
 
 
+def _fleet_that_gossips() -> Fixture:
+    """Return two nodes that hear each other's hints, and have asked the authority before."""
+    found = Fixture("1000/minute", "eventual", Fleet(nodes=2))
+    for node, gate in ((found.one, found.gate), (found.two, found.other)):
+        assert gate.check("user:first", 1).allowed  # tells the difference of the clocks
+        node.node.hears_hints = lambda: True
+    return found
+
+
+def test_a_subject_that_nothing_is_known_of_is_cool() -> None:
+    """In a fleet that gossips, its first check is answered in the node, and charged later."""
+    found = _fleet_that_gossips()
+    asked = found.asked()
+    assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == asked
+    assert found.gate.held(KEY) == -1
+    assert not found.gate.check(KEY, 1_000)  # more than the first budget, an eighth of the limit
+    found.clock.advance(0.3)
+    found.one.flush()
+    assert found.strict.peek(KEY, 0).remaining == 1_000
+
+
+def test_without_other_nodes_the_authority_is_asked_first() -> None:
+    """No node would say that a subject is warm, so none is presumed to be cool."""
+    found = _fleet_that_gossips()
+    found.one.node.hears_hints = lambda: False
+    asked = found.asked()
+    assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == asked + 1
+
+
+@pytest.mark.parametrize("hint", ["warm", "denied", "own"])
+def test_a_subject_that_is_warm_is_asked_for(hint: str) -> None:
+    """For three seconds after a hint or a denial, the authority decides; then it is cool again."""
+    found = _fleet_that_gossips()
+    number = found.gate.allowance.number
+    if hint == "warm":
+        found.one.node.heard_warm(number, KEY)
+    elif hint == "denied":
+        found.one.node.heard_denied(number, KEY, 1, 10**8)
+    else:
+        assert found.strict.check(KEY, 1_000).allowed
+        assert not found.gate.check(KEY, 500).allowed
+    found.clock.advance(2.5)  # a budget and a denial would have ended
+    asked = found.asked()
+    found.gate.check(KEY, 1)
+    assert found.asked() == asked + 1
+    found.gate.reset(KEY)
+    found.clock.advance(3)
+    assert found.gate.check(KEY, 1).allowed
+    assert found.asked() == asked + 1
+
+
+def test_a_warm_subject_that_another_node_has_told_is_not_told_again() -> None:
+    """One hint a second is enough for the whole fleet."""
+    found = _fleet_that_gossips()
+    assert found.strict.check(KEY, 900).allowed
+    found.one.node.heard_warm(found.gate.allowance.number, KEY)
+    found.gate.check(KEY, 1)
+    assert not [hint for hint in found.one.heard.said if hint[0] == "warm"]
+    found.clock.advance(1)
+    found.gate.check(KEY, 1)
+    assert [hint for hint in found.one.heard.said if hint[0] == "warm"]
+
+
 def test_limits_too_small_for_all_nodes_are_decided_by_the_authority() -> None:
     """A part below one unit is no budget."""
     found = Fixture("100/hour", "eventual", Fleet(nodes=30))

@@ -289,6 +289,10 @@ class NodeAgent:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
         return self._live or self._node.fleet.nodes
 
+    def hears_hints(self) -> bool:
+        """Return True if other nodes are alive, which tell this one of warm subjects."""
+        return self._live > 1
+
     def sharing_nodes(self) -> int:
         """Return how many nodes a limit is shared by: never fewer than configured.
 

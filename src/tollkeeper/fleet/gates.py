@@ -6,8 +6,9 @@ as fast as a check in memory. If the table has no answer, the authority decides:
 - `leased`: the same call asks for a lease. Only one check of a subject asks for a lease at a time;
   the others are ordinary checks.
 - `eventual`: the node first reports what it has admitted of this subject, because the authority
-  would not count it. Then an ordinary check: its decision tells how much of the limit is used, and
-  the node may admit a part of the rest before it reports.
+  would not count it. Then the authority decides: its answer tells how much of the limit is used,
+  and the node may admit a part of the rest before it reports. A subject that nothing is known of
+  has a first budget without a question (`Node.presume_cool`).
 
 The logic is written once as steps (`core/steps.py`); the gates for threads and for asyncio drive
 it. Every failure loses units at most: a lease that comes back too late is given back, and one whose
@@ -77,7 +78,11 @@ class NodeGate:
         if cost > self._capacity:
             return None  # it raises CapacityError
         try:
-            return self._spend(subject, cost)
+            decision = self._spend(subject, cost)
+            if decision is not None or self.kind == "leased":
+                return decision
+            is_cool = self.node.presume_cool(self.known, subject, cost)
+            return self._spend(subject, cost) if is_cool else None
         except StoreError:
             return None  # the table is lost
 
@@ -104,7 +109,7 @@ class NodeGate:
                 return admitted
         terms = self.terms(subject)
         asked_ns = self.node.now_ns()
-        if terms.wanted:
+        if terms.wanted or self.kind == "eventual":  # this also tells how long a denial lasts
             check = LeaseCheck(self.gate, subject, cost, terms)
             [answer] = yield from leasing(lease, [(self, check)])
             if isinstance(answer, StoreError):

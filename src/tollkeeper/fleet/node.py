@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.histogram import Histogram
-from tollkeeper.core.model import Decision, Limits
+from tollkeeper.core.model import Decision, Limit, Limits
 from tollkeeper.decide.allowances import (
     DENIED_NS_MAX,
     AllowanceGate,
@@ -48,7 +48,10 @@ PUT_NS: Final = NS_PER_SECOND // 1_000
 # A subject that stays warm is told to other nodes again after this time.
 HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
-HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 20
+HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 100
+# The authority decides a subject for this time after an answer or a hint that it is warm. Hints
+# come every second while it is, so two of them may be lost.
+WARM_NS: Final = 3 * NS_PER_SECOND
 _HINTED_MAX: Final = 10_000
 # Rounds in which a forked process empties its copy of a private table: 1,000 allowances each.
 _FORGET_ROUNDS_MAX: Final = 10_000
@@ -135,6 +138,8 @@ class Node:
         self.live_nodes: Callable[[], int] = lambda: fleet.nodes
         """Returns how many nodes share the limits, this one included."""
         self.hints: Hints = NoHints()
+        self.hears_hints: Callable[[], bool] = lambda: False
+        """Returns True if other nodes are known, which tell this one of warm subjects."""
         self.counters = FleetCounters()
         self.gates: dict[int, KnownGate] = {}
         """The limits that reports name by number; the newest are kept."""
@@ -155,6 +160,7 @@ class Node:
         self.on_urgent: Callable[[], None] = _nothing
         """Called when there is something to report at once."""
         self._hinted: dict[tuple[int, str], int] = {}
+        self._offset_ns: int | None = None  # the authority's clock minus this one
         self._lock = threading.Lock()
         _nodes.add(self)
 
@@ -223,11 +229,15 @@ class Node:
         decision, lease = answer
         number = known.allowance.number
         self.asked[number] = self.asked.get(number, 0) + bool(cost)
+        self._offset_ns = decision.decided_ns - self.now_ns()
         if known.kind == "eventual":
-            units = self.budget_of(decision)
-            lease = Lease(units, 0, 2 * self.fleet.flush_ns, lease.denied_ns)
-            if self.is_warm(decision):
+            is_warm = self.is_warm(decision)
+            lasts_ns = WARM_NS if is_warm else 2 * self.fleet.flush_ns
+            lease = Lease(self.budget_of(decision), 0, lasts_ns, lease.denied_ns)
+            if is_warm:
                 self.tell_warm(number, subject)
+            if not decision.allowed:  # a denial leaves a budget in the table as it was
+                self._keep_warm(known, subject)
         elif lease.units:
             self.counters.leases += 1
             self.counters.leased_units += lease.units
@@ -295,19 +305,23 @@ class Node:
 
     def tell_warm(self, gate: int, subject: str) -> None:
         """Tell other nodes that a subject is nearly at its limit; at most once a second."""
-        now_ns = self.now_ns()
-        if now_ns < self._hinted.get((gate, subject), 0):
-            return
+        if self.now_ns() >= self._hinted.get((gate, subject), 0):
+            self._note_hint(gate, subject)
+            self.hints.warm(gate, subject)
+
+    def _note_hint(self, gate: int, subject: str) -> None:
+        """Note that all nodes know for a second that a subject is warm."""
         if len(self._hinted) >= _HINTED_MAX:
             self._hinted.clear()
-        self._hinted[gate, subject] = now_ns + HINT_AGAIN_NS
-        self.hints.warm(gate, subject)
+        self._hinted[gate, subject] = self.now_ns() + HINT_AGAIN_NS
 
     def heard_warm(self, gate: int, subject: str) -> None:
         """End the budget of a subject that another node found warm; report its charges at once."""
         known = self.gates.get(gate)
         if known is not None and known.kind == "eventual":
             known.allowance.stop(subject)
+            self._keep_warm(known, subject)
+            self._note_hint(gate, subject)
             if len(self.warmed) < WARMED_MAX and known.allowance.held(subject):
                 self.warmed.append((known, subject))
                 self.on_urgent()
@@ -316,6 +330,8 @@ class Node:
         """Deny a subject as another node has learned."""
         known = self.gates.get(gate)
         if known is not None and cost > 0 and lasts_ns > 0:
+            if known.kind == "eventual":
+                self._keep_warm(known, subject)
             known.allowance.deny(subject, cost, min(lasts_ns, DENIED_NS_MAX))
 
     # ── Budgets ────────────────────────────────────────────────────────────────────────────────
@@ -334,6 +350,39 @@ class Node:
         if self.is_warm(decision):
             return 0
         return (decision.remaining - decision.granted) // (4 * max(self.live_nodes(), 1))
+
+    def presume_cool(self, known: KnownGate, subject: str, cost: int) -> bool:
+        """Give a subject a first budget, before the authority was asked; False if it has none.
+
+        A light user of a large fleet reaches each node too rarely for a budget to last until the
+        next request. So a subject counts as cool unless this node knows better: from an answer of
+        the authority, or because another node has said that it is warm. All nodes together admit a
+        quarter of the limit in this way, at most, before the answers to their reports arrive. A
+        node that knows no other node does not presume anything.
+        """
+        if self._offset_ns is None or not self.hears_hints():
+            return False
+        if known.allowance.spend(subject, 0) is not None:  # it is warm, or its budget is too small
+            number = known.allowance.number
+            self.looks[number] = self.looks.get(number, 0) + 1
+            return False
+        limit = min(known.gate.limits, key=_capacity)
+        whole = self._presumed(limit, limit.capacity)
+        units = self.budget_of(whole)
+        if units < cost:
+            return False
+        self._put(known, subject, 0, (whole, Lease(units, 0, 2 * self.fleet.flush_ns)))
+        return True
+
+    def _keep_warm(self, known: KnownGate, subject: str) -> None:
+        """Let the authority decide a subject for some time, also if its budget has ended."""
+        warm = self._presumed(min(known.gate.limits, key=_capacity), 0)
+        self._put(known, subject, 0, (warm, Lease(0, 0, WARM_NS)))
+
+    def _presumed(self, limit: Limit, remaining: int) -> Decision:
+        """Return an answer that the authority has not given, with the time of its clock."""
+        decided_ns = self.now_ns() + (self._offset_ns or 0)
+        return Decision(True, limit, remaining, decided_ns=decided_ns)
 
     # ── Statistics ─────────────────────────────────────────────────────────────────────────────
 
@@ -388,6 +437,10 @@ class Node:
                 self.table.confirm(claims)
         except StoreError:
             return  # the table is closed
+
+
+def _capacity(limit: Limit) -> int:
+    return limit.capacity
 
 
 def _nothing() -> None:

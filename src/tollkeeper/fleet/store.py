@@ -129,6 +129,7 @@ class FleetStore:
             self._table_store.close()
             raise
         node.hints, node.live_nodes = agent, agent.sharing_nodes
+        node.hears_hints = agent.hears_hints
         return agent
 
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────

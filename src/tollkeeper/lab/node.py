@@ -106,7 +106,7 @@ class NodeProcess:
             lease_seconds=plan.lease_seconds,
             flush_seconds=plan.flush_seconds,
             warm=plan.warm,
-            nodes=plan.nodes,
+            nodes=plan.faults.scale_from or plan.nodes,
         )
         self.node = Node(settings, self.clock, self.table, fleet.authority.store)
         self.reports = Reports(self.node)
@@ -130,8 +130,10 @@ class NodeProcess:
         fleet = self.fleet
         if self.gate is None or not fleet.plan.gossip:
             return
-        self.node.live_nodes = self.gossip.live_nodes
+        self.node.live_nodes = self._sharing_nodes
         self.node.hints = self
+        self.node.hears_hints = self._knows_others
+        self.node.on_urgent = self._report_soon
         self.gossip.join([address_of(node.number) for node in fleet.live])
         self._schedule_tick()
         # The processes of a fleet do not start at the same instant.
@@ -174,15 +176,30 @@ class NodeProcess:
     def _report(self) -> None:
         """One round of the thread that reports."""
         if self.is_current:
-            Run(self, self._reporting()).go()
+            self._report_now()
             self.fleet.loop.after(self._round_ns, self._report)
+
+    def _report_soon(self) -> None:
+        """Wake the thread that reports."""
+        self.fleet.loop.after(0, self._report_now)
+
+    def _report_now(self) -> None:
+        if self.is_current:
+            Run(self, self._reporting()).go()
 
     def _reporting(self) -> Steps[None]:
         report = self.node.authority.report
         while (yield from self.reports.flushing(report)) == BATCH_MAX:
             pass
 
-    # ── Gossip ─────────────────────────────────────────────────────────────────────────────────
+    # ── Gossip, as the node's agent connects it ────────────────────────────────────────────────
+
+    def _sharing_nodes(self) -> int:
+        """Return how many nodes share the limits: never fewer than configured."""
+        return max(self.gossip.live_nodes(), self.node.fleet.nodes)
+
+    def _knows_others(self) -> bool:
+        return self.gossip.live_nodes() > 1
 
     def warm(self, gate: int, subject: str) -> None:
         """Tell other nodes that a subject is warm."""
