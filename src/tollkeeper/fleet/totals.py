@@ -522,6 +522,7 @@ class Totals:
         """
         if not self._share and now_ns >= self._waits_ns + JOIN_NS:
             return None
+        parts, whole = self._share.as_integer_ratio()
         found: list[tuple[_Key, _State]] = []
         costs: dict[_Key, int] = {}
         new: dict[_Key, _State] = {}  # kept once they are charged
@@ -533,7 +534,7 @@ class Totals:
                 if gate is None or (state := self._new_state(gate, now_ns)) is None:
                     return None
                 new[key] = state
-            if any(0 < self._share * limit.capacity < 1 for limit in check.limits):
+            if any(0 < parts * limit.capacity < whole for limit in check.limits):
                 return None
             found.append((key, state))
             costs[key] = costs.get(key, 0) + check.units
@@ -562,7 +563,8 @@ class Totals:
         self, check: LocalCheck, state: _State, now_ns: int, *, charged: bool
     ) -> Decision:
         share = self._share
-        if not share or any(check.units > share * limit.capacity for limit in check.limits):
+        parts, whole = share.as_integer_ratio()
+        if not parts or any(check.units * whole > parts * each.capacity for each in check.limits):
             retry_ns = RETRY_AFTER_NS if check.units else 0
             return Decision(
                 not check.units, check.limits[0], 0, retry_ns, retry_ns, 0, check.rule, True
