@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tests.service_process import run_to_end
 from tollkeeper import Limit, Limiter
 from tollkeeper.cli import reconcile as reconciling
 from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.decide.leasing import LeaseCheck, LeaseTerms
+from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.redis.audit import (
     PAGE_KEYS,
     AuditedServer,
@@ -90,6 +93,27 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
     assert report.counted["states"] == counted.states
     assert report.counted["keys"] == single.admin.dbsize()
     assert 0 < report.counted["bytes a state"] < 20_000
+
+
+@pytest.mark.parametrize("layout", ["packed", "subject"])
+def test_leased_units_are_no_defect(layout: str, single: Single) -> None:
+    """Of all algorithms, also if the leased units are all that a limit has counted."""
+    with closing(open_store(patient(single.uri), layout=layout)) as store:
+        authority = store.authority
+        assert authority is not None
+        for algorithm in ALGORITHMS:
+            gate = store.gate([Limit(60, per=60, algorithm=algorithm)], f"of-{algorithm}")
+            for number in range(4):
+                terms = LeaseTerms(5, 1, 10**9)
+                for _ in range(1 + number % 3):
+                    authority.lease([LeaseCheck(gate, f"user:{number}", 1, terms)])
+                if number == 3:
+                    gate.refund(f"user:{number}", 1, None)
+        counted = store.stats()
+    assert counted.states >= 3 * len(ALGORITHMS)
+    report = reconciled(single.uri, document=document("100/hour"))
+    assert wrong(report) == {}
+    assert report.counted["states"] == counted.states
 
 
 def test_memory_per_state(single: Single) -> None:

@@ -1,0 +1,292 @@
+"""Leases, give-backs and late charges over real connections: round trips, faults and expiry.
+
+That they agree with the reference is tested in tests/parity/test_redis_leases.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, cast
+
+import pytest
+
+from tests.conformance.stores import PATIENCE
+from tests.redis_servers import Cluster, Single, running
+from tollkeeper import Decision, Limit, StoreError
+from tollkeeper.decide.leasing import (
+    NO_LEASE,
+    GiveBack,
+    LateCharge,
+    Lease,
+    LeaseCheck,
+    LeasedAnswer,
+    LeaseTerms,
+    Report,
+)
+from tollkeeper.decide.store import Answer, AnyGate
+from tollkeeper.decide.stores import open_store
+from tollkeeper.decide.stores.redis.gates import REPORTS_MAX
+from tollkeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
+from tollkeeper.decide.stores.redis.store import RedisStore
+
+HOUR = Limit(1_000, per=3_600)
+SECOND_NS = 10**9
+TERMS = LeaseTerms(100, 1, SECOND_NS)
+both_wires = pytest.mark.parametrize("wire", ["threads", "asyncio"])
+
+
+class Node:
+    """One node's calls to the authority, from a thread or from an event loop."""
+
+    def __init__(self, uri: str, wire: str, **options: Any) -> None:
+        options = {**PATIENCE, "denied_cache_ms": 0, **options}
+        self.store = cast("RedisStore", open_store(uri, **options))
+        self._runner = asyncio.Runner() if wire == "asyncio" else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runner is not None:
+            self._runner.run(self.store.aclose())
+            self._runner.close()
+        self.store.close()
+
+    def gate(self, limit: Limit = HOUR, rule: str = "r") -> AnyGate:
+        return (self.store.async_gate if self._runner else self.store.gate)([limit], rule)
+
+    def lease(self, *checks: tuple[AnyGate, str, int]) -> list[LeasedAnswer]:
+        asked = [LeaseCheck(*check, TERMS) for check in checks]
+        if self._runner is None:
+            return self.store.lease(asked)
+        return self._runner.run(self.store.lease_async(asked))
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        if self._runner is None:
+            return self.store.report(reports)
+        return self._runner.run(self.store.report_async(reports))
+
+
+def leased(answer: LeasedAnswer) -> Lease:
+    """Return the lease of an allowed check."""
+    assert isinstance(answer, tuple)
+    assert answer[0].allowed
+    return answer[1]
+
+
+def remaining(answers: Sequence[Answer]) -> list[int]:
+    """Return what remains according to each answer."""
+    return [each.remaining for each in answers if isinstance(each, Decision)]
+
+
+def calls_of(server: Any) -> int:
+    """Return how many scripts the server has run."""
+    stats = server.admin.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Single]:
+    """Start a server that only these tests use."""
+    with Single() as started:
+        yield started
+
+
+@both_wires
+def test_one_call_checks_and_leases(server: Single, wire: str) -> None:
+    """And one call gives back."""
+    server.flush()
+    with Node(server.uri, wire) as node:
+        gate = node.gate()
+        leased(node.lease((gate, "warm", 1))[0])
+        before = calls_of(server)
+        lease = leased(node.lease((gate, "a", 1))[0])
+        assert lease.units == 100
+        assert 0 < lease.lasts_ns <= SECOND_NS
+        assert calls_of(server) == before + 1
+        node.report([GiveBack(gate, "warm", 1, lease.ends_ns)])
+        before = calls_of(server)
+        assert remaining(node.report([GiveBack(gate, "a", 60, lease.ends_ns)])) == [959]
+        assert calls_of(server) == before + 1
+
+
+@both_wires
+def test_rules_of_one_request_lease_together_or_not_at_all(server: Single, wire: str) -> None:
+    """A request that one rule denies leases nothing of the others."""
+    server.flush()
+    with Node(server.uri, wire) as node:
+        wide, tight = node.gate(), node.gate(Limit(1, per=3_600), "tight")
+        node.lease((wide, "warm", 1), (tight, "warm", 1))
+        before = calls_of(server)
+        answers = node.lease((wide, "a", 1), (tight, "a", 1))
+        assert [leased(each).units for each in answers] == [100, 0]
+        assert leased(answers[1]).denied_ns == 3_600 * SECOND_NS
+        assert calls_of(server) == before + 1
+        answers = node.lease((wide, "a", 1), (tight, "a", 1))
+        assert [each[1] for each in answers if isinstance(each, tuple)] == [NO_LEASE] * 2
+        assert remaining(node.report([LateCharge(wide, "a", 0, 0)])) == [899]
+
+
+@both_wires
+def test_the_same_counter_twice_in_a_request_does_not_lease(server: Single, wire: str) -> None:
+    """The lease of the first check could deny the second."""
+    server.flush()
+    with Node(server.uri, wire) as node:
+        gate = node.gate(Limit(10, per=3_600))
+        answers = node.lease((gate, "a", 5), (gate, "a", 5))
+        assert [leased(each).units for each in answers] == [0, 0]
+
+
+@both_wires
+def test_many_reports_go_in_few_calls(server: Single, wire: str) -> None:
+    """A server takes up to REPORTS_MAX of them in one call; the answers are in order."""
+    server.flush()
+    with Node(server.uri, wire) as node:
+        gate = node.gate()
+        reports: list[Report] = [
+            LateCharge(gate, f"s{number}", number, 0) for number in range(2 * REPORTS_MAX + 1)
+        ]
+        node.report(reports[:1])
+        before = calls_of(server)
+        answers = node.report(reports)
+        assert calls_of(server) == before + 3
+        assert remaining(answers) == [1_000 - number for number in range(len(reports))]
+
+
+@both_wires
+def test_a_server_that_forgot_its_scripts_gets_them_again(server: Single, wire: str) -> None:
+    """Each call is counted once."""
+    server.flush()
+    with Node(server.uri, wire) as node:
+        gate = node.gate()
+        other = node.gate(rule="other")
+        server.admin.script_flush()
+        lease = leased(node.lease((gate, "a", 1))[0])
+        server.admin.script_flush()
+        assert [leased(each).units for each in node.lease((gate, "b", 1), (other, "b", 1))] == [
+            100,
+            100,
+        ]
+        server.admin.script_flush()
+        reports = [GiveBack(gate, "a", 100, lease.ends_ns), LateCharge(gate, "c", 7, 0)]
+        assert remaining(node.report(reports)) == [999, 993]
+        assert server.admin.script_exists(REPORT.sha.decode(), JOINT_CHECK.sha.decode()) == [
+            True,
+            False,
+        ]
+
+
+@both_wires
+def test_a_cluster_leases_and_takes_reports_of_every_slot(wire: str) -> None:
+    """Subjects on several primaries are leased together; reports find their slots."""
+    cluster = cast("Cluster", running("cluster"))
+    cluster.flush()
+    with Node(cluster.uri, wire) as node:
+        gate, other = node.gate(), node.gate(rule="other")
+        answers = node.lease(*((gate, f"s{number}", 1) for number in range(6)))
+        leases = [leased(each) for each in answers]
+        assert [lease.units for lease in leases] == [100] * 6
+        reports: list[Report] = [
+            GiveBack(gate, f"s{number}", 40, lease.ends_ns) for number, lease in enumerate(leases)
+        ]
+        assert remaining(node.report([*reports, LateCharge(other, "s0", 3, 0)])) == [939] * 6 + [
+            997
+        ]
+
+
+@both_wires
+def test_a_cluster_gives_back_what_a_denied_request_leased(wire: str) -> None:
+    """The subject with the lowest limit is charged first, with a lease; another one then denies."""
+    cluster = cast("Cluster", running("cluster"))
+    cluster.flush()
+    low, high = Limit(900, per=3_600), HOUR
+    with Node(cluster.uri, wire) as node:
+        first, second = node.gate(low, "low"), node.gate(high, "high")
+        node.report([LateCharge(second, "b", 1_000, 0)])
+        answers = node.lease((first, "a", 1), (second, "b", 1))
+        assert [each[0].allowed for each in answers if isinstance(each, tuple)] == [True, False]
+        assert [each[1] for each in answers if isinstance(each, tuple)] == [NO_LEASE] * 2
+        assert remaining(node.report([LateCharge(first, "a", 0, 0)])) == [900]
+
+
+def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
+    """The call was sent, so its units are given back in the background."""
+    server.flush()
+
+    async def cancelled() -> set[int]:
+        store = cast("RedisStore", open_store(server.uri, **PATIENCE))
+        gate = store.async_gate([HOUR], "r")
+        assert (await store.lease_async([LeaseCheck(gate, "warm", 1, TERMS)]))[0]
+        asking = asyncio.ensure_future(store.lease_async([LeaseCheck(gate, "a", 1, TERMS)]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not asking.done()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        seen = set()  # each look is behind the lease on the connection
+        async with asyncio.timeout(20):
+            while 1_000 not in seen:
+                seen.add((await gate.peek("a", 1)).remaining)
+        await store.aclose()
+        return seen
+
+    assert asyncio.run(cancelled()) >= {899, 1_000}
+
+
+@both_wires
+def test_a_server_that_is_away_is_an_error_of_each_call(wire: str) -> None:
+    """A check raises nothing and leases nothing: its answer is the error. So is a report's."""
+    with Single() as gone, Node(gone.uri, wire, deadline_ms=200) as node:
+        gate = node.gate()
+        lease = leased(node.lease((gate, "a", 1))[0])
+        gone.stop()
+        [answer] = node.lease((gate, "a", 1))
+        assert isinstance(answer, StoreError)
+        [answer] = node.report([GiveBack(gate, "a", 1, lease.ends_ns)])
+        assert isinstance(answer, StoreError)
+
+
+@pytest.mark.parametrize("layout", ["packed", "subject"])
+@pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_log"])
+def test_a_state_lives_as_long_as_its_holds(server: Single, layout: str, algorithm: Any) -> None:
+    """The key outlives the hold, and the time in which the held units are whole again."""
+    server.flush()
+    with Node(server.uri, "threads", layout=layout) as node:
+        # 100 units a second: the one unit that is charged is whole again after 10 ms.
+        gate = node.gate(Limit(1_000, per=10, algorithm=algorithm))
+        lease = leased(node.lease((gate, "a", 1))[0])
+        [key] = server.admin.scan_iter()
+        ends_ms = server.admin.execute_command("PEXPIRETIME", key)
+        whole_ns = lease.units * SECOND_NS // 100 if algorithm == "token_bucket" else 10 * SECOND_NS
+        assert ends_ms * 1_000_000 >= lease.ends_ns + whole_ns
+
+
+@both_wires
+def test_with_both_layouts_nodes_lease_nothing_and_charge_both_places(
+    server: Single, wire: str
+) -> None:
+    """Two places would lease different units. A late charge counts in both."""
+    server.flush()
+    with Node(server.uri, wire, layout="both") as node:
+        gate = node.gate()
+        assert leased(node.lease((gate, "a", 1))[0]) == NO_LEASE
+        assert remaining(node.report([LateCharge(gate, "a", 9, 0)])) == [990]
+        assert remaining(node.report([GiveBack(gate, "a", 5, 10**18)])) == [990]
+    for layout in ("packed", "subject"):
+        with Node(server.uri, wire, layout=layout) as node:
+            assert remaining(node.report([LateCharge(node.gate(), "a", 0, 0)])) == [990]
+
+
+def test_leased_units_belong_to_the_state_of_their_limit(server: Single) -> None:
+    """`stats` counts one state, and a reset forgets its holds."""
+    server.flush()
+    for layout in ("packed", "subject"):
+        with Node(server.uri, "threads", layout=layout, prefix=layout) as node:
+            gate = node.store.gate([HOUR], "r")
+            leased(node.lease((gate, "a", 1))[0])
+            assert node.store.stats().states == 1
+            gate.reset("a")
+            assert gate.peek("a", 1).remaining == 1_000
+            assert node.store.stats().states == 0
