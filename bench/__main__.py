@@ -14,6 +14,8 @@ from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide import kernel
 
 try:
+    from bench.fleet import WORKS as FLEET_WORKS
+    from bench.fleet import run_fleet
     from bench.http_load import wrk_path
     from bench.http_measure import FULL as HTTP_FULL
     from bench.http_measure import QUICK as HTTP_QUICK
@@ -64,6 +66,7 @@ def main() -> None:
         print(throughput_table(throughputs, results))
     if results:
         print(summary(results))
+    fleet = run_fleet(lambda work: _wanted(options, "token_bucket", work), effort)
     rules = run_rules(lambda work: _wanted(options, "", work), effort, _progress)
     redis = run_redis(
         lambda work: _wanted(options, REDIS_ALGORITHM, work),
@@ -80,10 +83,11 @@ def main() -> None:
         RECORD_QUICK if options.quick else RECORD_FULL,
         _progress,
     )
-    if not (results or throughputs or rules or redis or http or record):
+    if not (results or throughputs or fleet or rules or redis or http or record):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
+        written["fleet"] = as_json(fleet, [], effort, found)["rows"]
         written["rules"] = rules
         written["redis"] = redis
         written["http"] = http
@@ -98,12 +102,13 @@ def _redis_effort(options: argparse.Namespace) -> RedisEffort:
 
 def _options() -> argparse.Namespace:
     works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
-    works += RECORD_WORKS
+    works += [*RECORD_WORKS, *FLEET_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
-        "shared store from several processes; its rules; on real Redis servers, started here; and "
-        "its service and middleware over HTTP, beside slowapi and a real Envoy.",
+        "shared store from several processes; in a node of a fleet; its rules; on real Redis "
+        "servers, started here; and its service and middleware over HTTP, beside slowapi and a "
+        "real Envoy.",
         epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")

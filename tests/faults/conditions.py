@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -158,6 +158,28 @@ class FarRedis(Startable):
     def __enter__(self) -> Self:
         needs_root("a network namespace")
         return super().__enter__()
+
+
+_Address = tuple[str, int]
+
+
+@contextmanager
+def lost_datagrams(ways: Sequence[tuple[_Address, _Address]]) -> Iterator[None]:
+    """Lose every datagram from one address to another. Neither side gets an error."""
+    needs_root("a packet filter")
+    nft = program_path("nft", "nftables")
+    table = f"tollkeeper_{os.getpid()}"
+    rules = "\n".join(
+        f"ip saddr {source[0]} udp sport {source[1]} ip daddr {to[0]} udp dport {to[1]} drop"
+        for source, to in ways
+    )
+    # On the way in: a datagram that is dropped on its way out is an error for its sender.
+    chain = f"chain lost {{\ntype filter hook input priority 0;\n{rules}\n}}"
+    _run(nft, f"table inet {table} {{\n{chain}\n}}\n")
+    try:
+        yield
+    finally:
+        _run(nft, f"delete table inet {table}")
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""A node in a separate process, which sends checks steadily and prints their answers at its end.
+"""A node in a separate process, which sends checks steadily and writes their answers to a file.
 
     python -m tests.faults.nodes '{"name": "late", "uri": "redis://…", "rules": "…", "keys": […]}'
 
-It prints how far its wall clock is ahead, sends checks until it reads a line, then prints a record.
+It prints how far its wall clock is ahead, and sends checks until it reads a line. Each answer is
+in the file before the next check, so a node that is killed has lost none. With `fleet`, the
+settings of a fleet, it also writes how many live nodes it knows, whenever that changes.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 from tests.faults.load import (
     EPOCH_NS,
@@ -30,16 +35,19 @@ from tests.faults.load import (
 )
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
-from tollkeeper import AsyncLimiter
+from tests.redis_servers.waiting import until
+from tollkeeper import AsyncLimiter, Fleet
 from tollkeeper.decide.failure import LocalFallback
 
 ENDS_S_MAX = 30.0
+_LOOK_S = 0.02
 
 
 class NodeProcess(Startable):
     """One node, for the length of a `with` block.
 
-    `env`  further environment variables, for example of a wrong clock
+    `fleet`  the settings of a fleet, if the rules have a consistency
+    `env`    further environment variables, for example of a wrong clock
     """
 
     def __init__(
@@ -50,9 +58,20 @@ class NodeProcess(Startable):
         *,
         rules: str = RULES_TEXT,
         nodes: int = 1,
+        fleet: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._options = {"name": name, "uri": uri, "keys": keys, "rules": rules, "nodes": nodes}
+        self._answers = scratch().new_folder("node") / "answers"
+        self._answers.touch()
+        self._options = {
+            "name": name,
+            "uri": uri,
+            "keys": keys,
+            "rules": rules,
+            "nodes": nodes,
+            "fleet": fleet,
+            "answers": str(self._answers),
+        }
         self._env = {**os.environ, EPOCH_VARIABLE: str(EPOCH_NS), **(env or {})}
         self._process: subprocess.Popen[str] | None = None
 
@@ -73,14 +92,39 @@ class NodeProcess(Startable):
         assert self._process.stdout is not None
         return float(json.loads(self._process.stdout.readline())["ahead_s"])
 
-    def finish(self, record: Record) -> None:
-        """End the node and add its answers to `record`."""
+    def finish(self, record: Record) -> dict[str, Any]:
+        """End the node, add its answers to `record`, and return what it counted itself."""
         assert self._process is not None
         printed, _ = self._process.communicate("\n", timeout=ENDS_S_MAX)
         assert self._process.returncode == 0, printed
-        result = json.loads(printed)
+        result: dict[str, Any] = json.loads(printed)
         record.lag_ns = max(record.lag_ns, result["lag_ns"])
-        record.noted += [Noted(Key(*key), *rest) for key, *rest in result["noted"]]
+        self.add_to(record)
+        return result
+
+    def add_to(self, record: Record) -> None:
+        """Add the answers so far to `record`, also of a node that was killed."""
+        record.noted += [Noted(Key(*key), *rest) for key, *rest in self._lines() if rest]
+
+    def _lines(self) -> list[Any]:
+        # The last line of a node that was killed may be cut.
+        return [json.loads(line) for line in self._answers.read_bytes().split(b"\n")[:-1]]
+
+    def await_live(self, count: int, seconds_max: float) -> None:
+        """Wait until the node counts this many live nodes."""
+        until(
+            lambda: [each[0] for each in self._lines() if len(each) == 1][-1:] == [count],
+            f"{self._options['name']} knows {count} live nodes",
+            seconds_max,
+            lambda: [each for each in self._lines() if len(each) == 1],
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; SIGKILL, SIGSTOP and SIGCONT are the interesting ones."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._process.wait(ENDS_S_MAX)
 
     def stop(self) -> None:
         """Kill the node, if it still runs."""
@@ -89,31 +133,74 @@ class NodeProcess(Startable):
                 process.kill()
 
 
-async def _run(options: Mapping[str, Any]) -> Record:
-    record = Record()
+@dataclass(slots=True)
+class WrittenRecord(Record):
+    """A record that is also in a file."""
+
+    file: IO[bytes] | None = None
+
+    def put(self, *given: Any) -> None:
+        """Record one answer."""
+        Record.put(self, *given)
+        self.write(self.noted[-1])
+
+    def write(self, line: Sequence[Any]) -> None:
+        """Write a line at once."""
+        assert self.file is not None
+        self.file.write(json.dumps(line).encode() + b"\n")
+
+
+async def _watch_fleet(limiter: AsyncLimiter, record: WrittenRecord) -> None:
+    """Write the number of live nodes whenever it changes."""
+    last = 0
+    while limiter.store.fleet is not None:
+        live = limiter.store.fleet.live_nodes()
+        if live != last:
+            last = live
+            record.write([live])
+        await asyncio.sleep(_LOOK_S)
+
+
+def _answered(limiter: AsyncLimiter) -> dict[str, int]:
+    """Return how many checks the node answered, and how many the authority."""
+    found = list(limiter.store.fleet.answers().values()) if limiter.store.fleet else []
+    own = sum(each.allowed + each.denied for each in found)
+    return {"own": own, "asked": sum(each.asked for each in found)}
+
+
+async def _run(options: Mapping[str, Any], record: WrittenRecord) -> dict[str, int]:
     keys = [Key(*each) for each in options["keys"]]
+    fleet = options["fleet"]
     async with AsyncLimiter.from_rules(
-        options["rules"], store=options["uri"], local_fallback=LocalFallback(nodes=options["nodes"])
+        options["rules"],
+        store=options["uri"],
+        local_fallback=LocalFallback(nodes=options["nodes"]),
+        fleet=None if fleet is None else Fleet(**fleet),
     ) as limiter:
         tasks = [
             asyncio.create_task(ask_in_tasks(limiter, record, keys, options["name"])),
             asyncio.create_task(watch_lag(record)),
         ]
+        watching = asyncio.create_task(_watch_fleet(limiter, record))
         print(json.dumps({"ahead_s": (time.time_ns() - now_ns()) / 1e9}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
+        watching.cancel()
         for task in tasks:
             assert not task.done(), task.exception()
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return record
+        await asyncio.gather(*tasks, watching, return_exceptions=True)
+        return _answered(limiter)
 
 
 def main() -> None:
     """Run a node until its input has a line."""
     # Changes of the rules are not interesting here.
     logging.getLogger("tollkeeper").setLevel(logging.ERROR)
-    record = asyncio.run(_run(json.loads(sys.argv[1])))
-    print(json.dumps({"lag_ns": record.lag_ns, "noted": record.noted}))
+    options = json.loads(sys.argv[1])
+    with Path(options["answers"]).open("ab", buffering=0) as file:
+        record = WrittenRecord(file=file)
+        answered = asyncio.run(_run(options, record))
+    print(json.dumps({"lag_ns": record.lag_ns, **answered}))
 
 
 if __name__ == "__main__":
