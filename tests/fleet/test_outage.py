@@ -256,8 +256,10 @@ def test_no_charge_is_lost_or_counted_twice(events: list[tuple[int, int, bool]])
 def test_charges_are_bounded() -> None:
     """A subject without room is counted as lost."""
     charges = OutageCharges(subjects_max=2)
-    for subject in ("ann", "bob", "cid", "ann"):
+    lost = [
         charges.note([LocalCheck(LIMITS, "api", subject, 3)], SECOND)
-    assert (len(charges), charges.lost_units) == (2, 3)
+        for subject in ("ann", "bob", "cid", "ann")
+    ]
+    assert (len(charges), charges.lost_units, lost) == (2, 3, [0, 0, 3, 0])
     charges.clear()
     assert len(charges) == 0

@@ -295,7 +295,7 @@ def test_the_checker_finds_wrong_variants(
 class AcceptsEverything(Totals):
     """Wrong: a member acknowledges a total that it has no room to give way to."""
 
-    def _accepts(self, key: tuple[int, int], now_ns: int) -> bool:
+    def _accepts(self, key: tuple[int, int] | None, now_ns: int) -> bool:
         return True
 
 
@@ -548,6 +548,23 @@ def test_states_expire_and_are_bounded() -> None:
     assert (len(member), member.refused) == (50, 30)
     member.compose(now_ns + 200 * SECOND)
     assert len(member) == 0
+
+
+def test_limits_of_old_versions_of_the_rules_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would use up the room for new ones."""
+    monkeypatch.setattr(totals_module, "GATES_MAX", 3)
+    member = Totals(1)
+    member.use(equal_shares([1]), START)
+    for units in range(1, 10):
+        spend = units < 3
+        check = [check_of(Limit(units, per=30))]
+        assert member.decide(check, START, spend=spend) is not None
+    assert len(member) == 2
+    for units in (20, 21):
+        found = member.decide([check_of(Limit(units, per=30))], START, spend=True)
+        assert (found is None) == (units == 21)
 
 
 def test_a_full_table_accepts_nothing() -> None:

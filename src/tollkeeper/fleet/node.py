@@ -192,7 +192,7 @@ class Node:
 
     def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
         """Note units that were admitted while the authority was away."""
-        self.outage.note(checks, self.now_ns())
+        self.counters.lost_units += self.outage.note(checks, self.now_ns())
         self.on_work()
 
     def taken_back(self, count: int) -> list[GiveBack]:

@@ -272,12 +272,14 @@ class OutageCharges:
         self.lost_units = 0
         """Units of subjects that found no room. They are never charged."""
 
-    def note(self, checks: Sequence[LocalCheck], now_ns: int) -> None:
-        """Note units that were admitted now."""
+    def note(self, checks: Sequence[LocalCheck], now_ns: int) -> int:
+        """Note units that were admitted now; return how many of them found no room."""
+        lost = self.lost_units
         with self._lock:
             for limits, rule, subject, units in checks:
                 if units:
                     self._add((limits, rule, subject), (now_ns, now_ns, units))
+            return self.lost_units - lost
 
     def _add(self, key: tuple[Limits, str, str], group: tuple[int, int, int]) -> None:
         groups = self._groups.get(key)

@@ -386,7 +386,8 @@ class _Received(NamedTuple):
 
     sequence: int
     epoch: int
-    keys: list[_Key]
+    keys: list[_Key | None]
+    """The states of its entries; None for one that found no room, and is not accepted."""
     said: set[int]
     """The positions of which this member has said that it accepts them."""
 
@@ -419,7 +420,7 @@ class Totals:
         self._announced = (0, 0)  # epoch and flags
         self._announced_ns = 0
         self._share = self._target = Fraction(0)
-        self._waits_ns = 0  # since when the shares are to be used
+        self._waits_ns = 0  # when it was to have a share first
         self._owes = False  # a member that is gone held units
         self._rises: list[tuple[int, Fraction]] = []
         self._sequence = self._generation = self._seen = self._ack_turn = 0
@@ -469,7 +470,8 @@ class Totals:
             peer.bit = 1 << place
         for state in self._open.values():
             state.due, state.missing, state.published_ns = state.accepted, 0, 0
-        self._target, self._waits_ns = target, now_ns
+        self._target = target
+        self._waits_ns = self._waits_ns or now_ns
         if target < self._share:
             self._set_share(target, now_ns)
         self._raise_share(now_ns)
@@ -516,9 +518,9 @@ class Totals:
         """Return the decision on each rule of a request; all pass, or none is charged.
 
         None if this member cannot answer: its share of a limit is less than one unit, there is no
-        room for a new subject, or other members have not announced the same shares for JOIN_NS, so
-        that it never had a share. A cost above the share, which may fit the whole limit, is denied
-        for RETRY_AFTER_NS: only the authority could admit it.
+        room for a new subject, or it never had a share, JOIN_NS after it was to have one, because
+        the others have not announced the same shares. A cost above the share, which may fit the
+        whole limit, is denied for RETRY_AFTER_NS: only the authority could admit it.
         """
         if not self._share and now_ns >= self._waits_ns + JOIN_NS:
             return None
@@ -585,7 +587,12 @@ class Totals:
 
     def _gate(self, number: int, limits: Limits) -> _Gate | None:
         gate = self._gates.get(number)
-        if gate is None and len(self._gates) < GATES_MAX:
+        if gate is not None:
+            return gate
+        if len(self._gates) >= GATES_MAX:  # of versions of the rules that are no longer in force
+            used = {key[0] for key in self._states}
+            self._gates = {each: gate for each, gate in self._gates.items() if each in used}
+        if len(self._gates) < GATES_MAX:
             gate = self._gates[number] = _Gate(number, limits)
         return gate
 
@@ -618,10 +625,9 @@ class Totals:
             peer.idle = bool(message.flags & _IDLE)
             self._raise_share(now_ns)
         keys = [self._learn(member, entry, now_ns) for entry in message.entries]
-        known = [key for key in keys if key is not None]
         repeated = any(each.sequence == message.sequence for each in peer.received)
-        if keys and len(known) == len(keys) and not repeated:
-            peer.received.append(_Received(message.sequence, message.epoch, known, set()))
+        if keys and not repeated:
+            peer.received.append(_Received(message.sequence, message.epoch, keys, set()))
         if self.settled and message.epoch == self._epoch:
             for ack in message.acks:
                 if ack.member == self.member:
@@ -720,8 +726,8 @@ class Totals:
                 yield ack
             self._ack_turn += 1
 
-    def _accepts(self, key: _Key, now_ns: int) -> bool:
-        state = self._states.get(key)
+    def _accepts(self, key: _Key | None, now_ns: int) -> bool:
+        state = None if key is None else self._states.get(key)
         return state is not None and state.fits(now_ns, self._share)
 
     def _due_entries(self, now_ns: int) -> list[tuple[_Key, _State]]:
