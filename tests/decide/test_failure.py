@@ -31,7 +31,8 @@ from tollkeeper.decide.failure import (
     check_policy,
     decision_on_failure,
 )
-from tollkeeper.decide.store import BreakerState
+from tollkeeper.decide.store import BreakerState, Store
+from tollkeeper.decide.stores import open_fallback_store
 from tollkeeper.testing import ManualClock
 
 LIMIT = Limit(10, per=1)
@@ -370,8 +371,8 @@ def test_an_outage_is_logged_once_a_minute(
 class Fleet:
     """Shared counts with a fixed room; `answers` is False if they cannot answer."""
 
-    def __init__(self, nodes: int = 5, room: int = 100) -> None:
-        self.count, self.room, self.answers = nodes, room, True
+    def __init__(self, nodes: int = 5, room: int = 100, store: Store | None = None) -> None:
+        self.count, self.room, self.answers, self.store = nodes, room, True, store
         self.asked: list[int] = []
         self.admitted: list[LocalCheck] = []
 
@@ -449,6 +450,25 @@ def test_ceiling_emergency_and_fleet_pass_together(clock: ManualClock) -> None:
     assert not all(counts.decide(both, None, spend=True))  # the second is above its ceiling
     assert fleet.room == 2
     assert passed(counts, 5, user="dan") == 2
+
+
+def test_the_ceiling_is_that_of_the_node_not_of_each_process(
+    clock: ManualClock, tmp_path: Path
+) -> None:
+    """The processes count in the node's table. A file of the local fallback comes first."""
+    uri = f"shared://{tmp_path / 'node'}"
+    stores = [open_fallback_store(uri, clock) for _ in range(2)]
+    workers = [in_fleet(clock, Fleet(nodes=5, store=store)) for store in stores]
+    assert [passed(worker, 20) for worker in workers] == [4, 0]
+    own = in_fleet(
+        clock, Fleet(nodes=5, store=stores[0]), store=f"shared://{tmp_path / 'fallback'}"
+    )
+    assert passed(own, 20) == 4
+    for worker in (*workers, own):
+        worker.close()
+    assert stores[0].gate(TEN, "api").peek("user:ann", 0).remaining == 6  # it is still open
+    for store in stores:
+        store.close()
 
 
 def test_a_peek_in_a_fleet_spends_nothing(clock: ManualClock) -> None:

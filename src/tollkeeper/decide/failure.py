@@ -203,6 +203,11 @@ class FailedCheck(NamedTuple):
 class SharedCounts(Protocol):
     """The counts of all nodes of a fleet, for limits whose authority is away."""
 
+    @property
+    def store(self) -> Store | None:
+        """Where all processes of this node count together; None if there is no such store."""
+        ...
+
     def nodes(self) -> int:
         """Return how many nodes share the limits: the live ones, as far as they are known."""
         ...
@@ -232,6 +237,7 @@ class LocalLimits:
         """The counts of the fleet, if this machine is a node of one that gossips."""
         self._shared: SharedOutage | None = None
         self._store: Store | None = None
+        self._owns_store = True
         self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
         self._lock = threading.Lock()
         if fallback.store != _MEMORY:
@@ -395,14 +401,20 @@ class LocalLimits:
             return store
         with self._lock:
             if self._store is None:
-                self._store = open_fallback_store(self._fallback.store, self._clock)
+                # The processes of a node of a fleet count together, unless configured otherwise.
+                if self.fleet is not None and self._fallback.store == _MEMORY:
+                    self._store = self.fleet.store
+                self._owns_store = self._store is None
+                if self._store is None:
+                    self._store = open_fallback_store(self._fallback.store, self._clock)
             return self._store
 
     def close(self) -> None:
         """Close the local store, if it was opened."""
         with self._lock:
             if self._store is not None:
-                self._store.close()
+                if self._owns_store:
+                    self._store.close()
                 self._store = self._shared = None
                 self._gates.clear()
 

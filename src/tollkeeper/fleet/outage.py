@@ -23,6 +23,7 @@ from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Decision, Limit, Limits
 from tollkeeper.decide.failure import LocalCheck
+from tollkeeper.decide.store import Store
 from tollkeeper.fleet.gossip import MemberChange, ReceivedPayload
 from tollkeeper.fleet.totals import Totals, equal_shares, limit_numbers, limit_of
 
@@ -66,9 +67,14 @@ class NodeTotals:
         now_ns: Callable[[], int],
         nodes: int,
         note_admitted: Callable[[Sequence[LocalCheck]], None],
+        store: Store | None = None,
     ) -> None:
-        """`nodes` is the configured number: a share is never larger than 1 / nodes."""
+        """`nodes` is the configured number: a share is never larger than 1 / nodes.
+
+        `store` is where all processes of the node count together.
+        """
         self.note_admitted = note_admitted
+        self.store = store
         self._messenger = messenger
         self._now_ns = now_ns
         self._at_most = Fraction(1, nodes)

@@ -114,7 +114,9 @@ class FleetStore:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
         agent = NodeAgent(node)
         if node.fleet.gossip is not None:
-            totals = NodeTotals(agent, node.now_ns, node.fleet.nodes, node.note_admitted)
+            totals = NodeTotals(
+                agent, node.now_ns, node.fleet.nodes, node.note_admitted, self._table_store
+            )
             agent.on_lead, agent.on_turn, agent.on_question = (
                 totals.lead,
                 totals.publish,
