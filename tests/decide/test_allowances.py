@@ -622,6 +622,8 @@ def test_a_claim_of_one_subject_that_was_not_confirmed_is_claimed_again() -> Non
     node.put(10)
     assert node.allows(2)
     assert node.gate.claim("ada") is not None
-    assert node.claim(ending=True) == []
+    assert node.claim() == []
     node.clock.advance_ns(CLAIM_NS + 1)
     assert [each.units for each in node.claim()] == [2]
+    assert node.claim() == []
+    assert [each.units for each in node.claim(ending=True)] == [2]

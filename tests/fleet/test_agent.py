@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
+from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
-from tests.redis_servers.waiting import until
-from tollkeeper import ConfigError, Decision, Fleet, Limit, Limiter
+from tollkeeper import ConfigError, Decision, Fleet, Limit, Limiter, open_store
 from tollkeeper.decide.allowances import AllowanceStats
 from tollkeeper.decide.fleet_monitor import NodeAnswers
 from tollkeeper.decide.leasing import Lease
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.fleet import agent as agent_module
 from tollkeeper.fleet.agent import (
+    NODES_ASSUMED,
     NodeAgent,
     NodeProcesses,
     counts_of,
@@ -83,6 +84,30 @@ def test_without_gossip_the_node_is_alone() -> None:
     assert (own.name, own.address, own.is_self) == (socket.gethostname(), "", True)
     agent.close()
     assert not opened.opened
+
+
+@pytest.mark.server
+def test_nodes_without_gossip_count_each_other() -> None:
+    """Each registers at the authority; one that leaves, or is silent for long, is not counted."""
+    uri = running("single").uri
+    fleet = Fleet(dead_seconds=1)
+    stores = [open_store(uri, prefix="counted", connect_ms=2_000) for _ in range(3)]
+    counting = [NodeAgent(node_of(fleet), registry=store.channel) for store in stores]
+    try:
+        assert [agent.sharing_nodes() for agent in counting] == [NODES_ASSUMED] * 3
+        for agent in counting:
+            agent.start()
+        until(lambda: all(agent.sharing_nodes() == 3 for agent in counting), "all count", WAIT_S)
+        counting[0].close()
+        others = counting[1:]
+        until(lambda: all(agent.sharing_nodes() == 2 for agent in others), "it left", WAIT_S)
+        stores[1].close()  # it cannot register any more, and keeps the number that it knows
+        until(lambda: counting[2].sharing_nodes() == 1, "it is silent", WAIT_S)
+        assert counting[1].sharing_nodes() == 2
+    finally:
+        for agent, store in zip(counting, stores, strict=True):
+            agent.close()
+            store.close()
 
 
 def test_a_process_with_a_private_table_is_its_own_agent() -> None:

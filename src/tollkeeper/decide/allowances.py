@@ -187,8 +187,8 @@ class Allowances(Protocol):
         """Take what is to be reported: up to `count` claims.
 
         Unspent units of leases that have ended, and pending units whose first is older than
-        `flush_ns`. With `ending`, all of both: the node stops. Only those of gates that were
-        prepared on this object, so that the caller can report all of them.
+        `flush_ns`. With `ending`, all of both, and claims that were not confirmed: the node stops.
+        Only those of gates that were prepared on this object, so that the caller can report them.
         """
         ...
 
@@ -274,10 +274,15 @@ class _Allowance:
         # A longer one is an error: of the file after a power cut, or of a clock that a test set.
         return 0 < denied_ns <= DENIED_NS_MAX and cost >= self.denied_cost
 
-    def claim_pending(self, number: int, subject: str, now_ns: int) -> UnitClaim | None:
-        """Claim the units of a budget; None if there are none, or if they are being reported."""
+    def claim_pending(
+        self, number: int, subject: str, now_ns: int, *, ending: bool = False
+    ) -> UnitClaim | None:
+        """Claim the units of a budget; None if there are none, or if they are being reported.
+
+        With `ending`, also those: their report may have failed.
+        """
         if self.claimed:
-            if now_ns < self.claimed_at_ns + CLAIM_NS:
+            if now_ns < self.claimed_at_ns + CLAIM_NS and not ending:
                 return None
         elif self.pending:
             self.claimed_spent_ns = self.first_ns + (self.last_ns - self.first_ns) // 2
@@ -365,7 +370,7 @@ class PythonAllowances:
                         )
                         record.left = 0
                 elif ending or record.claimed or now_ns >= record.first_ns + flush_ns:
-                    claim = record.claim_pending(number, subject, now_ns)
+                    claim = record.claim_pending(number, subject, now_ns, ending=ending)
                     if claim is not None:
                         claims.append(claim)
         return claims

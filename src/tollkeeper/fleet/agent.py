@@ -11,6 +11,8 @@ Nothing waits for a datagram. One that is lost costs a call of the authority, or
 over-admission of an `eventual` limit until the next flush.
 
 With `memory://`, a process is a node of its own and its own agent, without a lock and a socket.
+
+Without gossip, the agent only counts the nodes: each registers at the authority, with an expiry.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ from tollkeeper.fleet.transport import GossipTransport
 TURN_S: Final = 0.5
 # After a failure to start gossip, the next attempt is made after this time.
 RETRY_S: Final = 5.0
+# The topic under which nodes without gossip register, and their number until it is known.
+TOPIC: Final = "nodes"
+NODES_ASSUMED: Final = 100
 # How often the statistics of the table are read.
 STATS_S: Final = 1.0
 STATS_SHARE_MAX: Final = 0.01
@@ -88,7 +93,8 @@ OpenGossip = Callable[..., GossipTransport]
 class NodeAgent:
     """One process's part in the gossip of its node. Implements `Hints` and `FleetMonitor`.
 
-    Without `Fleet.gossip` it does nothing, and the number of nodes is the configured one.
+    Without `Fleet.gossip` and without a registry it does nothing, and the number of nodes is the
+    configured one.
     """
 
     def __init__(
@@ -99,7 +105,10 @@ class NodeAgent:
         registry: Channel | None = None,
         open_gossip: OpenGossip = GossipTransport,
     ) -> None:
-        """`name` is that of this node, for operators; by default the host name."""
+        """Without gossip, `registry` counts the nodes; with it, nodes find each other there.
+
+        `name` is that of this node, for operators; by default the host name.
+        """
         self.name = name or socket.gethostname()
         self.on_payloads: Callable[[list[ReceivedPayload]], None] | None = None
         self.on_changes: Callable[[list[MemberChange]], None] | None = None
@@ -112,6 +121,9 @@ class NodeAgent:
         """Called in each turn of the agent."""
         self._node = node
         self._registry = registry
+        self._counting: NodeRegister | None = None
+        if registry is not None and node.fleet.gossip is None:
+            self._counting = NodeRegister(registry, round(node.fleet.dead_seconds * NS_PER_SECOND))
         self._open_gossip = open_gossip
         self._table = table_path(node.fleet.store)
         self._gossip: GossipTransport | None = None
@@ -132,16 +144,18 @@ class NodeAgent:
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Take part in gossip, if it is configured.
+        """Take part in gossip, if it is configured, or in the count of the nodes.
 
         Raises ConfigError if it cannot work; then this process would have been the agent.
         """
-        if self._node.fleet.gossip is None or self._thread is not None:
+        has_gossip = self._node.fleet.gossip is not None
+        if self._thread is not None or not (has_gossip or self._counting is not None):
             return
         if self._table is not None:
             self._processes = NodeProcesses(self._table)
         try:
-            self._lead()
+            if has_gossip:
+                self._lead()
         except ConfigError:
             self._end()
             raise
@@ -163,6 +177,9 @@ class NodeAgent:
         gossip, self._gossip = self._gossip, None
         if gossip is not None:
             gossip.stop()
+        if self._counting is not None:
+            with contextlib.suppress(StoreError):
+                self._counting.leave()
         if self.on_lead is not None:
             self.on_lead(None)
         processes, self._processes = self._processes, None
@@ -175,6 +192,8 @@ class NodeAgent:
         gossip, self._gossip, self._thread = self._gossip, None, None
         if gossip is not None:
             gossip.abandon()
+        if self._counting is not None:
+            self._counting.forked()
         self._questions = {}
         self._stopping = threading.Event()
         if self.on_lead is not None:
@@ -222,7 +241,7 @@ class NodeAgent:
                 self._wait()
             except (ConfigError, StoreError, OSError) as error:
                 if not failing:  # logged once, and not twice a second
-                    log.warning("gossip: %s", error)
+                    log.warning("fleet: %s", error)
                 failing = True
                 self._stopping.wait(TURN_S)
             except Exception:
@@ -231,6 +250,9 @@ class NodeAgent:
 
     def _turn(self) -> None:
         """Try to become the agent; the agent tells its status and what it knows."""
+        if self._counting is not None:
+            self._count(self._counting)
+            return
         if self._gossip is None and monotonic() >= self._retry_at_s:
             try:
                 self._lead()
@@ -247,6 +269,14 @@ class NodeAgent:
         if self.on_turn is not None:
             self.on_turn()
         if self._processes is not None:
+            self._processes.send_all(_KNOWN + self._encoded_nodes())
+
+    def _count(self, counting: NodeRegister) -> None:
+        """Count the nodes, unless another process of this node does."""
+        if self._processes is None:
+            self._live = counting.count()
+        elif self._processes.lock():
+            self._live = counting.count()
             self._processes.send_all(_KNOWN + self._encoded_nodes())
 
     def _wait(self) -> None:
@@ -296,9 +326,13 @@ class NodeAgent:
     def sharing_nodes(self) -> int:
         """Return how many nodes a limit is shared by: never fewer than configured.
 
-        A node that has just started, or whose gossip is cut off, knows too few of the others.
+        A node that has just started, or whose gossip is cut off, knows too few of the others. One
+        that has not counted them yet assumes many, and takes little.
         """
-        return max(self._live, self._node.fleet.nodes)
+        live = self._live
+        if not live and self._counting is not None:
+            live = NODES_ASSUMED
+        return max(live, self._node.fleet.nodes)
 
     def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
         """Return how checks were answered, by rule and kind."""
@@ -471,6 +505,39 @@ class NodeAgent:
             gossip.warm(hint.gate, hint.subject)
         else:
             gossip.denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
+
+
+class NodeRegister:
+    """Counts the nodes of a fleet without gossip: each registers at the authority."""
+
+    def __init__(self, registry: Channel, lasts_ns: int) -> None:
+        self._registry = registry
+        self._lasts_ns = lasts_ns
+        self.forked()
+
+    def forked(self) -> None:
+        """In a forked child: this is another node now."""
+        self._name = os.urandom(8).hex()
+        self._count = 0
+        self._due_s = 0.0
+
+    def count(self) -> int:
+        """Return the number of nodes. Renews the registration, three times in its lifetime.
+
+        Blocks then. Raises StoreError, at most once a second.
+        """
+        now_s = monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + 1
+            self._count = len(self._registry.register(TOPIC, self._name, "", self._lasts_ns))
+            self._due_s = now_s + self._lasts_ns / 3 / NS_PER_SECOND
+        return self._count
+
+    def leave(self) -> None:
+        """End the registration. Blocks. Raises StoreError."""
+        if self._count:
+            self._registry.unregister(TOPIC, self._name)
+            self._count = 0
 
 
 class _Question:

@@ -199,9 +199,12 @@ class ReportThread:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S_MAX)
+        node = self._node()
+        failed = 0 if node is None else node.counters.failed
         with suppress(StoreError):
             while time.monotonic() < until_s and self._flush(ending=True):
-                pass
+                if node is not None and node.counters.failed > failed:
+                    return  # the authority is away
 
     def _flush(self, *, ending: bool = False) -> int:
         node = self._node()

@@ -596,7 +596,7 @@ static int64_t take_due(record *r, units has, const tk_claiming *claiming)
     }
     int64_t claimed_at_ns = time_of(r->claimed_at_ns);
     if (has.claimed > 0) {
-        if (now_ns < claimed_at_ns + CLAIM_NS)
+        if (!claiming->ending && now_ns < claimed_at_ns + CLAIM_NS)
             return 0;
         r->claimed_at_ns = tk_max(now_ns, claimed_at_ns + 1);
         return has.claimed;
@@ -713,7 +713,7 @@ tk_status tk_claim_pending(tk_table *table, const tk_allowance_gate *gate,
     record *r = find(table, s, gate->number, subject);
     if (r != NULL && !r->leased) {
         units has = units_of(r);
-        tk_claiming claiming = {.now_ns = now_ns, .ending = true};
+        tk_claiming claiming = {.now_ns = now_ns, .flush_ns = INT64_MIN}; /* all are due */
         mark(table, s, r);
         s->due_ns = tk_min(s->due_ns, now_ns + CLAIM_NS);
         int64_t due = has.pending + has.claimed > 0 ? take_due(r, has, &claiming) : 0;
