@@ -76,11 +76,12 @@ class Node:
     engine: ClassVar[Engine]
     kind: AllowanceKind = "leased"
     held_max: int = 100
+    limit: Limit = LIMIT
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
         self.table = type(self).engine(self.clock, self.held_max)
-        self.gate: AllowanceGate = self.table.gate((LIMIT,), "api", self.kind, LIFETIME_NS)
+        self.gate: AllowanceGate = self.table.gate((self.limit,), "api", self.kind, LIFETIME_NS)
 
     @property
     def store_ns(self) -> int:
@@ -299,6 +300,13 @@ def test_a_denial_covers_its_cost_and_more() -> None:
     assert node.allows(5) is False
 
 
+def test_a_cost_above_the_capacity_is_not_denied_here() -> None:
+    """It never fits: the authority raises an error that says so, or knows of a grant."""
+    node = Node()
+    node.put_denial(1, 500 * MS)
+    assert [node.allows(LIMIT.capacity), node.allows(LIMIT.capacity + 1)] == [False, None]
+
+
 def test_an_answer_that_allows_the_cost_ends_a_denial() -> None:
     """A grant or a reset has made room before the denial was over."""
     node = Node()
@@ -427,7 +435,7 @@ def test_demand_is_what_the_node_asked_for_lately() -> None:
 
 def test_demand_and_units_are_bounded() -> None:
     """A client with huge costs cannot overflow a number of the table."""
-    node = Node("eventual")
+    node = Node("eventual", limit=Limit(1_000_000_000, per=60))
     node.put(10 * ALLOWANCE_UNITS_MAX)
     assert [node.allows(ALLOWANCE_UNITS_MAX), node.allows()] == [True, None]
     for _ in range(3):

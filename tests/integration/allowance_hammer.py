@@ -1,7 +1,7 @@
 """Processes of one node that spend from one table. A program, so that it can fork safely.
 
     python -m tests.integration.allowance_hammer exact FILE PROCESSES UNITS
-    python -m tests.integration.allowance_hammer killed FILE PROCESSES SECONDS SEED
+    python -m tests.integration.allowance_hammer killed FILE PROCESSES KILLS SEED
 
 Each prints one JSON object.
 """
@@ -25,7 +25,7 @@ LIMIT = Limit(1_000_000, per=3_600)
 KEYS = tuple(f"key-{number}" for number in range(5))
 MS = 1_000_000
 HOUR_NS = 3_600_000 * MS
-KILLS_MAX = 5_000
+KILLS_MAX = 1_000
 
 
 def open_table(path: str) -> Allowances:
@@ -84,7 +84,8 @@ class Tally:
 
 def spend_for_ever(path: str, inherited: Allowances, worker: int, tally: Tally) -> None:
     leased, eventual = gates_of(open_table(path) if worker % 4 else inherited)
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         for key in KEYS:
             if leased.spend(key, 1):
                 tally.leased.add(worker)
@@ -95,7 +96,8 @@ def spend_for_ever(path: str, inherited: Allowances, worker: int, tally: Tally) 
 def report_for_ever(path: str, worker: int, tally: Tally) -> None:
     table = open_table(path)
     gates_of(table)
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         claims = table.claim(100, 0)
         for claim in claims:
             for _ in range(claim.units):
@@ -110,7 +112,7 @@ def run_killing(children: list[int], random: Random) -> None:
     os.waitpid(victim, 0)
 
 
-def killed(path: str, processes: int, seconds: float, seed: int) -> dict[str, object]:
+def killed(path: str, processes: int, kills: int, seed: int) -> dict[str, object]:
     """Put short leases and budgets, while workers spend and report, and are killed and replaced."""
     random = Random(seed)
     table = open_table(path)
@@ -118,8 +120,8 @@ def killed(path: str, processes: int, seconds: float, seed: int) -> dict[str, ob
     spends, reports = Tally(), Tally()
     leases = given_back = starts = 0
     children: list[int] = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline or not (spends.leased.total() and reports.has_both()):
+    while starts < processes + kills or not (spends.leased.total() and reports.has_both()):
+        assert starts < KILLS_MAX - processes, "no worker spends and reports"
         while len(children) < processes:
             worker = starts
             starts += 1
@@ -139,7 +141,6 @@ def killed(path: str, processes: int, seconds: float, seed: int) -> dict[str, ob
     wait_for(children)
     stats = table.stats()
     return {
-        "kills": starts,
         "leases": leases,
         "spent": spends.leased.total(),
         "given back": given_back + reports.leased.total(),
@@ -153,9 +154,9 @@ def killed(path: str, processes: int, seconds: float, seed: int) -> dict[str, ob
 def main(arguments: Sequence[str]) -> None:
     verb, path, *numbers = arguments
     if verb == "exact":
-        result = exact(path, int(numbers[0]), int(numbers[1]))
+        result = exact(path, *map(int, numbers))
     else:
-        result = killed(path, int(numbers[0]), float(numbers[1]), int(numbers[2]))
+        result = killed(path, *map(int, numbers))
     print(json.dumps(result))
 
 

@@ -46,8 +46,11 @@ static int64_t random_units(run *r)
 static tk_allowance_gate random_gate(run *r)
 {
     bool leased = below(r, 2) == 0;
-    return (tk_allowance_gate){
-        .number = NUMBERS[leased], .lifetime_ns = SECOND_NS, .limits = 2, .leased = leased};
+    return (tk_allowance_gate){.number = NUMBERS[leased],
+                               .lifetime_ns = SECOND_NS,
+                               .capacity = TK_UNITS_MAX,
+                               .limits = 2,
+                               .leased = leased};
 }
 
 static void random_subject(run *r, char name[140], tk_subject *subject)

@@ -35,8 +35,11 @@ struct scene {
 
 static tk_allowance_gate gate_of(const scene *s)
 {
-    return (tk_allowance_gate){
-        .number = NUMBERS[!s->leased], .lifetime_ns = SECOND_NS, .limits = 1, .leased = s->leased};
+    return (tk_allowance_gate){.number = NUMBERS[!s->leased],
+                               .lifetime_ns = SECOND_NS,
+                               .capacity = TK_UNITS_MAX,
+                               .limits = 1,
+                               .leased = s->leased};
 }
 
 static tk_subject subject_of(const tk_table *table, const char *name)

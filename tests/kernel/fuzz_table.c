@@ -132,7 +132,8 @@ static void fuzz_allowances(input *in)
     while (in->left > 0) {
         uint8_t verb = next(in), key = next(in), time = next(in);
         int64_t units = next_units(in);
-        tk_allowance_gate gate = {.number = key % 2, .lifetime_ns = 1 << 28, .limits = 2};
+        tk_allowance_gate gate = {
+            .number = key % 2, .lifetime_ns = 1 << 28, .capacity = TK_UNITS_MAX, .limits = 2};
         gate.leased = gate.number == 0;
         char text[TK_SUBJECT_BYTES_MAX + 8] = {(char)(key / 2 % 64)};
         tk_subject subject = {.bytes = text, .length = key < 250 ? 1u + key % 4 : 132u};

@@ -30,7 +30,7 @@ TRACES = 40 * int(os.environ.get("TOLLKEEPER_EXPLORE", "1"))
 STEPS = 500
 MS = 1_000_000
 WAITS_NS = (0, 1, 17 * MS, 17 * MS, 100 * MS, 999 * MS, 1_000 * MS, 5_000 * MS, 11_000 * MS)
-LIMITS = (Limit(1_000, per=60), Limit(10_000, per=3_600))
+LIMITS = (Limit(10_000_000, per=60), Limit(100_000_000, per=3_600))
 SUBJECTS = (
     "ada",
     "ada",

@@ -108,7 +108,8 @@ class AllowanceGate(Protocol):
     def spend(self, subject: str, cost: int, /) -> Decision | None:
         """Return a decision of the node; None if the authority has to decide.
 
-        It is a denial if one is known that covers the cost, and no lease has the units.
+        It is a denial if one is known that covers the cost, and no lease has the units. The
+        authority decides a cost above the capacity of a limit: it raises an error, or has a grant.
         """
         ...
 
@@ -423,6 +424,7 @@ class PythonAllowanceGate:
         self._rule = rule
         self._leased = kind == "leased"
         self._lifetime_ns = lifetime_ns
+        self._capacity = min(limit.capacity for limit in limits)
         self._allowed = self._denied = 0
         self.number = gate_number(limits, rule, kind)
 
@@ -432,7 +434,7 @@ class PythonAllowanceGate:
         now_ns = table.clock.now_ns()
         with table.lock:
             record = table.find(self.number, subject)
-            if record is None:
+            if record is None or cost > self._capacity:
                 return None
             record.note_demand(cost, now_ns, self._lifetime_ns)
             is_denied = record.is_denied(cost, now_ns)

@@ -84,6 +84,7 @@ class AllowanceGate:
         rule: str,
         leased: bool,
         lifetime_ns: int,
+        capacity: int,
         slow: Callable[..., model.Decision] | None = ...,
     ) -> Self: ...
     def check(self, key: object, cost: int = 1) -> model.Decision: ...

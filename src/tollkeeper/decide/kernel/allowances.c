@@ -387,9 +387,11 @@ tk_status tk_spend(tk_table *table, const tk_allowance_gate *gate, const tk_subj
                    int64_t now_ns, int64_t cost, bool note_miss, bool *decided,
                    tk_decision *decision)
 {
+    *decided = false;
+    if (cost > gate->capacity)
+        return TK_OK; /* the authority raises an error for it, or knows of a grant */
     segment *s = segment_of(table, subject->hash);
     tk_status status = tk_lock_try(table, &s->lock);
-    *decided = false;
     if (status != TK_OK)
         return status;
     record *r = find(table, s, gate->number, subject);

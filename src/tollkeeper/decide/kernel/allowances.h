@@ -14,6 +14,7 @@ enum {
 typedef struct {
     uint64_t number;
     int64_t lifetime_ns; /* demand is measured over this time */
+    int64_t capacity;    /* the least of the limits: a higher cost never fits */
     int limits;
     bool leased; /* or a budget, whose spent units are reported */
 } tk_allowance_gate;

@@ -194,15 +194,15 @@ typedef struct {
 
 static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"table",  "number",      "limits", "rule",
-                            "leased", "lifetime_ns", "slow",   NULL};
+    static char *names[] = {"table",       "number",   "limits", "rule", "leased",
+                            "lifetime_ns", "capacity", "slow",   NULL};
     PyObject *table, *limits, *rule, *slow = Py_None;
     unsigned long long number;
-    long long lifetime_ns;
+    long long lifetime_ns, capacity;
     int leased;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!KO!UpL|O", names, &tk_allowances_type, &table,
-                                     &number, &PyTuple_Type, &limits, &rule, &leased, &lifetime_ns,
-                                     &slow))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!KO!UpLL|O", names, &tk_allowances_type,
+                                     &table, &number, &PyTuple_Type, &limits, &rule, &leased,
+                                     &lifetime_ns, &capacity, &slow))
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(limits);
     if (count < 1 || count > TK_LIMITS_MAX || lifetime_ns < 0) {
@@ -220,8 +220,11 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->limits = Py_NewRef(limits);
     self->rule = Py_NewRef(rule);
     self->slow = Py_NewRef(slow);
-    self->gate = (tk_allowance_gate){
-        .number = number, .lifetime_ns = lifetime_ns, .limits = (int)count, .leased = leased != 0};
+    self->gate = (tk_allowance_gate){.number = number,
+                                     .lifetime_ns = lifetime_ns,
+                                     .capacity = capacity,
+                                     .limits = (int)count,
+                                     .leased = leased != 0};
     return (PyObject *)self;
 }
 

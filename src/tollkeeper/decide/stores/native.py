@@ -286,7 +286,8 @@ class KernelAllowanceGate:
         self._table = table
         self._limits = limits
         self.number = gate_number(limits, rule, kind)
-        self._arguments = (self.number, limits, rule, kind == "leased", lifetime_ns)
+        capacity = min(limit.capacity for limit in limits)
+        self._arguments = (self.number, limits, rule, kind == "leased", lifetime_ns, capacity)
         self._gate = _kernel.AllowanceGate(table.table(), *self._arguments)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
