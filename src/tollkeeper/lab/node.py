@@ -126,18 +126,19 @@ class NodeProcess:
         return self.machine.process is self
 
     def start(self) -> None:
-        """Start gossip and reports."""
+        """Start reports and gossip."""
         fleet = self.fleet
-        if self.gate is None or not fleet.plan.gossip:
+        if self.gate is None:
             return
-        self.node.live_nodes = self._sharing_nodes
-        self.node.hints = self
-        self.node.hears_hints = self._knows_others
-        self.node.on_urgent = self._report_soon
-        self.gossip.join([address_of(node.number) for node in fleet.live])
-        self._schedule_tick()
         # The processes of a fleet do not start at the same instant.
         fleet.loop.after(fleet.random.randrange(self._round_ns), self._report)
+        self.node.on_urgent = self._report_soon
+        if fleet.plan.gossip:
+            self.node.live_nodes = self._sharing_nodes
+            self.node.hints = self
+            self.node.hears_hints = self._knows_others
+            self.gossip.join([address_of(node.number) for node in fleet.live])
+            self._schedule_tick()
 
     def stop(self) -> None:
         """Report everything, and tell the other nodes."""
