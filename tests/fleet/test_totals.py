@@ -47,6 +47,8 @@ class Checker:
 
     def over(self, now_ns: int, units: int) -> Fraction:
         limit = self.limit
+        if limit.refill_step_ns > 1:
+            return self._over_in_steps(now_ns, units)
         if limit.algorithm in {"token_bucket", "leaky_bucket"}:
             drained = Fraction((now_ns - self.last_ns) * limit.limit, limit.window_ns)
             self.level = max(self.level - drained, Fraction(0)) + units
@@ -67,6 +69,18 @@ class Checker:
         if limit.algorithm == "fixed_window":
             fade = Fraction(0)
         return counts[0] + counts[1] * fade - limit.limit
+
+    def _over_in_steps(self, now_ns: int, units: int) -> Fraction:
+        """Return the most that any interval until now is over: a step may end just within it."""
+        self.admitted.append((now_ns, units))
+        step_ns = self.limit.refill_step_ns
+        refill = Fraction(step_ns * self.limit.limit, self.limit.window_ns)
+        total, worst = 0, Fraction(-1)
+        for at_ns, each in reversed(self.admitted):
+            total += each
+            steps = -((at_ns - now_ns) // step_ns)
+            worst = max(worst, total - self.limit.capacity - steps * refill)
+        return worst
 
 
 @dataclass
@@ -154,11 +168,16 @@ def limit_of(random: Random, algorithm: AlgorithmName) -> Limit:
 
 
 def random_fleet(
-    seed: int, algorithm: AlgorithmName = "token_bucket", make: Callable[[int], Totals] = Totals
+    seed: int,
+    algorithm: AlgorithmName = "token_bucket",
+    make: Callable[[int], Totals] = Totals,
+    step_s: float = 0,
 ) -> Network:
     """Run a random fleet for a minute: loss, lag, one-way cuts, a crash, bursts, idle members."""
     random = Random(seed)
     limit = limit_of(random, algorithm)
+    if step_s:
+        limit = Limit(limit.limit, limit.per, capacity=limit.limit, refill_every=step_s)
     network = Network(random, limit, make)
     network.loss = random.choice((0.0, 0.2, 0.6))
     network.lag_ns = random.choice((SECOND // 100, SECOND // 5, 2 * SECOND))
@@ -215,6 +234,12 @@ def test_random_fleets_are_never_over(algorithm: AlgorithmName) -> None:
         network = random_fleet(seed, algorithm)
         assert network.worst <= 0, f"seed {seed}: {float(network.worst)} over {network.limit}"
         assert network.admitted, f"seed {seed}"
+
+
+def test_buckets_that_are_refilled_in_steps_are_never_over() -> None:
+    """In any interval, at most the capacity and the steps that can end in it."""
+    for seed in range(3):
+        assert random_fleet(seed, step_s=2.5).worst <= 0, f"seed {seed}"
 
 
 @given(seed=st.integers(min_value=0), algorithm=st.sampled_from(ALGORITHMS))
