@@ -545,7 +545,8 @@ def test_eventual_limits_are_over_by_what_is_pending_at_most(
         for node in nodes
     )
     assert unreported <= limit.capacity // 4
-    assert used - unreported == limit.capacity - strict.peek(KEY, 0).remaining
+    counted = limit.capacity - strict.peek(KEY, 0).remaining
+    assert counted == min(used - unreported, limit.capacity)  # an excess is forgotten
     assert used <= limit.capacity * 5 // 4
 
 
