@@ -133,6 +133,27 @@ def test_a_forked_process_does_not_charge_what_its_parent_admitted() -> None:
     assert node.flush() == 0
 
 
+def test_a_charge_that_failed_is_reported_once_more_at_the_end() -> None:
+    """The process does not wait until it can be claimed again; a later claim replaces it."""
+    clock, shared, node = spending_node("eventual")
+    clock.advance(0.3)
+    shared.controlled.fails = StoreUnavailable("away")
+    assert node.flush() == 1
+    shared.controlled.fails = None
+    assert node.flush(ending=True) == 1
+    assert node.flush(ending=True) == 0
+    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
+
+    clock, shared, node = spending_node("eventual")
+    clock.advance(0.3)
+    shared.controlled.fails = StoreUnavailable("away")
+    assert node.flush() == 1
+    clock.advance_ns(2 * CLAIM_NS)
+    shared.controlled.fails = None
+    assert node.flush() == 1
+    assert node.flush(ending=True) == 0
+
+
 def test_an_authority_that_raises_fails_the_whole_batch() -> None:
     """Not only one that answers with errors."""
     clock, shared, node = spending_node("eventual")

@@ -164,7 +164,11 @@ def test_rules_of_different_consistency_pass_together_or_cost_nothing(
             on_the_way = sum(each.units for node in nodes for each in node.node.replaced)
             room = gate.peek(KEY, 0).remaining + held
             capacity = gate.limits[0].capacity
-            assert capacity - used[number] - lost - on_the_way <= room <= capacity - used[number]
+            left = capacity - used[number]
+            if consistency[number] == "eventual":  # it may be over by what the other node owes
+                assert left >= -capacity // 4
+                left = max(left, 0)
+            assert left - lost - on_the_way <= room <= left
         shared.controlled.fails = failing
 
 

@@ -297,7 +297,8 @@ class _Allowance:
 
     def is_idle(self, now_ns: int) -> bool:
         """Return True if the record may be dropped."""
-        is_live = self.left and now_ns < self.until_ns
+        # A budget without units says that the subject is warm, which must not be forgotten.
+        is_live = (self.left or not self.leased) and now_ns < self.until_ns
         if is_live or now_ns < self.denied_until_ns:
             return False
         if self.left if self.leased else self.pending or self.claimed:

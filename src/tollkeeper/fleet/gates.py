@@ -82,9 +82,9 @@ class NodeGate:
             if decision is not None or self.kind == "leased":
                 return decision
             is_cool = self.node.presume_cool(self.known, subject, cost)
-            return self._spend(subject, cost) if is_cool else None
         except StoreError:
             return None  # the table is lost
+        return self._spend(subject, cost) if is_cool else None
 
     # ── Checks ─────────────────────────────────────────────────────────────────────────────────
 
@@ -163,11 +163,17 @@ class NodeGate:
             return None
 
     def stop(self, subject: str) -> Replaced | None:
-        """End the allowance of a subject; return the units of a lease that are left."""
+        """End the allowance of a subject; return the units of a lease that are left.
+
+        The authority decides the next check.
+        """
         try:
-            return self.allowance.stop(subject)
+            found = self.allowance.stop(subject)
         except StoreError:
             return None
+        if self.kind == "eventual":
+            self.node.keep_warm(self.known, subject)
+        return found
 
     def peeking(self, subject: str, cost: int) -> Steps[Decision]:
         """Return the authority's answer with the units that remain on this node."""
@@ -217,13 +223,15 @@ class FleetGate(NodeGate):
 
     def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units of the node's allowance, or ask the authority."""
-        if cost <= self._capacity:  # as `spent`, which would be a call more
+        if self.kind == "eventual" or cost > self._capacity:
+            decision = self.spent(subject, cost)
+        else:  # the same, without a call
             try:
                 decision = self._spend(subject, cost)
             except StoreError:
                 decision = None
-            if decision is not None:
-                return decision
+        if decision is not None:
+            return decision
         authority = self.node.authority
         return run(self.asking(authority.lease, authority.report, subject, cost))
 

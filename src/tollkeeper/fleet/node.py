@@ -49,9 +49,6 @@ PUT_NS: Final = NS_PER_SECOND // 1_000
 HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
 HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 100
-# The authority decides a subject for this time after an answer or a hint that it is warm. Hints
-# come every second while it is, so two of them may be lost.
-WARM_NS: Final = 3 * NS_PER_SECOND
 _HINTED_MAX: Final = 10_000
 # Rounds in which a forked process empties its copy of a private table: 1,000 allowances each.
 _FORGET_ROUNDS_MAX: Final = 10_000
@@ -107,7 +104,7 @@ class FleetCounters:
 class KnownGate:
     """One rule's limits: in the table, and at the authority."""
 
-    __slots__ = ("allowance", "fast_checks", "gate", "kind", "rule")
+    __slots__ = ("allowance", "fast_checks", "gate", "kind", "rule", "warm_ns")
 
     def __init__(
         self, allowance: AllowanceGate, gate: AnyGate, rule: str, kind: AllowanceKind
@@ -116,6 +113,12 @@ class KnownGate:
         self.gate = gate
         self.rule = rule
         self.kind = kind
+        self.warm_ns = 2 * max(
+            max(limit.window_ns, limit.window_ns * limit.capacity // limit.limit)
+            for limit in gate.limits
+        )
+        """The time after which no limit is warm any more if it was full: a counter of two windows
+        needs the longest, one and a half of them."""
         self.fast_checks: list[FastCheck] = []
         """Compiled checks of this process, which count separately."""
 
@@ -232,12 +235,12 @@ class Node:
         self._offset_ns = decision.decided_ns - self.now_ns()
         if known.kind == "eventual":
             is_warm = self.is_warm(decision)
-            lasts_ns = WARM_NS if is_warm else 2 * self.fleet.flush_ns
+            lasts_ns = known.warm_ns if is_warm else 2 * self.fleet.flush_ns
             lease = Lease(self.budget_of(decision), 0, lasts_ns, lease.denied_ns)
             if is_warm:
                 self.tell_warm(number, subject)
             if not decision.allowed:  # a denial leaves a budget in the table as it was
-                self._keep_warm(known, subject)
+                self.keep_warm(known, subject)
         elif lease.units:
             self.counters.leases += 1
             self.counters.leased_units += lease.units
@@ -320,7 +323,7 @@ class Node:
         known = self.gates.get(gate)
         if known is not None and known.kind == "eventual":
             known.allowance.stop(subject)
-            self._keep_warm(known, subject)
+            self.keep_warm(known, subject)
             self._note_hint(gate, subject)
             if len(self.warmed) < WARMED_MAX and known.allowance.held(subject):
                 self.warmed.append((known, subject))
@@ -331,7 +334,7 @@ class Node:
         known = self.gates.get(gate)
         if known is not None and cost > 0 and lasts_ns > 0:
             if known.kind == "eventual":
-                self._keep_warm(known, subject)
+                self.keep_warm(known, subject)
             known.allowance.deny(subject, cost, min(lasts_ns, DENIED_NS_MAX))
 
     # ── Budgets ────────────────────────────────────────────────────────────────────────────────
@@ -374,10 +377,14 @@ class Node:
         self._put(known, subject, 0, (whole, Lease(units, 0, 2 * self.fleet.flush_ns)))
         return True
 
-    def _keep_warm(self, known: KnownGate, subject: str) -> None:
-        """Let the authority decide a subject for some time, also if its budget has ended."""
+    def keep_warm(self, known: KnownGate, subject: str) -> None:
+        """Let the authority decide the next check of a subject. Its answer ends this.
+
+        For as long as the subject can be warm: otherwise a client that has used up its limit would
+        get another budget each time that it pauses.
+        """
         warm = self._presumed(min(known.gate.limits, key=_capacity), 0)
-        self._put(known, subject, 0, (warm, Lease(0, 0, WARM_NS)))
+        self._put(known, subject, 0, (warm, Lease(0, 0, known.warm_ns)))
 
     def _presumed(self, limit: Limit, remaining: int) -> Decision:
         """Return an answer that the authority has not given, with the time of its clock."""

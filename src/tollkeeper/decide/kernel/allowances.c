@@ -208,7 +208,9 @@ static void deny(record *r, int64_t cost, int64_t until_ns)
 static bool is_idle(const record *r, int64_t now_ns)
 {
     units has = units_of(r);
-    if ((has.left > 0 && now_ns < r->until_ns) || now_ns < r->denied_until_ns)
+    /* A budget without units says that the subject is warm, which must not be forgotten. */
+    bool is_live = (has.left > 0 || !r->leased) && now_ns < r->until_ns;
+    if (is_live || now_ns < r->denied_until_ns)
         return false;
     int64_t since_ns = time_of(r->seen_since_ns);
     if (r->leased ? has.left > 0 : has.pending + has.claimed > 0)
