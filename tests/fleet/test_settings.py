@@ -22,8 +22,8 @@ def test_the_defaults_need_no_other_node() -> None:
     [
         ({"store": "redis://localhost"}, r"not on this machine.*shared:///"),
         ({"store": 7}, r"store=7 is not on this machine"),
-        ({"lease_seconds": 0.001}, r"from 0.02 to 60 seconds.*lease_seconds=1"),
-        ({"lease_seconds": 61}, r"lease_seconds=61 is not from"),
+        ({"lease_seconds": 0.001}, r"from 0.02 to 2 seconds.*lease_seconds=1"),
+        ({"lease_seconds": 3}, r"lease_seconds=3 is not from"),
         ({"lease_seconds": "1"}, r"not a length of time"),
         ({"flush_seconds": 0}, r"flush_seconds=0 is not from 0.01 to 10 seconds"),
         ({"dead_seconds": 0.5}, r"dead_seconds=0.5 is not from 1 to 600 seconds"),

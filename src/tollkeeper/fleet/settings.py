@@ -12,10 +12,11 @@ from typing import Final
 
 from tollkeeper.core.clock import NS_PER_SECOND, duration_ns
 from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX
 from tollkeeper.decide.failure import NODES_MAX
+from tollkeeper.decide.leasing import LEASE_NS_MIN
 
-_LEASE_S_MAX: Final = 60
-_LEASE_NS_MIN: Final = NS_PER_SECOND // 50
+_LEASE_S_MAX: Final = LEASE_NS_MAX // NS_PER_SECOND
 _FLUSH_S_MAX: Final = 10
 _FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
 _DEAD_S_MAX: Final = 600
@@ -34,8 +35,8 @@ class Fleet:
 
     `store`          the node's table of leases and pending charges: `shared:///run/api.fleet` for
                      all processes of a machine together, or `memory://`: each process is a node.
-    `lease_seconds`  how long a lease lasts, at most. A change of a quota by another node, and a
-                     lower limit, take effect after this time.
+    `lease_seconds`  how long a lease lasts, at most; up to 2. A change of a quota by another node,
+                     and a lower limit, take effect after this time.
     `flush_seconds`  pending charges are reported to the authority after this time.
     `warm`           the share of a limit from which the authority decides every check of an
                      `eventual` subject.
@@ -77,7 +78,7 @@ class Fleet:
             raise ConfigError(
                 f"warm={show(warm)} is not a share from 0 to 1; for example Fleet(warm=0.5)"
             )
-        lease_ns = _duration_ns("lease_seconds", self.lease_seconds, _LEASE_NS_MIN, _LEASE_S_MAX, 1)
+        lease_ns = _duration_ns("lease_seconds", self.lease_seconds, LEASE_NS_MIN, _LEASE_S_MAX, 1)
         flush_ns = _duration_ns(
             "flush_seconds", self.flush_seconds, _FLUSH_NS_MIN, _FLUSH_S_MAX, 0.2
         )

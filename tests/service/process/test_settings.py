@@ -66,7 +66,7 @@ FILES: list[tuple[str, str]] = [
     ("tls-cert: a.pem", "belong together"),
     ("node-id: 'a b'", "letters, digits"),
     ("rules: limits.yaml\nseed: limits.yaml", "remove --seed"),
-    ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 60"),
+    ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 2"),
     ("flush-seconds: 11", "flush-seconds 11 is not between"),
     ("dead-seconds: 0", "dead-seconds 0 is not between"),
     ("warm: 2", "warm 2 is not between 0 and 1"),

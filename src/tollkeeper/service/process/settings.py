@@ -230,7 +230,7 @@ class ServiceSettings:
 
     def _check_fleet(self) -> None:
         """Raise ConfigError for settings of a fleet that cannot work."""
-        _within("lease-seconds", self.lease_seconds, 0.02, 60)
+        _within("lease-seconds", self.lease_seconds, 0.02, 2)
         _within("flush-seconds", self.flush_seconds, 0.01, 10)
         _within("warm", self.warm, 0, 1)
         _within("dead-seconds", self.dead_seconds, 1, 600)
