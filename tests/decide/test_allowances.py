@@ -485,6 +485,23 @@ def test_gates_of_other_rules_limits_and_kinds_are_apart() -> None:
     assert again.number == gates[0].number == 12_715_420_354_008_356_445
 
 
+def test_many_claims_come_in_batches() -> None:
+    """Every subject is claimed once, whatever the size of a batch; the rest waits for the next."""
+    node = Node("eventual", held_max=3_000)
+    for number in range(2_000):
+        node.put(2, subject=f"s{number}")
+        node.allows(1 + number % 2, f"s{number}")
+    node.clock.advance_ns(FLUSH_NS)
+    batches = [node.table.claim(300, FLUSH_NS) for _ in range(8)]
+    assert [len(batch) for batch in batches] == [300] * 6 + [200, 0]
+    claims = [claim for batch in batches for claim in batch]
+    assert len({claim.subject for claim in claims}) == 2_000
+    assert sum(claim.units for claim in claims) == node.table.stats().pending_units == 3_000
+    for batch in batches:
+        node.table.confirm(batch)
+    assert node.table.stats().pending_units == 0
+
+
 def test_answers_are_counted() -> None:
     """Decisions of the node, and not those of the authority."""
     node = Node()

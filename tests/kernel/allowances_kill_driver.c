@@ -340,7 +340,11 @@ int main(int count, char **arguments)
                 tk_close(table);
                 break;
             }
-            inside += stands_inside(table, s);
+            if (stands_inside(table, s)) {
+                tk_claim claims[4];
+                inside++;
+                REQUIRE(claim_at(table, NOW_NS, claims) == 0, "claimed in a locked segment");
+            }
             kill(child, SIGKILL);
             REQUIRE(waitpid(child, NULL, 0) == child, "%s", strerror(errno));
             check(table, s, before, after, at);

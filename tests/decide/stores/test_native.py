@@ -213,6 +213,23 @@ def test_two_stores_on_one_file_share_their_allowances(tmp_path: Path) -> None:
         other.stats()
 
 
+def test_a_process_claims_only_units_that_it_can_report(tmp_path: Path) -> None:
+    """Units of rules that it does not know wait for a process that knows them."""
+    limit = Limit(100, per=60)
+    tables = []
+    for _ in range(2):
+        table = open_store(f"shared://{tmp_path / 'a.limits'}?capacity=100").allowances
+        assert table is not None
+        tables.append(table)
+    gate = tables[0].gate((limit,), "api", "eventual", 10**9)
+    gate.put("ada", Lease(5, 0, 10**12), Decision(True, limit, 90, decided_ns=5), 1)
+    gate.spend("ada", 2)
+    assert tables[1].claim(10, 0) == []
+    tables[1].gate((limit,), "api", "eventual", 10**9)
+    assert [claim.units for claim in tables[1].claim(10, 0)] == [2]
+    assert tables[0].claim(10, 0) == []
+
+
 def test_quotas_and_allowances_do_not_open_the_files_of_each_other(tmp_path: Path) -> None:
     """The error says what the file is, and the file is unchanged."""
     path = tmp_path / "a.limits"

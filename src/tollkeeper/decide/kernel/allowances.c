@@ -42,8 +42,12 @@ static const int64_t SECOND_NS = 1000000000;
 #define FORGET_NS (600 * SECOND_NS)
 /* The latest time at which a quota is whole: a century after the latest time. */
 static const int64_t WHOLE_NS_MAX = TK_NOW_NS_MAX + INT64_C(3200000000000000000);
-/* How long the functions on the whole table wait for each lock. */
+/* The highest difference between the clocks of the authority and of the table. */
+static const int64_t OFFSET_NS_MAX = INT64_C(5000000000000000000);
+/* How long the functions on the whole table wait for each lock. A claim passes over a segment whose
+ * owner is stopped: the units in the others are due, too. */
 static const int64_t LOCK_WAIT_NS = 1000000000;
+static const int64_t CLAIM_WAIT_NS = 20000000;
 
 typedef struct {
     uint64_t gate;
@@ -173,6 +177,8 @@ static void set_units(record *r, units after)
 }
 
 static int64_t time_of(int64_t time_ns) { return tk_time_in_range(time_ns); }
+
+static int64_t offset_of(int64_t ns) { return tk_max(-OFFSET_NS_MAX, tk_min(ns, OFFSET_NS_MAX)); }
 
 static void note_demand(record *r, int64_t cost, int64_t now_ns, int64_t lifetime_ns)
 {
@@ -355,7 +361,7 @@ static void describe(const record *r, const tk_allowance_gate *gate, int64_t now
                      int64_t retry_after_ns, bool charged, tk_decision *decision)
 {
     int64_t whole_ns = tk_max(TK_NOW_NS_MIN, tk_min(r->whole_ns, WHOLE_NS_MAX));
-    int64_t decided_ns = now_ns + time_of(r->offset_ns);
+    int64_t decided_ns = now_ns + offset_of(r->offset_ns);
     *decision = (tk_decision){
         .allowed = retry_after_ns == 0,
         .speaker = r->place < gate->limits ? r->place : 0,
@@ -424,7 +430,8 @@ static bool put_back(record *r, int64_t now_ns, int64_t count, int64_t charged_s
         if (!is_here || has.left + count > r->lease_units)
             return false;
     } else {
-        if (count > has.pending || charged_store_ns < time_of(r->first_ns) + time_of(r->offset_ns))
+        if (count > has.pending ||
+            charged_store_ns < time_of(r->first_ns) + offset_of(r->offset_ns))
             return false;
         has.pending -= count;
     }
@@ -511,7 +518,7 @@ static void put_answer(const tk_table *table, segment *s, record *r, const tk_an
     r->place = (uint8_t)answer->place;
     r->whole_ns = tk_min(now_ns + tk_max(0, tk_min(answer->reset_after_ns, WHOLE_NS_MAX - now_ns)),
                          WHOLE_NS_MAX);
-    r->offset_ns = time_of(time_of(answer->decided_store_ns) - now_ns);
+    r->offset_ns = offset_of(time_of(answer->decided_store_ns) - now_ns);
     r->elsewhere = (uint32_t)tk_max(0, tk_min(answer->remaining, UINT32_MAX));
     if (answer->allowed) {
         put_units(table, s, r, answer, now_ns, returned);
@@ -693,13 +700,15 @@ tk_status tk_claim_units(tk_table *table, const tk_claiming *claiming, tk_claim 
     for (uint32_t i = 0; i < table->format.segments && *count < most; i++) {
         segment *s = segment_at(table, table->sweep_next % table->format.segments);
         if (has_due(s, claiming)) {
-            tk_status status = lock_waiting(table, s, LOCK_WAIT_NS);
-            if (status != TK_OK)
+            tk_status status = lock_waiting(table, s, CLAIM_WAIT_NS);
+            if (status == TK_OK) {
+                bool whole = visit_marked(table, s, claiming, claims, most, count);
+                tk_unlock(table, &s->lock);
+                if (!whole) /* the next call continues here */
+                    break;
+            } else if (status != TK_BUSY) {
                 return *count > 0 ? TK_OK : status; /* those that were claimed are reported */
-            bool whole = visit_marked(table, s, claiming, claims, most, count);
-            tk_unlock(table, &s->lock);
-            if (!whole) /* the next call continues here */
-                break;
+            }
         }
         table->sweep_next++;
     }
