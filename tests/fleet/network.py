@@ -164,6 +164,20 @@ some_nodes = st.integers(1, 5) | st.integers(1, 2**64 - 1)
 addresses = st.integers(0, 5).map(address_of)
 text = st.text(max_size=8)
 statuses = st.builds(NodeStatus, text, text, u32, u32, text)
+hints = st.builds(
+    HintEntry,
+    some_nodes,
+    u32,
+    st.just("warm"),
+    st.booleans(),
+    u64,
+    text,
+    st.just(0),
+    u16,
+    st.just(0),
+) | st.builds(
+    HintEntry, some_nodes, u32, st.just("denied"), st.booleans(), u64, text, u32, u16, u32
+)
 messages = st.builds(
     Message,
     sender=some_nodes,
@@ -175,21 +189,7 @@ messages = st.builds(
     members=st.lists(
         st.builds(MemberEntry, some_nodes, addresses, u64, u16, st.booleans(), statuses), max_size=4
     ).map(tuple),
-    hints=st.lists(
-        st.builds(
-            HintEntry,
-            some_nodes,
-            u32,
-            st.sampled_from(["warm", "denied"]),
-            st.booleans(),
-            u64,
-            text,
-            u32,
-            u16,
-            u32,
-        ),
-        max_size=4,
-    ).map(tuple),
+    hints=st.lists(hints, max_size=4).map(tuple),
     counts=st.lists(st.builds(CountEntry, some_nodes, text, u64), max_size=3).map(tuple),
     payloads=st.lists(
         st.builds(PayloadEntry, st.just(0) | some_nodes, u32, u32, st.binary(max_size=20)),

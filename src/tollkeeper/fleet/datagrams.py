@@ -65,14 +65,16 @@ _CONTENTS: Final = struct.Struct("!BBBBBB")
 _PROOF: Final = struct.Struct("!QQ")
 _DIGEST: Final = struct.Struct(f"!{DIGEST_PARTS}H")
 _MEMBER: Final = struct.Struct("!QQHBIIB")
-_HINT: Final = struct.Struct("!QIBQHIIB")
+_HINT: Final = struct.Struct("!IBQHB")
+_ORIGIN: Final = struct.Struct("!Q")
+_DENIAL: Final = struct.Struct("!II")
 _COUNT: Final = struct.Struct("!QQB")
 _PAYLOAD: Final = struct.Struct("!QIIH")
 _ACK: Final = struct.Struct("!QIQ")
 
 _HAS_DIGEST, _WANTS_REPLY, _HAS_PROOF = 1, 2, 4
 _HAS_LEFT: Final = 1
-_IS_DENIED, _IS_FORWARDED = 1, 2
+_IS_DENIED, _IS_FORWARDED, _HAS_ORIGIN = 1, 2, 4
 
 log = logging.getLogger("tollkeeper.fleet")
 
@@ -128,10 +130,11 @@ class HintEntry(NamedTuple):
     age_ms: int
     lasts_ms: int
 
-    @property
-    def size(self) -> int:
-        """The bytes that it takes in a datagram."""
-        return _HINT.size + len(self.subject.encode())
+    def size(self, sender: int) -> int:
+        """Return the bytes that it takes in a datagram of this sender."""
+        origin = 0 if self.origin == sender else _ORIGIN.size
+        denial = _DENIAL.size if self.kind == "denied" else 0
+        return _HINT.size + origin + denial + len(self.subject.encode())
 
 
 class CountEntry(NamedTuple):
@@ -205,7 +208,7 @@ def message_size(message: Message) -> int:
         + (PROOF_BYTES if message.nonce or message.echo else 0)
         + (DIGEST_BYTES if message.digest else 0)
         + sum(each.size for each in message.members)
-        + sum(each.size for each in message.hints)
+        + sum(each.size(message.sender) for each in message.hints)
         + sum(each.size for each in message.counts)
         + sum(each.size for each in message.payloads)
         + ACK_BYTES * len(message.acks)
@@ -252,11 +255,7 @@ def encode_message(message: Message) -> bytes:
     for member in message.members:
         _write_member(written, member)
     for hint in message.hints:
-        subject = hint.subject.encode()
-        kind = _IS_DENIED if hint.kind == "denied" else 0
-        kind |= _IS_FORWARDED if hint.forwarded else 0
-        numbers = hint.gate, hint.age_ms, hint.lasts_ms, hint.cost, len(subject)
-        written += _HINT.pack(hint.origin, hint.number, kind, *numbers), subject
+        _write_hint(written, hint, message.sender)
     for count in message.counts:
         name = count.name.encode()
         written += _COUNT.pack(count.node, count.value, len(name)), name
@@ -266,6 +265,20 @@ def encode_message(message: Message) -> bytes:
         written.append(entry.payload)
     written += [_ACK.pack(*ack) for ack in message.acks]
     return b"".join(written)
+
+
+def _write_hint(written: list[bytes], hint: HintEntry, sender: int) -> None:
+    subject = hint.subject.encode()
+    flags = _IS_FORWARDED if hint.forwarded else 0
+    optional = []
+    if hint.origin != sender:
+        flags |= _HAS_ORIGIN
+        optional.append(_ORIGIN.pack(hint.origin))
+    if hint.kind == "denied":
+        flags |= _IS_DENIED
+        optional.append(_DENIAL.pack(hint.lasts_ms, hint.cost))
+    written.append(_HINT.pack(hint.number, flags, hint.gate, hint.age_ms, len(subject)))
+    written += *optional, subject
 
 
 def _write_member(written: list[bytes], member: MemberEntry) -> None:
@@ -315,10 +328,15 @@ class _Reader:
         status = NodeStatus(version, rules_version, leases, pending, region)
         return MemberEntry(node, address, beat, age_ms, bool(flags), status)
 
-    def hint(self) -> HintEntry:
-        origin, number, flags, gate, age_ms, lasts_ms, cost, length = self.unpack(_HINT)
-        if flags > _IS_DENIED | _IS_FORWARDED or not origin:
+    def hint(self, sender: int) -> HintEntry:
+        number, flags, gate, age_ms, length = self.unpack(_HINT)
+        if flags > _IS_DENIED | _IS_FORWARDED | _HAS_ORIGIN:
             raise ValueError("hint")
+        (origin,) = self.unpack(_ORIGIN) if flags & _HAS_ORIGIN else (sender,)
+        lasts_ms, cost = self.unpack(_DENIAL) if flags & _IS_DENIED else (0, 0)
+        # There is one way to write a hint.
+        if not origin or (flags & _HAS_ORIGIN and origin == sender):
+            raise ValueError("origin")
         kind: HintKind = "denied" if flags & _IS_DENIED else "warm"
         subject = self.text(SUBJECT_BYTES_MAX, length)
         forwarded = bool(flags & _IS_FORWARDED)
@@ -357,7 +375,7 @@ def decode_message(sender: int, sequence: int, data: bytes) -> Message | None:
             digest=reader.unpack(_DIGEST) if flags & _HAS_DIGEST else (),
             wants_reply=bool(flags & _WANTS_REPLY),
             members=tuple([reader.member() for _ in range(members)]),
-            hints=tuple([reader.hint() for _ in range(hints)]),
+            hints=tuple([reader.hint(sender) for _ in range(hints)]),
             counts=tuple([reader.count() for _ in range(counts)]),
             payloads=tuple([reader.payload() for _ in range(payloads)]),
             acks=tuple([reader.ack() for _ in range(acks)]),

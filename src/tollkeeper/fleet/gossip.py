@@ -20,15 +20,16 @@ rounds. About once a second, a node contacts an address at which it knows no liv
 was not heard of for 7.5 s is suspected, and the suspecting nodes ask it directly.
 
 **Hints** are urgent. Their origin sends them to all live peers at once: one hop, and fewer bytes
-than forwarding by everyone. If the peers are too many or the byte budget too low, it sends them to
-3 peers, and each node that receives one for the first time sends it to 3 others. Rounds repeat
-hints, which repairs losses. A hint has a number of its origin, so that every node takes it once.
+than forwarding by everyone. If the peers are too many, or if the byte budget does not allow it for
+50 ms, it sends them to 3 peers, and each node that receives one for the first time sends it to 3
+others. Rounds repeat hints, which repairs losses. A hint has a number of its origin, so that every
+node takes it once.
 
 **Payloads** are sent to each live peer until it acknowledges them or is dead.
 
-**Bytes.** A node has a budget of 50 KB a second, and may save up one second of it. When it runs
-low, hints are forwarded instead of sent directly, then hints are no longer repeated, and at last
-rounds shrink to one small message, which keeps the membership alive.
+**Bytes.** A node has a budget of 50 KB a second, the mean of 10 s. When it runs low, hints are no
+longer repeated, then they wait and share datagrams, then they are dropped. At last rounds shrink to
+one small message, which keeps the membership alive.
 
 **Replays.** Datagrams are authenticated (`fleet/datagrams.py`), and an attacker may record and
 repeat them. Every message has a sequence, the sender's uptime in microseconds. A node drops a
@@ -112,6 +113,8 @@ EAGER_NS: Final = 5 * NS_PER_SECOND
 SWEEP_NS: Final = NS_PER_SECOND // 2
 LEFT_NS: Final = 60 * NS_PER_SECOND
 FORGET_NS: Final = 600 * NS_PER_SECOND
+# A hint waits this long for bytes to send it directly; then it is forwarded.
+URGENT_NS_MAX: Final = NS_PER_SECOND // 20
 DENIED_NS_MIN: Final = NS_PER_SECOND // 100
 WARM_REPEAT_NS: Final = NS_PER_SECOND // 10
 ACK_NS: Final = NS_PER_SECOND // 100
@@ -139,7 +142,7 @@ class GossipSettings:
     direct_peers_max: int = 250
     """With more peers, a hint is forwarded from node to node."""
     bytes_per_second: int = 50_000
-    """What a node sends on average, IP and UDP headers included. It may save up one second."""
+    """A node sends less than this in the mean of every 10 s, IP and UDP headers included."""
 
 
 class Member(NamedTuple):
@@ -261,11 +264,11 @@ class _Hint:
 
     __slots__ = ("born_ns", "entry", "sends", "size")
 
-    def __init__(self, entry: HintEntry, born_ns: int) -> None:
+    def __init__(self, entry: HintEntry, born_ns: int, node: int) -> None:
         self.entry = entry
         self.born_ns = born_ns
         self.sends = HINT_SENDS
-        self.size = entry.size
+        self.size = entry.size(node)
 
     def at(self, now_ns: int, *, forwarded: bool = False) -> HintEntry:
         """Return it as it is sent now."""
@@ -287,21 +290,25 @@ class _Known(NamedTuple):
 
 
 class _Budget:
-    """The bytes that a node may send: a token bucket that may be overdrawn."""
+    """The bytes that a node may send: a token bucket that may be overdrawn.
+
+    It fills at nine tenths of the rate and holds 0.8 s of it, so that the mean of every 10 s stays
+    below the rate. A round is sent in any case, small if nothing is left.
+    """
 
     def __init__(self, bytes_per_second: int, now_ns: int) -> None:
-        self.rate = bytes_per_second
-        self._left = float(bytes_per_second)
+        self.capacity = self._left = bytes_per_second * 0.8
+        self._rate = bytes_per_second * 0.9
         self._at_ns = now_ns
         self.spent = 0
 
     def share(self, now_ns: int) -> float:
-        """Return what is left, as a part of one second's bytes; below 0 if overdrawn."""
-        gained = (now_ns - self._at_ns) * self.rate / NS_PER_SECOND
+        """Return what is left, as a part of what it holds; below 0 if overdrawn."""
+        gained = (now_ns - self._at_ns) * self._rate / NS_PER_SECOND
         if gained > 0:
-            self._left = min(self._left + gained, self.rate)
+            self._left = min(self._left + gained, self.capacity)
             self._at_ns = now_ns
-        return self._left / self.rate
+        return self._left / self.capacity
 
     def spend(self, count: int) -> None:
         self._left -= count
@@ -405,6 +412,7 @@ class Gossip:
         """Take a message of another node; return messages to send at once."""
         out: list[Outgoing] = []
         self._counters["received"] += 1
+        self._counters["received_bytes"] += message_size(message) + PACKET_BYTES
         if self._leaving or message.sender == self.node:
             self._drop("own")
             return out
@@ -563,7 +571,7 @@ class Gossip:
     def counters(self) -> Mapping[str, int]:
         """Return counters since the start.
 
-        `sent`, `sent_bytes`, `received`: messages; the bytes include IP and UDP headers.
+        `sent`, `sent_bytes`, `received`, `received_bytes`: messages; with IP and UDP headers.
         `hints_sent`, `hints_received`: each hint once.
         `dropped_…`: messages, hints and payloads that were not taken, by reason.
         """
@@ -819,7 +827,8 @@ class Gossip:
         if now_ns >= self._probe_ns:
             self._probe(now_ns, out)
         share = self._budget.share(now_ns)
-        has_news = bool(self._hot or self._repairing or self._hot_counts)
+        with_hints = share > 0.75
+        has_news = bool(self._hot or self._hot_counts or (with_hints and self._repairing))
         is_frugal = share <= 0.25
         targets = self._sample(settings.fanout if has_news and not is_frugal else 1)
         if self._suspects and (suspect := self._random.choice(self._suspects)) not in targets:
@@ -829,7 +838,7 @@ class Gossip:
             space = FRUGAL_BYTES if is_frugal else DATAGRAM_BYTES_MAX
             met = peer.knows_us(now_ns)
             message = self._news(
-                now_ns, space, with_digest=not (number and met), with_hints=share > 0.5, met=met
+                now_ns, space, with_digest=not (number and met), with_hints=with_hints, met=met
             )
             self._send(out, peer.address, message)
 
@@ -850,7 +859,7 @@ class Gossip:
             _sent(self._hot, node)
         space += reserved
         hints = self._repaired(now_ns, space) if with_hints else []
-        space -= sum(hint.size for hint in hints)
+        space -= sum(hint.size(self.node) for hint in hints)
         counts = self._new_counts(space)
         digest = tuple(self._digest) if with_digest else ()
         nonce = 0 if met else self._proof(now_ns)
@@ -895,7 +904,7 @@ class Gossip:
         entry = HintEntry(
             self.node, self._hint_number, kind, False, gate, subject, cost, 0, lasts_ms
         )
-        hint = _Hint(entry, now_ns)
+        hint = _Hint(entry, now_ns, self.node)
         self._counters["hints_sent"] += 1
         self._remember(hint, now_ns)
         if self._live:
@@ -915,7 +924,7 @@ class Gossip:
     def _take_hint(self, entry: HintEntry, now_ns: int) -> None:
         if entry.origin == self.node or (entry.origin, entry.number) in self._hints:
             return
-        hint = _Hint(entry, now_ns - entry.age_ms * _MS)
+        hint = _Hint(entry, now_ns - entry.age_ms * _MS, self.node)
         ends_ns = hint.ends_ns(self.settings.hint_ns_max)
         if ends_ns <= now_ns:
             self._drop("hint_late")
@@ -943,17 +952,19 @@ class Gossip:
         own, self._urgent = sorted(self._urgent, key=_usefulness, reverse=True), []
         forwarding, self._forwarding = self._forwarding, []
         self._urgent_ns = self._never_ns
+        # A fleet in which every node is short of bytes must not forward: that takes three times as
+        # many as sending directly. It helps a node that alone has many hints.
+        if forwarding and self._budget.share(now_ns) <= 0.6:
+            self._drop("budget")
+            forwarding = []
+        is_crowd = len(self._live) > self.settings.direct_peers_max
         for hints in _batches(own):
-            size = MESSAGE_BYTES_MIN + PACKET_BYTES + sum(hint.size for hint in hints)
-            count = len(self._live)
-            share = self._budget.share(now_ns)
-            is_affordable = share - size * count / self._budget.rate > 0.1
-            if count <= self.settings.direct_peers_max and is_affordable:
-                message = self._message(now_ns, hints=[hint.at(now_ns) for hint in hints])
-                for peer in self._live:
-                    self._send(out, peer.address, message)
-            else:
-                forwarding += hints
+            if is_crowd or not self._sent_directly(hints, now_ns, out):
+                for hint in hints:
+                    is_late = is_crowd or now_ns >= hint.born_ns + URGENT_NS_MAX
+                    (forwarding if is_late else self._urgent).append(hint)
+        if self._urgent:
+            self._hurry(now_ns)
         for hints in _batches(sorted(forwarding, key=_usefulness, reverse=True)):
             if self._budget.share(now_ns) <= 0:
                 self._drop("budget")
@@ -962,6 +973,18 @@ class Gossip:
             message = self._message(now_ns, hints=entries)
             for peer in self._sample(self.settings.fanout):
                 self._send(out, peer.address, message)
+
+    def _sent_directly(self, hints: list[_Hint], now_ns: int, out: list[Outgoing]) -> bool:
+        """Send hints to all peers, if the budget allows it; return True if it does."""
+        size = MESSAGE_BYTES_MIN + PACKET_BYTES + sum(hint.size for hint in hints)
+        count = len(self._live)
+        left = self._budget.share(now_ns) - size * count / self._budget.capacity
+        if left < 0.05:
+            return False
+        message = self._message(now_ns, hints=[hint.at(now_ns) for hint in hints])
+        for peer in self._live:
+            self._send(out, peer.address, message)
+        return True
 
     def _repaired(self, now_ns: int, space: int) -> list[HintEntry]:
         """Return hints to repeat: those that were repeated least, as many as fit."""
