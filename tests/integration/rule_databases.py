@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.postgres_server import running_postgres
+from tollkeeper.control import edits
 from tollkeeper.control.repository import Repository, Version
+from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 
@@ -51,3 +53,12 @@ async def assign(repository: Repository, subject: str, tier: str, *, author: str
         return replace(document, assign={**document.assign, subject: tier})
 
     return await repository.edit(assigned, kind="assign", author=author)
+
+
+async def set_tier(
+    repository: Repository, name: str, limits: tuple[Limit, ...], *, author: str
+) -> Version:
+    """Make a version by an edit of the document that gives a tier these limits."""
+    return await repository.edit(
+        lambda document: edits.set_tier(document, name, limits), kind="set-tier", author=author
+    )

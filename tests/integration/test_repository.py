@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from tests.integration.rule_databases import UNSAFE, assign, document, repository, url
+from tests.integration.rule_databases import UNSAFE, assign, document, repository, set_tier, url
 from tollkeeper.control import edits
 from tollkeeper.control.audit import AuditCursor
 from tollkeeper.control.repository import Repository, Version
@@ -179,7 +179,7 @@ async def test_an_unsafe_change_must_be_forced(repository: Repository) -> None:
 async def test_a_forced_finding_does_not_block_later_edits(repository: Repository) -> None:
     """Only new findings block an edit."""
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
-    await repository.set_tier("pro", PRO, author="ann")
+    await set_tier(repository, "pro", PRO, author="ann")
     assert (await repository.audit_log.page(limit=1)).items[0].forced == ""
     wider = replace(UNSAFE, allow=("*",))
     with pytest.raises(UnsafeChange) as error:
@@ -219,7 +219,7 @@ async def test_edits_change_the_document(repository: Repository) -> None:
     """Each adds a version of its kind, with its author."""
     await repository.apply(TEN, author="ann", expected=0)
     await assign(repository, "user:42", "pro", author="bob")
-    await repository.set_tier("max", PRO, author="bob")
+    await set_tier(repository, "max", PRO, author="bob")
     current = await repository.current()
     assert current is not None
     assert read(current.text) == replace(
@@ -274,7 +274,7 @@ async def test_document_of_parses_any_version(repository: Repository) -> None:
 
 async def test_the_first_version_may_be_an_edit(repository: Repository) -> None:
     """It edits the empty document."""
-    version = await repository.set_tier("pro", PRO, author="ann")
+    version = await set_tier(repository, "pro", PRO, author="ann")
     assert (version.number, version.base) == (1, None)
     assert read(version.text) == Document(tiers={"pro": PRO})
 

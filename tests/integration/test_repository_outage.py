@@ -17,7 +17,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.integration.rule_databases import assign, document
+from tests.integration.rule_databases import assign, document, set_tier
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.service.admin.client import admin_of, filled
 from tollkeeper import Request
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[Repository], Any]] = {
     "apply": lambda it: it.apply(document("7/second"), author="ann", expected=1),
     "rollback": lambda it: it.rollback(1, author="ann", expected=1),
     "assign": lambda it: assign(it, "user:1", "pro", author="ann"),
-    "set_tier": lambda it: it.set_tier("pro", (), author="ann"),
+    "set_tier": lambda it: set_tier(it, "pro", (), author="ann"),
     "listen": lambda it: anext(it.listen()),
 }
 

@@ -455,11 +455,21 @@ def show_(
 
     Example: tollkeeper override show ov_5f2c91d07b3a
     """
-    for each in _overrides(database, service):
-        if each["id"] == name:
-            _print_override(each, as_json)
-            return
-    raise ConfigError(f"there is no override {show(name)}; it has perhaps ended")
+    if database:
+        found = asyncio.run(_override_in(database, name))
+    else:
+        with service() as client:
+            path = f"/v1/admin/overrides/{quote(name, safe='')}"
+            found = client.call("GET", path, expected="for")
+    _print_override(found, as_json)
+
+
+async def _override_in(database: str, name: str) -> dict[str, Any]:
+    async with open_repository(database) as repository:
+        entry = await repository.entries.get("override", name)
+    if entry is None:
+        raise ConfigError(f"there is no override {show(name)}; it has perhaps ended")
+    return {"id": entry.key, **json.loads(entry.data)}
 
 
 @override_app.command("delete", cls=CliCommand)

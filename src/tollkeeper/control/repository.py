@@ -2,7 +2,7 @@
 
     repository = await Repository.open("sqlite:///rules.db")
     version = await repository.apply(document, author="ann", reason="launch", expected=0)
-    await repository.set_tier("pro", limits, author="ann")
+    await repository.edit(change, kind="set-tier", author="ann")
     await repository.rollback(1, author="bob", reason="too strict", expected=2)
 
 A version is a whole document with its author, time and reason. Versions are numbered 1, 2, 3 …
@@ -47,7 +47,6 @@ from tollkeeper.core.errors import (
     quoted,
     show,
 )
-from tollkeeper.core.model import Limits
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.document.safety import new_findings
@@ -282,15 +281,6 @@ class Repository:
         await asyncio.to_thread(read, old.text, f"version {number}")
         diff = await asyncio.to_thread(_diff, current, old.text)
         return await self._commit(_PreparedChange(request, expected or 0, old.text, diff))
-
-    async def set_tier(
-        self, name: str, limits: Limits, *, author: str, reason: str = "", force: bool = False
-    ) -> Version:
-        """Give a tier these limits; a new name adds a tier."""
-        return await self._edit(
-            lambda document: edits.set_tier(document, name, limits),
-            _ChangeRequest("set-tier", author, reason, force),
-        )
 
     async def edit(
         self,

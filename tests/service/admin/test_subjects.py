@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.service.admin.client import Admin, admin, template
+from tests.service.admin.client import Admin, admin, admin_of, template
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -111,6 +112,10 @@ async def test_overrides_are_added_and_removed(admin: Admin) -> None:
     version = (await admin.call("POST", "/overrides", json=own)).json()
     assert (version["reason"], version["key"]) == ("mine", "mine")
     assert (await items(admin, "/overrides"))[0] == {**own, "author": "admin-token"}
+    assert (await admin.call("GET", "/overrides/mine")).json() == {**own, "author": "admin-token"}
+    assert (await admin.call("GET", f"/overrides/{made['key']}")).json() == first
+    found = await admin.rejected("GET", "/overrides/gone", 404)
+    assert "there is no override 'gone'" in found["detail"]
     found = await admin.rejected("POST", "/overrides", 409, json=own)
     assert "there is an override 'mine' already" in found["detail"]
     await admin.call("DELETE", "/overrides/user:7?rule=orders")
@@ -119,6 +124,17 @@ async def test_overrides_are_added_and_removed(admin: Admin) -> None:
     await admin.call("DELETE", "/overrides/mine")
     await admin.rejected("DELETE", "/overrides/mine", 404)
     assert await items(admin, "/overrides") == []
+
+
+async def test_an_override_of_the_document_is_found_by_its_id(tmp_path: Path) -> None:
+    """Also if the rules come from a file, where there are no other overrides."""
+    rules = "{version: 1, overrides: [{id: old, for: {user: '7'}, multiply: 2}]}"
+    path = tmp_path / "limits.yaml"
+    path.write_text(rules, encoding="utf-8")
+    async with admin_of(tmp_path, str(path), None) as admin:
+        found = (await admin.call("GET", "/overrides/old")).json()
+        assert found == {"id": "old", "for": {"user": "7"}, "multiply": 2}
+        await admin.rejected("GET", "/overrides/gone", 404)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tollkeeper.rules.entries import Entry, EntryKind
 from tollkeeper.rules.matching.patterns import compile_network
 from tollkeeper.service.admin.control import ControlPlane, CurrentRules, etag_of
 from tollkeeper.service.admin.operations import (
+    READ,
     ROWS,
     AdminRoute,
     Change,
@@ -43,6 +44,7 @@ from tollkeeper.service.admin.operations import (
     VersionOut,
     change_reply,
     change_responses,
+    good_responses,
     if_newer,
     link_next,
     page_of,
@@ -64,6 +66,9 @@ TierName = Annotated[
 Subject = Annotated[
     str,
     Path(description="`user:…`, `api_key:…` or `tenant:…`.", examples=["user:42"], max_length=600),
+]
+OverrideId = Annotated[
+    str, Path(description="The id of the override.", examples=["ov_5f2c91d07b3a"], max_length=600)
 ]
 Which = Annotated[ListName, Path(description="Which list.")]
 
@@ -413,6 +418,27 @@ async def add_override(
     )
     made = await control.put_entry(change, entries.override_entry(signed, now))
     return await change_reply(response, control, made)
+
+
+@router.get(
+    "/overrides/{subject:path}",
+    tags=["overrides"],
+    operation_id="get_override",
+    summary="One override",
+    responses=good_responses(*READ, 404),
+    response_model=OverrideData,
+)
+async def get_override(subject: OverrideId, control: Control) -> Any:
+    """Return one override by its id: an entry that is in force, or one of the document."""
+    rows = await control.entries()
+    entry = None if rows is None else await rows.get("override", subject)
+    if entry is not None:
+        return {"id": entry.key, **json.loads(entry.data)}
+    document = (await control.current()).document
+    found = tuple(each for each in document.overrides if each.id == subject)
+    if not found:
+        raise edits.NotFound(f"there is no override {show(subject)}; it has perhaps ended")
+    return to_data(Document(overrides=found))["overrides"][0]
 
 
 @router.delete(
