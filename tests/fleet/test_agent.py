@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
 from tests.redis_servers import running, until
@@ -349,6 +352,29 @@ def test_a_datagram_that_makes_no_sense_is_dropped(table: str, tmp_path: Path, d
         until(lambda: opened.opened[0].told, "the hint after it arrives", WAIT_S)
         assert opened.opened[0].told == [("warm", 1, "user:1")]
         assert (first.live_nodes(), second.live_nodes()) == (3, 3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> NodeAgent:
+    """Return an agent that was not started."""
+    return NodeAgent(node_of(Fleet(gossip="127.0.0.1:7946", nodes=4)))
+
+
+@given(
+    st.sampled_from([b"k", b"h", b"q", b"a", b""]),
+    st.one_of(
+        st.binary(max_size=100),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda each: st.lists(each, max_size=6) | st.dictionaries(st.text(), each, max_size=3),
+            max_leaves=10,
+        ).map(lambda value: json.dumps(value).encode()),
+    ),
+)
+def test_no_datagram_stops_the_agent(alone: NodeAgent, kind: bytes, body: bytes) -> None:
+    """Whatever another process sends, the agent goes on with what it knows."""
+    alone._received(kind + body, "")
+    assert alone.live_nodes() == 4
 
 
 def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
