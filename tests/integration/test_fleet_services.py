@@ -1,0 +1,154 @@
+"""Real services that gossip on loopback and share a real Redis."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.redis_servers.ports import HOST, free_port
+from tests.redis_servers.single import Single
+from tests.redis_servers.waiting import until
+from tests.service.admin.client import secrets_of
+from tests.service_process import ServiceProcess, run_to_end
+
+WAIT_S = 60.0
+DEAD_S = 6.0
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "users",
+            "match": {"user": "*"},
+            "by": ["user"],
+            "limits": ["3/hour"],
+            "consistency": "leased",
+        },
+        {
+            "id": "tenants",
+            "match": {"tenant": "*"},
+            "by": ["tenant"],
+            "limits": ["100000/hour"],
+            "consistency": "leased",
+        },
+    ],
+}
+
+
+class Fleet:
+    """Two services, each with the address of the other."""
+
+    def __init__(self, redis: Single, folder: Path) -> None:
+        self.token = secrets_of(folder)["admin"]
+        key = folder / "gossip.key"
+        key.write_text(secrets.token_hex(32) + "\n", encoding="ascii")
+        key.chmod(0o600)
+        self.addresses = [f"{HOST}:{free_port()}" for _ in range(2)]
+        self.services = [
+            ServiceProcess(
+                RULES,
+                *("--store", redis.uri, "--gossip", own, "--gossip-key", str(key)),
+                *("--peers", other, "--dead-seconds", f"{DEAD_S:g}", "--node-id", f"node-{number}"),
+                *("--tokens", str(folder / "tokens.json"), "--drain-seconds", "0"),
+                workers=workers,
+            )
+            for number, workers, own, other in (
+                (0, 2, *self.addresses),
+                (1, 1, *reversed(self.addresses)),
+            )
+        ]
+
+    def seen(self, by: int) -> dict[str, Any]:
+        """Return the answer of one service; of several workers, that of any."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        found: dict[str, Any] = (
+            self.services[by].ask("GET", "/v1/admin/fleet", headers=headers).data
+        )
+        return found
+
+    def states(self, by: int) -> dict[str, str]:
+        """Return the states of the nodes by their addresses, as one service knows them."""
+        return {each["address"]: each["state"] for each in self.seen(by)["nodes"]}
+
+    def check(self, at: int, **fields: Any) -> int:
+        """Check a request at one service; return the status."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return self.services[at].ask("POST", "/v1/check", fields, headers).status
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Run Redis and two services."""
+    with Single() as redis:
+        found = Fleet(redis, tmp_path_factory.mktemp("fleet"))
+        with found.services[0], found.services[1]:
+            yield found
+
+
+def _sees(fleet: Fleet, by: int, states: dict[str, str]) -> bool:
+    return fleet.states(by) == states
+
+
+def test_each_service_lists_both(fleet: Fleet) -> None:
+    """Also the worker that does not gossip; and the command prints the same."""
+    both = dict.fromkeys(fleet.addresses, "alive")
+    for by in (0, 0, 0, 1):
+        until(partial(_sees, fleet, by, both), "both are alive", WAIT_S, partial(fleet.seen, by))
+    found = fleet.seen(1)
+    assert (found["gossip"], found["live_nodes"]) == (True, 2)
+    own, other = found["nodes"]
+    assert (own["node"], own["this_node"], own["lag_seconds"]) == ("node-1", True, None)
+    assert not other["this_node"]
+    until(
+        lambda: len({each["rules_version"] for each in fleet.seen(1)["nodes"]} - {""}) == 1,
+        "both have told the version of their rules",
+        WAIT_S,
+        lambda: fleet.seen(1),
+    )
+    shown = run_to_end(["fleet", "--url", fleet.services[1].url], TOLLKEEPER_TOKEN=fleet.token)
+    assert shown.returncode == 0, shown.stderr
+    assert "2 live" in shown.stdout
+
+
+def test_a_subject_denied_on_one_service_is_denied_on_the_other(fleet: Fleet) -> None:
+    """Without a call of Redis: the second service has never seen the subject."""
+
+    def counts() -> tuple[int, int]:
+        (rule,) = [each for each in fleet.seen(1)["rules"] if each["rule"] == "users"] or [{}]
+        return rule.get("denied", 0), rule.get("asked", 0)
+
+    def denied_without_a_call() -> bool:
+        user = secrets.token_hex(4)
+        assert fleet.check(0, user=user, cost=3) == 200
+        assert fleet.check(0, user=user) == 429
+        denied, asked = counts()
+        assert fleet.check(1, user=user) == 429
+        return counts() == (denied + 1, asked)
+
+    until(denied_without_a_call, "a hint arrives before the check", WAIT_S, counts)
+
+
+def test_most_checks_of_a_busy_tenant_need_no_call(fleet: Fleet) -> None:
+    """Both workers of a service spend from one lease."""
+    for _ in range(200):
+        assert fleet.check(0, tenant="busy") == 200
+
+    def hit_rate() -> float:
+        rules = {each["rule"]: each["hit_rate"] for each in fleet.seen(0)["rules"]}
+        return float(rules.get("tenants", 0.0))
+
+    until(lambda: hit_rate() > 0.5, "most were answered in the node", WAIT_S, hit_rate)
+
+
+def test_a_killed_service_is_suspected_and_then_dead(fleet: Fleet) -> None:
+    """It is counted until it is dead."""
+    other = fleet.addresses[0]
+    seen = partial(fleet.states, 1)
+    fleet.services[0].kill()
+    until(lambda: seen().get(other) == "suspected", "it is suspected", WAIT_S, seen)
+    until(lambda: seen().get(other) == "dead", "it is dead", WAIT_S, seen)
+    assert fleet.seen(1)["live_nodes"] == 1
