@@ -208,7 +208,7 @@ def test_fleet_settings(peers: list[str], addresses: tuple[str, ...], tmp_path: 
         }
     )
     assert settings.fleet == Fleet(
-        store=f"shared://{tmp_path}/fleet?allowances=5000",
+        store=f"shared://{tmp_path}/fleet?capacity=1000&allowances=5000",
         nodes=20,
         gossip="10.0.0.5:7946",
         key_file="/etc/gossip.key",

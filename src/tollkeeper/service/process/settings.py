@@ -283,8 +283,10 @@ class ServiceSettings:
         """
         if self.is_store_here:
             return None
+        path = quote(str(Path(self.data) / "fleet"))
         return Fleet(
-            store=f"shared://{quote(str(Path(self.data) / 'fleet'))}?allowances={self.allowances}",
+            # No limit counts in this file, only its allowances are used.
+            store=f"shared://{path}?capacity=1000&allowances={self.allowances}",
             lease_seconds=self.lease_seconds,
             flush_seconds=self.flush_seconds,
             warm=self.warm,
