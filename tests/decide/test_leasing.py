@@ -328,21 +328,38 @@ def test_a_late_charge_is_never_before_the_last_change() -> None:
 # ── Properties ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("clock_steps", CLOCK_STEPS)
-@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-@promise(100, data=st.data())
-def test_never_over_whenever_nodes_spend_their_leases(
-    algorithm: AlgorithmName, clock_steps: str, data: st.DataObject
-) -> None:
-    """Nodes spend at any time until the end, crash, and give back early, late and repeatedly."""
-    limit = data.draw(leased_limits(algorithm))
-    clock = clock_at(data.draw(starts_ns()) // 1_000 * 1_000)
-    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], (clock_steps,))
-    play.play(data.draw(lease_traces()))
+def assert_bounded(limit: Limit, start_ns: int, steps: list[bytes], clock_step: str) -> None:
+    """Play a trace on the reference, and check the bound in every interval."""
+    clock = clock_at(start_ns // 1_000 * 1_000)
+    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], (clock_step,))
+    play.play(steps)
     assert_never_over(limit, sorted(play.admitted))
 
 
-@promise(150, limits=several_leased_limits(), start_ns=starts_ns(), steps=lease_traces())
+@pytest.mark.parametrize("algorithm", LEASING)
+@promise(250, data=st.data())
+def test_never_over_whenever_nodes_spend_their_leases(
+    algorithm: AlgorithmName, data: st.DataObject
+) -> None:
+    """Nodes spend at any time until the end, crash, and give back early, late and repeatedly.
+
+    The authority's clock is set forward now and then.
+    """
+    limit = data.draw(leased_limits(algorithm))
+    assert_bounded(limit, data.draw(starts_ns()), data.draw(lease_traces()), "clock forward")
+
+
+@pytest.mark.parametrize("algorithm", LEASING)
+@promise(60, data=st.data())
+def test_never_over_if_the_authoritys_clock_goes_back(
+    algorithm: AlgorithmName, data: st.DataObject
+) -> None:
+    """Time never rewinds for a state."""
+    limit = data.draw(leased_limits(algorithm))
+    assert_bounded(limit, data.draw(starts_ns()), data.draw(lease_traces()), "clock back")
+
+
+@promise(100, limits=several_leased_limits(), start_ns=starts_ns(), steps=lease_traces())
 def test_never_over_in_any_of_several_leased_limits(
     limits: list[Limit], start_ns: int, steps: list[bytes]
 ) -> None:
