@@ -1,11 +1,13 @@
-/* Counts the steps of checks that look for room for a log, in a table with 200,000 logs.
+/* Counts the steps of checks that look for room for a log, in a table with 200,000 logs, and of
+ * claims on 100,000 allowances.
  *
  * A step is a basic block: a run of instructions without a branch. The compiler puts a call into
  * each of them (-fsanitize-coverage=trace-pc). So the number does not depend on the load of the
- * machine. It must not depend on how many logs there are, how scattered their memory is, or how
- * many of them have expired.
+ * machine. It must not depend on how many logs or allowances there are, how scattered the memory of
+ * logs is, or how many of them have expired.
  *
  *   bound_driver STEPS */
+#include "allowances.h"
 #include "limits.h"
 
 static long steps;
@@ -42,6 +44,52 @@ static long count_steps(tk_table *table, const tk_limit *limit, int64_t now_ns, 
     return taken;
 }
 
+static const tk_allowance_gate BUDGETS = {
+    .number = 7, .lifetime_ns = SECOND_NS, .capacity = 1000, .limits = 1};
+
+static void put_budget(tk_table *table, int number)
+{
+    char text[32];
+    int length = snprintf(text, sizeof text, "key-%d", number);
+    tk_subject subject = {.bytes = text, .length = (size_t)length};
+    subject.hash = tk_subject_hash(table, text, subject.length);
+    tk_answer answer = {.allowed = true, .units = 5, .lasts_ns = 1000 * SECOND_NS};
+    tk_returned returned;
+    tk_decision decision;
+    bool decided;
+    tk_put(table, &BUDGETS, &subject, NOW_NS, &answer, &returned);
+    if (number % 50000 == 0)
+        tk_spend(table, &BUDGETS, &subject, NOW_NS, 1, true, &decided, &decision);
+}
+
+static long claim_steps(tk_table *table, size_t expected)
+{
+    static tk_claim claims[100];
+    tk_claiming claiming = {.now_ns = NOW_NS, .numbers = &BUDGETS.number, .numbers_count = 1};
+    size_t found;
+    steps = 0;
+    REQUIRE(tk_claim_units(table, &claiming, claims, 100, &found) == TK_OK, "claim");
+    REQUIRE(found == expected, "%zu claims", found);
+    return steps;
+}
+
+/* Two of 100,000 allowances have pending units; then the table is full of allowances in use. */
+static void bound_allowances(long most)
+{
+    tk_table *table = open_or_die(&(tk_options){.allowances = true, .capacity = 100000});
+    for (int i = 0; i < 100000; i++)
+        put_budget(table, i);
+    long two = claim_steps(table, 2), none = claim_steps(table, 0), full = 0;
+    for (int i = 100000; i < 130000; i++) {
+        steps = 0;
+        put_budget(table, i);
+        full = steps > full ? steps : full;
+    }
+    printf("claim of two %ld, of none %ld, into a full table %ld\n", two, none, full);
+    REQUIRE(two < most / 4 && none < most / 10 && full < most / 10, "%ld", most);
+    tk_close(table);
+}
+
 int main(int count, char **arguments)
 {
     REQUIRE(count == 2, "usage: bound_driver STEPS");
@@ -66,5 +114,6 @@ int main(int count, char **arguments)
            scattered);
     fflush(stdout);
     REQUIRE(full < most && elsewhere < most && expired < most && scattered < most, "%ld", most);
+    bound_allowances(most);
     return 0;
 }

@@ -60,9 +60,11 @@ def test_a_forked_child_uses_the_file_at_every_moment(tmp_path: Path) -> None:
 def test_looking_for_room_takes_a_bounded_number_of_steps(tmp_path: Path) -> None:
     """With 200,000 logs in the table, a check takes at most 60,000 steps, about 50 µs.
 
-    The slab is full of live logs, full of expired ones, or scattered.
+    The slab is full of live logs, full of expired ones, or scattered. A claim on 100,000
+    allowances, of which two have pending units, takes at most a quarter of that.
     """
     program = build("bound_driver.c", tmp_path, "-O2", "-fsanitize-coverage=trace-pc")
     done = run(program, 60_000)
     assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
     assert "scattered" in done.stdout
+    assert "claim of two" in done.stdout
