@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess, run_to_end
+from tollkeeper.metrics.counters import FAMILIES
 
 WAIT_S = 60.0
 DEAD_S = 6.0
@@ -142,6 +144,20 @@ def test_most_checks_of_a_busy_tenant_need_no_call(fleet: Fleet) -> None:
         return float(rules.get("tenants", 0.0))
 
     until(lambda: hit_rate() > 0.5, "most were answered in the node", WAIT_S, hit_rate)
+
+
+def test_the_metrics_of_a_node(fleet: Fleet) -> None:
+    """A scrape has a value for each metric of a fleet; only drops have none without a drop."""
+    scraped = fleet.services[1].ask("GET", "/metrics").body.decode()
+    found = {
+        re.sub(r"_(bucket|count|sum)$", "", line.split("{")[0].split(" ")[0])
+        for line in scraped.splitlines()
+        if not line.startswith("#")
+    }
+    names = {each.full_name for each in FAMILIES if each.name.startswith(("fleet_", "gossip_"))}
+    assert names - found <= {"tollkeeper_gossip_drops_total"}
+    assert "tollkeeper_fleet_live_nodes 2.0" in scraped
+    assert 'tollkeeper_fleet_nodes{state="alive"} 2.0' in scraped
 
 
 def test_a_killed_service_is_suspected_and_then_dead(fleet: Fleet) -> None:
