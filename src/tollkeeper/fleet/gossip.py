@@ -113,9 +113,12 @@ EAGER_NS: Final = 5 * NS_PER_SECOND
 SWEEP_NS: Final = NS_PER_SECOND // 2
 LEFT_NS: Final = 60 * NS_PER_SECOND
 FORGET_NS: Final = 600 * NS_PER_SECOND
+# A denial that lasts as long as this saves many calls; a shorter one is sent if there is room.
+LONG_MS: Final = 200
 # A hint waits this long for bytes to send it directly; then it is forwarded.
 URGENT_NS_MAX: Final = NS_PER_SECOND // 20
 DENIED_NS_MIN: Final = NS_PER_SECOND // 100
+HINT_MEMORY_NS: Final = 5 * NS_PER_SECOND
 WARM_REPEAT_NS: Final = NS_PER_SECOND // 10
 ACK_NS: Final = NS_PER_SECOND // 100
 RESEND_NS_MIN: Final = 3 * NS_PER_SECOND // 10
@@ -808,10 +811,12 @@ class Gossip:
         self._hot = {node: sends for node, sends in self._hot.items() if self._entry(node, now_ns)}
         oldest_ns = now_ns - self.settings.suspected_ns
         self._suspects = [peer for peer in self._live if peer.heard_ns <= oldest_ns]
-        # A hint is remembered for longer than it lives, or a late copy would be taken again.
-        forgotten_ns = now_ns - 2 * self.settings.hint_ns_max
+        # A hint is remembered for longer than it lives, or a late copy would be taken again: its
+        # age does not include the time on the network.
+        ended_ns = now_ns - HINT_MEMORY_NS
+        hint_ns_max = self.settings.hint_ns_max
         self._hints = {
-            key: hint for key, hint in self._hints.items() if hint.born_ns > forgotten_ns
+            key: hint for key, hint in self._hints.items() if hint.ends_ns(hint_ns_max) > ended_ns
         }
         self._known = {key: known for key, known in self._known.items() if known.ends_ns > now_ns}
 
@@ -948,8 +953,7 @@ class Gossip:
 
     def _send_urgent(self, now_ns: int, out: list[Outgoing]) -> None:
         """Send new hints to all peers, or to some who forward them."""
-        # The most useful first: `warm` protects a limit, and a denial saves calls while it lasts.
-        own, self._urgent = sorted(self._urgent, key=_usefulness, reverse=True), []
+        own, self._urgent = self._urgent, []
         forwarding, self._forwarding = self._forwarding, []
         self._urgent_ns = self._never_ns
         # A fleet in which every node is short of bytes must not forward: that takes three times as
@@ -962,13 +966,14 @@ class Gossip:
             if is_crowd or not self._sent_directly(hints, now_ns, out):
                 for hint in hints:
                     is_late = is_crowd or now_ns >= hint.born_ns + URGENT_NS_MAX
-                    (forwarding if is_late else self._urgent).append(hint)
+                    if now_ns < hint.ends_ns(self.settings.hint_ns_max):
+                        (forwarding if is_late else self._urgent).append(hint)
         if self._urgent:
             self._hurry(now_ns)
-        for hints in _batches(sorted(forwarding, key=_usefulness, reverse=True)):
-            if self._budget.share(now_ns) <= 0:
+        for hints in _batches(forwarding):
+            if self._budget.share(now_ns) <= _reserve(hints[0].entry):
                 self._drop("budget")
-                return
+                continue
             entries = [hint.at(now_ns, forwarded=True) for hint in hints]
             message = self._message(now_ns, hints=entries)
             for peer in self._sample(self.settings.fanout):
@@ -979,7 +984,7 @@ class Gossip:
         size = MESSAGE_BYTES_MIN + PACKET_BYTES + sum(hint.size for hint in hints)
         count = len(self._live)
         left = self._budget.share(now_ns) - size * count / self._budget.capacity
-        if left < 0.05:
+        if left < _reserve(hints[0].entry):
             return False
         message = self._message(now_ns, hints=[hint.at(now_ns) for hint in hints])
         for peer in self._live:
@@ -1133,8 +1138,16 @@ class Gossip:
             self._payload_ns = min(self._payload_ns, now_ns)
 
 
-def _usefulness(hint: _Hint) -> tuple[bool, int]:
-    return hint.entry.kind == "warm", hint.entry.lasts_ms
+def _reserve(entry: HintEntry) -> float:
+    """Return the part of the budget that a hint must leave for more useful ones."""
+    if entry.kind == "warm":
+        return 0.05
+    return 0.3 if entry.lasts_ms >= LONG_MS else 0.6
+
+
+def _usefulness(hint: _Hint) -> tuple[float, int]:
+    """Return a key to sort by: `warm` protects a limit, and a denial saves calls while it lasts."""
+    return _reserve(hint.entry), -hint.entry.lasts_ms
 
 
 def _taken(queue: deque[T]) -> list[T]:
@@ -1151,13 +1164,16 @@ def _sent(hot: dict[T, int], key: T) -> None:
 
 
 def _batches(hints: Iterable[_Hint]) -> list[list[_Hint]]:
-    """Divide hints into messages."""
+    """Divide hints into messages, the most useful first; hints of one message are alike."""
     batches: list[list[_Hint]] = []
     space = 0
-    for hint in hints:
-        if not batches or hint.size > space or len(batches[-1]) >= ENTRIES_MAX:
+    reserve = 0.0
+    for hint in sorted(hints, key=_usefulness):
+        is_other = _reserve(hint.entry) != reserve
+        if not batches or is_other or hint.size > space or len(batches[-1]) >= ENTRIES_MAX:
             batches.append([])
             space = DATAGRAM_BYTES_MAX - MESSAGE_BYTES_MIN
+            reserve = _reserve(hint.entry)
         batches[-1].append(hint)
         space -= hint.size
     return batches
