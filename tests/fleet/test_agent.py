@@ -60,8 +60,9 @@ def table(tmp_path: Path) -> str:
 
 def know(node: Node, kind: Any) -> Any:
     """Add a rule of this kind to a node; return its gate in the table."""
-    authority: Any = None
-    return node.known((Limit(10, per=60),), kind, kind, SECOND, authority).allowance
+    limits = (Limit(10, per=60),)
+    authority = PythonMemoryStore(ManualClock()).gate(limits, kind)
+    return node.known(limits, kind, kind, SECOND, authority).allowance
 
 
 def is_denied(gate: Any, subject: str) -> bool:
