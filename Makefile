@@ -60,7 +60,8 @@ bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.entries
 
-fuzz:  ## fuzz the C kernel with libFuzzer, for SECONDS=60
+fuzz: $(READY)  ## fuzz the C kernel, and simulate random fleets, each for SECONDS=60
+	$(BIN)/tollkeeper simulate random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
 
 clean:  ## remove all files that the other targets created

@@ -13,7 +13,9 @@ from tollkeeper.core.rates import parse_limits
 from tollkeeper.decide.algorithms import token_bucket
 from tollkeeper.decide.leasing import GiveBack, LateCharge, Lease, Report
 from tollkeeper.decide.stores.memory import MemoryGate
+from tollkeeper.fleet import totals
 from tollkeeper.fleet.node import KnownGate, Node
+from tollkeeper.fleet.totals import Totals
 from tollkeeper.lab.faults import ALL_FAULTS, Faults
 from tollkeeper.lab.fleet import FleetPlan, SimulatedFleet, simulate
 from tollkeeper.lab.network import seeded
@@ -224,6 +226,46 @@ def test_bug_late_charges_are_not_dated(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(MemoryGate, "report", undated)
     assert summary_of(simulate(LATE)).fewer_share > 0.05
+
+
+# The authority does not answer for a while: the nodes go on by their totals.
+OUTAGE = FleetPlan(
+    limits=(Limit(200, per=10),),
+    consistency="leased",
+    nodes=6,
+    seconds=20,
+    seed=3,
+    faults=Faults(outages=2),
+    traffic=(TrafficGroup("user", 2, 6_000),),
+)
+
+
+def test_the_nodes_go_on_without_the_authority() -> None:
+    """All nodes together admit no more than the limit while the authority is away."""
+    fleet = simulate(OUTAGE)
+    assert fleet.counts.locally > 300
+    assert not fleet.problems()
+    alone = simulate(replace(OUTAGE, gossip=False))
+    assert alone.counts.locally == 0
+    assert alone.counts.failed > fleet.counts.failed
+
+
+def test_bug_totals_are_merged_by_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes that have each admitted 10 units have admitted 20, not 10."""
+    learn = Totals._learn
+
+    def by_maximum(
+        self: Totals, member: int, entry: totals._Entry, now_ns: int
+    ) -> tuple[int, int] | None:
+        key = (entry.gate.number, entry.subject)
+        state = self._states.get(key)
+        if state is not None:
+            most = max((total for _, total in state.seen.values()), default=0)
+            state.seen[member] = (entry.generation, max(most, state.seen.get(member, (0, 0))[1]))
+        return learn(self, member, entry, now_ns)
+
+    monkeypatch.setattr(Totals, "_learn", by_maximum)
+    assert "admitted by the totals of node" in simulate(OUTAGE).problems()[0]
 
 
 # ── Gossip ─────────────────────────────────────────────────────────────────────────────────────

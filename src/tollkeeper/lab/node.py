@@ -15,11 +15,13 @@ from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from tollkeeper.core.model import Decision
 from tollkeeper.core.steps import Call, Steps
 from tollkeeper.decide.allowances import PythonAllowances
+from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.store import Gate
 from tollkeeper.fleet.datagrams import Address, Message
 from tollkeeper.fleet.gates import FleetGate
 from tollkeeper.fleet.gossip import Gossip
 from tollkeeper.fleet.node import Node
+from tollkeeper.fleet.outage import NodeTotals
 from tollkeeper.fleet.reports import BATCH_MAX, Reports
 from tollkeeper.fleet.settings import Fleet
 from tollkeeper.lab.authority import RULE
@@ -117,6 +119,8 @@ class NodeProcess:
             )
         seed = fleet.random.random()
         self.gossip = Gossip(address_of(machine.number), seeded(seed), self.clock.now_ns())
+        self.node.make_gate = fleet.authority.store.gate
+        self.totals = NodeTotals(self, self.clock.now_ns, settings.nodes, self.node.note_admitted)
         self._tick_ns = 0  # when the next tick of gossip is scheduled
         self._round_ns = min(max(settings.flush_ns // 2, 10 * NS_PER_MS), 100 * NS_PER_MS)
 
@@ -134,9 +138,10 @@ class NodeProcess:
         fleet.loop.after(fleet.random.randrange(self._round_ns), self._report)
         self.node.on_urgent = self._report_soon
         if fleet.plan.gossip:
-            self.node.live_nodes = self._sharing_nodes
+            self.node.live_nodes = self.sharing_nodes
             self.node.hints = self
             self.node.hears_hints = self._knows_others
+            self.totals.lead(self.gossip.node)
             self.gossip.join([address_of(node.number) for node in fleet.live])
             self._schedule_tick()
 
@@ -160,6 +165,17 @@ class NodeProcess:
         steps = gate.asking(authority.lease, authority.report, subject, cost)
         CheckRun(self, steps, subject, cost).go()
 
+    def decide_locally(self, subject: str, cost: int) -> bool:
+        """Decide a request while the authority is away: `on_failure: local`."""
+        if self.gate is None or not self.fleet.plan.gossip:
+            return False
+        check = LocalCheck(self.fleet.plan.limits, RULE, subject, cost)
+        decisions = self.totals.decide([check], spend=True)
+        if not decisions or not all(decisions):
+            return False
+        self.node.note_admitted([check])
+        return True
+
     def has_budget(self, subject: str) -> bool:
         """Return True if the node may admit the subject by itself."""
         if self.gate is None:
@@ -178,6 +194,7 @@ class NodeProcess:
         """One round of the thread that reports."""
         if self.is_current:
             self._report_now()
+            self.totals.publish()
             self.fleet.loop.after(self._round_ns, self._report)
 
     def _report_soon(self) -> None:
@@ -195,7 +212,7 @@ class NodeProcess:
 
     # ── Gossip, as the node's agent connects it ────────────────────────────────────────────────
 
-    def _sharing_nodes(self) -> int:
+    def sharing_nodes(self) -> int:
         """Return how many nodes share the limits: never fewer than configured."""
         return max(self.gossip.live_nodes(), self.node.fleet.nodes)
 
@@ -218,13 +235,30 @@ class NodeProcess:
         if not self.is_current:
             return
         self._send(self.gossip.receive(message, source, self.clock.now_ns()))
+        self._take_news()
+        self._schedule_tick()
+
+    def _take_news(self) -> None:
+        """Pass on what other nodes have said."""
+        if changes := self.gossip.take_changes():
+            self.totals.on_changes(changes)
+        if payloads := self.gossip.take_payloads():
+            self.totals.on_payloads(payloads)
         for hint in self.gossip.take_hints():
             if hint.kind == "warm":
                 self.node.heard_warm(hint.gate, hint.subject)
             else:
                 self.node.heard_denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
                 self.fleet.denial_times.heard(hint.subject, self.machine.number)
+
+    def publish(self, payload: bytes) -> int | None:
+        """Send a payload of the totals to all nodes."""
+        sequence = self.gossip.publish(payload, self.clock.now_ns())
         self._schedule_tick()
+        return sequence
+
+    def ask(self, question: bytes) -> None:
+        """Return None: the process is its own agent, and has nothing to ask."""
 
     def _schedule_tick(self) -> None:
         """Schedule the next tick, unless one is scheduled that is early enough."""
@@ -237,6 +271,7 @@ class NodeProcess:
     def _tick(self, at_ns: int) -> None:
         if self.is_current and at_ns == self._tick_ns:
             self._send(self.gossip.tick(self.clock.now_ns()))
+            self._take_news()
             self._schedule_tick()
 
     def _send(self, messages: Iterable[tuple[Address, Message]]) -> None:
@@ -330,5 +365,8 @@ class CheckRun(Run):
 
     def done(self, value: Decision | None) -> None:
         """Count the answer."""
-        number = self._process.machine.number
-        self._process.fleet.decided(number, self._subject, self._cost, value, in_node=False)
+        process, subject, cost = self._process, self._subject, self._cost
+        if value is None and process.decide_locally(subject, cost):
+            process.fleet.admitted_locally(process.machine.number, subject, cost)
+        else:
+            process.fleet.decided(process.machine.number, subject, cost, value, in_node=False)

@@ -27,6 +27,8 @@ class FleetSummary:
     denied: int
     failed: int
     """Denied because the authority did not answer in time."""
+    locally: int
+    """Admitted by the fleet's totals, while the authority did not answer."""
     over_units: int
     """Units by which the worst subject exceeded its limit, in any interval."""
     over_share: float
@@ -66,6 +68,7 @@ def summary_of(fleet: SimulatedFleet) -> FleetSummary:
         admitted=counts.admitted,
         denied=counts.denied,
         failed=counts.failed,
+        locally=counts.locally,
         over_units=max(never_over.over.values(), default=0),
         over_share=never_over.overshoot(),
         fewer_requests=fewer,
@@ -90,6 +93,7 @@ def rows_of(summary: FleetSummary) -> list[tuple[str, str]]:
         ("admitted", f"{summary.admitted:,}"),
         ("denied", f"{summary.denied:,}"),
         ("failed: the authority did not answer", f"{summary.failed:,}"),
+        ("admitted without the authority", f"{summary.locally:,}"),
         ("answered in the node", f"{summary.in_node_share:.1%}"),
         ("calls to the authority per request", f"{summary.calls_per_request:.3f}"),
         (
