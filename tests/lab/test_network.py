@@ -10,9 +10,9 @@ from tollkeeper.lab.network import (
     START_NS,
     Cut,
     EventLoop,
-    Network,
     NodeClock,
     Quality,
+    VirtualNetwork,
     seeded,
 )
 
@@ -62,7 +62,7 @@ def test_a_node_clock_has_its_own_offset_and_rate() -> None:
     assert clock.now_ns() - loop.now == -60 * NS_PER_SECOND + NS_PER_MS
 
 
-def _arrivals(network: Network, count: int) -> list[int]:
+def _arrivals(network: VirtualNetwork, count: int) -> list[int]:
     arrived: list[int] = []
     for number in range(count):
         network.send(0, 1, arrived.append, number)
@@ -72,7 +72,7 @@ def _arrivals(network: Network, count: int) -> list[int]:
 
 def test_a_good_network_delivers_everything_once_but_not_in_order() -> None:
     """Without loss, each message arrives once; messages overtake one another."""
-    arrived = _arrivals(Network(EventLoop(), seeded(1)), 200)
+    arrived = _arrivals(VirtualNetwork(EventLoop(), seeded(1)), 200)
     assert sorted(arrived) == list(range(200))
     assert arrived != sorted(arrived)
 
@@ -80,7 +80,7 @@ def test_a_good_network_delivers_everything_once_but_not_in_order() -> None:
 def test_messages_are_lost_and_repeated() -> None:
     """The shares of lost and repeated messages are those that were asked for."""
     quality = Quality(loss=0.3, duplication=0.2)
-    arrived = _arrivals(Network(EventLoop(), seeded(1), quality), 2_000)
+    arrived = _arrivals(VirtualNetwork(EventLoop(), seeded(1), quality), 2_000)
     assert 1_250 <= len(set(arrived)) <= 1_550  # of 1,400
     assert 180 <= len(arrived) - len(set(arrived)) <= 380  # of 280
 
@@ -88,7 +88,7 @@ def test_messages_are_lost_and_repeated() -> None:
 @pytest.mark.parametrize(("both_ways", "back"), [(True, 0), (False, 1)])
 def test_a_cut_stops_one_direction_or_both(both_ways: bool, back: int) -> None:
     """A one-way partition lets the other direction through; both heal."""
-    network = Network(EventLoop(), seeded(1))
+    network = VirtualNetwork(EventLoop(), seeded(1))
     network.cut_for(Cut(frozenset({0}), frozenset({1, 2}), both_ways), NS_PER_SECOND)
     arrived: list[str] = []
     network.send(0, 1, arrived.append, "there")

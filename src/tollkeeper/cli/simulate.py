@@ -42,6 +42,26 @@ app: Final = typer.Typer(
 )
 
 
+TrafficOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--traffic",
+        metavar="FILE",
+        help="A CSV file: groups of users (group,users,per_minute,cost,burst,from,until) or "
+        "a recording (time,subject,cost). [default: 250 light users at 50 a minute, 40 heavy "
+        "ones at 900, 10 abusers at 5,000]",
+    ),
+]
+FaultsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--faults",
+        metavar="NAME=NUMBER,…",
+        help=f"all, or any of {', '.join(NAMES)}. May be repeated.",
+    ),
+]
+
+
 @app.callback()
 def simulate() -> None:
     """Simulate a fleet of nodes that share limits, with traffic and faults."""
@@ -62,16 +82,7 @@ def fleet(
     algorithm: Annotated[
         str, typer.Option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHM_NAMES)}.")
     ] = "token_bucket",
-    traffic: Annotated[
-        Path | None,
-        typer.Option(
-            "--traffic",
-            metavar="FILE",
-            help="A CSV file: groups of users (group,users,per_minute,cost,burst,from,until) or "
-            "a recording (time,subject,cost). [default: 250 light users at 50 a minute, 40 heavy "
-            "ones at 900, 10 abusers at 5,000]",
-        ),
-    ] = None,
+    traffic: TrafficOption = None,
     seconds: Annotated[
         float, typer.Option("--seconds", min=1, max=3_600, help="The simulated time.")
     ] = 60.0,
@@ -89,14 +100,7 @@ def fleet(
         float,
         typer.Option("--warm", help="From this share of a limit on, the authority decides."),
     ] = 0.5,
-    faults: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--faults",
-            metavar="NAME=NUMBER,…",
-            help=f"all, or any of {', '.join(NAMES)}. May be repeated.",
-        ),
-    ] = None,
+    faults: FaultsOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Also write a plot.")
     ] = None,

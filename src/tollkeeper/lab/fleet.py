@@ -24,7 +24,15 @@ from tollkeeper.fleet.datagrams import Address, Message
 from tollkeeper.lab.authority import SimulatedAuthority
 from tollkeeper.lab.checkers import CentralLimiter, DenialTimes, NeverOver
 from tollkeeper.lab.faults import Faults
-from tollkeeper.lab.network import NS_PER_MS, START_NS, Cut, EventLoop, Network, Quality, seeded
+from tollkeeper.lab.network import (
+    NS_PER_MS,
+    START_NS,
+    Cut,
+    EventLoop,
+    Quality,
+    VirtualNetwork,
+    seeded,
+)
 from tollkeeper.lab.node import AUTHORITY, SimulatedNode
 from tollkeeper.lab.traffic import USUAL_MIX, Traffic
 
@@ -122,7 +130,7 @@ class SimulatedFleet:
             loss=faults.loss,
             duplication=faults.duplication,
         )
-        self.network = Network(self.loop, seeded(self.random.random()), quality)
+        self.network = VirtualNetwork(self.loop, seeded(self.random.random()), quality)
         self.never_over = NeverOver(plan.limits)
         self.outage_over = NeverOver(plan.limits)
         """The same for what nodes admit while the authority is away."""

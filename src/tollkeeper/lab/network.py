@@ -131,7 +131,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Network:
+class VirtualNetwork:
     """Carries messages between addresses. An address is the number of a node."""
 
     loop: EventLoop
