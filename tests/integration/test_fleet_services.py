@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess, run_to_end
+from tollkeeper import Limiter, Request
 from tollkeeper.metrics.counters import FAMILIES
 
 WAIT_S = 60.0
@@ -37,6 +40,21 @@ RULES: dict[str, Any] = {
             "limits": ["100000/hour"],
             "consistency": "leased",
         },
+        # Their counts do not change with time.
+        {
+            "id": "keys",
+            "match": {"api_key": "*"},
+            "by": ["api_key"],
+            "limits": [{"limit": 10_000, "per": "365d", "algorithm": "fixed_window"}],
+            "consistency": "leased",
+        },
+        {
+            "id": "addresses",
+            "match": {"ip": "192.0.2.0/24"},
+            "by": ["ip"],
+            "limits": [{"limit": 10_000, "per": "365d", "algorithm": "fixed_window"}],
+            "consistency": "eventual",
+        },
     ],
 }
 
@@ -45,6 +63,7 @@ class Fleet:
     """Two services, each with the address of the other."""
 
     def __init__(self, redis: Single, folder: Path) -> None:
+        self.redis = redis
         self.token = secrets_of(folder)["admin"]
         key = folder / "gossip.key"
         key.write_text(secrets.token_hex(32) + "\n", encoding="ascii")
@@ -168,3 +187,23 @@ def test_a_killed_service_is_suspected_and_then_dead(fleet: Fleet) -> None:
     until(lambda: seen().get(other) == "suspected", "it is suspected", WAIT_S, seen)
     until(lambda: seen().get(other) == "dead", "it is dead", WAIT_S, seen)
     assert fleet.seen(1)["live_nodes"] == 1
+
+
+def test_a_service_that_stops_settles_with_the_authority(fleet: Fleet) -> None:
+    """It gives its leases back and reports its charges, so that Redis has exactly what it spent."""
+    service, spent = fleet.services[1], 0
+
+    def has_lease_and_charges() -> bool:
+        nonlocal spent
+        assert fleet.check(1, api_key="stopping", ip="192.0.2.7") == 200
+        spent += 1
+        found = fleet.seen(1)["nodes"][0]
+        return bool(found["leased_units"] and found["pending_units"])
+
+    until(has_lease_and_charges, "the node owes units of both kinds", WAIT_S)
+    assert service.end(signal.SIGTERM) == 0
+    strict = {**RULES, "rules": [{**each, "consistency": "strict"} for each in RULES["rules"]]}
+    with Limiter.from_rules(json.dumps(strict), store=fleet.redis.uri) as limiter:
+        found = limiter.explain(Request(api_key="stopping", ip="192.0.2.7"))
+        left = {each.id: each.decision.remaining for each in found.rules if each.decision}
+    assert left == {"keys": 10_000 - spent, "addresses": 10_000 - spent}
