@@ -21,7 +21,7 @@ __all__ = ["repository", "url"]  # fixtures, found by name
 PROCESSES = 4
 TASKS = 5
 EDITS = 3
-KILLS = 5
+KILLS = 3
 
 
 async def checked_document(repository: Repository) -> Document:
@@ -106,7 +106,7 @@ async def test_an_edit_that_is_always_too_late_gives_up(
 
 
 async def test_a_killed_process_leaves_complete_versions(repository: Repository, url: str) -> None:
-    """Killed five times during edits: every confirmed version is there, and others continue."""
+    """Killed three times during edits: every confirmed version is there, and others continue."""
     await repository.apply(document(), author="ann", expected=0)
     confirmed = 1
     for kill in range(KILLS):
