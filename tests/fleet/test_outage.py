@@ -263,3 +263,17 @@ def test_charges_are_bounded() -> None:
     assert (len(charges), charges.lost_units, lost) == (2, 3, [0, 0, 3, 0])
     charges.clear()
     assert len(charges) == 0
+
+
+def test_shares_are_announced_when_membership_is_calm(clock: ManualClock) -> None:
+    """A node that learns of many others, one by one, tells them its shares once, not each time."""
+    wire = Wire(1, {})
+    totals = totals_of(wire, clock)
+    totals.lead(1)
+    for node in range(2, 52):
+        totals.on_changes([MemberChange(node, live=True)])
+        clock.advance(0.02)
+    assert not wire.sent
+    clock.advance(1)
+    totals.publish()
+    assert len(wire.sent) == 1

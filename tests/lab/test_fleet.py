@@ -143,7 +143,7 @@ def test_leased_and_eventual_fleets_admit_neither_too_much_nor_too_little(plan: 
     found = summary_of(simulate(plan))
     assert found.over_units == 0
     assert found.fewer_requests <= 2
-    assert found.in_node_share > 0.5
+    assert found.in_node_share > 0.4
     assert not found.problems
 
 

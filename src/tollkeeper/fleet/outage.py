@@ -31,6 +31,9 @@ from tollkeeper.fleet.totals import Totals, equal_shares, limit_numbers, limit_o
 PUBLISH_NS: Final = NS_PER_SECOND // 10
 PUBLISH_BYTES_PER_S: Final = 25_000
 _DATAGRAM_BYTES: Final = 100
+# A node that counts nothing announces its shares when membership has not changed for this time.
+# 200 nodes that start together would otherwise announce each node that they learn of, to all.
+CALM_NS: Final = NS_PER_SECOND
 # After a question without an answer, a process does not ask for this time.
 SILENCE_NS: Final = NS_PER_SECOND
 # Questions of more rules, and longer ones, are not answered.
@@ -103,6 +106,8 @@ class NodeTotals:
             for change in changes:
                 (self._live.add if change.live else self._live.discard)(change.node)
             self._use()
+            if not self._totals:  # nothing is counted: the shares can wait until they are settled
+                self._publish_ns = max(self._publish_ns, self._now_ns() + CALM_NS)
         self.publish()
 
     def _use(self) -> None:
