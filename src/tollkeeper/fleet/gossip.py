@@ -295,13 +295,13 @@ class _Known(NamedTuple):
 class _Budget:
     """The bytes that a node may send: a token bucket that may be overdrawn.
 
-    It fills at nine tenths of the rate and holds 0.8 s of it, so that the mean of every 10 s stays
+    It fills at 88 % of the rate and holds one second of it, so that the mean of every 10 s stays
     below the rate. A round is sent in any case, small if nothing is left.
     """
 
     def __init__(self, bytes_per_second: int, now_ns: int) -> None:
-        self.capacity = self._left = bytes_per_second * 0.8
-        self._rate = bytes_per_second * 0.9
+        self.capacity = self._left = bytes_per_second * 1.0
+        self._rate = bytes_per_second * 0.88
         self._at_ns = now_ns
         self.spent = 0
 
