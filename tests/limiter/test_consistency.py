@@ -213,7 +213,10 @@ def test_failures_charge_all_rules_or_none(
         assert decision is not None
         assert whole - used - lost - store.fleet_counters().lost_units <= decision.remaining
         if policy != "open":
-            assert decision.remaining <= whole - used
+            # An eventual rule may be over by what could not be reported while the store was away.
+            over = whole // 4 if "eventual" in consistency else 0
+            assert used <= whole + over
+            assert decision.remaining <= max(whole - used, 0)
 
 
 def test_penalties_work_with_leased_rules() -> None:
