@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,7 +16,8 @@ from tollkeeper import Fleet, StoreUnavailable
 from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.allowances import CLAIM_NS
 from tollkeeper.decide.failure import LocalCheck
-from tollkeeper.decide.leasing import GiveBack, LateCharge
+from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
+from tollkeeper.decide.store import Answer
 from tollkeeper.fleet import reports
 from tollkeeper.fleet.gates import NodeGate
 from tollkeeper.fleet.store import FleetStore
@@ -194,6 +196,50 @@ def test_the_thread_reports_what_is_due() -> None:
     until(lambda: strict.peek(KEY, 0).remaining == 998, "the charge is reported", 20)
     store.close()
     assert not thread.is_alive()
+
+
+def test_the_thread_goes_on_after_a_defect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, nothing that was taken for the batch is lost, and the next rounds report."""
+    monkeypatch.setattr(reports, "DEFECT_S", 0.01)
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
+    node = store.open_node()
+    report, defects = shared.controlled.report, [ValueError("a defect")]
+
+    def reporting(sent: Sequence[Report]) -> list[Answer]:
+        if defects:
+            raise defects.pop()
+        return report(sent)
+
+    shared.controlled.report = reporting  # type: ignore[method-assign]  # a stub
+    node.note_admitted([LocalCheck(LIMITS, "r", KEY, 10)])
+    until(lambda: not defects, "the first report fails", 20)
+    clock.advance(2)
+    strict = shared.gate(LIMITS, "r")
+    until(lambda: strict.peek(KEY, 0).remaining == 990, "the charge is reported", 20)
+    assert "a defect; the thread goes on" in caplog.text
+    assert node.counters.failed == 1
+    store.close()
+
+
+def test_a_thread_that_has_ended_is_started_again() -> None:
+    """Whatever has ended it."""
+    clock, shared = ManualClock(1_000), SharedStore(ManualClock(1_000))
+    store = FleetStore(shared, Fleet(), clock, owns_store=False)
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    store.open_node()
+    thread = store._thread
+    assert thread is not None
+    thread._thread = ended
+    thread.start()
+    assert thread._thread is not ended
+    assert thread._thread.is_alive()
+    store.close()
 
 
 def test_closing_flushes_charges_and_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ last.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import StoreError
+from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.core.model import Limits
 from tollkeeper.core.steps import Call, Steps, run
 from tollkeeper.decide.allowances import UnitClaim
@@ -49,6 +50,10 @@ ROUND_S_MAX: Final = 0.1
 OUTAGE_RETRY_NS: Final = NS_PER_SECOND
 # Closing a store waits this long for the authority.
 CLOSE_S_MAX: Final = 2.0
+# After a defect, the thread waits this long.
+DEFECT_S: Final = 1.0
+
+log = logging.getLogger("tollkeeper")
 
 
 # Reports, each with the claim or the note that it settles.
@@ -86,6 +91,9 @@ class Reports:
             answers: Sequence[Answer] = yield Call(report, [each for each, _ in batch])
         except StoreError as error:
             answers = [error] * len(batch)
+        except Exception as error:  # a defect, which the thread logs
+            self._settle(batch, [StoreUnavailable(str(error))] * len(batch), sent_ns)
+            raise
         node.counters.flush_seconds.note(max(node.now_ns() - sent_ns, 0))
         self._settle(batch, answers, sent_ns)
         return len(batch)
@@ -166,10 +174,10 @@ class ReportThread:
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
-        if self._thread is not None:
+        if self._runs():
             return
         with self._lock:
-            if self._thread is None and not self._stopped.is_set():
+            if not self._runs() and not self._stopped.is_set():
                 self._thread = threading.Thread(
                     target=_report,
                     args=(weakref.ref(self), self._stopped, self._woken, self._round_s),
@@ -177,6 +185,9 @@ class ReportThread:
                     daemon=True,
                 )
                 self._thread.start()
+
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _wake(self) -> None:
         self._woken.set()
@@ -234,8 +245,14 @@ def _report(
         found = thread()
         if found is None or stopped.is_set():
             return
-        found.round()
-        del found
+        try:
+            found.round()
+        except Exception:
+            log.exception("reports: a defect; the thread goes on")
+            del found
+            stopped.wait(DEFECT_S)
+        else:
+            del found
 
 
 _threads: weakref.WeakSet[ReportThread] = weakref.WeakSet()
