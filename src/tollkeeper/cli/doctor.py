@@ -84,9 +84,16 @@ def doctor(
     gossip: Annotated[
         str | None, typer.Option(help="The option of `serve`; check it too.", metavar="HOST:PORT")
     ] = None,
-    gossip_key: Annotated[str | None, typer.Option(help="Likewise.", metavar="FILE")] = None,
+    gossip_key: Annotated[
+        str | None,
+        typer.Option(help="The key file that `serve --gossip-key` would use.", metavar="FILE"),
+    ] = None,
     peers: Annotated[
-        str | None, typer.Option(help="Likewise.", metavar="HOST:PORT,…|dns:NAME:PORT|store")
+        str | None,
+        typer.Option(
+            help="The peers that `serve --peers` would use.",
+            metavar="HOST:PORT,…|dns:NAME:PORT|store",
+        ),
     ] = None,
 ) -> None:
     """Check a store; print each problem with its remedy.

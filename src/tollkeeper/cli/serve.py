@@ -154,8 +154,8 @@ FlushSecondsOption = Annotated[
     _option(
         "--flush-seconds",
         metavar="N",
-        help="When pending charges of rules with `consistency: eventual` are reported. "
-        "[default: 0.2]",
+        help="How long a pending charge of a rule with `consistency: eventual` waits, at most, "
+        "before the node reports it. [default: 0.2]",
     ),
 ]
 WarmOption = Annotated[

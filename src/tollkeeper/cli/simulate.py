@@ -94,7 +94,7 @@ def fleet(
         float, typer.Option("--lease-seconds", help="How long a lease lasts, at most.")
     ] = 1.0,
     flush_seconds: Annotated[
-        float, typer.Option("--flush-seconds", help="When pending charges are reported.")
+        float, typer.Option("--flush-seconds", help="How long a pending charge waits, at most.")
     ] = 0.2,
     warm: Annotated[
         float,
@@ -111,8 +111,8 @@ def fleet(
     The nodes run the code of a real fleet, with a virtual clock and network. All requests and
     faults follow from the seed.
 
-    Exit code: 0 simulated; 1 a strict or leased limit was exceeded, which is a bug; 2 an argument
-    is wrong.
+    Exit code: 0 no promise was broken; 1 a promise was broken, which is a bug; 2 an argument is
+    wrong.
 
     Example: tollkeeper simulate fleet --nodes 200 --limit 1000/minute --consistency eventual
 

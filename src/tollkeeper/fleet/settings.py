@@ -40,7 +40,7 @@ class Fleet:
     `flush_seconds`  pending charges are reported to the authority after this time.
     `warm`           the share of a limit from which the authority decides every check of an
                      `eventual` subject.
-    `nodes`          how many nodes share the limits, until gossip knows better.
+    `nodes`          how many nodes share the limits, at least.
     `gossip`         "HOST:PORT" to exchange hints with other nodes at; by default no gossip.
     `key_file`       the file with the keys that authenticate gossip. Required unless HOST is a
                      loopback address.
@@ -107,12 +107,12 @@ class Fleet:
             what = "peers" if self.peers else "key_file"
             raise ConfigError(
                 f"{what} has no effect without gossip; "
-                f'for example Fleet(gossip="10.0.0.1:7946", key_file="/etc/tollkeeper/gossip.keys")'
+                f'for example Fleet(gossip="10.0.0.1:7946", key_file="/etc/tollkeeper/gossip.key")'
             )
         if self.key_file is not None and (not isinstance(self.key_file, str) or not self.key_file):
             raise ConfigError(
                 f"key_file={show(self.key_file)} is not a path; "
-                f'for example Fleet(key_file="/etc/tollkeeper/gossip.keys", …)'
+                f'for example Fleet(key_file="/etc/tollkeeper/gossip.key", …)'
             )
 
 

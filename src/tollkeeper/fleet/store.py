@@ -102,7 +102,9 @@ class FleetStore:
                 self._table_store = open_fallback_store(self.fleet_settings.store, self._clock)
                 table = self._table_store.allowances
                 if table is None:
-                    raise ConfigError(f"{self.fleet_settings.store!r} keeps no table of leases")
+                    raise ConfigError(
+                        f"Fleet(store={self.fleet_settings.store!r}) has no table of allowances"
+                    )
                 node = Node(self.fleet_settings, self._clock, table, authority)
                 node.make_gate = self._store.gate
                 self._agent = self._started_agent(node)
@@ -287,8 +289,8 @@ def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> 
     if isinstance(store, FleetStore):
         if fleet not in (Fleet(), store.fleet_settings):
             raise ConfigError(
-                "fleet is not that of the limiter whose store this is; "
-                "leave fleet out, or pass the URI of the store"
+                "this store belongs to a limiter with other Fleet settings; "
+                "omit fleet, or pass the URI of the store"
             )
         return store
     if store.is_private or store.authority is None:

@@ -379,7 +379,7 @@ class GossipTransport:
 
 
 _KEY_ADVICE: Final = (
-    "give a key file (`openssl rand -hex 32 > gossip.keys; chmod 600 gossip.keys`), "
+    "give a key file (`(umask 077; openssl rand -hex 32 > gossip.key)`), "
     'or use a loopback address such as "127.0.0.1:7946"'
 )
 

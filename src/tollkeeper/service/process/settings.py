@@ -252,7 +252,7 @@ class ServiceSettings:
             raise ConfigError(
                 f"--gossip {self.gossip} can be reached from other machines, and there is no "
                 f"--gossip-key: any of them could have clients denied. Make a key with "
-                f"`openssl rand -hex 32 > gossip.key`, or use --gossip 127.0.0.1:7946"
+                f"`(umask 077; openssl rand -hex 32 > gossip.key)`, or use --gossip 127.0.0.1:7946"
             )
         if len(self.peers) > 1 and _STORE_PEERS in self.peers:
             raise ConfigError("--peers store finds all nodes; give it alone")
