@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tollkeeper import Decision, Limit, StoreUnavailable
+from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX
 from tollkeeper.decide.allowances import (
     ALLOWANCE_UNITS_MAX,
+    BUDGET_NS_MAX,
     CLAIM_NS,
     DENIED_NS_MAX,
     FORGET_NS,
@@ -159,6 +161,41 @@ def test_nothing_is_spent_after_the_end(kind: AllowanceKind) -> None:
     assert node.allows() is True
     node.clock.advance_ns(1)
     assert node.allows() is None
+
+
+@pytest.mark.parametrize("kind", ["leased", "eventual"])
+def test_units_that_would_last_too_long_are_not_spent(kind: AllowanceKind) -> None:
+    """A file from before a restart may have times that the clock has not reached yet."""
+    node = Node(kind, clock=ManualClock(start=1_000))
+    node.put(5)
+    assert node.allows()
+    node.clock.advance(-60)
+    assert node.allows() is None
+    assert node.gate.held("ada") == (0 if kind == "leased" else -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest_ns"), [("leased", LEASE_NS_MAX), ("eventual", BUDGET_NS_MAX)]
+)
+def test_units_last_no_longer_than_they_can(kind: AllowanceKind, longest_ns: int) -> None:
+    """So every time that is longer is an error."""
+    node = Node(kind)
+    node.gate.put("ada", Lease(5, node.store_ns, 3_600_000 * MS), node.answer(), 1)
+    assert node.allows()
+    node.clock.advance_ns(longest_ns - 1)
+    assert node.allows()
+    node.clock.advance_ns(1)
+    assert node.allows() is None
+
+
+def test_a_budget_without_units_lasts_as_long_as_the_subject_is_warm() -> None:
+    """It costs nothing to know that the authority has to decide."""
+    node = Node("eventual")
+    node.gate.put("ada", Lease(0, 0, 3_600_000 * MS), node.answer(), 0)
+    node.clock.advance(3_599)
+    assert node.allows(0)
+    node.clock.advance(1)
+    assert node.allows(0) is None
 
 
 def test_an_ended_lease_is_claimed_once() -> None:

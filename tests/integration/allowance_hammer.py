@@ -68,7 +68,12 @@ def exact(path: str, processes: int, units: int) -> dict[str, object]:
 
     statuses = wait_for([start(lambda worker=w: work(worker)) for w in range(processes)])
     stats = inherited.stats()
-    return {"spent": spent.total(), "pending": stats.pending_units, "statuses": statuses}
+    return {
+        "spent": spent.total(),
+        "left": stats.leased_units,
+        "pending": stats.pending_units,
+        "statuses": statuses,
+    }
 
 
 class Tally:

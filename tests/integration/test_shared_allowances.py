@@ -36,7 +36,8 @@ def test_processes_spend_exactly_what_was_put_there(tmp_path: Path) -> None:
     units = 2_000
     result = hammer("exact", tmp_path / "node", 4, units)
     assert result["statuses"] == [0, 0, 0, 0]
-    assert result["spent"] == 2 * units * len(KEYS)
+    # Leases end after two seconds, which a busy machine may exceed. Their rest is not spent.
+    assert result["spent"] + result["left"] == 2 * units * len(KEYS)
     assert result["pending"] == units * len(KEYS)
 
 
@@ -66,10 +67,26 @@ def test_a_removed_file_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "node.allowances").exists()
 
 
+def test_leases_and_budgets_of_an_earlier_boot_are_not_spent(tmp_path: Path) -> None:
+    """The wall clock may be earlier than before the restart. Pending units are still reported."""
+    before = open_table(str(tmp_path / "node"))
+    for gate in gates_of(before):
+        put(gate, "ada", 5, HOUR_NS)
+        assert gate.spend("ada", 2)
+    before.close()
+    path = tmp_path / "node.allowances"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    path.write_bytes(path.read_bytes().replace(boot_id, b"0" * len(boot_id)))
+    after = open_table(str(tmp_path / "node"))
+    assert [gate.spend("ada", 1) for gate in gates_of(after)] == [None, None]
+    claims = {claim.kind: claim.units for claim in after.claim(10, 0)}
+    assert claims == {"leased": 3, "eventual": 2}
+
+
 def test_the_compiled_check_asks_when_the_file_is_lost(tmp_path: Path) -> None:
     """The Python path finds out, and applies the failure policy."""
     table = open_table(str(tmp_path / "node"))
-    gate = gates_of(table)[0]
+    gate = gates_of(table)[1]
     put(gate, "ada", 1_000_000, HOUR_NS)
     asked = Limiter("9/minute").check("x")
     fast = gate.fast_check(lambda key: asked)

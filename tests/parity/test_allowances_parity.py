@@ -98,7 +98,7 @@ def random_answer(random: Random, now_ns: int) -> tuple[Lease, Decision]:
     store_ns = now_ns + 7_000_000 * MS + random.choice((0, 0, -3 * MS, 5 * MS))
     denied_ns = random.choice((0, 0, 0, 0, 40 * MS, 9_000 * MS))
     units = 0 if denied else 5 * random_units(random)
-    lasts_ns = random.choice((*WAITS_NS, 2_000 * MS, 3_000 * MS))
+    lasts_ns = random.choice((*WAITS_NS, 2_000 * MS, 3_000 * MS, 60_000 * MS))
     lease = Lease(units, store_ns + random.randint(0, 9), lasts_ns, denied_ns)
     return lease, Decision(
         not denied,

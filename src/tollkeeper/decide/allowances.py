@@ -35,6 +35,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Decision, Limit
+from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX
 from tollkeeper.decide.leasing import Lease
 from tollkeeper.decide.store import FastCheck
 
@@ -50,6 +51,8 @@ ALLOWANCES_MAX_DEFAULT: Final = 100_000
 SUBJECT_BYTES_MAX: Final = 128
 # A denial is repeated for at most this long: a grant or a reset elsewhere may end it sooner.
 DENIED_NS_MAX: Final = NS_PER_SECOND
+# A budget lasts at most this long, two flushes of the longest setting; a lease LEASE_NS_MAX.
+BUDGET_NS_MAX: Final = 20 * NS_PER_SECOND
 # An allowance without units, pending charges and denial may be dropped after this time.
 IDLE_NS: Final = 10 * NS_PER_SECOND
 # After this time, one may be dropped although it has units to claim: no process has a gate for
@@ -275,6 +278,15 @@ class _Allowance:
         # A longer one is an error: of the file after a power cut, or of a clock that a test set.
         return 0 < denied_ns <= DENIED_NS_MAX and cost >= self.denied_cost
 
+    def is_live(self, cost: int, now_ns: int) -> bool:
+        """Return True if the units may be spent now."""
+        lasts_ns = self.until_ns - now_ns
+        # A longer time is an error, as in `is_denied`: the units may have ended long ago. But a
+        # budget without units may last longer, and is asked for 0.
+        if self.leased or cost:
+            return 0 < lasts_ns <= (LEASE_NS_MAX if self.leased else BUDGET_NS_MAX)
+        return lasts_ns > 0
+
     def claim_pending(
         self, number: int, subject: str, now_ns: int, *, ending: bool = False
     ) -> UnitClaim | None:
@@ -298,7 +310,7 @@ class _Allowance:
     def is_idle(self, now_ns: int) -> bool:
         """Return True if the record may be dropped."""
         # A budget without units says that the subject is warm, which must not be forgotten.
-        is_live = (self.left or not self.leased) and now_ns < self.until_ns
+        is_live = (self.left or not self.leased) and self.is_live(0, now_ns)
         if is_live or now_ns < self.denied_until_ns:
             return False
         if self.left if self.leased else self.pending or self.claimed:
@@ -439,7 +451,7 @@ class PythonAllowanceGate:
                 return None
             record.note_demand(cost, now_ns, self._lifetime_ns)
             is_denied = record.is_denied(cost, now_ns)
-            has_units = now_ns < record.until_ns and cost <= record.left
+            has_units = cost <= record.left and record.is_live(cost, now_ns)
             if has_units and (record.leased or not is_denied):
                 record.left -= cost
                 if not record.leased and cost:
@@ -479,7 +491,8 @@ class PythonAllowanceGate:
             if record is None:
                 return False
             if record.leased:
-                is_here = charged_store_ns == record.charged_store_ns and now_ns < record.until_ns
+                is_here = charged_store_ns == record.charged_store_ns
+                is_here = is_here and record.is_live(units, now_ns)
                 if not is_here or record.left + units > record.units:
                     return False
             else:
@@ -506,7 +519,7 @@ class PythonAllowanceGate:
                 return 0
             if not record.leased:
                 return -record.pending - record.claimed
-            return record.left if now_ns < record.until_ns else 0
+            return record.left if record.is_live(1, now_ns) else 0
 
     def put(self, subject: str, lease: Lease, decision: Decision, cost: int) -> Replaced | None:
         """Keep the answer of the authority to a check of `cost`."""
@@ -542,14 +555,15 @@ class PythonAllowanceGate:
             unreported = record.pending + record.claimed
             record.left = max(units - unreported, 0)
             record.elsewhere = max(record.elsewhere - record.left - unreported, 0)
-            record.until_ns = now_ns + lease.lasts_ns
+            longest_ns = BUDGET_NS_MAX if units else lease.lasts_ns
+            record.until_ns = now_ns + min(lease.lasts_ns, longest_ns)
             return None
         if not units:
             return None
         replaced = Replaced(record.left, record.ends_store_ns) if record.left else None
         record.units = record.left = units
         record.elsewhere = max(record.elsewhere - units, 0)
-        record.until_ns = now_ns + lease.lasts_ns
+        record.until_ns = now_ns + min(lease.lasts_ns, LEASE_NS_MAX)
         record.ends_store_ns, record.charged_store_ns = lease.ends_ns, charged_ns
         return replaced
 

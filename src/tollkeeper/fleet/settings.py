@@ -13,11 +13,12 @@ from typing import Final
 from tollkeeper.core.clock import NS_PER_SECOND, duration_ns
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX
+from tollkeeper.decide.allowances import BUDGET_NS_MAX
 from tollkeeper.decide.failure import NODES_MAX
 from tollkeeper.decide.leasing import LEASE_NS_MIN
 
 _LEASE_S_MAX: Final = LEASE_NS_MAX // NS_PER_SECOND
-_FLUSH_S_MAX: Final = 10
+_FLUSH_S_MAX: Final = BUDGET_NS_MAX // (2 * NS_PER_SECOND)
 _FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
 _DEAD_S_MAX: Final = 600
 PEERS_MAX: Final = 1_000

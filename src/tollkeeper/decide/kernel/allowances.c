@@ -38,6 +38,8 @@ static const int64_t SECOND_NS = 1000000000;
 /* As in decide/allowances.py. */
 #define CLAIM_NS (5 * SECOND_NS)
 #define DENIED_NS_MAX SECOND_NS
+#define LEASE_NS_MAX (2 * SECOND_NS)
+#define BUDGET_NS_MAX (20 * SECOND_NS)
 #define IDLE_NS (10 * SECOND_NS)
 #define FORGET_NS (600 * SECOND_NS)
 /* The latest time at which a quota is whole: a century after the latest time. */
@@ -211,12 +213,19 @@ static void deny(record *r, int64_t cost, int64_t until_ns)
     r->elsewhere = (uint32_t)tk_min(r->elsewhere, tk_max(cost - 1, 0));
 }
 
+/* Whether units may be spent now. A budget without units may last longer, and is asked for 0. */
+static bool is_live(const record *r, int64_t cost, int64_t now_ns)
+{
+    int64_t lasts_ns = time_of(r->until_ns) - now_ns;
+    int64_t longest_ns = r->leased ? LEASE_NS_MAX : cost > 0 ? BUDGET_NS_MAX : INT64_MAX;
+    return lasts_ns > 0 && lasts_ns <= longest_ns;
+}
+
 static bool is_idle(const record *r, int64_t now_ns)
 {
     units has = units_of(r);
     /* A budget without units says that the subject is warm, which must not be forgotten. */
-    bool is_live = (has.left > 0 || !r->leased) && now_ns < r->until_ns;
-    if (is_live || now_ns < r->denied_until_ns)
+    if (((has.left > 0 || !r->leased) && is_live(r, 0, now_ns)) || now_ns < r->denied_until_ns)
         return false;
     int64_t since_ns = time_of(r->seen_since_ns);
     if (r->leased ? has.left > 0 : has.pending + has.claimed > 0)
@@ -349,6 +358,19 @@ void tk_mend_allowances(tk_table *table)
     }
 }
 
+void tk_end_allowances(tk_table *table)
+{
+    for (uint32_t i = 0; i < table->format.segments; i++) {
+        segment *s = segment_at(table, i);
+        if (s->filled == 0) /* avoids touching pages that were never used */
+            continue;
+        for (uint32_t slot = 0; slot < table->slots; slot++)
+            if (tags_of(s)[slot] != 0 && units_of(record_at(table, s, slot)).left > 0)
+                record_at(table, s, slot)->until_ns = 0;
+        s->due_ns = s->pending_ns = 0;
+    }
+}
+
 static tk_status unlock(tk_table *table, segment *s)
 {
     tk_unlock(table, &s->lock);
@@ -408,7 +430,7 @@ tk_status tk_spend(tk_table *table, const tk_allowance_gate *gate, const tk_subj
     units has = units_of(r);
     int64_t denied_ns = time_of(r->denied_until_ns) - now_ns;
     bool is_denied = denied_ns > 0 && denied_ns <= DENIED_NS_MAX && cost >= r->denied_cost;
-    bool has_units = now_ns < r->until_ns && cost <= has.left;
+    bool has_units = cost <= has.left && is_live(r, cost, now_ns);
     bool spends = has_units && (r->leased || !is_denied);
     *decided = spends || is_denied;
     if (*decided || note_miss)
@@ -426,7 +448,7 @@ static bool put_back(record *r, int64_t now_ns, int64_t count, int64_t charged_s
 {
     units has = units_of(r);
     if (r->leased) {
-        bool is_here = charged_store_ns == r->charged_store_ns && now_ns < r->until_ns;
+        bool is_here = charged_store_ns == r->charged_store_ns && is_live(r, count, now_ns);
         if (!is_here || has.left + count > r->lease_units)
             return false;
     } else {
@@ -469,7 +491,7 @@ tk_status tk_look_at(tk_table *table, const tk_allowance_gate *gate, const tk_su
     if (r != NULL) {
         units has = units_of(r);
         look->demand = bounded(tk_max(r->seen, r->seen_before));
-        look->held = !r->leased ? -has.pending - has.claimed : now_ns < r->until_ns ? has.left : 0;
+        look->held = !r->leased ? -has.pending - has.claimed : is_live(r, 1, now_ns) ? has.left : 0;
     }
     return unlock(table, s);
 }
@@ -494,7 +516,8 @@ static void put_units(const tk_table *table, segment *s, record *r, const tk_ans
         *returned = (tk_returned){.units = has.left, .ends_store_ns = r->ends_store_ns};
     has.left = 0;
     set_units(r, has);
-    r->until_ns = later(now_ns, answer->lasts_ns);
+    int64_t longest_ns = r->leased ? LEASE_NS_MAX : given > 0 ? BUDGET_NS_MAX : INT64_MAX;
+    r->until_ns = later(now_ns, tk_min(answer->lasts_ns, longest_ns));
     if (r->leased) {
         r->lease_units = (uint32_t)given;
         r->ends_store_ns = answer->ends_store_ns;

@@ -444,8 +444,9 @@ static uint64_t time_namespace(void)
 }
 
 /* All processes with the file open must read the same boot clock. Return false if we do not. */
-static bool settle_clock(tk_header *header, bool alone)
+static bool settle_clock(tk_table *table, bool alone)
 {
+    tk_header *header = table->header;
     char boot_id[40];
     uint64_t namespace = time_namespace();
     read_boot_id(boot_id);
@@ -453,6 +454,8 @@ static bool settle_clock(tk_header *header, bool alone)
                 header->time_namespace == namespace && atomic_load(&header->epoch_offset_ns) != 0;
     if (same || !alone)
         return same;
+    if (table->allowances) /* the wall clock, which continues these times, may have been set back */
+        tk_end_allowances(table);
     atomic_store(&header->epoch_offset_ns, read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
     memcpy(header->boot_id, boot_id, sizeof boot_id);
     header->time_namespace = namespace;
@@ -581,7 +584,7 @@ static tk_status map_file(tk_table *table, const tk_options *options, char error
     if (!tk_register(table))
         return fail(TK_UNAVAILABLE, error, "%s is open in %d processes, which is the maximum",
                     options->path, TK_OWNERS_MAX - 1);
-    if (!settle_clock(table->header, alone))
+    if (!settle_clock(table, alone))
         return fail(
             TK_UNAVAILABLE, error,
             "%s is in use by processes with another clock (a time namespace); share it only "
