@@ -335,6 +335,57 @@ def test_without_other_nodes_the_authority_is_asked_first() -> None:
     assert found.asked() == asked + 1
 
 
+def _moved(found: Fixture, limits: str) -> list[FleetGate]:
+    """Return the gates of both nodes for other limits of the same rule."""
+    found.limits = limits_of(limits)
+    return [found.gate_of(node, "eventual") for node in (found.one, found.two)]
+
+
+def test_new_numbers_of_a_rule_give_no_new_budget() -> None:
+    """A load step, a rule change or an override: warm subjects are not known under its number."""
+    found = _fleet_that_gossips()
+    assert found.strict.check(KEY, 1_000).allowed
+    admitted = 0
+    for _ in range(3):  # also when the limits return to numbers that were known before
+        for step in range(10):
+            for gate in _moved(found, f"{999 - step}/minute"):
+                admitted += sum(gate.check(KEY, 1).allowed for _ in range(200))
+                found.clock.advance(0.25)
+            found.one.flush()
+            found.two.flush()
+    assert admitted <= 3 * 10 * (0.5 * 1_000 / 60 + 1)
+
+
+def test_numbers_that_stay_are_presumed_again() -> None:
+    """When no subject can be warm under the numbers before, an unknown one is cool."""
+    found = _fleet_that_gossips()
+    gate, _ = _moved(found, "999/minute")
+    asked = found.asked()
+    assert gate.check("user:1", 1).allowed
+    assert found.asked() == asked + 1
+    found.clock.advance(120)
+    assert gate.check("user:2", 1).allowed
+    assert found.asked() == asked + 1
+
+
+def test_warm_subjects_of_long_limits_take_no_room_in_the_table() -> None:
+    """Such limits are not presumed to be cool, so a hint has nothing to keep for days."""
+    found = Fixture("10/day", "eventual", Fleet(nodes=2))
+    assert found.gate.check("user:first", 1).allowed
+    found.one.node.hears_hints = lambda: True
+    number = found.gate.allowance.number
+    for each in range(50):
+        found.one.node.heard_warm(number, f"user:{each}")
+    assert found.one.node.table.stats().held == 1
+    assert found.strict.check(KEY, 9).allowed
+    asked = found.asked()
+    for _ in range(3):  # the authority decides each check
+        found.gate.check(KEY, 1)
+        found.clock.advance(2)
+    assert found.asked() == asked + 3
+    assert found.gate.allowance.spend(KEY, 0) is None  # nothing is kept
+
+
 @pytest.mark.parametrize("pause_s", [0.5, 3.1, 11, 60])
 def test_a_client_that_pauses_gets_no_second_budget(pause_s: float) -> None:
     """It has used up its limit: what it gets after each pause is what time has returned."""
@@ -399,6 +450,28 @@ def test_a_warm_subject_that_another_node_has_told_is_not_told_again() -> None:
     found.clock.advance(1)
     found.gate.check(KEY, 1)
     assert [hint for hint in found.one.heard.said if hint[0] == "warm"]
+
+
+def test_of_several_limits_the_tightest_decides_who_is_warm() -> None:
+    """The budget fits every limit; from half of the tightest one on, the authority decides."""
+    found = Fixture("50/second; 1000/hour", "eventual")
+    assert found.strict.check(KEY, 40).allowed
+    for _ in range(22):
+        found.clock.advance(1)
+        assert found.strict.check(KEY, 40).allowed
+    found.clock.advance(1)
+    found.warm_up(found.gate, 1)
+    room = 1_000 - 23 * 40
+    budget = 0
+    while found.gate.allowance.spend(KEY, 1) is not None:
+        budget += 1
+    assert 0 < budget <= room // 4
+    found.one.flush(ending=True)
+    assert found.strict.check(KEY, 35).allowed
+    found.clock.advance(1)
+    asked = found.asked()
+    found.warm_up(found.gate, 3)
+    assert found.asked() == asked + 3
 
 
 def test_limits_too_small_for_all_nodes_are_decided_by_the_authority() -> None:

@@ -43,6 +43,9 @@ GATES_MAX: Final = 8_192
 REPLACED_MAX: Final = 10_000
 # Subjects that became warm elsewhere; the charges of others are reported when they are due.
 WARMED_MAX: Final = 10_000
+# Subjects of limits that need longer to be cool again are not presumed to be cool: the node would
+# have to remember for as long that a subject is warm, and its table would fill with such subjects.
+WARM_NS_MAX: Final = 120 * NS_PER_SECOND
 # The time in which an answer is put into the table, once it is known how long it is valid.
 PUT_NS: Final = NS_PER_SECOND // 1_000
 # A subject that stays warm is told to other nodes again after this time.
@@ -113,12 +116,13 @@ class KnownGate:
         self.gate = gate
         self.rule = rule
         self.kind = kind
-        self.warm_ns = 2 * max(
+        cool_ns = 2 * max(
             max(limit.window_ns, limit.window_ns * limit.capacity // limit.limit)
             for limit in gate.limits
         )
+        self.warm_ns = cool_ns if cool_ns <= WARM_NS_MAX else 0
         """The time after which no limit is warm any more if it was full: a counter of two windows
-        needs the longest, one and a half of them."""
+        needs the longest, one and a half of them. 0 if that is longer than WARM_NS_MAX."""
         self.fast_checks: list[FastCheck] = []
         """Compiled checks of this process, which count separately."""
 
@@ -163,6 +167,8 @@ class Node:
         self.on_urgent: Callable[[], None] = _nothing
         """Called when there is something to report at once."""
         self._hinted: dict[tuple[int, str], int] = {}
+        # By rule: the limits that were used last, and since when all their warm subjects are known.
+        self._in_use: dict[str, tuple[int, int]] = {}
         self._offset_ns: int | None = None  # the authority's clock minus this one
         self._lock = threading.Lock()
         _nodes.add(self)
@@ -233,9 +239,10 @@ class Node:
         number = known.allowance.number
         self.asked[number] = self.asked.get(number, 0) + bool(cost)
         self._offset_ns = decision.decided_ns - self.now_ns()
+        self._knows_warm(known)
         if known.kind == "eventual":
             is_warm = self.is_warm(decision)
-            lasts_ns = known.warm_ns if is_warm else 2 * self.fleet.flush_ns
+            lasts_ns = max(known.warm_ns if is_warm else 0, 2 * self.fleet.flush_ns)
             lease = Lease(self.budget_of(decision), 0, lasts_ns, lease.denied_ns)
             if is_warm:
                 self.tell_warm(number, subject)
@@ -323,7 +330,8 @@ class Node:
         known = self.gates.get(gate)
         if known is not None and known.kind == "eventual":
             known.allowance.stop(subject)
-            self.keep_warm(known, subject)
+            if known.warm_ns:
+                self.keep_warm(known, subject)
             self._note_hint(gate, subject)
             if len(self.warmed) < WARMED_MAX and known.allowance.held(subject):
                 self.warmed.append((known, subject))
@@ -342,8 +350,9 @@ class Node:
     def is_warm(self, decision: Decision) -> bool:
         """Return True if the authority decides every check of the subject.
 
-        The tightest limit has the least remaining, so a part of its room is at most that part of
-        the room of each other limit.
+        The answer describes the tightest limit, the one with the least remaining, and only its
+        share counts. A larger limit may be used by more. A part of the tightest limit's room is at
+        most that part of the room of each other limit, so a budget fits all of them.
         """
         room = decision.remaining - decision.granted
         return not decision.allowed or room <= (1 - self.fleet.warm) * decision.policy.capacity
@@ -363,7 +372,7 @@ class Node:
         quarter of the limit in this way, at most, before the answers to their reports arrive. A
         node that knows no other node does not presume anything.
         """
-        if self._offset_ns is None or not self.hears_hints():
+        if not self._knows_warm(known) or self._offset_ns is None or not self.hears_hints():
             return False
         if known.allowance.spend(subject, 0) is not None:  # it is warm, or its budget is too small
             number = known.allowance.number
@@ -377,11 +386,28 @@ class Node:
         self._put(known, subject, 0, (whole, Lease(units, 0, 2 * self.fleet.flush_ns)))
         return True
 
+    def _knows_warm(self, known: KnownGate) -> bool:
+        """Note that limits are used; return True if this node knows which subjects are warm.
+
+        Warm subjects are known by the limits' number. A load step, a rule change or an override
+        has another number, while the authority goes on with its counts. So the rule must have been
+        decided by these limits alone for as long as a subject can be warm; or they are the first
+        that this process uses.
+        """
+        number, now_ns = known.allowance.number, self.now_ns()
+        used, known_ns = self._in_use.get(known.rule, (number, now_ns))
+        if used != number:
+            known_ns = now_ns + WARM_NS_MAX
+        elif known.rule not in self._in_use and len(self._in_use) >= GATES_MAX:
+            return False
+        self._in_use[known.rule] = (number, known_ns)
+        return known.warm_ns > 0 and now_ns >= known_ns
+
     def keep_warm(self, known: KnownGate, subject: str) -> None:
         """Let the authority decide the next check of a subject. Its answer ends this.
 
-        For as long as the subject can be warm: otherwise a client that has used up its limit would
-        get another budget each time that it pauses.
+        For as long as the subject can be warm, if it would be presumed to be cool after that:
+        otherwise a client that has used up its limit would get a budget each time that it pauses.
         """
         warm = self._presumed(min(known.gate.limits, key=_capacity), 0)
         self._put(known, subject, 0, (warm, Lease(0, 0, known.warm_ns)))
