@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.fleet.nodes import NodeOfTest, SharedStore
-from tollkeeper import Decision, Fleet, Limit
+from tollkeeper import Decision, Fleet, Limit, StoreUnavailable
 from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.allowances import DENIED_NS_MAX, Replaced
 from tollkeeper.fleet import node as nodes
@@ -102,8 +104,36 @@ def test_the_known_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     node = new_node()
     for number in range(20):
         node.store.gate(limits_of(f"{number + 1}/minute"), "r", "leased").check(KEY, 1)
+    gc.collect()
     assert len(node.node.gates) == 5
-    assert len(node.node.asked) == 5
+    assert node.node.answers()["r", "leased"].asked == 20
+
+
+def test_the_counts_of_limits_that_are_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that has another name in each version fills no memory."""
+    monkeypatch.setattr(nodes, "GATES_MAX", 5)
+    node = new_node()
+    for number in range(20):
+        node.store.gate(limits_of("5/minute"), f"r{number}", "leased").check(KEY, 1)
+    gc.collect()
+    assert len(node.node.answers()) <= 10
+
+
+def test_checks_that_failed_were_asked_too() -> None:
+    """Otherwise a node without its authority would seem to answer all checks itself."""
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    node = NodeOfTest(shared, clock)
+    gates = [node.store.gate(limits_of("1000/hour"), "r", kind) for kind in ("leased", "eventual")]
+    shared.controlled.fails = StoreUnavailable("away")
+    for gate in gates:
+        for _ in range(3):
+            with suppress(StoreUnavailable):
+                gate.check(KEY, 1)
+    with suppress(StoreUnavailable):
+        node.store.check_together([(gate, "user:43", 1) for gate in gates])
+    asked = {kind: each.asked for (_, kind), each in node.node.answers().items()}
+    assert asked == {"leased": 4, "eventual": 4}
 
 
 def test_the_same_limits_count_together_in_each_version_of_the_rules() -> None:

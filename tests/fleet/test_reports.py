@@ -13,11 +13,13 @@ import pytest
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.redis_servers.waiting import until
 from tollkeeper import Fleet, StoreUnavailable
+from tollkeeper.core.model import Consistency
 from tollkeeper.core.rates import limits_of
-from tollkeeper.decide.allowances import CLAIM_NS
+from tollkeeper.decide.allowances import CLAIM_NS, FORGET_NS
 from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
 from tollkeeper.decide.store import Answer
+from tollkeeper.fleet import node as nodes
 from tollkeeper.fleet import reports
 from tollkeeper.fleet.gates import NodeGate
 from tollkeeper.fleet.store import FleetStore
@@ -169,16 +171,52 @@ def test_an_authority_that_raises_fails_the_whole_batch() -> None:
     assert node.node.reports().failed == 1
 
 
-def test_claims_of_rules_that_are_long_gone_are_dropped_and_counted() -> None:
-    """They cannot be reported, and would be claimed for ever."""
+def test_claims_of_unknown_rules_are_left_to_other_processes_for_a_time() -> None:
+    """Another process may know them; long after the rules are gone, they are dropped and counted.
+
+    Otherwise they would be claimed for ever.
+    """
+    clock, shared, node = spending_node("eventual")
+    known = dict(node.node.gates)
+    node.node.gates.clear()
+    for _ in range(3):
+        clock.advance_ns(2 * CLAIM_NS)
+        assert node.flush() == 1
+    assert node.node.counters.lost_units == 0
+    node.node.gates.update(known)
+    clock.advance_ns(2 * CLAIM_NS)
+    assert node.flush() == 1
+    assert [each.units for each in shared.controlled.reported] == [5]
+
     clock, _, node = spending_node("eventual")
     node.node.gates.clear()
-    clock.advance(0.3)
-    assert node.flush() == 0
+    clock.advance_ns(FORGET_NS)
+    assert node.flush() == 1
     assert node.node.counters.lost_units == 5
     clock.advance_ns(2 * CLAIM_NS)
     assert node.flush() == 0
     assert node.node.counters.lost_units == 5
+
+
+@pytest.mark.parametrize("consistency", ["leased", "eventual"])
+def test_limits_in_use_are_known_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, consistency: Consistency
+) -> None:
+    """Their charges are reported and their units given back: none is lost."""
+    monkeypatch.setattr(nodes, "GATES_MAX", 3)
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    node = NodeOfTest(shared, clock)
+    rules = [f"r{number}" for number in range(10)]
+    gates = [node.store.gate(LIMITS, rule, consistency) for rule in rules]
+    admitted = 0
+    for _ in range(20):
+        admitted += sum(gate.check(KEY, 10).allowed for gate in gates for _ in range(12))
+        clock.advance(1.1)
+        node.flush()
+    assert node.node.counters.lost_units == 0
+    # 23 s give back up to 7 units for each rule, and an eventual rule is over by one budget.
+    assert 10 * 990 <= admitted * 10 <= 10 * (1_007 + (consistency == "eventual") * 250)
 
 
 def test_the_thread_reports_what_is_due() -> None:
@@ -259,6 +297,59 @@ def test_closing_flushes_charges_and_is_bounded_in_time(monkeypatch: pytest.Monk
     other.gate(LIMITS, "r", "eventual").check(KEY, 1)
     shared.controlled.fails = StoreUnavailable("away")
     other.close()
+
+
+@pytest.mark.parametrize("failing", [1, 7])
+def test_closing_flushes_charges_of_servers_that_answer(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """A server that is away does not keep the charges of others from being reported."""
+    monkeypatch.setattr(reports, "BATCH_MAX", 4)
+    monkeypatch.setattr(reports, "CLOSE_S_MAX", 20.0)
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    store.open_node().on_work = lambda: None
+    subjects = [f"user:{number}" for number in range(20)]
+    for subject in subjects:
+        for _ in range(3):
+            gate.check(subject, 1)
+    away = set(subjects[::2][:failing])
+    report = shared.controlled.report
+    sent: list[str] = []
+
+    def partly_failing(batch: Sequence[Report]) -> list[Answer]:
+        sent.extend(each.subject for each in batch)
+        answers = report(batch)
+        return [
+            StoreUnavailable("away") if each.subject in away else answer
+            for each, answer in zip(batch, answers, strict=True)
+        ]
+
+    shared.controlled.report = partly_failing  # type: ignore[method-assign]  # a stub
+    store.close()
+    assert sorted(sent) == sorted(subjects)
+
+
+def test_closing_has_its_whole_time_after_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that waits for a server uses none of it."""
+    monkeypatch.setattr(reports, "CLOSE_S_MAX", 0.2)
+    clock = ManualClock(1_000)
+    shared = SharedStore(clock)
+    store = FleetStore(shared, Fleet(), clock, owns_store=False)
+    gate = store.gate(LIMITS, "r", "eventual")
+    store.open_node().on_work = lambda: None
+    for _ in range(5):
+        gate.check(KEY, 1)
+    thread = store._thread
+    assert thread is not None
+    released = threading.Event()
+    thread._thread = threading.Thread(target=released.wait, daemon=True)
+    thread._thread.start()
+    store.close()
+    released.set()
+    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 995
 
 
 def test_a_store_that_is_garbage_takes_its_thread_along() -> None:

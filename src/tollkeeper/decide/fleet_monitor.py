@@ -47,7 +47,13 @@ class NodeAnswers:
     denied: int = 0
     """Denied by the node, because it knew of a denial."""
     asked: int = 0
-    """Decided by the authority."""
+    """The authority was asked to decide them, also if it failed."""
+
+    def __add__(self, other: NodeAnswers) -> NodeAnswers:
+        """Return the sums."""
+        return NodeAnswers(
+            self.allowed + other.allowed, self.denied + other.denied, self.asked + other.asked
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ class NodeGate:
             admitted = self.spent(subject, cost)  # the answer to the report renews the budget
             if admitted is not None:
                 return admitted
+        self.known.asked += bool(cost)
         terms = self.terms(subject)
         asked_ns = self.node.now_ns()
         if terms.wanted or self.kind == "eventual":  # this also tells how long a denial lasts

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ from tollkeeper.decide.store import Answer, AnyGate, FastCheck, Gate
 from tollkeeper.fleet.outage import OutageCharges
 from tollkeeper.fleet.settings import Fleet
 
-# Limits whose gates are known by number: more than a document has, at any load, in two versions.
+# Limits that are known by number although no gate has them any more, because the rules were
+# replaced: the table may still have their units.
 GATES_MAX: Final = 8_192
 # Give-backs that wait for the thread. The units of others stay charged until their lease ends.
 REPLACED_MAX: Final = 10_000
@@ -107,11 +108,29 @@ class FleetCounters:
 class KnownGate:
     """One rule's limits: in the table, and at the authority."""
 
-    __slots__ = ("allowance", "fast_checks", "gate", "kind", "rule", "warm_ns")
+    __slots__ = (
+        "__weakref__",
+        "_gone",
+        "allowance",
+        "asked",
+        "fast_checks",
+        "gate",
+        "kind",
+        "looks",
+        "rule",
+        "warm_ns",
+    )
 
     def __init__(
-        self, allowance: AllowanceGate, gate: AnyGate, rule: str, kind: AllowanceKind
+        self,
+        allowance: AllowanceGate,
+        gate: AnyGate,
+        rule: str,
+        kind: AllowanceKind,
+        gone: dict[tuple[str, AllowanceKind], NodeAnswers],
     ) -> None:
+        """`gone` keeps the counts when nothing refers to these limits any more."""
+        self._gone = gone
         self.allowance = allowance
         self.gate = gate
         self.rule = rule
@@ -125,11 +144,23 @@ class KnownGate:
         needs the longest, one and a half of them. 0 if that is longer than WARM_NS_MAX."""
         self.fast_checks: list[FastCheck] = []
         """Compiled checks of this process, which count separately."""
+        self.asked = 0
+        """How many checks the authority was asked to decide."""
+        self.looks = 0
+        """How often this process looked at an allowance without a check."""
 
-    def counted(self) -> tuple[int, int]:
-        """Return how many checks this process has answered itself: allowed and denied."""
+    def answers(self) -> NodeAnswers:
+        """Return how checks were answered in this process."""
         pairs = [self.allowance.counted(), *[each.counted() for each in self.fast_checks]]
-        return sum(allowed for allowed, _ in pairs), sum(denied for _, denied in pairs)
+        allowed, denied = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+        return NodeAnswers(allowed - self.looks, denied, self.asked)
+
+    def __del__(self) -> None:
+        """Keep the counts: they must not fall when rules are replaced."""
+        key, gone = (self.rule, self.kind), self._gone
+        gone[key] = gone.get(key, NodeAnswers()) + self.answers()
+        if len(gone) > GATES_MAX:
+            del gone[next(iter(gone))]
 
 
 class Node:
@@ -148,12 +179,10 @@ class Node:
         self.hears_hints: Callable[[], bool] = lambda: False
         """Returns True if other nodes are known, which tell this one of warm subjects."""
         self.counters = FleetCounters()
-        self.gates: dict[int, KnownGate] = {}
-        """The limits that reports name by number; the newest are kept."""
-        self.asked: dict[int, int] = {}
-        """How many checks the authority decided, by the number of the limits."""
-        self.looks: dict[int, int] = {}
-        """How often this process looked at an allowance without a check, likewise."""
+        self.gates: weakref.WeakValueDictionary[int, KnownGate] = weakref.WeakValueDictionary()
+        """The limits by number: all that a gate of this process has, and the last GATES_MAX."""
+        self._recent: OrderedDict[int, KnownGate] = OrderedDict()
+        self._gone: dict[tuple[str, AllowanceKind], NodeAnswers] = {}
         self.leasing: set[tuple[int, str]] = set()
         """Subjects for which this process is asking for a lease."""
         self.replaced: deque[GiveBack] = deque()
@@ -181,12 +210,12 @@ class Node:
         with self._lock:
             found = self.gates.get(allowance.number)
             if found is None:
-                found = self.gates[allowance.number] = KnownGate(allowance, gate, rule, kind)
-            while len(self.gates) > GATES_MAX:
-                number = next(iter(self.gates))
-                del self.gates[number]
-                self.asked.pop(number, None)
-                self.looks.pop(number, None)
+                found = KnownGate(allowance, gate, rule, kind, self._gone)
+                self.gates[allowance.number] = found
+            self._recent[allowance.number] = found
+            self._recent.move_to_end(allowance.number)
+            if len(self._recent) > GATES_MAX:
+                self._recent.popitem(last=False)
             return found
 
     def give_back(self, gate: AnyGate, subject: str, replaced: Replaced | None) -> None:
@@ -237,7 +266,6 @@ class Node:
         """
         decision, lease = answer
         number = known.allowance.number
-        self.asked[number] = self.asked.get(number, 0) + bool(cost)
         self._offset_ns = decision.decided_ns - self.now_ns()
         self._knows_warm(known)
         if known.kind == "eventual":
@@ -280,10 +308,9 @@ class Node:
 
     def _note_divergence(self, known: KnownGate, subject: str, decision: Decision) -> None:
         """Compare what the node thinks is left with the authority's answer."""
-        number = known.allowance.number
         expected = known.allowance.spend(subject, 0)
         if expected is not None and expected.allowed:
-            self.looks[number] = self.looks.get(number, 0) + 1
+            known.looks += 1
             difference = expected.remaining - (decision.remaining + known.allowance.held(subject))
             self.counters.divergence_units += abs(difference)
 
@@ -375,8 +402,7 @@ class Node:
         if not self._knows_warm(known) or self._offset_ns is None or not self.hears_hints():
             return False
         if known.allowance.spend(subject, 0) is not None:  # it is warm, or its budget is too small
-            number = known.allowance.number
-            self.looks[number] = self.looks.get(number, 0) + 1
+            known.looks += 1
             return False
         limit = min(known.gate.limits, key=_capacity)
         whole = self._presumed(limit, limit.capacity)
@@ -421,15 +447,12 @@ class Node:
 
     def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
         """Return how checks were answered in this process, by rule and kind."""
-        found: dict[tuple[str, AllowanceKind], NodeAnswers] = {}
-        for number, known in list(self.gates.items()):
-            allowed, denied = known.counted()
-            before = found.get((known.rule, known.kind), NodeAnswers())
-            found[known.rule, known.kind] = NodeAnswers(
-                before.allowed + allowed - self.looks.get(number, 0),
-                before.denied + denied,
-                before.asked + self.asked.get(number, 0),
-            )
+        with self._lock:
+            known = list(self.gates.values())
+        found = dict(self._gone)
+        for each in known:
+            key = each.rule, each.kind
+            found[key] = found.get(key, NodeAnswers()) + each.answers()
         return found
 
     def reports(self) -> ReportCounts:

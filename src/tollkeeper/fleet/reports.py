@@ -32,7 +32,7 @@ from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.core.model import Limits
 from tollkeeper.core.steps import Call, Steps, run
-from tollkeeper.decide.allowances import UnitClaim
+from tollkeeper.decide.allowances import FORGET_NS, UnitClaim
 from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
 from tollkeeper.decide.store import Answer, Gate
 from tollkeeper.fleet.node import KnownGate, Node
@@ -56,8 +56,8 @@ DEFECT_S: Final = 1.0
 log = logging.getLogger("tollkeeper")
 
 
-# Reports, each with the claim or the note that it settles.
-_Batch = list[tuple[Report, UnitClaim | OutageCharge | None]]
+# Reports, each with what it settles: a claim and its limits, or a note of an outage.
+_Batch = list[tuple[Report, tuple[KnownGate, UnitClaim] | OutageCharge | None]]
 
 
 class Reports:
@@ -66,26 +66,29 @@ class Reports:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._outage_ns = 0
+        self._left: set[tuple[int, str]] = set()
+        """Limits and subjects whose charges could not be reported at the end."""
 
     def flushing(self, report: Callable[..., Any], *, ending: bool = False) -> Steps[int]:
-        """Report one batch; return its size. `report` is that of the authority.
+        """Report one batch; return how much was taken for it. `report` is that of the authority.
 
-        With `ending`, everything in the table: the process stops. Raises StoreUnavailable if the
-        table is closed.
+        With `ending`, everything in the table, each charge once: the process stops. Raises
+        StoreUnavailable if the table is closed.
         """
         node = self._node
         batch: _Batch = [(each, None) for each in node.taken_back(BATCH_MAX)]
         batch += self._outage_charges(BATCH_MAX - len(batch))
         count = max(BATCH_MAX - len(batch), 0)
-        for claim in node.claims(count, ending=ending):
+        unknown = 0
+        for claim in self._claims(count, ending=ending):
             known = node.gates.get(claim.gate)
-            if known is None:  # of rules that were replaced many times since
-                node.counters.lost_units += claim.units
-                node.table.confirm([claim])
+            if known is None:
+                unknown += 1
+                self._note_unknown(claim, ending=ending)
             else:
-                batch.append((_report_of(known, claim), claim))
+                batch.append((_report_of(known, claim), (known, claim)))
         if not batch:
-            return 0
+            return unknown
         sent_ns = node.now_ns()
         try:
             answers: Sequence[Answer] = yield Call(report, [each for each, _ in batch])
@@ -96,7 +99,31 @@ class Reports:
             raise
         node.counters.flush_seconds.note(max(node.now_ns() - sent_ns, 0))
         self._settle(batch, answers, sent_ns)
-        return len(batch)
+        if ending:
+            for (_, owed), answer in zip(batch, answers, strict=True):
+                if isinstance(answer, StoreError) and owed and not isinstance(owed, OutageCharge):
+                    self._left.add((owed[1].gate, owed[1].subject))
+        return len(batch) + unknown
+
+    def _claims(self, count: int, *, ending: bool) -> list[UnitClaim]:
+        """Take up to `count` claims. At the end, those that have failed would be taken again."""
+        if not ending:
+            return self._node.claims(count, ending=False)
+        claims = self._node.claims(count + len(self._left), ending=True)
+        return [each for each in claims if (each.gate, each.subject) not in self._left]
+
+    def _note_unknown(self, claim: UnitClaim, *, ending: bool) -> None:
+        """Leave a charge whose limits are not known here to another process of the node.
+
+        It may have another version of the rules. A charge that no process has reported for a long
+        time is lost, and so is the rest of a lease: it is no longer in the table.
+        """
+        node = self._node
+        if ending:
+            self._left.add((claim.gate, claim.subject))
+        if claim.kind == "leased" or claim.age_ns >= FORGET_NS:
+            node.counters.lost_units += claim.units
+            node.table.confirm([claim])
 
     def _outage_charges(self, count: int) -> _Batch:
         """Return what was admitted while the authority was away, unless it still is."""
@@ -123,12 +150,12 @@ class Reports:
     ) -> None:
         """Confirm the charges, keep what the authority says of them, and count the rest."""
         node, counters = self._node, self._node.counters
-        for (report, claim), answer in zip(batch, answers, strict=True):
-            if isinstance(claim, OutageCharge):
-                self._settle_outage(claim, answer, sent_ns)
+        for (report, owed), answer in zip(batch, answers, strict=True):
+            if isinstance(owed, OutageCharge):
+                self._settle_outage(owed, answer, sent_ns)
             elif isinstance(report, LateCharge):
-                assert claim is not None, "it was claimed"  # noqa: S101 - ours
-                node.keep_charged(node.gates[claim.gate], claim, answer, sent_ns)
+                assert owed is not None, "it was claimed"  # noqa: S101 - ours
+                node.keep_charged(*owed, answer, sent_ns)
             # A give-back is not repeated: the authority may have counted it, and would admit too
             # much.
             elif isinstance(answer, StoreError):
@@ -201,21 +228,32 @@ class ReportThread:
                     return
 
     def close(self) -> None:
-        """Give back all leases and flush all charges, for at most CLOSE_S_MAX."""
+        """Give back all leases and flush all charges, for at most CLOSE_S_MAX.
+
+        Ends sooner if no server answers. Before that, a round of the thread has the same time.
+        """
         if self._stopped.is_set():
             return
         self._stopped.set()
         self._woken.set()
-        until_s = time.monotonic() + CLOSE_S_MAX
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S_MAX)
         node = self._node()
-        failed = 0 if node is None else node.counters.failed
-        with suppress(StoreError):
-            while time.monotonic() < until_s and self._flush(ending=True):
-                if node is not None and node.counters.failed > failed:
+        if node is None:
+            return
+        until_s = time.monotonic() + CLOSE_S_MAX
+        try:
+            while time.monotonic() < until_s:
+                answered, failed = node.counters.reports, node.counters.failed
+                if not self._flush(ending=True):
+                    return
+                if node.counters.failed > failed and node.counters.reports == answered:
                     return  # the authority is away
+        except StoreError:
+            return  # the table is lost
+        except Exception:
+            log.exception("reports: a defect; the store is closed all the same")
 
     def _flush(self, *, ending: bool = False) -> int:
         node = self._node()

@@ -373,6 +373,7 @@ def _asking(
     for at in rest:
         gate, subject, cost = checks[at]
         if isinstance(gate, NodeGate):
+            gate.known.asked += bool(cost)
             asked.append((gate, LeaseCheck(gate.gate, subject, cost, gate.terms(subject))))
         else:
             asked.append((None, LeaseCheck(gate, subject, cost, _STRICT)))
