@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -281,6 +284,30 @@ def test_questions_to_the_agent(table: str) -> None:
         until(lambda: second.ask(b"yes") == b"YES", "the answer arrives", WAIT_S)
         first.close()
         assert second.ask(b"yes") is None or second.gossip() is not None
+
+
+def test_a_slow_agent_does_not_block_an_event_loop(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question waits LOOP_ANSWER_S there; in a thread without a loop, ANSWER_S."""
+    monkeypatch.setattr(agent_module, "ANSWER_S", 3 * WAIT_S)
+    answering = threading.Event()
+
+    def slow(question: bytes) -> bytes:
+        assert answering.wait(3 * WAIT_S)
+        return question.upper()
+
+    async def ask_in_loop() -> bytes | None:
+        return second.ask(b"yes")
+
+    with agents(table, table) as [(first, _), (second, _)]:
+        first.on_question = slow
+        until(lambda: second.live_nodes() == 3, "the agent is known", WAIT_S)
+        began_s = time.monotonic()
+        assert asyncio.run(ask_in_loop()) is None
+        assert time.monotonic() - began_s < WAIT_S
+        answering.set()
+        assert second.ask(b"yes") == b"YES"
 
 
 def test_an_agent_that_ends_is_replaced(table: str) -> None:

@@ -16,6 +16,8 @@ from tollkeeper.fleet.gossip import MemberChange, ReceivedPayload
 from tollkeeper.fleet.outage import (
     GROUPS_MAX,
     SILENCE_NS,
+    SLOW_NS,
+    SLOW_PAUSE,
     NodeTotals,
     OutageCharges,
     answer_of,
@@ -35,7 +37,8 @@ class Wire:
     def __init__(self, node: int, nodes: dict[int, NodeTotals]) -> None:
         self.node, self._nodes = node, nodes
         self.agent: NodeTotals | None = None
-        self.asked = 0
+        self.asked = self.takes_ns = 0
+        self.clock: ManualClock | None = None
         self.charges = OutageCharges()
         self.sent: list[tuple[int, bytes]] = []
 
@@ -45,6 +48,8 @@ class Wire:
 
     def ask(self, question: bytes) -> bytes | None:
         self.asked += 1
+        if self.clock is not None:
+            self.clock.advance_ns(self.takes_ns)
         return None if self.agent is None else self.agent.answer(question)
 
     def sharing_nodes(self) -> int:
@@ -145,6 +150,25 @@ def test_an_agent_that_does_not_answer_is_not_asked_for_a_second(clock: ManualCl
     worker.decide(check, spend=True)
     assert wire.asked == 2
     assert worker.nodes() == 1
+
+
+def test_a_slow_agent_is_asked_less_often(clock: ManualClock) -> None:
+    """A process spends a twentieth of its time with slow answers; quick ones do not matter."""
+    nodes = Nodes(clock)
+    wire = Wire(1, nodes.totals)
+    wire.agent = nodes.totals[1]
+    worker = totals_of(wire, clock)
+    check = [LocalCheck(LIMITS, "api", "user:ann", 0)]
+    wire.clock, wire.takes_ns = clock, SLOW_NS
+    assert worker.decide(check, spend=True)
+    wire.takes_ns = 3 * SLOW_NS
+    assert worker.decide(check, spend=True)
+    assert worker.decide(check, spend=True) is None
+    clock.advance_ns(SLOW_PAUSE * wire.takes_ns - 1)
+    assert worker.decide(check, spend=True) is None
+    clock.advance_ns(1)
+    assert worker.decide(check, spend=True)
+    assert wire.asked == 3
 
 
 def test_a_process_that_leads_no_longer_asks(clock: ManualClock) -> None:

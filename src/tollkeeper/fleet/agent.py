@@ -17,6 +17,7 @@ Without gossip, the agent only counts the nodes: each registers at the authority
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -67,6 +68,8 @@ STATS_S: Final = 1.0
 STATS_SHARE_MAX: Final = 0.01
 # A question to the agent is answered within this time, or not at all.
 ANSWER_S: Final = 0.05
+# A question of an event loop. All other requests of the process wait meanwhile.
+LOOP_ANSWER_S: Final = 0.005
 # A Unix datagram holds at most some 200 kB. This is about 1,000 nodes.
 DATAGRAM_BYTES_MAX: Final = 160_000
 NODES_SENT_MAX: Final = 800
@@ -450,9 +453,10 @@ class NodeAgent:
     # ── Questions to the agent ─────────────────────────────────────────────────────────────────
 
     def ask(self, question: bytes) -> bytes | None:
-        """Return the agent's answer; None if there is no agent, or none answers in ANSWER_S.
+        """Return the agent's answer; None if there is no agent, or if it does not answer in time.
 
-        Blocks for up to ANSWER_S, unless this process is the agent.
+        Blocks for up to ANSWER_S, or LOOP_ANSWER_S in a thread that runs an event loop, unless this
+        process is the agent.
         """
         if self._gossip is not None:
             return None if self.on_question is None else self.on_question(question)
@@ -464,7 +468,7 @@ class NodeAgent:
         try:
             if not processes.send_agent(_QUESTION + number + question):
                 return None
-            waiting.answered.wait(ANSWER_S)
+            waiting.answered.wait(LOOP_ANSWER_S if _in_event_loop() else ANSWER_S)
             return waiting.answer
         finally:
             del self._questions[number]
@@ -538,6 +542,14 @@ class NodeRegister:
         if self._count:
             self._registry.unregister(TOPIC, self._name)
             self._count = 0
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Question:

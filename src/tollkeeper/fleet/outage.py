@@ -3,7 +3,8 @@
 One process of a node, the agent, runs gossip. It has the node's totals (`totals.py`) and sends them
 as payloads of gossip. The other processes ask it, with a short deadline: `question_of` and
 `NodeTotals.answer` are the two sides. A process whose question was not answered does not ask again
-for a second, so that a dead agent does not delay every request.
+for a second, and after a slow answer for twenty times as long as it took. So a dead or busy agent
+does not delay every request: a process waits for slow answers in a twentieth of its time at most.
 
 Each process notes what it has admitted itself (`OutageCharges`). When the authority answers again,
 the process reports these units as late charges, with their age. Each is reported once. If the
@@ -36,6 +37,9 @@ _DATAGRAM_BYTES: Final = 100
 CALM_NS: Final = NS_PER_SECOND
 # After a question without an answer, a process does not ask for this time.
 SILENCE_NS: Final = NS_PER_SECOND
+# After an answer that took longer than SLOW_NS, it does not ask for SLOW_PAUSE times as long.
+SLOW_NS: Final = NS_PER_SECOND // 1_000
+SLOW_PAUSE: Final = 20
 # Questions of more rules, and longer ones, are not answered.
 CHECKS_MAX: Final = 256
 QUESTION_BYTES_MAX: Final = 100_000
@@ -171,10 +175,14 @@ class NodeTotals:
         if now_ns < self._silent_until_ns:
             return None
         answer = self._messenger.ask(question_of(checks, spend=spend))
+        answered_ns = self._now_ns()
+        taken_ns = answered_ns - now_ns
         if answer is None:
-            self._silent_until_ns = now_ns + SILENCE_NS
+            self._silent_until_ns = answered_ns + SILENCE_NS
             return None
-        return decisions_in(answer, checks, self._now_ns())
+        if taken_ns > SLOW_NS:
+            self._silent_until_ns = answered_ns + SLOW_PAUSE * taken_ns
+        return decisions_in(answer, checks, answered_ns)
 
 
 # ── Questions to the agent ─────────────────────────────────────────────────────────────────────
