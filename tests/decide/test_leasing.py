@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import pytest
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from tests.promises.oracles import assert_never_over
 from tests.promises.strategies import KEY, clock_at, promise, starts_ns
 from tollkeeper import Limit
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Decision
+from tollkeeper.core.rates import scaled
 from tollkeeper.decide.allowances import CLAIM_NS
 from tollkeeper.decide.leasing import (
     LEASE_NS_MAX,
@@ -325,6 +327,30 @@ def test_a_late_charge_is_never_before_the_last_change() -> None:
     assert authority.late(10, 30) == 49
 
 
+# ── Limits that change, and resets ──────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("algorithm", LEASING)
+def test_units_of_a_lower_limit_are_given_back_alone(algorithm: AlgorithmName) -> None:
+    """The limit is raised while a lease is out. What was admitted since stays charged."""
+    authority = _Authority(Limit(50, per=3_600, algorithm=algorithm), start=3_600)
+    _, lease = authority.lease(1, 20)
+    raised = authority.store.gate([Limit(100, per=3_600, algorithm=algorithm)], "r")
+    assert raised.check(KEY, 79).allowed
+    authority.give_back(20, lease)
+    assert raised.peek(KEY, 0).remaining == 20
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_a_late_charge_of_a_lower_limit_erases_nothing(algorithm: AlgorithmName) -> None:
+    """The charge is cut to the lower limit; other units stay charged."""
+    authority = _Authority(Limit(50, per=3_600, algorithm=algorithm), start=3_600)
+    raised = authority.store.gate([Limit(100, per=3_600, algorithm=algorithm)], "r")
+    assert raised.check(KEY, 90).allowed
+    authority.late(20, 0)
+    assert raised.peek(KEY, 0).remaining <= 10
+
+
 # ── Properties ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -357,6 +383,19 @@ def test_never_over_if_the_authoritys_clock_goes_back(
     """Time never rewinds for a state."""
     limit = data.draw(leased_limits(algorithm))
     assert_bounded(limit, data.draw(starts_ns()), data.draw(lease_traces()), "clock back")
+
+
+@pytest.mark.parametrize("algorithm", LEASING)
+@promise(150, data=st.data())
+def test_never_over_if_a_limit_is_raised(algorithm: AlgorithmName, data: st.DataObject) -> None:
+    """Leases and late charges of the lower limit do not erase what the higher one has admitted."""
+    limit = data.draw(leased_limits(algorithm))
+    parts = sorted(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
+    clock = clock_at(data.draw(starts_ns()) // 1_000 * 1_000)
+    earlier = [scaled([limit], Fraction(part, 8)) for part in parts]
+    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], CLOCK_STEPS[:1], earlier=earlier)
+    play.play(data.draw(lease_traces()))
+    assert_never_over(limit, sorted(play.admitted))
 
 
 @promise(100, limits=several_leased_limits(), start_ns=starts_ns(), steps=lease_traces())

@@ -6,6 +6,7 @@ The Python store is the reference. Its waits are in nanoseconds, those of Redis 
 
 from __future__ import annotations
 
+from fractions import Fraction
 from random import Random
 
 import pytest
@@ -17,6 +18,7 @@ from tests.promises.strategies import clock_at, limit_of
 from tests.redis_servers import running
 from tollkeeper import Decision, Limit
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
+from tollkeeper.core.rates import scaled
 from tollkeeper.decide.leasing import Lease
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
@@ -64,13 +66,16 @@ def without_denied(answer: object) -> object:
     return answer
 
 
-def played(seed: int, kind: str, layout: str, *algorithms: AlgorithmName) -> tuple[LeasePlay, ...]:
-    """Play one trace on the reference and on Redis."""
+def played(
+    seed: int, kind: str, layout: str, *algorithms: AlgorithmName, changes: int = 0
+) -> tuple[LeasePlay, ...]:
+    """Play one trace on the reference and on Redis. The limits change so many times."""
     random = Random(seed)
     limits = [random_limit(random, each, f"n{at}") for at, each in enumerate(algorithms)]
     steps = [random.randbytes(STEP_BYTES) for _ in range(random.randint(5, 60))]
     start_ns = random.choice(STARTS_NS)
     clock_steps = random.choice(((), CLOCK_STEPS[:1], CLOCK_STEPS[1:]))
+    parts = [Fraction(random.randint(1, 16), 8) for _ in range(changes)]
     plays = []
     for place in ("reference", kind):
         clock = clock_at(start_ns)
@@ -89,6 +94,7 @@ def played(seed: int, kind: str, layout: str, *algorithms: AlgorithmName) -> tup
             )
         )
         play = LeasePlay(store, clock, limits, clock_steps, all_verbs=True)
+        play.earlier = [scaled(limits, part) for part in parts]
         play.play(steps)
         store.close()
         plays.append(play)
@@ -115,6 +121,15 @@ def test_leases_of_one_limit(algorithm: AlgorithmName, layout: str) -> None:
         assert_alike(reference, redis, seed)
         leased += redis.leased
     assert leased == 0 if algorithm == "leaky_bucket" else leased > TRACES
+    running("single").flush()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+def test_leases_of_a_limit_that_changes(algorithm: AlgorithmName) -> None:
+    """Leases and late charges of earlier limits, which were lower or higher."""
+    for seed in range(TRACES):
+        reference, redis = played(seed, "single", "packed", algorithm, changes=1 + seed % 3)
+        assert_alike(reference, redis, seed)
     running("single").flush()
 
 

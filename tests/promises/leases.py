@@ -19,7 +19,7 @@ from tollkeeper import CapacityError, Decision, Limit
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide.allowances import CLAIM_NS
 from tollkeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
-from tollkeeper.decide.store import Store
+from tollkeeper.decide.store import AnyGate, Store
 
 STEP_BYTES = 5
 _SECOND_NS = 10**9
@@ -73,6 +73,7 @@ def lease_traces(steps_max: int = 40) -> st.SearchStrategy[list[bytes]]:
 class _NodeLease:
     """What a node knows of its lease."""
 
+    gate: AnyGate
     left: int
     ends_ns: int
     until_real_ns: int
@@ -80,13 +81,18 @@ class _NodeLease:
 
 @dataclass(slots=True)
 class LeasePlay:
-    """One trace on one store. `clock` is the authority's; the nodes measure true time."""
+    """One trace on one store. `clock` is the authority's; the nodes measure true time.
+
+    `earlier` are the limits that the rule had before: each applies for a part of the trace. Leases
+    that were taken under them are given back under them, and late charges may come under any.
+    """
 
     store: Store
     clock: SteppedClock
     limits: Sequence[Limit]
     clock_steps: tuple[str, ...] = ()
     all_verbs: bool = False
+    earlier: Sequence[Sequence[Limit]] = ()
     answers: list[object] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     leased: int = 0
@@ -95,19 +101,22 @@ class LeasePlay:
     _leases: list[_NodeLease] = field(default_factory=list)
     _returned: list[tuple[GiveBack, int]] = field(default_factory=list)
     _charged: list[tuple[Admission, int]] = field(default_factory=list)
+    _gates: list[AnyGate] = field(default_factory=list)
 
     def play(self, steps: Sequence[bytes]) -> None:
         """Move the clock and carry out a verb for each step."""
-        gate = self.store.gate(self.limits, "r")
+        rules = [*self.earlier, self.limits]
         verbs = _ALL if self.all_verbs else _BOUNDED
         if "clock back" in self.clock_steps:  # units that return to nothing forget the time too
             verbs = tuple(verb for verb in verbs if verb not in _RETURNING)
         gaps = _GAPS + self.clock_steps
-        for step in steps:
+        for number, step in enumerate(steps):
+            if number * len(rules) >= len(self._gates) * len(steps):
+                self._gates.append(self.store.gate(rules[len(self._gates)], "r"))
             self._move(gaps[step[0] % len(gaps)], step[1])
             verb, size, which = verbs[step[2] % len(verbs)], step[3], step[4]
             try:
-                answer = self._carry_out(gate, verb, size, which)
+                answer = self._carry_out(self._gates[-1], verb, size, which)
             except CapacityError:
                 answer = "never"
             self.answers.append((verb, answer))
@@ -151,7 +160,7 @@ class LeasePlay:
                 self.leased += 1
                 self._latest_ns = max(self._latest_ns, lease.ends_ns - lease.lasts_ns)
                 until_ns = self._real_ns + lease.lasts_ns
-                self._leases.append(_NodeLease(lease.units, lease.ends_ns, until_ns))
+                self._leases.append(_NodeLease(gate, lease.units, lease.ends_ns, until_ns))
             return answer
         if verb in ("check", "fill"):
             cost = 1 + size % capacity
@@ -161,12 +170,17 @@ class LeasePlay:
             self._admit(decision, cost)
             return decision
         if verb in ("spend", "give back", "crash"):
-            return self._use_lease(gate, verb, size, which)
+            return self._use_lease(verb, size, which)
         if verb == "repeat":  # a claim that was not confirmed is reported again
             due = [each for each, at_ns in self._returned if self._real_ns >= at_ns + CLAIM_NS]
             return authority.report(due[-2:])
         if verb == "late":
-            late = LateCharge(gate, KEY, size % (capacity + 3), which * _SECOND_NS // 100)
+            late = LateCharge(
+                self._gates[which % len(self._gates)],
+                KEY,
+                size % (capacity + 3),
+                which * _SECOND_NS // 100,
+            )
             return authority.report([late])
         if verb == "refund" and self._charged:
             (at_ns, cost), charged_ns = self._charged.pop(which % len(self._charged))
@@ -180,7 +194,7 @@ class LeasePlay:
             return gate.refund(KEY, 1 + size % 5, None)
         return gate.reset(KEY) if verb == "reset" else None
 
-    def _use_lease(self, gate, verb: str, size: int, which: int) -> object:  # type: ignore[no-untyped-def]  # a gate of the store
+    def _use_lease(self, verb: str, size: int, which: int) -> object:
         if not self._leases:
             return None
         place = which % len(self._leases)
@@ -196,7 +210,7 @@ class LeasePlay:
         del self._leases[place]
         if verb == "crash" or not lease.left:
             return None
-        report = GiveBack(gate, KEY, lease.left, lease.ends_ns)
+        report = GiveBack(lease.gate, KEY, lease.left, lease.ends_ns)
         self._returned.append((report, self._real_ns))
         authority = self.store.authority
         assert authority is not None

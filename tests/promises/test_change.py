@@ -52,6 +52,21 @@ def limit_pairs(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, Limit
 
 
 @every_algorithm
+def test_a_refund_of_a_lower_limit_returns_its_units_alone(
+    algorithm: AlgorithmName, open_store: OpenStore
+) -> None:
+    """A request that was admitted before the limit was raised is refunded by the lower limit."""
+    clock = clock_at(3_600 * 10**9)
+    with open_store(clock) as store:
+        low = store.gate([Limit(50, per=3_600, algorithm=algorithm)], "")
+        high = store.gate([Limit(100, per=3_600, algorithm=algorithm)], "")
+        charged_ns = low.check(KEY, 5).charged_ns
+        assert high.check(KEY, 95).allowed
+        low.refund(KEY, 5, charged_ns)
+        assert high.peek(KEY, 0).remaining == 5
+
+
+@every_algorithm
 @promise(80, data=st.data())
 def test_raising_a_limit_never_causes_a_denial(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject

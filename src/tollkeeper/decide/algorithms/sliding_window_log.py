@@ -139,7 +139,8 @@ def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int)
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
     """Log units that were admitted at `charged_ns` already.
 
-    The log then has at most `limit` units. The oldest ones leave it, which no decision reads.
+    The log then has at most `limit` units. The oldest ones leave it, which no decision reads. If it
+    has more, which a higher limit has admitted, it keeps as many.
     """
     if state is None:
         state = (array("q"), 0, 0)
@@ -147,8 +148,9 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     times, start, end, holds = _logged(state, at_ns)
     live = bisect_right(times, at_ns - limit.window_ns, start, end)
     room = max(limit.limit - sum(held for held, _ in holds), 0)
+    kept = max(room, end - live)
     times, live, end = _append(times, live, end, at_ns, min(units, room))
-    return _with_holds((times, max(live, end - room), end), holds)
+    return _with_holds((times, max(live, end - kept), end), holds)
 
 
 def _last_ns(state: _Plain | _Held) -> int:

@@ -128,7 +128,8 @@ def refund(
 
     `charged_ns` is the time of the charge; with None, all units are returned. The state keeps its
     time: nothing was charged since, so a refund then and a refund now have the same effect. A
-    refund of the last charge is exact.
+    refund of the last charge is exact. Units above the capacity stay used: `limit` may be the
+    lower limit of the charge, and a higher one may have admitted others since.
     """
     if state is None or units == 0:
         return state
@@ -145,7 +146,9 @@ def refund(
         micros -= elapsed_ns * limit.micros_numerator // limit.ns_denominator
         if micros <= 0:
             return state
-    used = min(used, capacity * MICROS_PER_UNIT) - micros
+    if charged_ns is None:  # a correction gives room, also if the capacity was lowered
+        used = min(used, capacity * MICROS_PER_UNIT)
+    used -= micros
     return (last_ns, used) if used > 0 else None
 
 
@@ -162,34 +165,45 @@ def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> 
 
 
 def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
-    """Return unspent units of a lease while they are held; none after that."""
+    """Return unspent units of a lease while they are held; none after that.
+
+    A higher limit may have admitted more than the capacity of the lease's limit: that stays used.
+    """
     until_ns = ends_ns + holds_.lease_ns_max(limit)
     if state is None or len(state) == 2 or now_ns >= until_ns:
         return state
     last_ns, used, holds = state
     holds, units = holds_.given_back(holds, units, until_ns)
-    used = max(min(used, limit.capacity * MICROS_PER_UNIT) - units * MICROS_PER_UNIT, 0)
+    used = max(used - units * MICROS_PER_UNIT, 0)
     if holds:
         return last_ns, used, holds
     return (last_ns, used) if used else None
 
 
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
-    """Charge units that were admitted at `charged_ns` already, up to an empty bucket."""
-    return _charged(state, limit, charged_ns, units)
+    """Charge units that were admitted at `charged_ns` already, up to an empty bucket.
+
+    Units above the capacity stay used: a higher limit has admitted them.
+    """
+    return _charged(state, limit, charged_ns, units, is_late=True)
 
 
-def _charged(state: State, limit: Limit, now_ns: int, units: int) -> _Plain | _Held:
+def _charged(
+    state: State, limit: Limit, now_ns: int, units: int, *, is_late: bool = False
+) -> _Plain | _Held:
     """Return the state after a charge, whether or not there is room. Holds that ended are gone."""
     micros, capacity = units * MICROS_PER_UNIT, limit.capacity * MICROS_PER_UNIT
     if state is None:
         return now_ns, min(micros, capacity)
-    last_ns, used = _drained(state[:2], limit, now_ns)
     holds = state[2] if len(state) == 3 else ()
-    for line in _lines_of(holds):
-        used = max(used, _drained(line, limit, now_ns)[1])
+    lines = [state[:2], *_lines_of(holds)]
+    if not is_late:  # the capacity may have been lowered: see `decide`
+        lines = [(line_ns, min(used, capacity)) for line_ns, used in lines]
+    drained = [_drained(line, limit, now_ns) for line in lines]
+    used = max(used for _, used in drained)
     at_ns = max(now_ns, state[0])
-    last_ns, used = last_ns if used else at_ns, min(used + micros, capacity)
+    last_ns = drained[0][0] if used else at_ns
+    used = max(used, min(used + micros, capacity))
     left = holds_.live(holds, at_ns)
     return (last_ns, used, left) if left else (last_ns, used)
 
@@ -197,7 +211,6 @@ def _charged(state: State, limit: Limit, now_ns: int, units: int) -> _Plain | _H
 def _drained(line: _Plain, limit: Limit, now_ns: int) -> _Plain:
     """Return a plain bucket as of now: the end of its last step, and the micro-units used."""
     last_ns, used = line
-    used = min(used, limit.capacity * MICROS_PER_UNIT)
     if now_ns > last_ns:
         elapsed_ns = (now_ns - last_ns) // limit.refill_step_ns * limit.refill_step_ns
         used = max(used - elapsed_ns * limit.micros_numerator // limit.ns_denominator, 0)

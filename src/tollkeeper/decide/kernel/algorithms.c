@@ -221,7 +221,10 @@ static void refund_bucket(const tk_limit *limit, const tk_state *before, int64_t
         if (micros <= 0)
             return;
     }
-    int64_t used = tk_min((int64_t)before->value, capacity) - micros;
+    int64_t used = (int64_t)before->value;
+    if (charged_ns == TK_NO_TIME) /* a correction gives room, also if the capacity was lowered */
+        used = tk_min(used, capacity);
+    used -= micros;
     after->present = used > 0;
     after->value = (uint64_t)tk_max(used, 0);
 }

@@ -39,7 +39,7 @@ if ARGV[5] == 'late' then
         local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
         local ago = at - fmod(at, window) - now + fmod(now, window)
         if kind == BUCKET then
-            return min(a + cost * MICROS_PER_UNIT, capacity * MICROS_PER_UNIT), b, cost
+            return max(a, min(a + cost * MICROS_PER_UNIT, capacity * MICROS_PER_UNIT)), b, cost
         elseif kind == FIXED then
             if ago ~= 0 or real_now - fmod(real_now, window) ~= now - fmod(now, window) then
                 return a, b, 0
@@ -84,14 +84,20 @@ for i = 0, limits - 1 do
         if p then
             -- The refill is rounded down: a part of a millionth that is not refilled yet cannot be
             -- spent. A full bucket is as new: its next step counts from now.
-            a, at = min(a, capacity * MICROS_PER_UNIT), last
+            local full = gate[g + FULL]
+            if late then -- a higher limit may have admitted more than the capacity
+                full = 2 * a / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
+            else
+                a = min(a, capacity * MICROS_PER_UNIT)
+            end
+            at = last
             local elapsed, stepped = now - last, last
             if elapsed > 0 then
                 if gate[g + STEP] > 1 then
                     elapsed = elapsed - fmod(elapsed, gate[g + STEP])
                 end
                 stepped = last + elapsed
-                if elapsed < gate[g + FULL] then
+                if elapsed < full then
                     a = a - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
                     at = last + elapsed
                 else
@@ -102,7 +108,7 @@ for i = 0, limits - 1 do
                 end
             end
             if holding then
-                local level = level_with_holds(g, a)
+                local level = level_with_holds(g, a, late)
                 if level > a then
                     a, at = level, stepped
                 end
@@ -209,10 +215,12 @@ for i = 0, limits - 1 do
                 older = older + added[number][2]
             end
             if late then
-                -- Beside the holds, a log has at most as many times as its limit: the newest.
+                -- Beside the holds, a log has at most as many times as its limit, or as before: the
+                -- newest.
                 local u1, _, u2 = holds_of(id)
-                own = min(own, max(capacity - u1 - u2, 0))
-                local excess = max(kept - dead + older + own + u1 + u2 - capacity, 0)
+                local most = max(capacity - u1 - u2, 0)
+                own = min(own, most)
+                local excess = min(max(kept - dead + older + own - most, 0), own)
                 local cut = min(excess, kept - dead)
                 dead, excess = dead + cut, excess - cut
                 for number = 1, added and #added or 0 do

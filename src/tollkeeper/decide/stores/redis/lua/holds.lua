@@ -87,15 +87,20 @@ if holding or ARGV[6] then
         end
     end
 
-    -- Return the level of a bucket: its own, or that of a hold if it is higher.
-    level_with_holds = function(g, a)
+    -- Return the level of a bucket: its own, or that of a hold if it is higher. That of a late charge
+    -- may be above the capacity: see check.lua.
+    level_with_holds = function(g, a, late)
         local u1, t1, u2, t2 = holds_of(gate[g + ID])
         for group = 1, 2 do
-            local level = min(group == 1 and u1 + u2 or u2, gate[g + CAPACITY]) * MICROS_PER_UNIT
+            local units, full = group == 1 and u1 + u2 or u2, gate[g + FULL]
+            local level = (late and units or min(units, gate[g + CAPACITY])) * MICROS_PER_UNIT
+            if late then
+                full = 2 * level / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
+            end
             local elapsed = now - (group == 1 and t1 or t2)
             if elapsed > 0 then
                 elapsed = elapsed - fmod(elapsed, gate[g + STEP])
-                level = elapsed < gate[g + FULL]
+                level = elapsed < full
                     and level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
                     or 0
             end

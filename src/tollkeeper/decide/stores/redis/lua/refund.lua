@@ -75,7 +75,9 @@ local function refunded(g, last, a, b, units, charged)
             -- Rounded down, as in each refill that the bucket has made since.
             micros = micros - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
         end
-        local used = min(a, capacity * MICROS_PER_UNIT) - micros
+        -- A correction gives room, also if the capacity was lowered. Otherwise units above the capacity
+        -- stay used: the limit may be the lower one of the charge.
+        local used = (charged and a or min(a, capacity * MICROS_PER_UNIT)) - micros
         if micros <= 0 then
             return last, a
         elseif used > 0 then
@@ -132,7 +134,7 @@ local function given_back(g, last, a, b, units)
     end
     put_holds(id, u1, t1, u2, t2)
     if kind == BUCKET then
-        a = max(min(a, gate[g + CAPACITY] * MICROS_PER_UNIT) - units * MICROS_PER_UNIT, 0)
+        a = max(a - units * MICROS_PER_UNIT, 0)
     end
     if u1 + u2 > 0 or (kind == BUCKET and a > 0 or kind == LOG and b >= 1024) then
         return last, a, b
