@@ -39,9 +39,14 @@ sender that it has never heard of, which may be long dead. So it takes messages 
 only if a live peer vouches for it by a fresh entry, or if the message repeats a random number, the
 *nonce*, which this node made within the last 30 s. A node that contacts a stranger sends its own
 nonce, and gets the stranger's. That answer is not longer than the question, and questions that are
-not authentic are not answered at all. What remains possible: an attacker who can hold back
-datagrams can deliver them up to 10 s late (5 s of the window, 5 s between heartbeats). An attacker
-who controls all of a node's traffic can cut it off. Every node that has the key is trusted.
+not authentic are not answered at all. A recorded question of a node that is gone stays a question,
+so answers to strangers have a small budget of their own: whoever repeats it takes no bytes from
+hints and payloads. What remains possible: an attacker who can hold back datagrams can deliver them
+up to 10 s late (5 s of the window, 5 s between heartbeats). Messages name no recipient, except
+payloads and acknowledgements, so an attacker can deliver a copy to another node, which takes it as
+sent to itself; a node answers a peer only at the peer's own address. An attacker who repeats
+questions without end can delay nodes that join through the node that he asks. An attacker who
+controls all of a node's traffic can cut it off. Every node that has the key is trusted.
 """
 
 from __future__ import annotations
@@ -293,15 +298,11 @@ class _Known(NamedTuple):
 
 
 class _Budget:
-    """The bytes that a node may send: a token bucket that may be overdrawn.
+    """Bytes that a node may send: a token bucket that may be overdrawn."""
 
-    It fills at 88 % of the rate and holds one second of it, so that the mean of every 10 s stays
-    below the rate. A round is sent in any case, small if nothing is left.
-    """
-
-    def __init__(self, bytes_per_second: int, now_ns: int) -> None:
-        self.capacity = self._left = bytes_per_second * 1.0
-        self._rate = bytes_per_second * 0.88
+    def __init__(self, rate: float, capacity: float, now_ns: int) -> None:
+        self.capacity = self._left = capacity
+        self._rate = rate
         self._at_ns = now_ns
         self.spent = 0
 
@@ -347,7 +348,12 @@ class Gossip:
         self._started_ns = now_ns
         self._sequence = 0
         self._leaving = False
-        self._budget = _Budget(self.settings.bytes_per_second, now_ns)
+        # Together below the rate in the mean of every 10 s: 82 % + 100 % / 10 + 2 % + 50 % / 10. A
+        # round is sent in any case, small if nothing is left. Half a second of bytes for strangers
+        # is enough for 180 nodes that join at once.
+        rate = float(self.settings.bytes_per_second)
+        self._budget = _Budget(rate * 0.82, rate, now_ns)
+        self._strangers = _Budget(rate * 0.02, rate * 0.5, now_ns)
         self._counters: Counter[str] = Counter()
         self._lag = Histogram()
         # Membership.
@@ -364,7 +370,7 @@ class Gossip:
         self._toggle_digest(self.node)
         # Hints.
         self._hint_number = 0
-        self._hints: dict[tuple[int, int], _Hint] = {}
+        self._hints: dict[tuple[int, int], _Hint] = {}  # of other nodes
         self._known: dict[tuple[HintKind, int, str], _Known] = {}
         self._urgent: list[_Hint] = []
         self._forwarding: list[_Hint] = []
@@ -437,7 +443,7 @@ class Gossip:
         for ack in message.acks:
             self._take_ack(peer, ack, now_ns)
         if message.nonce or message.digest:
-            self._answer(message, source, now_ns, out)
+            self._answer(message, peer.address, now_ns, out)
         return out
 
     def leave(self, now_ns: int) -> list[Outgoing]:
@@ -578,7 +584,7 @@ class Gossip:
         `hints_sent`, `hints_received`: each hint once.
         `dropped_…`: messages, hints and payloads that were not taken, by reason.
         """
-        return {**self._counters, "sent_bytes": self._budget.spent}
+        return {**self._counters, "sent_bytes": self._budget.spent + self._strangers.spent}
 
     def lag(self) -> list[int]:
         """Return the data of a histogram (`core.histogram`): the age of hints as they arrived."""
@@ -600,8 +606,10 @@ class Gossip:
         sequence = self._next_sequence(now_ns)
         return Message(self.node, sequence, members=tuple(members), hints=tuple(hints))
 
-    def _send(self, out: list[Outgoing], address: Address, message: Message) -> None:
-        self._budget.spend(message_size(message) + PACKET_BYTES)
+    def _send(
+        self, out: list[Outgoing], address: Address, message: Message, by: _Budget | None = None
+    ) -> None:
+        (by or self._budget).spend(message_size(message) + PACKET_BYTES)
         self._counters["sent"] += 1
         out.append((address, message))
 
@@ -616,10 +624,11 @@ class Gossip:
 
     def _proof(self, now_ns: int) -> int:
         """Return the nonce that strangers have to repeat. It changes every NONCE_NS."""
-        if now_ns - self._nonce_ns >= NONCE_NS:
-            fresh = now_ns - self._nonce_ns < 2 * NONCE_NS
-            self._nonces = self._new_nonce(), self._nonces[0] if fresh else 0
-            self._nonce_ns = now_ns
+        periods = (now_ns - self._nonce_ns) // NONCE_NS
+        if periods > 0:
+            self._nonces = self._new_nonce(), self._nonces[0] if periods == 1 else 0
+            # A whole number of periods on, or the last nonce would live for up to three.
+            self._nonce_ns += periods * NONCE_NS
         return self._nonces[0]
 
     def _accepted(
@@ -641,14 +650,15 @@ class Gossip:
             if peer is not None and peer.live:
                 peer.take_sequence(message.sequence)
                 return peer
-        elif message.nonce and message.digest and own and self._budget.share(now_ns) > -0.5:
+        elif message.nonce and message.digest and own and self._strangers.share(now_ns) > 0:
             # A question of a stranger: it has to repeat our nonce. Not longer than the question.
             challenge = self._message(now_ns, members=[self._own_entry(now_ns)])
-            self._send(out, source, challenge._replace(nonce=self._nonces[0], echo=message.nonce))
+            challenge = challenge._replace(nonce=self._nonces[0], echo=message.nonce)
+            self._send(out, source, challenge, self._strangers)
         self._drop("stranger")
         return None
 
-    def _answer(self, message: Message, source: Address, now_ns: int, out: list[Outgoing]) -> None:
+    def _answer(self, message: Message, address: Address, now_ns: int, out: list[Outgoing]) -> None:
         """Answer a nonce, and a digest that differs from ours."""
         parts = {
             part
@@ -676,7 +686,7 @@ class Gossip:
         if wants_reply:
             # The other side answers once more if it had more than we.
             answer = answer._replace(digest=tuple(self._digest), wants_reply=bool(message.nonce))
-        self._send(out, source, answer)
+        self._send(out, address, answer)
 
     # ── Membership ─────────────────────────────────────────────────────────────────────────────
 
@@ -902,7 +912,7 @@ class Gossip:
         if not is_short or cost > U32_MAX:
             self._drop("hint_unsendable")
             return
-        if len(self._hints) >= HINTS_MAX:
+        if len(self._urgent) >= _places(kind):
             self._drop("hints_full")
             return
         self._hint_number = (self._hint_number + 1) & U32_MAX
@@ -918,12 +928,11 @@ class Gossip:
 
     def _remember(self, hint: _Hint, now_ns: int) -> None:
         entry = hint.entry
-        self._hints[entry.origin, entry.number] = hint
         self._repairing.append(hint)
         ends_ns = now_ns + WARM_REPEAT_NS
         if entry.kind == "denied":
             ends_ns = hint.born_ns + entry.lasts_ms * _MS
-        if len(self._known) < HINTS_MAX:
+        if len(self._known) < _places(entry.kind):
             self._known[entry.kind, entry.gate, entry.subject] = _Known(entry.cost, ends_ns)
 
     def _take_hint(self, entry: HintEntry, now_ns: int) -> None:
@@ -934,11 +943,12 @@ class Gossip:
         if ends_ns <= now_ns:
             self._drop("hint_late")
             return
-        if len(self._hints) >= HINTS_MAX or len(self._hint_inbox) >= INBOX_MAX:
+        if len(self._hints) >= _places(entry.kind) or len(self._hint_inbox) >= INBOX_MAX:
             self._drop("hints_full")
             return
         self._counters["hints_received"] += 1
         self._lag.note(now_ns - hint.born_ns)
+        self._hints[entry.origin, entry.number] = hint
         self._remember(hint, now_ns)
         lasts_ns = entry.lasts_ms * _MS - (now_ns - hint.born_ns) if entry.kind == "denied" else 0
         self._hint_inbox.append(Hint(entry.kind, entry.gate, entry.subject, entry.cost, lasts_ns))
@@ -1143,6 +1153,11 @@ def _reserve(entry: HintEntry) -> float:
     if entry.kind == "warm":
         return 0.05
     return 0.3 if entry.lasts_ms >= LONG_MS else 0.6
+
+
+def _places(kind: HintKind) -> int:
+    """Return how full a table of hints may be for another. Denials leave half to `warm`."""
+    return HINTS_MAX if kind == "warm" else HINTS_MAX // 2
 
 
 def _usefulness(hint: _Hint) -> tuple[float, int]:
