@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -11,11 +12,20 @@ from hypothesis import strategies as st
 
 from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
-from tollkeeper import CapacityError, ConfigError, Decision, Fleet, StoreError, StoreUnavailable
+from tollkeeper import (
+    CapacityError,
+    ConfigError,
+    Decision,
+    Fleet,
+    Limit,
+    StoreError,
+    StoreUnavailable,
+)
 from tollkeeper.core.model import CONSISTENCIES, Consistency
 from tollkeeper.core.rates import limits_of
 from tollkeeper.decide.store import Gate
 from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from tollkeeper.fleet import node as nodes
 from tollkeeper.fleet.gates import NodeGate
 from tollkeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
 from tollkeeper.testing import ManualClock
@@ -217,6 +227,79 @@ def test_a_denial_that_the_node_knows_charges_no_strict_rule() -> None:
     answers = one.store.check_together([(strict, KEY, 1), (leased, KEY, 1)])
     assert [bool(each) for each in answers] == [True, False]
     assert strict.peek(KEY, 0).remaining == 10
+
+
+@pytest.mark.parametrize("kind", CONSISTENCIES)
+def test_requests_that_the_node_denies_ask_the_authority_once_a_second(
+    monkeypatch: pytest.MonkeyPatch, kind: Consistency
+) -> None:
+    """A client over its leased limit must not load the authority more than a strict one."""
+    clock, shared, one, _ = fleet_of_two()
+    leased = one.store.gate(limits_of("3/hour"), "leased", "leased")
+    other = one.store.gate(limits_of("10/hour"), "other", kind)
+    while leased.check(KEY, 1).allowed:
+        pass
+    peeks: list[str] = []
+    peek = MemoryGate.peek
+
+    def counted(gate: MemoryGate, subject: str, cost: int) -> Decision:
+        peeks.append(subject)
+        return peek(gate, subject, cost)
+
+    monkeypatch.setattr(MemoryGate, "peek", counted)
+    calls = shared.controlled.leases, len(shared.controlled.reported)
+    for _ in range(100):
+        clock.advance(0.005)
+        answers = one.store.check_together([(other, KEY, 1), (leased, KEY, 1)])
+        assert [bool(each) for each in answers] == [True, False]
+        assert answers[0].remaining == 10  # type: ignore[union-attr]  # a decision
+    assert peeks == [KEY]
+    assert (shared.controlled.leases, len(shared.controlled.reported)) == calls
+    one.store.check_together([(other, "user:43", 1), (leased, KEY, 1)])
+    assert peeks == [KEY, "user:43"]
+
+
+def test_the_answers_that_are_repeated_grow_older_and_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A denial among them ends when it should, and other subjects fill no memory."""
+    monkeypatch.setattr(nodes, "_LOOKS_MAX", 10)
+    clock, _, one, _ = fleet_of_two()
+    node, gate, limit = one.node, object(), Limit(5, per=60)
+    denial = Decision(False, limit, 0, retry_after_ns=300, reset_after_ns=900, decided_ns=50)
+    node.keep_look((gate, KEY, 1), denial)
+    clock.advance_ns(200)
+    look = node.look_of((gate, KEY, 1))
+    assert look is not None
+    assert (look.retry_after_ns, look.reset_after_ns, look.decided_ns) == (100, 700, 250)
+    assert node.look_of((gate, KEY, 2)) is None
+    clock.advance_ns(100)
+    assert node.look_of((gate, KEY, 1)) is None
+    node.keep_look((gate, KEY, 1), Decision(True, limit, 5))
+    clock.advance(0.9)
+    assert node.look_of((gate, KEY, 1)) is not None
+    clock.advance(0.1)
+    assert node.look_of((gate, KEY, 1)) is None
+    for number in range(100):
+        node.keep_look((gate, f"user:{number}", 1), denial)
+    assert len(node._looked) <= 10
+
+
+def test_a_check_takes_no_lock_of_the_store_and_a_forked_process_has_its_own() -> None:
+    """A thread of the parent may hold the lock for ever, as the child sees it."""
+    clock = ManualClock(1_000)
+    store = FleetStore(SharedStore(clock), Fleet(), clock, owns_store=False)
+    unopened = FleetStore(SharedStore(clock), Fleet(), clock, owns_store=False)
+    node = store.open_node()
+    with store._lock, unopened._lock:
+        assert store.open_node() is node
+        child = os.fork()
+        if child == 0:
+            # No test framework here: the exit status is the answer.
+            free = store._lock.acquire(blocking=False) and unopened._lock.acquire(blocking=False)
+            os._exit(0 if free else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()
 
 
 def test_an_optional_rule_may_fail_and_the_others_are_charged() -> None:

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import StoreError
 from tollkeeper.core.histogram import Histogram
-from tollkeeper.core.model import Decision, Limit, Limits
+from tollkeeper.core.model import Decision, Limit, Limits, decision_with
 from tollkeeper.decide.allowances import (
     DENIED_NS_MAX,
     AllowanceGate,
@@ -54,6 +54,8 @@ HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
 HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 100
 _HINTED_MAX: Final = 10_000
+# Answers of other rules that are repeated for requests that this node denies.
+_LOOKS_MAX: Final = 1_000
 # Rounds in which a forked process empties its copy of a private table: 1,000 allowances each.
 _FORGET_ROUNDS_MAX: Final = 10_000
 _FORGET_COUNT: Final = 1_000
@@ -196,6 +198,7 @@ class Node:
         self.on_urgent: Callable[[], None] = _nothing
         """Called when there is something to report at once."""
         self._hinted: dict[tuple[int, str], int] = {}
+        self._looked: dict[tuple[object, str, int], tuple[Decision, int]] = {}
         # By rule: the limits that were used last, and since when all their warm subjects are known.
         self._in_use: dict[str, tuple[int, int]] = {}
         self._offset_ns: int | None = None  # the authority's clock minus this one
@@ -332,6 +335,30 @@ class Node:
         self.give_back(known.gate, subject, replaced)
         if lease.units:
             self.on_work()
+
+    def keep_look(self, check: tuple[object, str, int], look: Decision) -> None:
+        """Keep what a check would be answered, for requests that this node denies."""
+        if len(self._looked) >= _LOOKS_MAX:
+            self._looked.clear()
+        self._looked[check] = look, self.now_ns()
+
+    def look_of(self, check: tuple[object, str, int]) -> Decision | None:
+        """Return what a check was answered within the last second, as of now; None if it was not.
+
+        So a client that this node denies costs the authority one call a second for its other rules.
+        """
+        look, looked_ns = self._looked.get(check, (None, 0))
+        age_ns = self.now_ns() - looked_ns
+        if look is None or not 0 <= age_ns < DENIED_NS_MAX:
+            return None
+        if not look.allowed and age_ns >= look.retry_after_ns:
+            return None
+        return decision_with(
+            look,
+            retry_after_ns=max(look.retry_after_ns - age_ns, 0),
+            reset_after_ns=max(look.reset_after_ns - age_ns, 0),
+            decided_ns=look.decided_ns + age_ns,
+        )
 
     # ── Hints ──────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,9 @@ node's units are put back.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -74,6 +76,7 @@ class FleetStore:
         self._clock = clock
         self._owns_store = owns_store
         self._lock = threading.Lock()
+        _stores.add(self)
         self._node: Node | None = None
         self._table_store: Store | None = None
         self._thread: ReportThread | None = None
@@ -94,6 +97,8 @@ class FleetStore:
 
     def open_node(self) -> Node:
         """Open the table of the node, unless it is open. Raises ConfigError, StoreUnavailable."""
+        if self._node is not None:
+            return self._node
         with self._lock:
             if self._node is None:
                 authority = self._store.authority
@@ -108,9 +113,13 @@ class FleetStore:
                 node = Node(self.fleet_settings, self._clock, table, authority)
                 node.make_gate = self._store.gate
                 self._agent = self._started_agent(node)
-                self._node = node
                 self._thread = ReportThread(node)
+                self._node = node  # last: it is read without the lock
             return self._node
+
+    def forked(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
@@ -337,8 +346,9 @@ def deciding(
     spent = [(at, checks[at][0], each) for at, each in enumerate(decided) if each is not None]
     answers: dict[int, Answer] = {}
     try:
-        if not all(decision for _, _, decision in spent):
-            answers = yield from _looking(checks, rest)
+        denier = next((gate for _, gate, decision in spent if not decision), None)
+        if denier is not None:
+            answers = yield from _looking(denier.node, checks, rest)
             passes = False
         else:
             answers = yield from _asking(calls, checks, rest, optional)
@@ -400,15 +410,28 @@ def _asking(
 
 
 def _looking(
-    checks: Sequence[tuple[Any, str, int]], rest: Sequence[int]
+    node: Node, checks: Sequence[tuple[Any, str, int]], rest: Sequence[int]
 ) -> Steps[dict[int, Answer]]:
-    """Return what the checks at these positions would be answered, of a request that is denied."""
-    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in rest]
+    """Return what the checks at these positions would be answered, of a request that is denied.
+
+    The caller shows these answers, and waits for the longest of them. None of them can let the
+    request pass, so the node repeats them for a second, as the denial itself.
+    """
+    answers: dict[int, Answer] = {}
+    for at in rest:
+        known = node.look_of(tuple(checks[at]))
+        if known is not None:
+            answers[at] = known
+    asked = [at for at in rest if at not in answers]
+    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in asked]
     looked: list[Any] = (yield Together(calls)) if calls else []
-    for each in looked:
-        if isinstance(each, BaseException) and not isinstance(each, StoreError):
+    for at, each in zip(asked, looked, strict=True):
+        answers[at] = each
+        if not isinstance(each, BaseException):
+            node.keep_look(tuple(checks[at]), each)
+        elif not isinstance(each, StoreError):
             raise each
-    return dict(zip(rest, looked, strict=True))
+    return answers
 
 
 def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent]) -> Steps[None]:
@@ -424,3 +447,14 @@ def _uncharged(decision: Decision, cost: int) -> Decision:
     if decision.charged_ns is None:
         return decision
     return decision_with(decision, charged_ns=None, remaining=decision.remaining + cost)
+
+
+_stores: weakref.WeakSet[FleetStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores):
+        store.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
