@@ -97,7 +97,7 @@ def test_the_store_of_another_limiter_keeps_its_fleet() -> None:
     store = FleetStore(SharedStore(clock), Fleet(nodes=3), clock)
     assert fleet_store_of(store, Fleet(), clock, owned=False) is store
     assert fleet_store_of(store, Fleet(nodes=3), clock, owned=False) is store
-    with pytest.raises(ConfigError, match="leave fleet out"):
+    with pytest.raises(ConfigError, match="omit fleet"):
         fleet_store_of(store, Fleet(nodes=4), clock, owned=False)
 
 
