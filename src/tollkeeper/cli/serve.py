@@ -111,7 +111,7 @@ GossipOption = Annotated[
         "--gossip",
         metavar="HOST:PORT",
         help="Exchange hints with the other nodes at this address, by UDP: 10.0.0.5:7946. "
-        "[default: no gossip]",
+        "An address in numbers, or localhost. [default: no gossip]",
     ),
 ]
 GossipKeyOption = Annotated[

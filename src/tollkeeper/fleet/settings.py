@@ -42,7 +42,8 @@ class Fleet:
     `warm`           the share of a limit from which the authority decides every check of an
                      `eventual` subject.
     `nodes`          how many nodes share the limits, at least.
-    `gossip`         "HOST:PORT" to exchange hints with other nodes at; by default no gossip.
+    `gossip`         "HOST:PORT" to exchange hints with other nodes at; by default no gossip. HOST
+                     is an address of this machine in numbers, or `localhost`.
     `key_file`       the file with the keys that authenticate gossip. Required unless HOST is a
                      loopback address.
     `peers`          "HOST:PORT" of other nodes, or a name that resolves to all of them; by default

@@ -360,14 +360,7 @@ class GossipTransport:
     def _advertised(self, advertise: str | None) -> Address:
         host, port = self._socket.getsockname()[:2]
         if advertise is not None:
-            wanted, port = _split(advertise, "advertise")
-            try:
-                host, port = _resolved(wanted, port)[0]
-            except OSError as error:
-                raise ConfigError(
-                    f"advertise={show(advertise)} cannot be resolved: {error.strerror or error}; "
-                    f"give an address that the other nodes can send to"
-                ) from error
+            host, port = own_address(advertise, "advertise")
         elif ip_address(host).is_unspecified:
             host = _outgoing_host(self._socket.family)
         if self._keys is None and not ip_address(host).is_loopback:
@@ -414,6 +407,19 @@ def _is_numeric(host: str) -> bool:
     return True
 
 
+def own_address(text: str, what: str) -> Address:
+    """Return an address of this machine, without asking a name server. Raises ConfigError."""
+    host, port = _split(text, what)
+    if host == "localhost":
+        return "127.0.0.1", port
+    if not _is_numeric(host):
+        raise ConfigError(
+            f"{what}: {show(text)} has a name, which a name server may take long to resolve; give "
+            f'an address of this machine in numbers, for example "10.0.0.7:{port}"'
+        )
+    return host, port
+
+
 def _resolved(host: str, port: int) -> list[Address]:
     """Return all addresses of a name. Blocks. Raises OSError."""
     try:
@@ -425,14 +431,7 @@ def _resolved(host: str, port: int) -> list[Address]:
 
 def _bound(bind: str, *, keyed: bool) -> socket.socket:
     """Return a socket at the address. Raises ConfigError."""
-    host, port = _split(bind, "gossip")
-    try:
-        host, port = _resolved(host, port)[0]
-    except OSError as error:
-        raise ConfigError(
-            f"gossip: {show(bind)} cannot be resolved: {error.strerror or error}; "
-            f"give an address of this machine"
-        ) from error
+    host, port = own_address(bind, "gossip")
     if not keyed and not ip_address(host).is_loopback:
         raise ConfigError(
             f"gossip on {show(bind)} without a key file is open to every machine that can reach "

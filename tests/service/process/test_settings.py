@@ -74,6 +74,7 @@ FILES: list[tuple[str, str]] = [
     ("gossip-key: k", "--gossip-key has no effect without --gossip"),
     ("gossip: '127.0.0.1:7946'", "--gossip is for machines that share a store"),
     ("store: redis://h\ngossip: '7946'", "HOST:PORT"),
+    ("store: redis://h\ngossip: node-7:7946", "--gossip: 'node-7:7946' has a name"),
     ("store: redis://h\ngossip: 10.0.0.5:7946", "no --gossip-key: any of them could have"),
     ("store: redis://h\ngossip: 0.0.0.0:7946", "openssl rand -hex 32"),
     ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: [store, a:1]", "give it alone"),

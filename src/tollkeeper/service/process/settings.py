@@ -21,6 +21,7 @@ from urllib.parse import quote
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.fleet.settings import Fleet
+from tollkeeper.fleet.transport import own_address
 from tollkeeper.rules.document.tree import suggestion
 
 LogFormat = Literal["auto", "json", "text"]
@@ -103,7 +104,7 @@ class ServiceSettings:
     nodes: int = 1
     """How many machines share the store, at least. Gossip may know of more."""
     gossip: str = ""
-    """HOST:PORT to exchange hints with other nodes at; empty: no gossip."""
+    """HOST:PORT to exchange hints with other nodes at, in numbers; empty: no gossip."""
     gossip_key: str = ""
     """The file with the keys that authenticate gossip; empty: only on a loopback address."""
     peers: tuple[str, ...] = ()
@@ -248,6 +249,7 @@ class ServiceSettings:
                 f"--gossip is for machines that share a store, and --store {self.store} is on this "
                 f"machine; use --store redis://host, or remove --gossip"
             )
+        own_address(self.gossip, "--gossip")
         if not is_loopback(host) and not self.gossip_key:
             raise ConfigError(
                 f"--gossip {self.gossip} can be reached from other machines, and there is no "
@@ -365,7 +367,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 def free_udp(gossip: str) -> str:
     """Return the address of --gossip, with a free port instead of port 0. Raises ConfigError."""
-    host, port = address_of(gossip)
+    host, port = own_address(gossip, "--gossip")
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
