@@ -214,7 +214,7 @@ def test_bug_hints_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes go on admitting a subject that the authority would deny."""
     monkeypatch.setattr(Node, "heard_warm", lambda *_: None)
     monkeypatch.setattr(Node, "heard_denied", lambda *_: None)
-    assert simulate(RARE).never_over.overshoot() > 0.25
+    assert simulate(RARE).never_over.overshoot() > 0
 
 
 def test_bug_late_charges_are_not_dated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,9 +383,10 @@ class Node:
         """End the budget of a subject that another node found warm; report its charges at once."""
         known = self.gates.get(gate)
         if known is not None and known.kind == "eventual":
-            known.allowance.stop(subject)
             if known.warm_ns:
-                self.keep_warm(known, subject)
+                self.keep_warm(known, subject)  # a denial that is known here goes on
+            else:
+                known.allowance.stop(subject)
             self._note_hint(gate, subject)
             if len(self.warmed) < WARMED_MAX and known.allowance.held(subject):
                 self.warmed.append((known, subject))
