@@ -93,12 +93,14 @@ class GossipOpener:
     def __init__(self) -> None:
         self.opened: list[StubGossip] = []
         self.fails = False
+        self.live = 3
 
     def __call__(self, bind: str, **given: Any) -> Any:
         """Open one."""
         if self.fails:
             raise ConfigError("the port is in use")
         self.opened.append(StubGossip(bind, **given))
+        self.opened[-1].live = self.live
         return self.opened[-1]
 
 

@@ -320,6 +320,23 @@ def test_an_agent_that_ends_is_replaced(table: str) -> None:
         assert other.opened[0].told == [("warm", 1, "user:1")]
 
 
+def test_a_process_that_takes_over_does_not_forget_the_other_nodes(table: str) -> None:
+    """Its gossip has not heard of them yet, and the whole limit is not its own."""
+    with agents(table, table) as [(first, _), (second, other)]:
+        until(lambda: second.live_nodes() == 3, "the agent is known", WAIT_S)
+        led: list[int] = []
+        second.on_lead = lambda node: led.append(second.heard_nodes() if node else 0)
+        other.live = 1
+        first.close()
+        until(lambda: second.gossip() is not None, "the second process leads", WAIT_S)
+        assert led == [3]
+        other.opened[0].given["on_changes"]([])
+        assert second.heard_nodes() == 3
+        second._heard_all_at_s = 0.0
+        other.opened[0].given["on_changes"]([])
+        assert second.heard_nodes() == 1
+
+
 def test_a_take_over_that_fails_is_repeated(table: str, caplog: pytest.LogCaptureFixture) -> None:
     """The port may still be in use for a moment; it is logged once."""
     with agents(table, table) as [(first, _), (second, other)]:

@@ -14,10 +14,13 @@ from tollkeeper.core.model import Limit
 from tollkeeper.decide.failure import LocalCheck, LocalFallback, LocalLimits
 from tollkeeper.fleet.gossip import MemberChange, ReceivedPayload
 from tollkeeper.fleet.outage import (
+    ALONE_NS,
+    DEAD_COUNT_NS,
     GROUPS_MAX,
     SILENCE_NS,
     SLOW_NS,
     SLOW_PAUSE,
+    LiveMajority,
     NodeTotals,
     OutageCharges,
     answer_of,
@@ -39,6 +42,7 @@ class Wire:
         self.agent: NodeTotals | None = None
         self.asked = self.takes_ns = 0
         self.clock: ManualClock | None = None
+        self.sharing = self.heard = 0
         self.charges = OutageCharges()
         self.sent: list[tuple[int, bytes]] = []
 
@@ -53,7 +57,10 @@ class Wire:
         return None if self.agent is None else self.agent.answer(question)
 
     def sharing_nodes(self) -> int:
-        return len(self._nodes)
+        return self.sharing or len(self._nodes)
+
+    def heard_nodes(self) -> int:
+        return self.heard
 
     def deliver(self) -> None:
         sent, self.sent = self.sent, []
@@ -116,6 +123,90 @@ def test_one_busy_node_gets_more_than_a_share_and_all_get_no_more_than_the_limit
         nodes.talk(0.5)
         others += nodes.admit(2, 100) + nodes.admit(3, 100)
     assert first + others <= 61
+
+
+def lose(nodes: Nodes, node: int, *lost: int, left: bool = False) -> None:
+    """Tell a node one by one that others are no longer there; they hear nothing of each other."""
+    nodes.wires[node - 1].sharing = 1  # gossip counts itself only, and nothing is configured
+    for each in lost:
+        nodes.totals[node].on_changes([MemberChange(each, False, left)])
+
+
+def test_a_node_that_has_lost_the_others_keeps_its_share(clock: ManualClock) -> None:
+    """Each of 20 nodes that were all cut off would admit the whole limit otherwise."""
+    nodes = Nodes(clock, count=20)
+    nodes.talk(30)
+    minute = (Limit(100, per=60),)
+    lose(nodes, 1, *range(2, 21))
+    assert nodes.totals[1].nodes() == 20
+    admitted = 0
+    for _ in range(240):
+        clock.advance(5)
+        nodes.totals[1].publish()
+        admitted += nodes.admit(1, 3, minute)
+    assert 95 <= admitted <= 105  # a share of 5 a minute, for 20 minutes
+
+
+def test_half_of_the_fleet_is_not_the_fleet(clock: ManualClock) -> None:
+    """Of four nodes, two and two no longer hear each other: neither part takes the other's."""
+    nodes = Nodes(clock, count=4)
+    everyone = dict(nodes.totals)
+    for node, lost in ((1, (3, 4)), (2, (3, 4)), (3, (1, 2)), (4, (1, 2))):
+        lose(nodes, node, *lost)
+    admitted = 0
+    for part in ((1, 2), (3, 4)) * 20:
+        nodes.totals.clear()
+        nodes.totals.update({node: everyone[node] for node in part})
+        nodes.talk(0.5)
+        admitted += nodes.admit(part[0], 100) + nodes.admit(part[1], 100)
+    assert 55 <= admitted <= 61
+
+
+def test_nodes_that_said_that_they_leave_are_not_missed(clock: ManualClock) -> None:
+    """The last node of a fleet that was scaled down has the whole limit, in time."""
+    nodes = Nodes(clock, count=4)
+    lose(nodes, 1, 2, 3, 4, left=True)
+    assert nodes.totals[1].nodes() == 1
+    assert nodes.admit(1, 100) == 60
+
+
+def test_dead_nodes_count_for_ten_minutes(clock: ManualClock) -> None:
+    """Nodes that die long after each other never make the others a minority."""
+    majority = LiveMajority(5)
+    assert [majority.lost(live, 0) for live in (5, 4, 3, 2, 1)] == [0, 0, 0, 3, 4]
+    assert majority.lost(3, DEAD_COUNT_NS - 1) == 0
+    assert majority.lost(2, DEAD_COUNT_NS - 1) == 3
+    assert majority.lost(3, DEAD_COUNT_NS) == 0
+    assert majority.lost(2, DEAD_COUNT_NS) == 0
+    assert majority.lost(1, 9 * DEAD_COUNT_NS) == 2
+
+
+def test_a_new_agent_has_no_share_until_it_has_heard_of_others(clock: ManualClock) -> None:
+    """It may be one of many nodes. After some seconds it is alone."""
+    wire = Wire(1, {})
+    agent = totals_of(wire, clock)
+    agent.lead(1)
+    check = [LocalCheck(LIMITS, "api", "user:ann", 1)]
+    assert not all(agent.decide(check, spend=True) or [])
+    clock.advance(ALONE_NS / SECOND)
+    agent.publish()
+    assert all(agent.decide(check, spend=True) or [False])
+
+
+def test_a_process_that_takes_over_knows_how_many_nodes_there_were(clock: ManualClock) -> None:
+    """It has no share until most of them have confirmed it; after a while, the fixed share."""
+    wire = Wire(1, {})
+    wire.heard = 20
+    agent = totals_of(wire, clock)
+    agent.lead(1)
+    check = [LocalCheck(LIMITS, "api", "user:ann", 1)]
+    for _ in range(4):
+        clock.advance(4)
+        agent.publish()
+        assert not all(agent.decide(check, spend=True) or [])
+    clock.advance(4)
+    assert agent.decide(check, spend=True) is None
+    assert agent.nodes() == 20
 
 
 def test_another_process_of_the_node_asks_the_agent(clock: ManualClock) -> None:

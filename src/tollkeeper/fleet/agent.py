@@ -60,6 +60,8 @@ from tollkeeper.fleet.transport import GossipTransport
 TURN_S: Final = 0.5
 # After a failure to start gossip, the next attempt is made after this time.
 RETRY_S: Final = 5.0
+# After this time, a new agent has heard of all live nodes.
+HEARD_ALL_S: Final = 5.0
 # The topic under which nodes without gossip register, and their number until it is known.
 TOPIC: Final = "nodes"
 NODES_ASSUMED: Final = 100
@@ -139,6 +141,7 @@ class NodeAgent:
         self._known: list[FleetNode] = []
         self._known_at_s = 0.0
         self._retry_at_s = 0.0
+        self._heard_all_at_s = 0.0
         self._stats: AllowanceStats | None = None
         self._stats_due_s = 0.0
         self._questions: dict[bytes, _Question] = {}
@@ -232,6 +235,7 @@ class NodeAgent:
         if self.on_lead is not None:
             self.on_lead(gossip.node)
         gossip.start()
+        self._heard_all_at_s = monotonic() + HEARD_ALL_S
         self._gossip = gossip
 
     def _run(self) -> None:
@@ -268,7 +272,7 @@ class NodeAgent:
         if gossip is None:
             return
         gossip.set_status(self._status())
-        self._live = gossip.live_nodes()
+        self._hear(gossip)
         if self.on_turn is not None:
             self.on_turn()
         if self._processes is not None:
@@ -321,6 +325,10 @@ class NodeAgent:
     def live_nodes(self) -> int:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
         return self._live or self._node.fleet.nodes
+
+    def heard_nodes(self) -> int:
+        """Return how many nodes are alive by gossip, this one included; 0 if not known yet."""
+        return self._live
 
     def hears_hints(self) -> bool:
         """Return True if other nodes are alive, which tell this one of warm subjects."""
@@ -436,9 +444,16 @@ class NodeAgent:
     def _pass_changes(self, changes: list[MemberChange]) -> None:
         gossip = self._gossip
         if gossip is not None:
-            self._live = gossip.live_nodes()
+            self._hear(gossip)
         if self.on_changes is not None:
             self.on_changes(changes)
+
+    def _hear(self, gossip: GossipTransport) -> None:
+        """Count the live nodes. A new agent does not hear of all of them at once."""
+        live = gossip.live_nodes()
+        if monotonic() < self._heard_all_at_s:
+            live = max(live, self._live)
+        self._live = live
 
     def publish(self, payload: bytes) -> int | None:
         """See `Gossip.publish`; None if this process is not the agent."""

@@ -193,6 +193,8 @@ class MemberChange(NamedTuple):
 
     node: int
     live: bool
+    left: bool = False
+    """True if it said that it leaves, or another node has taken its address."""
 
 
 class _GossipPeer:
@@ -783,7 +785,7 @@ class Gossip:
             return
         peer.live = live
         self._toggle_digest(peer.node)
-        self._changes.append(MemberChange(peer.node, live))
+        self._changes.append(MemberChange(peer.node, live, peer.left))
         if live:
             self._live.append(peer)
             self._live_at[peer.address] = peer

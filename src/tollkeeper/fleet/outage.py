@@ -40,6 +40,10 @@ SILENCE_NS: Final = NS_PER_SECOND
 # After an answer that took longer than SLOW_NS, it does not ask for SLOW_PAUSE times as long.
 SLOW_NS: Final = NS_PER_SECOND // 1_000
 SLOW_PAUSE: Final = 20
+# A new agent that has not heard of any other node yet has no share for this time.
+ALONE_NS: Final = 5 * NS_PER_SECOND
+# Nodes that died count in the majority for this time.
+DEAD_COUNT_NS: Final = 600 * NS_PER_SECOND
 # Questions of more rules, and longer ones, are not answered.
 CHECKS_MAX: Final = 256
 QUESTION_BYTES_MAX: Final = 100_000
@@ -62,6 +66,10 @@ class Messenger(Protocol):
 
     def sharing_nodes(self) -> int:
         """Return how many nodes share the limits: the live ones, or more if so configured."""
+        ...
+
+    def heard_nodes(self) -> int:
+        """Return how many nodes are alive by gossip, this one included; 0 if not known yet."""
         ...
 
 
@@ -88,7 +96,11 @@ class NodeTotals:
         self._lock = threading.Lock()
         self._totals: Totals | None = None  # only in the agent
         self._live: set[int] = set()
+        self._majority = LiveMajority()
+        self._sharing = 1
+        self._alone_until_ns = 0
         self._publish_ns = 0
+        self._use_ns = 0  # when the shares are looked at again
         self._silent_until_ns = 0
 
     # ── The agent's side ───────────────────────────────────────────────────────────────────────
@@ -102,23 +114,43 @@ class NodeTotals:
         with self._lock:
             self._totals = None if node is None else Totals(node)
             self._live = set()
+            self._sharing = 1
+            self._majority = LiveMajority(self._messenger.heard_nodes())
+            self._alone_until_ns = self._now_ns() + ALONE_NS
             self._use()
 
     def on_changes(self, changes: Sequence[MemberChange]) -> None:
         """Take note of nodes that became live, or are no longer."""
         with self._lock:
+            self._alone_until_ns = 0
             for change in changes:
                 (self._live.add if change.live else self._live.discard)(change.node)
+                if change.left:
+                    self._majority.left()
             self._use()
             if not self._totals:  # nothing is counted: the shares can wait until they are settled
                 self._publish_ns = max(self._publish_ns, self._now_ns() + CALM_NS)
         self.publish()
 
     def _use(self) -> None:
+        """Share the limits among the live nodes; if most are lost, among all, as before.
+
+        A node that is lost is a member that never says a word: no share rises while it is one, and
+        it accepts nothing, so that each node stays within the share that it has.
+        """
         totals = self._totals
-        if totals is not None:
-            members = sorted({totals.member, *self._live})
-            totals.use(equal_shares(members), self._now_ns(), self._at_most)
+        if totals is None:
+            return
+        now_ns = self._now_ns()
+        self._use_ns = now_ns + NS_PER_SECOND
+        members = sorted({totals.member, *self._live})
+        lost = self._majority.lost(len(members), now_ns)
+        if len(members) == 1 and now_ns < self._alone_until_ns:
+            lost = max(lost, 1)
+        self._sharing = len(members) + lost
+        # The nodes that are lost have numbers of their own: which ones they are does not matter.
+        shares = equal_shares([*range(-lost, 0), *members])
+        totals.use(shares, now_ns, self._at_most)
 
     def on_payloads(self, payloads: Sequence[ReceivedPayload]) -> None:
         """Take payloads of other nodes, and answer them."""
@@ -133,10 +165,12 @@ class NodeTotals:
         """Send a payload if one is due. To be called at least twice a second."""
         now_ns = self._now_ns()
         with self._lock:
+            if now_ns >= self._use_ns:
+                self._use()
             if self._totals is None or now_ns < self._publish_ns:
                 return
             payload = self._totals.compose(now_ns)
-            if payload is None:
+            if payload is None or not self._live:
                 return
             # The bytes of all nodes together stay below the budget of gossip.
             size = (len(payload) + _DATAGRAM_BYTES) * len(self._live)
@@ -165,7 +199,7 @@ class NodeTotals:
 
     def nodes(self) -> int:
         """Return how many nodes share the limits."""
-        return max(self._messenger.sharing_nodes(), 1)
+        return max(self._messenger.sharing_nodes(), self._sharing)
 
     def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
         """Return a decision for each check; None if the agent cannot answer."""
@@ -183,6 +217,34 @@ class NodeTotals:
         if taken_ns > SLOW_NS:
             self._silent_until_ns = answered_ns + SLOW_PAUSE * taken_ns
         return decisions_in(answer, checks, answered_ns)
+
+
+class LiveMajority:
+    """Tells a node that has lost the others from a fleet that has lost some nodes.
+
+    At most one part of a fleet that is cut in two has more than half of its nodes.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        """`most` is the number of nodes that were alive before, if it is known."""
+        self._most = most
+        self._fewer_ns: int | None = None  # since when fewer are alive
+
+    def left(self) -> None:
+        """Take note of a node that said that it leaves."""
+        self._most -= 1
+
+    def lost(self, live: int, now_ns: int) -> int:
+        """Return how many nodes are lost, if not more than half are still live; else 0."""
+        if live >= self._most:
+            self._most, self._fewer_ns = live, None
+        elif self._fewer_ns is None:
+            self._fewer_ns = now_ns
+        if 2 * live <= self._most:
+            return self._most - live
+        if self._fewer_ns is not None and now_ns >= self._fewer_ns + DEAD_COUNT_NS:
+            self._most, self._fewer_ns = live, None
+        return 0
 
 
 # ── Questions to the agent ─────────────────────────────────────────────────────────────────────

@@ -216,6 +216,10 @@ class NodeProcess:
         """Return how many nodes share the limits: never fewer than configured."""
         return max(self.gossip.live_nodes(), self.node.fleet.nodes)
 
+    def heard_nodes(self) -> int:
+        """Return how many nodes are alive by gossip: a process that starts knows none."""
+        return 0
+
     def _knows_others(self) -> bool:
         return self.gossip.live_nodes() > 1
 
