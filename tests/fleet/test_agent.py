@@ -24,7 +24,15 @@ from hypothesis import strategies as st
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
 from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
-from tollkeeper import ConfigError, Decision, Fleet, Limit, Limiter, open_store
+from tollkeeper import (
+    ConfigError,
+    Decision,
+    Fleet,
+    Limit,
+    Limiter,
+    StoreUnavailable,
+    open_store,
+)
 from tollkeeper.decide.allowances import AllowanceStats
 from tollkeeper.decide.fleet_monitor import NodeAnswers
 from tollkeeper.decide.leasing import Lease
@@ -34,6 +42,7 @@ from tollkeeper.fleet.agent import (
     NODES_ASSUMED,
     NodeAgent,
     NodeProcesses,
+    NodeRegister,
     counts_of,
     settings_of,
     table_path,
@@ -105,6 +114,7 @@ def test_nodes_without_gossip_count_each_other() -> None:
         for agent in counting:
             agent.start()
         until(lambda: all(agent.sharing_nodes() == 3 for agent in counting), "all count", WAIT_S)
+        assert not any(agent.hears_hints() for agent in counting)
         counting[0].close()
         others = counting[1:]
         until(lambda: all(agent.sharing_nodes() == 2 for agent in others), "it left", WAIT_S)
@@ -115,6 +125,103 @@ def test_nodes_without_gossip_count_each_other() -> None:
         for agent, store in zip(counting, stores, strict=True):
             agent.close()
             store.close()
+
+
+class FakeRegistry:
+    """The list of nodes at the authority. A test sets how many others there are."""
+
+    def __init__(self) -> None:
+        self.others = 0
+        self.error: StoreUnavailable | None = None
+
+    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> list[str]:
+        """See Channel."""
+        if self.error is not None:
+            raise self.error
+        return [""] * (self.others + 1)
+
+    def unregister(self, topic: str, name: str) -> None:
+        """See Channel."""
+
+
+class Counted:
+    """A register of nodes with a clock of its own: registrations last 15 seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry: Any = FakeRegistry()
+        self.now_s = 1_000.0
+        monkeypatch.setattr(agent_module, "monotonic", lambda: self.now_s)
+        self.register = NodeRegister(self.registry, 15 * SECOND)
+
+    def after(self, seconds: float, others: int) -> int:
+        """Return the count after a time with this many other nodes."""
+        self.registry.others = others
+        self.now_s += seconds
+        try:
+            return self.register.count()
+        except StoreUnavailable:
+            return -1
+
+
+def test_nodes_that_start_together_do_not_undercount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first count of a node is not used, and while the number changes it counts each second."""
+    found = Counted(monkeypatch)
+    assert found.after(0, 0) == 0
+    assert found.after(0.9, 7) == 0
+    assert found.after(0.1, 7) == 8
+    assert found.after(1, 19) == 20
+    assert found.after(1, 19) == 20
+    assert found.after(4.9, 20) == 20  # not counted before five seconds have passed
+    assert found.after(0.1, 20) == 21
+
+
+def test_the_count_does_not_fall_for_a_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authority may have lost the list; nodes that are gone are not counted after that."""
+    found = Counted(monkeypatch)
+    assert [found.after(1, 19) for _ in range(3)] == [0, 20, 20]
+    assert [found.after(5, 0) for _ in range(2)] == [20, 20]
+    assert found.after(5, 5) == 6
+
+
+def test_the_count_does_not_fall_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All registrations have expired meanwhile. The nodes return one after the other."""
+    found = Counted(monkeypatch)
+    assert [found.after(1, 19) for _ in range(3)] == [0, 20, 20]
+    found.registry.error = StoreUnavailable("away")
+    assert {found.after(1, 19) for _ in range(3)} == {20}
+    assert {found.after(1, 19) for _ in range(100)} == {-1}
+    found.registry.error = None
+    assert [found.after(1, others) for others in (0, 1, 5, 18)] == [20] * 4
+    assert [found.after(5, 2) for _ in range(3)][-1] == 3
+
+
+def test_a_node_that_hears_no_gossip_knows_how_many_have_registered() -> None:
+    """All nodes believe that they are alone, and none takes more than its part."""
+    opened, registry = GossipOpener(), FakeRegistry()
+    registry.others, opened.live = 19, 1
+    fleet = Fleet(gossip="127.0.0.1:7946", peers=("127.0.0.1:7947",), dead_seconds=1)
+    agent = NodeAgent(node_of(fleet), registry=registry, open_gossip=opened)  # type: ignore[arg-type]  # no messages
+    assert agent.sharing_nodes() == NODES_ASSUMED
+    agent.start()
+    try:
+        assert opened.opened[0].given["registry"] is None  # nodes find each other by their peers
+        until(lambda: agent.sharing_nodes() == 20, "the nodes are counted", WAIT_S)
+        until(lambda: agent.live_nodes() == 1, "gossip finds no other node", WAIT_S)
+        assert not agent.hears_hints()
+        registry.error = StoreUnavailable("away")
+        opened.opened[0].live = 30
+        until(lambda: agent.sharing_nodes() == 30, "gossip knows more of them", WAIT_S)
+    finally:
+        agent.close()
+
+
+def test_a_forked_process_hears_no_hints_until_its_own_gossip_runs() -> None:
+    """The hints go to its parent. It presumes no subject to be cool."""
+    with agents("memory://") as [(agent, _)]:
+        until(agent.hears_hints, "other nodes are known", WAIT_S)
+        agent.close()
+        agent.forked()
+        assert not agent.hears_hints()
 
 
 def test_a_process_with_a_private_table_is_its_own_agent() -> None:
@@ -372,10 +479,12 @@ def test_the_files_beside_the_table(table: str, tmp_path: Path) -> None:
         b"x",
         b"k",
         b"k[1]",
-        b"k[0, []]",
-        b'k[true, [{"name": 1}]]',
-        b'k[9, [{"no": 1}]]',
+        b"k[0, 0, []]",
+        b"k[9, -1, []]",
+        b"k[true, 9, []]",
+        b'k[9, 9, [{"no": 1}]]',
         b"h{}",
+        b'h[[["warm"], 1, "a", 0, 0]]',
         b"h[[]]",
         b'h[["warm", 1, 2, 0, 0], ["cold", 1, "a", 0, 0], ["warm", -1, "a", 0, 0], [1], 7]',
         b"h\xff",
@@ -458,6 +567,7 @@ def test_a_killed_agent_is_replaced_by_a_forked_process(tmp_path: Path) -> None:
 
     try:
         until(lambda: len(pids("process")) == 2, "both children know it", WAIT_S, log.read_text)
+        until(lambda: pids("agent"), "the agent has told its role", WAIT_S, log.read_text)
         assert pids("agent") == {first.pid}
         os.kill(first.pid, signal.SIGKILL)
         first.wait()

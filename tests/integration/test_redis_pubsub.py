@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.redis_servers import KINDS, Cluster, Sentinels, Single, User, running, until
 from tollkeeper import StoreTimeout, StoreUnavailable, open_store
@@ -173,6 +174,22 @@ def test_processes_register_with_an_expiry(kind: str, opened: Open) -> None:
     one.unregister("gossip", "a")
     other.unregister("gossip", "missing")
     assert other.register("gossip", "b", "y", 10**9) == ["y"]
+
+
+def test_a_name_is_not_deleted_while_its_process_may_renew_it(opened: Open) -> None:
+    """It stays for another lifetime; after that it is removed."""
+    uri = running("single").uri
+    store = opened(uri, prefix="late")
+    store.register("gossip", "late", "x", 10**6)
+    until(
+        lambda: store.register("gossip", "a", "y", 3_600 * 10**9) == ["y"],
+        "the text expires",
+        SECONDS_MAX,
+    )
+    with redis.Redis.from_url(uri) as client:
+        assert client.hexists(pubsub.registry_key("late", "gossip"), "late")
+        store.register("gossip", "a", "y", 10**6)
+        assert not client.hexists(pubsub.registry_key("late", "gossip"), "late")
 
 
 def test_registering_needs_no_more_permissions_than_the_documented_ones(opened: Open) -> None:

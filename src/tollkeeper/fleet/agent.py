@@ -12,7 +12,8 @@ over-admission of an `eventual` limit until the next flush.
 
 With `memory://`, a process is a node of its own and its own agent, without a lock and a socket.
 
-Without gossip, the agent only counts the nodes: each registers at the authority, with an expiry.
+The agent also counts the nodes through the authority, where each registers with an expiry. Gossip
+may be lost, and then every node believes that it is alone. Without gossip, it only counts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ TURN_S: Final = 0.5
 RETRY_S: Final = 5.0
 # After this time, a new agent has heard of all live nodes.
 HEARD_ALL_S: Final = 5.0
-# The topic under which nodes without gossip register, and their number until it is known.
+# The topic under which nodes register, and their number until it is known.
 TOPIC: Final = "nodes"
 NODES_ASSUMED: Final = 100
 # How often the statistics of the table are read.
@@ -110,7 +111,7 @@ class NodeAgent:
         registry: Channel | None = None,
         open_gossip: OpenGossip = GossipTransport,
     ) -> None:
-        """Without gossip, `registry` counts the nodes; with it, nodes find each other there.
+        """`registry` counts the nodes. With gossip and without peers, they find each other there.
 
         `name` is that of this node, for operators; by default the host name.
         """
@@ -127,17 +128,19 @@ class NodeAgent:
         self._node = node
         self._registry = registry
         self._counting: NodeRegister | None = None
-        if registry is not None and node.fleet.gossip is None:
+        if registry is not None:
             self._counting = NodeRegister(registry, round(node.fleet.dead_seconds * NS_PER_SECOND))
         self._open_gossip = open_gossip
         self._table = table_path(node.fleet.store)
         self._gossip: GossipTransport | None = None
         self._processes: NodeProcesses | None = None
         self._thread: threading.Thread | None = None
+        self._count_thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._rules_version = ""
         # What the agent sent last, as a process that is not the agent knows it.
-        self._live = 0
+        self._live = 0  # by gossip; 0 without it
+        self._registered = 0
         self._known: list[FleetNode] = []
         self._known_at_s = 0.0
         self._retry_at_s = 0.0
@@ -168,6 +171,15 @@ class NodeAgent:
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="tollkeeper-agent", daemon=True)
         self._thread.start()
+        if has_gossip and self._counting is not None:
+            # The authority may block. Gossip must go on then, and the other processes wait for it.
+            self._count_thread = threading.Thread(
+                target=self._run_count,
+                args=(self._counting,),
+                name="tollkeeper-count",
+                daemon=True,
+            )
+            self._count_thread.start()
 
     def close(self) -> None:
         """Leave the fleet, or let another process of the node go on."""
@@ -177,6 +189,9 @@ class NodeAgent:
             if self._processes is not None:
                 self._processes.wake()
             thread.join(timeout=2 * TURN_S + 1)
+        thread, self._count_thread = self._count_thread, None
+        if thread is not None:
+            thread.join(timeout=1)
         self._end()
 
     def _end(self) -> None:
@@ -196,6 +211,9 @@ class NodeAgent:
         """In a forked child: begin anew. The parent keeps its lock, its sockets and its gossip."""
         was_started = self._thread is not None
         gossip, self._gossip, self._thread = self._gossip, None, None
+        self._count_thread = None
+        # No node tells this process of warm subjects yet, and it has not counted the nodes.
+        self._live = self._registered = 0
         if gossip is not None:
             gossip.abandon()
         if self._counting is not None:
@@ -225,7 +243,7 @@ class NodeAgent:
             fleet.gossip,
             key_file=None if fleet.key_file is None else Path(fleet.key_file),
             peers=fleet.peers,
-            registry=self._registry,
+            registry=None if fleet.peers else self._registry,
             settings=settings_of(fleet),
             status=self._status(),
             on_hints=self._on_hints,
@@ -257,8 +275,9 @@ class NodeAgent:
 
     def _turn(self) -> None:
         """Try to become the agent; the agent tells its status and what it knows."""
-        if self._counting is not None:
-            self._count(self._counting)
+        if self._node.fleet.gossip is None:
+            if self._counting is not None:
+                self._count(self._counting)
             return
         if self._gossip is None and monotonic() >= self._retry_at_s:
             try:
@@ -281,10 +300,24 @@ class NodeAgent:
     def _count(self, counting: NodeRegister) -> None:
         """Count the nodes, unless another process of this node does."""
         if self._processes is None:
-            self._live = counting.count()
+            self._registered = counting.count()
         elif self._processes.lock():
-            self._live = counting.count()
+            self._registered = counting.count()
             self._processes.send_all(_KNOWN + self._encoded_nodes())
+
+    def _run_count(self, counting: NodeRegister) -> None:
+        """Count the nodes until `close`, while this process gossips."""
+        stopping, failing = self._stopping, False
+        while not stopping.is_set():
+            if self._gossip is not None:
+                try:
+                    self._registered = counting.count()
+                    failing = False
+                except StoreError as error:
+                    if not failing:  # logged once, and not each second
+                        log.warning("fleet: the nodes cannot be counted: %s", error)
+                    failing = True
+            stopping.wait(TURN_S)
 
     def _wait(self) -> None:
         """Wait for the next turn; meanwhile read what other processes send."""
@@ -324,7 +357,7 @@ class NodeAgent:
 
     def live_nodes(self) -> int:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
-        return self._live or self._node.fleet.nodes
+        return self._live or self._registered or self._node.fleet.nodes
 
     def heard_nodes(self) -> int:
         """Return how many nodes are alive by gossip, this one included; 0 if not known yet."""
@@ -337,13 +370,14 @@ class NodeAgent:
     def sharing_nodes(self) -> int:
         """Return how many nodes a limit is shared by: never fewer than configured.
 
-        A node that has just started, or whose gossip is cut off, knows too few of the others. One
-        that has not counted them yet assumes many, and takes little.
+        A node that has just started, or whose gossip is cut off, hears too few of the others. So
+        those that have registered at the authority count, too: it gave the units that are shared.
+        A node that has not counted them yet assumes many, and takes little.
         """
-        live = self._live
-        if not live and self._counting is not None:
-            live = NODES_ASSUMED
-        return max(live, self._node.fleet.nodes)
+        registered = self._registered
+        if not registered and self._counting is not None:
+            registered = NODES_ASSUMED
+        return max(self._live, registered, self._node.fleet.nodes)
 
     def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
         """Return how checks were answered, by rule and kind."""
@@ -410,7 +444,8 @@ class NodeAgent:
         """Return what this agent knows, for the other processes; fewer nodes if it is too much."""
         nodes = self.nodes()[:NODES_SENT_MAX]
         while True:
-            text = json.dumps([self._live, [asdict(each) for each in nodes]]).encode()
+            listed = [asdict(each) for each in nodes]
+            text = json.dumps([self._live, self._registered, listed]).encode()
             if len(text) <= DATAGRAM_BYTES_MAX:
                 return text
             nodes = nodes[: len(nodes) // 2]
@@ -508,10 +543,12 @@ class NodeAgent:
                 waiting.answered.set()
 
     def _know(self, found: Any, sender: str) -> None:
-        live, nodes = found
+        live, registered, nodes = found
         known = [FleetNode(**each) for each in nodes]
-        if type(live) is int and live >= 1 and self._processes is not None:
-            self._live, self._known, self._known_at_s = live, known, monotonic()
+        counted = all(type(each) is int and each >= 0 for each in (live, registered))
+        if counted and live + registered and self._processes is not None:
+            self._live, self._registered = live, registered
+            self._known, self._known_at_s = known, monotonic()
             self._processes.agent = sender
 
     def _take_hint(self, hint: Hint) -> None:
@@ -527,36 +564,52 @@ class NodeAgent:
 
 
 class NodeRegister:
-    """Counts the nodes of a fleet without gossip: each registers at the authority."""
+    """Counts the nodes of a fleet through the authority, where each registers.
+
+    The authority may lose the list, and after an outage all nodes register again. So the number is
+    the largest of one lifetime, and of the time before an error.
+    """
 
     def __init__(self, registry: Channel, lasts_ns: int) -> None:
         self._registry = registry
         self._lasts_ns = lasts_ns
+        self._lasts_s = lasts_ns / NS_PER_SECOND
         self.forked()
 
     def forked(self) -> None:
         """In a forked child: this is another node now."""
         self._name = os.urandom(8).hex()
-        self._count = 0
-        self._due_s = 0.0
+        self._found = self._count = 0
+        self._due_s = self._kept_until_s = 0.0
 
     def count(self) -> int:
-        """Return the number of nodes. Renews the registration, three times in its lifetime.
+        """Return the number of nodes; 0 until it was counted twice.
 
-        Blocks then. Raises StoreError, at most once a second.
+        Renews the registration, three times in its lifetime, and each second while the number
+        changes. Blocks then. Raises StoreError, at most once a second.
         """
         now_s = monotonic()
         if now_s >= self._due_s:
-            self._due_s = now_s + 1
-            self._count = len(self._registry.register(TOPIC, self._name, "", self._lasts_ns))
-            self._due_s = now_s + self._lasts_ns / 3 / NS_PER_SECOND
+            self._due_s = now_s + min(self._lasts_s / 3, 1)
+            try:
+                found = len(self._registry.register(TOPIC, self._name, "", self._lasts_ns))
+            except StoreError:
+                self._kept_until_s = now_s + self._lasts_s
+                raise
+            before, self._found = self._found, found
+            if found == before:
+                self._due_s = now_s + self._lasts_s / 3
+            # Nodes that start together do not see each other in their first count.
+            if before and (found >= self._count or now_s >= self._kept_until_s):
+                self._count = found
+                self._kept_until_s = now_s + self._lasts_s
         return self._count
 
     def leave(self) -> None:
         """End the registration. Blocks. Raises StoreError."""
-        if self._count:
+        if self._found:
             self._registry.unregister(TOPIC, self._name)
-            self._count = 0
+            self._found = self._count = 0
 
 
 def _in_event_loop() -> bool:
@@ -775,7 +828,8 @@ def _hints_of(body: bytes) -> Iterator[Hint]:
         if isinstance(each, list) and len(each) == len(Hint._fields):
             kind, gate, subject, *numbers = each
             if (
-                kind in {"warm", "denied"}
+                isinstance(kind, str)
+                and kind in {"warm", "denied"}
                 and isinstance(subject, str)
                 and all(type(number) is int and number >= 0 for number in (gate, *numbers))
             ):

@@ -123,9 +123,7 @@ class FleetStore:
 
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
-        # With peers, nodes find each other without the authority.
-        registry = None if node.fleet.peers else self._store.channel
-        agent = NodeAgent(node, registry=registry)
+        agent = NodeAgent(node, registry=self._store.channel)
         if node.fleet.gossip is not None:
             totals = NodeTotals(
                 agent, node.now_ns, node.fleet.nodes, node.note_admitted, self._table_store

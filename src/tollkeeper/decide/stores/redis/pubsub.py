@@ -5,8 +5,9 @@ that something has changed, never the change itself. In a cluster any node will 
 forward messages.
 
 The list is a hash with a text for each name, such as an address. Each text begins with the time at
-which it expires, by the server's clock. A process renews its text long before that, and drops the
-texts of processes that did not. It takes no command and no permission that checks do not need.
+which it expires, by the server's clock. A process renews its text long before that. It ignores the
+texts of processes that did not, and drops them after another lifetime. It takes no command and no
+permission that checks do not need.
 
 Blocking, for threads. The connections are redis-py's.
 """
@@ -80,7 +81,8 @@ def register(
             until_ms, _, found = _text(held or b"").partition(" ")
             if until_ms.isdigit() and int(until_ms) > now_ms:
                 kept.append(found)
-            else:
+            # A process that was away for a short time may be renewing its text at this moment.
+            elif not until_ms.isdigit() or int(until_ms) + lasts_ms <= now_ms:
                 expired.append(other)
         if expired:
             _replies(client, [("HDEL", key, *expired)])
