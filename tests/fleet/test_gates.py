@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,9 @@ from tests.promises.oracles import Admission, assert_never_over
 from tollkeeper import CapacityError, Fleet, Limit, StoreUnavailable
 from tollkeeper.core.model import Consistency
 from tollkeeper.core.rates import limits_of
-from tollkeeper.core.steps import Call
-from tollkeeper.decide.store import Gate
+from tollkeeper.core.steps import Call, run_async
+from tollkeeper.decide.leasing import Report
+from tollkeeper.decide.store import Answer, Gate
 from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate
 from tollkeeper.testing import ManualClock
 
@@ -163,6 +165,57 @@ def test_a_cost_that_needs_what_the_node_holds_gives_it_back_first() -> None:
     assert held > 0
     assert found.gate.check(KEY, remaining + held).allowed
     assert not found.gate.check(KEY, 1).allowed
+
+
+async def test_units_on_their_way_back_arrive_although_the_caller_is_cancelled() -> None:
+    """They are no longer in the table, so nobody else would give them back."""
+    found = Fixture("20/hour", "leased")
+    found.warm_up(found.gate, 4)
+    held, remaining = found.gate.held(KEY), found.strict.peek(KEY, 0).remaining
+    sent, arrives, reported = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    controlled = found.shared.controlled
+
+    async def slow(reports: Sequence[Report]) -> list[Answer]:
+        sent.set()
+        await arrives.wait()
+        reported.set()
+        return controlled.report(reports)
+
+    steps = found.gate.asking(controlled.lease_async, slow, KEY, remaining + held)
+    check = asyncio.ensure_future(run_async(steps))
+    await sent.wait()
+    check.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await check
+    arrives.set()
+    async with asyncio.timeout(20):
+        await reported.wait()
+    assert [each.units for each in controlled.reported] == [held]
+    assert found.strict.peek(KEY, 0).remaining == remaining + held
+    assert found.one.flush(ending=True) == 0
+
+
+def test_units_that_could_not_be_given_back_are_counted_as_lost() -> None:
+    """The authority may have counted them, so they are not given back again."""
+    found = Fixture("20/hour", "leased")
+    found.warm_up(found.gate, 4)
+    held, remaining = found.gate.held(KEY), found.strict.peek(KEY, 0).remaining
+    found.shared.controlled.report = lambda _: [StoreUnavailable("away")]  # type: ignore[method-assign, assignment]  # a stub
+    assert not found.gate.check(KEY, remaining + held).allowed
+    assert found.one.node.counters.lost_units == held
+
+
+def test_a_refund_gives_back_a_lease_that_another_thread_has_just_put(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends what the node knows of the subject, and there may be a new lease by then."""
+    found = Fixture("1000/hour", "leased")
+    found.warm_up(found.gate, 6)
+    held = found.gate.held(KEY)
+    assert held > 0
+    monkeypatch.setattr(FleetGate, "held", lambda *_: 0)  # it was put since
+    found.gate.refund(KEY, 1, None)
+    assert [each.units for each in found.one.node.replaced] == [held]
 
 
 def test_a_cost_that_never_fits_is_an_error_also_during_a_denial() -> None:

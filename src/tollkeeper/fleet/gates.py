@@ -134,8 +134,12 @@ class NodeGate:
         if replaced is None:
             return denial
         back = GiveBack(self.gate, subject, replaced.units, replaced.ends_store_ns)
-        [answer] = yield Call(report, [back])
+        # Also if the caller is cancelled: the units are no longer in the table, and a give-back is
+        # not repeated.
+        [answer] = yield Undo(report, [back])
         if isinstance(answer, StoreError):
+            self.node.counters.failed += 1
+            self.node.counters.lost_units += replaced.units
             return denial
         self.node.counters.returned_units += replaced.units
         asked_ns = self.node.now_ns()
@@ -193,7 +197,8 @@ class NodeGate:
             return
         yield Call(self.gate.refund, subject, units, charged_ns)
         if self.held(subject) <= 0:  # a denial that is known here may have ended
-            self.stop(subject)
+            # Another thread may have put a lease there since.
+            self.node.give_back(self.gate, subject, self.stop(subject))
 
     def undoing(self, subject: str, units: int, charged_ns: int) -> Steps[None]:
         """Put units back that the node has just spent, also if the caller is cancelled."""

@@ -19,7 +19,7 @@ from hiredis import ReplyError
 
 from tollkeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
 from tollkeeper.core.model import Decision
-from tollkeeper.core.steps import Steps, run, run_async
+from tollkeeper.core.steps import Steps, Undo, run, run_async
 from tollkeeper.decide.busiest import Busiest
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
@@ -530,6 +530,12 @@ class JointCheck:
             elif isinstance(answer, CapacityError) or not answer.allowed:
                 return False
         return True
+
+    def undoing_late(self, driver: RedisDriver) -> Steps[None]:
+        """Give back what was charged, if the caller was cancelled when all was decided."""
+        if self._passes():  # otherwise it was given back
+            yield Undo(run_async, self._undoing(driver))
+            self._cache.drop_charged(self._attempts)
 
     def _undoing(self, driver: RedisDriver) -> Steps[list[CheckAttempt]]:
         """Give back what was charged; return the checks that were charged."""

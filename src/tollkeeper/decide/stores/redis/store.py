@@ -258,11 +258,14 @@ class RedisStore:
 
         A call that was sent is charged even if its caller is cancelled.
         """
-        deciding = asyncio.ensure_future(run_async(joint.deciding(self._driver_of_loop())))
+        driver = self._driver_of_loop()
+        deciding = asyncio.ensure_future(run_async(joint.deciding(driver)))
         try:
             return await asyncio.shield(deciding)
         except asyncio.CancelledError:
             joint.cancelled = True
+            if deciding.done() and not deciding.cancelled() and deciding.exception() is None:
+                await run_async(joint.undoing_late(driver))
             raise
 
     def _joint_check(
