@@ -374,6 +374,7 @@ _OF_FLEET = {
     "fleet_pending_units": 6,
     "fleet_returned_units": 7,
     "fleet_charged_units": 9,
+    "fleet_lost_units": 3,
     "fleet_divergence_units": 2,
     "fleet_live_nodes": 3,
     "gossip_lag_seconds": 6.5,

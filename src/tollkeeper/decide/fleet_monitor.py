@@ -73,6 +73,8 @@ class ReportCounts:
     the node expected and those that the authority has."""
     flush_seconds: list[int] = field(default_factory=lambda: [0] * LENGTH)
     """The data of a histogram: how long the authority took for a batch."""
+    lost_units: int = 0
+    """Units that were not given back, or not charged, and never will be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -493,6 +493,7 @@ class Node:
             counters.failed,
             counters.divergence_units,
             counters.flush_seconds.data(),
+            counters.lost_units,
         )
 
     # ── Life ───────────────────────────────────────────────────────────────────────────────────

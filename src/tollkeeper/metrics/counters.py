@@ -124,6 +124,7 @@ FAMILIES: Final = (
     MetricFamily("fleet_pending_units", "gauge", "Units spent, not reported yet.", (), "max"),
     MetricFamily("fleet_returned_units", "counter", "Units of leases that were given back."),
     MetricFamily("fleet_charged_units", "counter", "Units that were charged late."),
+    MetricFamily("fleet_lost_units", "counter", "Units never given back, or never charged."),
     MetricFamily("fleet_reports", "counter", "Reports to the authority.", ("outcome",)),
     MetricFamily(
         "fleet_divergence_units",
@@ -397,6 +398,7 @@ def _put_table(found: MetricsSnapshot, table: AllowanceStats) -> None:
 def _put_reports(found: MetricsSnapshot, reports: ReportCounts) -> None:
     found.put("fleet_returned_units", reports.returned_units)
     found.put("fleet_charged_units", reports.charged_units)
+    found.put("fleet_lost_units", reports.lost_units)
     found.put("fleet_reports", reports.reports, "answered")
     found.put("fleet_reports", reports.failed, "failed")
     found.put("fleet_divergence_units", reports.divergence_units)
