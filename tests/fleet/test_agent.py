@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -455,21 +458,115 @@ def test_a_take_over_that_fails_is_repeated(table: str, caplog: pytest.LogCaptur
     assert caplog.text.count("the port is in use") == 1
 
 
+def sockets(folder: Path) -> list[Path]:
+    """Return the sockets of a node's processes."""
+    return [path for path in folder.glob("t.gossip.*") if path.is_socket()]
+
+
+@contextmanager
+def processes(folder: Path, count: int) -> Iterator[list[NodeProcesses]]:
+    """Yield the processes of a node."""
+    table = folder / "t"
+    table.touch(mode=0o600)
+    found = [NodeProcesses(table) for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def test_no_datagram_makes_a_process_remove_a_file(tmp_path: Path) -> None:
+    """A sender is a socket beside the table, whatever it says, and no other file is removed."""
+    precious = tmp_path / "precious.conf"
+    precious.touch()
+    named = tmp_path / "t.gossip.0123456789abcdef"
+    named.touch()
+    with processes(tmp_path, 1) as [process]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as attacker:
+            attacker.bind(str(tmp_path / "attacker"))
+            for said in (b"", b"../precious.conf", b"0123456789abcdef", b"0123456789ABCDEF"):
+                attacker.sendto(said + b"k", str(process._path))
+        senders = {sender for _, sender in process.receive(WAIT_S)}
+        assert senders == {str(named)}
+        assert not process.send(str(named), b"x")
+        assert not process.send(str(precious), b"x")
+    assert precious.exists()
+    assert named.exists()
+
+
+def test_a_process_that_reads_nothing_does_not_cut_off_the_others(tmp_path: Path) -> None:
+    """Its unread datagrams would fill the buffer of the agent's socket."""
+    with processes(tmp_path, 3) as [agent, reader, _stopped]:
+        for _ in range(30):
+            agent.send_all(b"k" + b"x" * 46_000)
+            assert len(reader.receive(WAIT_S)) == 1
+            assert agent.send(str(reader._path), b"a")
+            assert [data for data, _ in reader.receive(WAIT_S)] == [b"a"]
+
+
+def test_processes_with_the_same_id_have_sockets_of_their_own(tmp_path: Path) -> None:
+    """Each container has a process 1."""
+    with processes(tmp_path, 2) as [first, second]:
+        assert list(first.others()) == [second._path]
+        first.send_all(b"x")
+        assert second.receive(WAIT_S) == [(b"x", str(first._path))]
+
+
+def test_a_lock_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """He could keep the lock, and this node would never gossip. A shared table trusts him."""
+    with processes(tmp_path, 1) as [process]:
+        (tmp_path / "t.gossip.lock").touch()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(ConfigError, match=r"t\.gossip\.lock belongs to another user"):
+            process.lock()
+        process._mode = 0o660
+        assert process.lock()
+
+
+def test_an_error_of_the_system_at_the_start_leaves_no_lock(table: str, tmp_path: Path) -> None:
+    """Another process could not become the agent."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    agent = NodeAgent(node_of(Fleet(store=table, gossip="127.0.0.1:7946")), open_gossip=fails)
+    with pytest.raises(ConfigError, match="too many open files"):
+        agent.start()
+    assert not sockets(tmp_path)
+    with processes(tmp_path, 1) as [process]:
+        assert process.lock()
+
+
+def test_a_silent_agent_is_logged_once(alone: NodeAgent, caplog: pytest.LogCaptureFixture) -> None:
+    """The number of nodes that it said last stays in use."""
+    alone._live, alone._known = 7, alone.nodes()
+    alone._known_at_s = time.monotonic() + 600
+    alone._miss_agent()
+    assert not caplog.text
+    alone._known_at_s = time.monotonic() - 600
+    alone._miss_agent()
+    alone._miss_agent()
+    assert caplog.text.count("has been silent for 600 s") == 1
+    assert alone.sharing_nodes() == 7
+    alone._live, alone._known = 0, []
+
+
 def test_the_files_beside_the_table(table: str, tmp_path: Path) -> None:
     """Sockets have the mode of the table. Those of dead processes go, and ours at the end."""
-    dead = tmp_path / "t.gossip.4194305-1"
+    dead = tmp_path / "t.gossip.0123456789abcdef"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gone:
         gone.bind(str(dead))
-    (tmp_path / "t.gossip.7-7").touch()  # not a socket
+    (tmp_path / "t.gossip.7777777777777777").touch()  # not a socket
     (tmp_path / "t.gossip.name").touch()
     with agents(table, table):
         until(lambda: not dead.exists(), "the socket of a dead process is removed", WAIT_S)
-        own = list(tmp_path.glob(f"t.gossip.{os.getpid()}-*"))
+        own = sockets(tmp_path)
         assert len(own) == 2
         for path in (*own, tmp_path / "t.gossip.lock"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"t", "t.gossip.lock", "t.gossip.7-7", "t.gossip.name"}
+    assert left == {"t", "t.gossip.lock", "t.gossip.7777777777777777", "t.gossip.name"}
 
 
 @pytest.mark.parametrize(
@@ -500,8 +597,9 @@ def test_a_datagram_that_makes_no_sense_is_dropped(table: str, tmp_path: Path, d
     with agents(table, table) as [(first, opened), (second, _)]:
         until(lambda: second.live_nodes() == 3, "the agent is known", WAIT_S)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as attacker:
-            for path in tmp_path.glob(f"t.gossip.{os.getpid()}-*"):
+            for path in sockets(tmp_path):
                 attacker.sendto(data, str(path))
+                attacker.sendto(b"0123456789abcdef" + data, str(path))
         second.warm(1, "user:1")
         until(lambda: opened.opened[0].told, "the hint after it arrives", WAIT_S)
         assert opened.opened[0].told == [("warm", 1, "user:1")]

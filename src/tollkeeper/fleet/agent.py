@@ -4,11 +4,11 @@ A node is one machine, and one address of the fleet. Its processes share a table
 one of them, the *agent*, runs gossip. A file lock beside the table decides which one. The system
 releases the lock when the process dies, and another process takes over within TURN_S.
 
-Every process has a Unix datagram socket beside the table, `TABLE.gossip.PID-N`, with the table's
-mode. The agent sends each process of the node what it knows: the live nodes, and hints for limits
-that only that process has. A process sends its own hints to the agent from which it last heard.
-Nothing waits for a datagram. One that is lost costs a call of the authority, or some units of
-over-admission of an `eventual` limit until the next flush.
+Every process has a Unix datagram socket beside the table, `TABLE.gossip.NAME`, with the table's
+mode and a random name. The agent sends each process of the node what it knows: the live nodes, and
+hints for limits that only that process has. A process sends its own hints to the agent from which
+it last heard. Nothing waits for a datagram. One that is lost costs a call of the authority, or some
+units of over-admission of an `eventual` limit until the next flush.
 
 With `memory://`, a process is a node of its own and its own agent, without a lock and a socket.
 
@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -59,6 +59,8 @@ from tollkeeper.fleet.transport import GossipTransport
 
 # How often the agent sends what it knows, and how often another process tries to take over.
 TURN_S: Final = 0.5
+# An agent that has said nothing for so many turns is stopped, or hangs.
+SILENT_TURNS: Final = 10
 # After a failure to start gossip, the next attempt is made after this time.
 RETRY_S: Final = 5.0
 # After this time, a new agent has heard of all live nodes.
@@ -87,9 +89,9 @@ _KNOWN, _HINTS, _QUESTION, _ANSWER = b"k", b"h", b"q", b"a"
 _ID_BYTES: Final = 8
 # The path of a Unix socket has at most this length.
 _PATH_BYTES_MAX: Final = 107
-_NAME: Final = re.compile(r"[0-9]{1,10}-[0-9]{1,10}")
-# Several limiters of a process may share a table; each has a socket.
-_numbers: Final = count(1)
+# A random name: processes in several containers, which share the table, may have the same id.
+_NAME: Final = re.compile(r"[0-9a-f]{16}")
+_NAME_BYTES: Final = 16
 
 log = logging.getLogger("tollkeeper.fleet")
 
@@ -143,6 +145,7 @@ class NodeAgent:
         self._registered = 0
         self._known: list[FleetNode] = []
         self._known_at_s = 0.0
+        self._is_missing = False  # the agent is silent
         self._retry_at_s = 0.0
         self._heard_all_at_s = 0.0
         self._stats: AllowanceStats | None = None
@@ -168,6 +171,9 @@ class NodeAgent:
         except ConfigError:
             self._end()
             raise
+        except OSError as error:
+            self._end()
+            raise ConfigError(f"gossip: {error}") from error
         self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="tollkeeper-agent", daemon=True)
         self._thread.start()
@@ -289,6 +295,7 @@ class NodeAgent:
                 raise
         gossip = self._gossip
         if gossip is None:
+            self._miss_agent()
             return
         gossip.set_status(self._status())
         self._hear(gossip)
@@ -296,6 +303,17 @@ class NodeAgent:
             self.on_turn()
         if self._processes is not None:
             self._processes.send_all(_KNOWN + self._encoded_nodes())
+
+    def _miss_agent(self) -> None:
+        """Log once that the agent is silent. What it said last is used until it speaks again."""
+        silent_s = monotonic() - self._known_at_s
+        if self._known and not self._is_missing and silent_s > SILENT_TURNS * TURN_S:
+            self._is_missing = True
+            log.warning(
+                "fleet: the process of this node that gossips has been silent for %.0f s; this one "
+                "goes on with %d nodes, as it said last",
+                *(silent_s, self._live),
+            )
 
     def _count(self, counting: NodeRegister) -> None:
         """Count the nodes, unless another process of this node does."""
@@ -550,6 +568,7 @@ class NodeAgent:
             self._live, self._registered = live, registered
             self._known, self._known_at_s = known, monotonic()
             self._processes.agent = sender
+            self._is_missing = False
 
     def _take_hint(self, hint: Hint) -> None:
         """Pass on a hint: of another process to all nodes, of the agent into the table."""
@@ -637,7 +656,8 @@ class NodeProcesses:
         """Bind the socket of this process. Raises ConfigError."""
         self._folder = table.parent
         self._prefix = f"{table.name}.gossip."
-        self._path = self._folder / f"{self._prefix}{os.getpid()}-{next(_numbers)}"
+        self._name = os.urandom(_NAME_BYTES // 2).hex()
+        self._path = self._path_of(self._name)
         self._lock_path = self._folder / f"{self._prefix}lock"
         self._lock_file: int | None = None
         self.agent = ""
@@ -653,8 +673,10 @@ class NodeProcesses:
         except OSError as error:
             raise ConfigError(f"gossip: {self._path}: {error.strerror}") from error
 
+    def _path_of(self, name: str) -> Path:
+        return self._folder / f"{self._prefix}{name}"
+
     def _bound(self) -> socket.socket:
-        self._path.unlink(missing_ok=True)
         found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             found.setblocking(False)
@@ -675,6 +697,12 @@ class NodeProcesses:
             file = os.open(self._lock_path, flags, self._mode)
         except OSError as error:
             raise ConfigError(f"gossip: {self._lock_path}: {error.strerror}") from error
+        if not self._is_trusted(os.fstat(file)):
+            os.close(file)
+            raise ConfigError(
+                f"gossip: {self._lock_path} belongs to another user, who could keep this node from "
+                f"gossip; remove it, or share the table with that user by its mode"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -703,8 +731,10 @@ class NodeProcesses:
             found = entry.stat(follow_symlinks=False)
         except OSError:
             return False
-        trusted = found.st_uid == os.geteuid() or bool(self._mode & 0o066)
-        return stat.S_ISSOCK(found.st_mode) and trusted
+        return stat.S_ISSOCK(found.st_mode) and self._is_trusted(found)
+
+    def _is_trusted(self, found: os.stat_result) -> bool:
+        return found.st_uid == os.geteuid() or bool(self._mode & 0o066)
 
     def send_all(self, data: bytes) -> None:
         """Send to all other processes; remove the sockets of processes that are gone."""
@@ -716,28 +746,40 @@ class NodeProcesses:
         return bool(self.agent) and self.send(self.agent, data)
 
     def send(self, path: str, data: bytes) -> bool:
-        """Send a datagram without waiting. Returns False if it was not sent."""
+        """Send a datagram without waiting. Returns False if it was not sent.
+
+        Each has a socket of its own, and says who sent it. Datagrams that a stopped process does
+        not read fill the buffer of the socket that sent them, and would keep others from theirs.
+        """
         try:
-            self._socket.sendto(data, path)
-        except ConnectionRefusedError:  # its process is gone
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.setblocking(False)
+                sender.sendto(self._name.encode() + data, path)
+        except ConnectionRefusedError:  # its process is gone, or it is not a socket
             with contextlib.suppress(OSError):
-                Path(path).unlink()
+                if stat.S_ISSOCK(os.lstat(path).st_mode):
+                    Path(path).unlink()
             return False
         except OSError:  # its queue is full, or it has just ended
             return False
         return True
 
     def receive(self, seconds: float) -> list[tuple[bytes, str]]:
-        """Wait for a datagram; return those that have arrived, at most RECEIVED_MAX."""
+        """Wait for a datagram; return those that have arrived, at most RECEIVED_MAX.
+
+        Each is returned with the path of its sender, which is always a socket beside the table.
+        """
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(max(round(seconds * 1_000), 1)):
             return []
         found: list[tuple[bytes, str]] = []
         with contextlib.suppress(BlockingIOError):
-            while len(found) < RECEIVED_MAX:
-                data, sender = self._socket.recvfrom(DATAGRAM_BYTES_MAX + 64)
-                found.append((data, sender if isinstance(sender, str) else ""))
+            for _ in range(RECEIVED_MAX):
+                data = self._socket.recv(DATAGRAM_BYTES_MAX + 64)
+                name = data[:_NAME_BYTES].decode("latin-1")
+                if _NAME.fullmatch(name):
+                    found.append((data[_NAME_BYTES:], str(self._path_of(name))))
         return found
 
     def wake(self) -> None:
