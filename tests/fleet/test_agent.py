@@ -584,6 +584,8 @@ def test_the_files_beside_the_table(table: str, tmp_path: Path) -> None:
         b'h[[["warm"], 1, "a", 0, 0]]',
         b"h[[]]",
         b'h[["warm", 1, 2, 0, 0], ["cold", 1, "a", 0, 0], ["warm", -1, "a", 0, 0], [1], 7]',
+        b'h[["warm", 18446744073709551616, "a", 0, 0], ["warm", 1, "\\ud800", 0, 0]]',
+        b'h[[["warm"], 1, "a", 0, 0], [{}, 1, "a", 0, 0]]',
         b"h\xff",
         b"q",
         b"q12345678why",

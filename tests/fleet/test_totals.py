@@ -19,6 +19,7 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import AlgorithmName, Limit
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
 from tollkeeper.fleet import totals as totals_module
+from tollkeeper.fleet.gossip import MEMBERS_MAX
 from tollkeeper.fleet.totals import (
     JOIN_NS,
     PAYLOAD_BYTES_MAX,
@@ -675,6 +676,14 @@ def test_shares_that_cannot_be_used_are_rejected() -> None:
     for shares in ({}, {2: Fraction(1)}, {1: Fraction(2, 3), 2: Fraction(2, 3)}):
         with pytest.raises(ConfigError, match="this one"):
             Totals(1).use(shares, START)
+
+
+def test_as_many_members_as_gossip_keeps_can_be_used() -> None:
+    """Gossip keeps so many others; with this one, there is one more."""
+    members = range(1, MEMBERS_MAX + 2)
+    Totals(1).use(equal_shares(members), START)
+    with pytest.raises(ConfigError, match="at most 1,001 members"):
+        Totals(1).use(equal_shares([*members, 9_999]), START)
 
 
 def test_a_member_may_use_less_than_its_share() -> None:

@@ -259,6 +259,33 @@ def test_a_failing_callback_does_not_end_gossip(start: Start) -> None:
     until(lambda: found, "the next hint arrives", SECONDS_MAX)
 
 
+def test_a_failing_callback_takes_nothing_from_the_others(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changes that cannot be taken do not lose hints; the first of many errors is logged."""
+    first, second = start(), start()
+    found: list[Hint] = []
+
+    def fail(_: object) -> None:
+        raise ConfigError("too many members")
+
+    first.transport._callbacks = found.extend, fail, fail
+    third = start(peers=[first.bound, second.bound])
+    until(
+        lambda: [each.transport.live_nodes() for each in (first, third)] == [3, 3],
+        "the nodes know each other",
+        SECONDS_MAX,
+    )
+    third.transport.publish(b"x")
+    until(lambda: first.dropped("error") > 1, "both callbacks fail", SECONDS_MAX)
+    third.transport.warm(GATE, "user:1")
+    until(lambda: found, "the hint arrives", SECONDS_MAX)
+    assert [each.getMessage() for each in caplog.records].count(ERROR) == 1
+
+
+ERROR = "gossip: an error in the gossip thread; further ones are only counted"
+
+
 def test_a_name_is_resolved_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that fails first and then has several addresses leads to all of them."""
     monkeypatch.setattr(transport, "EAGER_DISCOVERY_S", 0.02)
@@ -289,10 +316,13 @@ class FakeRegistry:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {"rubbish": "not an address", "name": "some.host:1"}
-        self.error: StoreUnavailable | None = None
+        self.error: Exception | None = None
 
-    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> list[str]:
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = 1_000
+    ) -> list[str]:
         assert topic == "gossip"
+        assert at_most == 20
         assert lasts_ns == 30 * NS_PER_SECOND
         if self.error is not None:
             raise self.error
@@ -317,6 +347,12 @@ def test_nodes_find_each_other_through_the_authority(
     until(
         lambda: nodes[0].transport.discovery_error() == "the authority is away",
         "the outage is shown",
+        SECONDS_MAX,
+    )
+    registry.error = ValueError("rubbish")
+    until(
+        lambda: nodes[0].transport.discovery_error() == "ValueError: rubbish",
+        "an error of any kind is shown, and does not end the thread",
         SECONDS_MAX,
     )
     assert nodes[0].transport.live_nodes() == 3

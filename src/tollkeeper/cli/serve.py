@@ -138,7 +138,7 @@ DeadSecondsOption = Annotated[
         "--dead-seconds",
         metavar="N",
         help="A node that gossip does not hear of for this time is dead; for half of it, "
-        "suspected. Give all nodes the same. [default: 15]",
+        "suspected. At most 60; give all nodes the same. [default: 15]",
     ),
 ]
 LeaseSecondsOption = Annotated[

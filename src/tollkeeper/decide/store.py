@@ -355,10 +355,13 @@ class Channel(Protocol):
         """Subscribe to a topic. Blocks for a round trip. Raises StoreError."""
         ...
 
-    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> Sequence[str]:
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = REGISTERED_MAX
+    ) -> Sequence[str]:
         """Keep the text of `name` for a time, and return the texts of all names of the topic.
 
-        Returns at most REGISTERED_MAX of them. Blocks for some round trips. Raises StoreError.
+        If they are more than `at_most`, returns those of as many, this one and others chosen at
+        random. Blocks for some round trips. Raises StoreError.
         """
         ...
 

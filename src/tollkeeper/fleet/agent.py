@@ -45,7 +45,7 @@ from tollkeeper.core.version import __version__
 from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
 from tollkeeper.decide.fleet_monitor import FleetNode, GossipCounts, NodeAnswers, ReportCounts
 from tollkeeper.decide.store import Channel
-from tollkeeper.fleet.datagrams import Address, NodeStatus
+from tollkeeper.fleet.datagrams import U64_MAX, Address, NodeStatus
 from tollkeeper.fleet.gossip import (
     GossipSettings,
     Hint,
@@ -860,6 +860,10 @@ def _aged(node: FleetNode, passed_s: float) -> FleetNode:
     return FleetNode(**{**asdict(node), "lag_s": node.lag_s + passed_s})
 
 
+# Half a character, which JSON can have and UTF-8 cannot.
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+
 def _hints_of(body: bytes) -> Iterator[Hint]:
     """Return the hints of a datagram; one that makes no sense is left out."""
     try:
@@ -873,7 +877,9 @@ def _hints_of(body: bytes) -> Iterator[Hint]:
                 isinstance(kind, str)
                 and kind in {"warm", "denied"}
                 and isinstance(subject, str)
+                and not _SURROGATE.search(subject)
                 and all(type(number) is int and number >= 0 for number in (gate, *numbers))
+                and gate <= U64_MAX
             ):
                 yield Hint(*each)
 

@@ -40,12 +40,12 @@ only if a live peer vouches for it by a fresh entry, or if the message repeats a
 *nonce*, which this node made within the last 30 s. A node that contacts a stranger sends its own
 nonce, and gets the stranger's. That answer is not longer than the question, and questions that are
 not authentic are not answered at all. A recorded question of a node that is gone stays a question,
-so answers to strangers have a small budget of their own: its sender takes no bytes from
+so answers to strangers have a small budget of their own: one that is repeated takes no bytes from
 hints and payloads. What remains possible: an attacker who can hold back datagrams can deliver them
 up to 10 s late (5 s of the window, 5 s between heartbeats). Messages name no recipient, except
 payloads and acknowledgements, so an attacker can deliver a copy to another node, which takes it as
 sent to itself; a node answers a peer only at the peer's own address. An attacker who repeats
-questions without end can delay nodes that join through the node that he asks. An attacker who
+questions without end can delay nodes that join through the node that is asked. An attacker who
 controls all of a node's traffic can cut it off. Every node that has the key is trusted.
 """
 

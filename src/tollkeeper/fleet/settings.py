@@ -20,7 +20,8 @@ from tollkeeper.decide.leasing import LEASE_NS_MIN
 _LEASE_S_MAX: Final = LEASE_NS_MAX // NS_PER_SECOND
 _FLUSH_S_MAX: Final = BUDGET_NS_MAX // (2 * NS_PER_SECOND)
 _FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
-_DEAD_S_MAX: Final = 600
+# Gossip tells ages of up to 65 s.
+_DEAD_S_MAX: Final = 60
 PEERS_MAX: Final = 1_000
 _PORT_MAX: Final = 65_535
 # A name, an IPv4 address or an IPv6 address in brackets, with a port.

@@ -75,7 +75,8 @@ STATES_MAX: Final = 10_000
 # Totals of others that are kept, over all subjects.
 SEEN_MAX: Final = 500_000
 GATES_MAX: Final = 4_096
-MEMBERS_MAX: Final = 1_000
+# This member, and as many others as gossip keeps.
+MEMBERS_MAX: Final = 1_001
 # Totals that were not accepted are sent again after this time.
 REPEAT_NS: Final = NS_PER_SECOND
 # A member without a share denies for this time; dead members are noticed sooner.

@@ -5,7 +5,7 @@ resolved, and the authority is asked, in a second thread, which exists only if t
 
 **Discovery.** Peers are a list of addresses, names that resolve to one or many addresses (a
 headless service of Kubernetes), or the authority: with `registry`, each node writes its address
-there, with an expiry, and reads those of the others. Names and registry are asked again every few
+there, with an expiry, and reads those of some others. Names and registry are asked again every few
 seconds, so that nodes find each other also after a partition in which all of them were replaced.
 
 **Security.** Without keys, the socket is bound to a loopback address, and every other address is
@@ -24,7 +24,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from random import SystemRandom
-from typing import Final
+from typing import Final, TypeVar
 
 from tollkeeper.core.clock import NS_PER_SECOND, boot_ns
 from tollkeeper.core.errors import ConfigError, StoreError, show
@@ -47,14 +47,20 @@ from tollkeeper.fleet.gossip import (
     ReceivedPayload,
 )
 
+T = TypeVar("T")
+
 # The topic of the registry.
 TOPIC: Final = "gossip"
 REGISTERED_NS: Final = 30 * NS_PER_SECOND
-DISCOVERY_S: Final = 5.0
+# Many names are read in part, chosen anew each time: gossip tells the rest.
+REGISTERED_READ_MAX: Final = 20
+DISCOVERY_S: Final = 10.0
 # While no other node is known.
 EAGER_DISCOVERY_S: Final = 1.0
 KEYS_NS: Final = NS_PER_SECOND
 STOP_S_MAX: Final = 3.0
+# Errors of ours or of a callback are logged once in this time, and all are counted.
+ERROR_LOG_NS: Final = 60 * NS_PER_SECOND
 # Datagrams that are read before the machine ticks again.
 BATCH_MAX: Final = 200
 RECEIVE_BUFFER_BYTES: Final = 1 << 20
@@ -98,6 +104,7 @@ class GossipTransport:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._drops: Counter[str] = Counter()
+        self._error_log_ns = 0
         self._registry = registry
         self._discovery_error = ""
         self._peers = [_split(peer, "peers") for peer in peers]
@@ -229,9 +236,8 @@ class GossipTransport:
             while not self._stopping.is_set():
                 try:
                     self._step(selector)
-                except Exception:  # a bug of ours or of a callback: gossip goes on
-                    log.exception("gossip: an error in the gossip thread")
-                    self._drops["dropped_error"] += 1
+                except Exception:  # a bug of ours: gossip goes on
+                    self._failed()
                     self._stopping.wait(0.1)
         with self._lock:
             outgoing = self._machine.leave(boot_ns())
@@ -297,12 +303,25 @@ class GossipTransport:
             payloads = self._machine.take_payloads()
             changes = self._machine.take_changes()
         # Changes first: a payload may come from a node that is new.
-        if changes and on_changes is not None:
-            on_changes(changes)
-        if hints and on_hints is not None:
-            on_hints(hints)
-        if payloads and on_payloads is not None:
-            on_payloads(payloads)
+        self._call(on_changes, changes)
+        self._call(on_hints, hints)
+        self._call(on_payloads, payloads)
+
+    def _call(self, callback: Callable[[list[T]], None] | None, found: list[T]) -> None:
+        """Hand something out. A callback that fails takes nothing from the others."""
+        if found and callback is not None:
+            try:
+                callback(found)
+            except Exception:
+                self._failed()
+
+    def _failed(self) -> None:
+        """Count the current exception, and log it if none was logged lately."""
+        self._drops["dropped_error"] += 1
+        now_ns = boot_ns()
+        if now_ns >= self._error_log_ns:
+            self._error_log_ns = now_ns + ERROR_LOG_NS
+            log.exception("gossip: an error in the gossip thread; further ones are only counted")
 
     def _close(self) -> None:
         for each in (self._socket, self._wake_reader, self._wake_writer):
@@ -312,7 +331,10 @@ class GossipTransport:
 
     def _discover(self) -> None:
         while True:
-            error = self._discover_once()
+            try:
+                error = self._discover_once()
+            except Exception as failure:  # a bug of ours, or a registry with rubbish: go on
+                error = f"{type(failure).__name__}: {failure}"
             if error != self._discovery_error:
                 self._discovery_error = error
                 if error:
@@ -347,7 +369,8 @@ class GossipTransport:
 
     def _registered(self, registry: Channel) -> list[Address]:
         own = _joined(self.address)
-        texts = registry.register(TOPIC, f"{self.node:016x}", own, REGISTERED_NS)
+        name = f"{self.node:016x}"
+        texts = registry.register(TOPIC, name, own, REGISTERED_NS, REGISTERED_READ_MAX)
         found = []
         for text in texts:
             # Other processes can write to the authority: skip whatever is not an address.

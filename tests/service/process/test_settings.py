@@ -69,6 +69,7 @@ FILES: list[tuple[str, str]] = [
     ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 2"),
     ("flush-seconds: 11", "flush-seconds 11 is not between"),
     ("dead-seconds: 0", "dead-seconds 0 is not between"),
+    ("dead-seconds: 61", "dead-seconds 61 is not between 1 and 60"),
     ("warm: 2", "warm 2 is not between 0 and 1"),
     ("peers: a:1", "--peers has no effect without --gossip"),
     ("gossip-key: k", "--gossip-key has no effect without --gossip"),

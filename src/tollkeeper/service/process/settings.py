@@ -234,7 +234,7 @@ class ServiceSettings:
         _within("lease-seconds", self.lease_seconds, 0.02, 2)
         _within("flush-seconds", self.flush_seconds, 0.01, 10)
         _within("warm", self.warm, 0, 1)
-        _within("dead-seconds", self.dead_seconds, 1, 600)
+        _within("dead-seconds", self.dead_seconds, 1, 60)
         _within("allowances", self.allowances, 1_000, 10_000_000)
         if not self.gossip:
             if self.peers or self.gossip_key:

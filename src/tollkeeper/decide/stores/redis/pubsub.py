@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 # A subscription that was silent for this long sends a PING.
 IDLE_S_MAX: Final = 5.0
+# Of a time in milliseconds. Other processes can write to the list, and int() refuses many digits.
+_DIGITS_MAX: Final = 18
 
 
 def publish(topology: Topology, config: RedisConfig, channel: str, text: str) -> None:
@@ -62,15 +64,23 @@ def registry_key(prefix: str, topic: str) -> str:
 
 
 def register(
-    topology: Topology, config: RedisConfig, key: str, name: str, text: str, lasts_ns: int
+    topology: Topology,
+    config: RedisConfig,
+    key: str,
+    name: str,
+    text: str,
+    lasts_ns: int,
+    at_most: int = REGISTERED_MAX,
 ) -> list[str]:
-    """Keep a text for a time; return those of all names. Raises StoreError."""
+    """Keep a text for a time; return those of all names, or of some. Raises StoreError."""
     lasts_ms = max(lasts_ns // 1_000_000, 1)
 
     def registered(client: Any) -> list[str]:
         clock, names, left_ms = _replies(client, [("TIME",), ("HKEYS", key), ("PTTL", key)])
         now_ms = int(clock[0]) * 1_000 + int(clock[1]) // 1_000
-        others = [each for each in names if each != name.encode()][: REGISTERED_MAX - 1]
+        others = [each for each in names if each != name.encode()]
+        if len(others) >= at_most:
+            others = random.sample(others, at_most - 1)
         # The list lives as long as its longest text.
         expiry = "PEXPIRE", key, max(lasts_ms, left_ms)
         writing = [("HSET", key, name, f"{now_ms + lasts_ms} {text}"), expiry]
@@ -79,7 +89,8 @@ def register(
         expired = []
         for other, held in zip(others, _replies(client, [*writing, *reading])[2:], strict=True):
             until_ms, _, found = _text(held or b"").partition(" ")
-            if until_ms.isdigit() and int(until_ms) > now_ms:
+            is_time = until_ms.isascii() and until_ms.isdigit() and len(until_ms) <= _DIGITS_MAX
+            if is_time and int(until_ms) > now_ms:
                 kept.append(found)
             # A process that was away for a short time may be renewing its text at this moment.
             elif not until_ms.isdigit() or int(until_ms) + lasts_ms <= now_ms:

@@ -24,6 +24,7 @@ from tollkeeper.decide.leasing import (
     Report,
 )
 from tollkeeper.decide.store import (
+    REGISTERED_MAX,
     Answer,
     AsyncGateCheck,
     BreakerState,
@@ -415,15 +416,18 @@ class RedisStore:
         channel = f"{self.config.prefix}:{topic}"
         return RedisSubscription(self._servers.topology, self.config, channel)
 
-    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> list[str]:
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = REGISTERED_MAX
+    ) -> list[str]:
         """Keep a text for a time, in `<prefix>:<topic>:{names}`; return those of all names.
 
+        If they are more than `at_most`, return those of as many, chosen at random.
         Blocks for three round trips; from asyncio, call it with `asyncio.to_thread`. Raises
         StoreError.
         """
         self._require_open()
         key = registry_key(self.config.prefix, topic)
-        return register(self._servers.topology, self.config, key, name, text, lasts_ns)
+        return register(self._servers.topology, self.config, key, name, text, lasts_ns, at_most)
 
     def unregister(self, topic: str, name: str) -> None:
         """Forget the text of a name. Blocks for a round trip. Raises StoreError."""
