@@ -115,7 +115,9 @@ def test_nodes_find_each_other_and_exchange_everything(start: Start, tmp_path: P
     gone.transport.stop()
     know_each_other([first, *others])
     until(
-        lambda: MemberChange(gone.transport.node, False) in first.changes, "it is told", SECONDS_MAX
+        lambda: MemberChange(gone.transport.node, False, True) in first.changes,
+        "it is told",
+        SECONDS_MAX,
     )
 
 
