@@ -15,10 +15,12 @@ from tollkeeper.decide.leasing import GiveBack, LateCharge, Lease, Report
 from tollkeeper.decide.stores.memory import MemoryGate
 from tollkeeper.fleet import totals
 from tollkeeper.fleet.node import KnownGate, Node
+from tollkeeper.fleet.settings import Fleet
 from tollkeeper.fleet.totals import Totals
+from tollkeeper.lab import node as node_module
 from tollkeeper.lab.faults import ALL_FAULTS, Faults
 from tollkeeper.lab.fleet import FleetPlan, SimulatedFleet, simulate
-from tollkeeper.lab.network import seeded
+from tollkeeper.lab.network import Cut, seeded
 from tollkeeper.lab.summary import summary_of
 from tollkeeper.lab.traffic import Recording, TrafficGroup
 
@@ -248,6 +250,22 @@ def test_the_nodes_go_on_without_the_authority() -> None:
     alone = simulate(replace(OUTAGE, gossip=False))
     assert alone.counts.locally == 0
     assert alone.counts.failed > fleet.counts.failed
+
+
+def test_nodes_that_lose_the_authority_and_each_other_keep_their_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each believes the others dead after 15 s; the number of nodes is not configured."""
+    monkeypatch.setattr(node_module, "Fleet", lambda **given: Fleet(**{**given, "nodes": 1}))
+    traffic = (TrafficGroup("user", 1, 3_000),)
+    fleet = SimulatedFleet(replace(OUTAGE, seconds=50, faults=Faults(), traffic=traffic))
+    everything = frozenset({node_module.AUTHORITY, *range(6)})
+    for node in range(6):
+        cut = Cut(frozenset({node}), everything - {node})
+        fleet.loop.after(3 * NS_PER_SECOND, fleet.network.cut_for, cut, 60 * NS_PER_SECOND)
+    fleet.run()
+    assert fleet.counts.locally > 300
+    assert not fleet.problems()
 
 
 def test_bug_totals_are_merged_by_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
