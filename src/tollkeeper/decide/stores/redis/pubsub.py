@@ -93,7 +93,7 @@ def register(
             if is_time and int(until_ms) > now_ms:
                 kept.append(found)
             # A process that was away for a short time may be renewing its text at this moment.
-            elif not until_ms.isdigit() or int(until_ms) + lasts_ms <= now_ms:
+            elif not is_time or int(until_ms) + lasts_ms <= now_ms:
                 expired.append(other)
         if expired:
             _replies(client, [("HDEL", key, *expired)])
