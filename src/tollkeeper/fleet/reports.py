@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any, Final
 
 from tollkeeper.core.clock import NS_PER_SECOND
@@ -50,6 +51,8 @@ ROUND_S_MAX: Final = 0.1
 OUTAGE_RETRY_NS: Final = NS_PER_SECOND
 # Closing a store waits this long for the authority.
 CLOSE_S_MAX: Final = 2.0
+# If all of so many batches fail, no server answers.
+CLOSE_BATCHES_MIN: Final = 3
 # After a defect, the thread waits this long.
 DEFECT_S: Final = 1.0
 
@@ -244,11 +247,11 @@ class ReportThread:
             return
         until_s = time.monotonic() + CLOSE_S_MAX
         try:
-            while time.monotonic() < until_s:
-                answered, failed = node.counters.reports, node.counters.failed
-                if not self._flush(ending=True):
+            answered = node.counters.reports
+            for batch in count(1):
+                if time.monotonic() >= until_s or not self._flush(ending=True):
                     return
-                if node.counters.failed > failed and node.counters.reports == answered:
+                if batch >= CLOSE_BATCHES_MIN and node.counters.reports == answered:
                     return  # the authority is away
         except StoreError:
             return  # the table is lost
