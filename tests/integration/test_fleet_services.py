@@ -167,16 +167,21 @@ def test_most_checks_of_a_busy_tenant_need_no_call(fleet: Fleet) -> None:
 
 def test_the_metrics_of_a_node(fleet: Fleet) -> None:
     """A scrape has a value for each metric of a fleet; only drops have none without a drop."""
-    scraped = fleet.services[1].ask("GET", "/metrics").body.decode()
-    found = {
-        re.sub(r"_(bucket|count|sum)$", "", line.split("{")[0].split(" ")[0])
-        for line in scraped.splitlines()
-        if not line.startswith("#")
-    }
+    assert fleet.check(1, tenant="seen") == 200
     names = {each.full_name for each in FAMILIES if each.name.startswith(("fleet_", "gossip_"))}
-    assert names - found <= {"tollkeeper_gossip_drops_total"}
-    assert "tollkeeper_fleet_live_nodes 2.0" in scraped
-    assert 'tollkeeper_fleet_nodes{state="alive"} 2.0' in scraped
+
+    def scrape() -> str:
+        return fleet.services[1].ask("GET", "/metrics").body.decode()
+
+    def missing() -> set[str]:
+        lines = [line for line in scrape().splitlines() if not line.startswith("#")]
+        found = {
+            re.sub(r"_(bucket|count|sum)$", "", line.split("{")[0].split(" ")[0]) for line in lines
+        }
+        values = {"tollkeeper_fleet_live_nodes 2.0", 'tollkeeper_fleet_nodes{state="alive"} 2.0'}
+        return (names - found - {"tollkeeper_gossip_drops_total"}) | values.difference(lines)
+
+    until(lambda: not missing(), "every metric has a value", WAIT_S, missing)
 
 
 def test_a_killed_service_is_suspected_and_then_dead(fleet: Fleet) -> None:
