@@ -25,10 +25,10 @@ from tollkeeper.cli.common import (
     print_text,
 )
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from tollkeeper.core.model import ALGORITHM_NAMES, CONSISTENCIES, AlgorithmName, Consistency
 from tollkeeper.core.rates import parse_limits
 from tollkeeper.lab.faults import NAMES, parse_faults
-from tollkeeper.lab.fleet import CONSISTENCIES, Consistency, FleetPlan, SimulatedFleet
+from tollkeeper.lab.fleet import FleetPlan, SimulatedFleet
 from tollkeeper.lab.summary import chart_of, rows_of, summary_of, svg_of
 from tollkeeper.lab.traffic import USUAL_MIX, read_traffic
 from tollkeeper.lab.trials import SEED_BITS, run_trial

@@ -36,6 +36,7 @@ from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 from typing import Final, Literal, NamedTuple
 
 from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.allowances import SUBJECT_BYTES_MAX
 
 # A numeric host and a port, as a socket has it: ("10.0.0.7", 7946) or ("2001:db8::7", 7946).
 Address = tuple[str, int]
@@ -49,7 +50,6 @@ DATAGRAM_BYTES_MAX: Final = 1_200
 # What IPv4 and UDP add to each datagram.
 PACKET_BYTES: Final = 28
 TEXT_BYTES_MAX: Final = 32
-SUBJECT_BYTES_MAX: Final = 128
 DIGEST_PARTS: Final = 16
 ENTRIES_MAX: Final = 255
 KEYS_MAX: Final = 16

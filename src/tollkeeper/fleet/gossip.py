@@ -59,6 +59,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.histogram import Histogram
+from tollkeeper.decide.allowances import SUBJECT_BYTES_MAX
 from tollkeeper.fleet.datagrams import (
     ACK_BYTES,
     DATAGRAM_BYTES_MAX,
@@ -68,7 +69,6 @@ from tollkeeper.fleet.datagrams import (
     MESSAGE_BYTES_MIN,
     PACKET_BYTES,
     PROOF_BYTES,
-    SUBJECT_BYTES_MAX,
     U16_MAX,
     U32_MAX,
     U64_MAX,

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 from tollkeeper.core.clock import NS_PER_SECOND, ns_from_seconds
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Decision, Limit
+from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.fleet.datagrams import Address, Message
 from tollkeeper.lab.authority import SimulatedAuthority
 from tollkeeper.lab.checkers import CentralLimiter, DenialTimes, NeverOver
@@ -36,8 +36,6 @@ from tollkeeper.lab.network import (
 from tollkeeper.lab.node import AUTHORITY, SimulatedNode
 from tollkeeper.lab.traffic import USUAL_MIX, Traffic
 
-Consistency = Literal["strict", "leased", "eventual"]
-CONSISTENCIES: Final = get_args(Consistency)
 RETRANSMIT_NS: Final = 200 * NS_PER_MS
 CLOCK_STEP_S: Final = 60
 FAILOVER_LAG_S_MAX: Final = 1.0

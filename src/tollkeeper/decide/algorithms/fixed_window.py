@@ -58,7 +58,7 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     return (last_ns, count - units) if count > units else None
 
 
-def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:
+def lease_until(state: tuple[int, ...] | None, limit: Limit, now_ns: int, lifetime_ns: int) -> int:
     """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
     if state is not None and state[0] > now_ns:
         return now_ns

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import Limit
+from tollkeeper.decide.algorithms import fixed_window
 from tollkeeper.decide.algorithms.outcome import Outcome
 
 # (last_ns, previous, current), or None when nothing is counted
@@ -74,11 +75,8 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     return (at_ns, previous, current) if previous or current else None
 
 
-def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:
-    """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
-    if state is not None and state[0] > now_ns:
-        return now_ns
-    return min(now_ns + lifetime_ns, (now_ns // limit.window_ns + 1) * limit.window_ns)
+# A lease of either kind of window ends at its edge.
+lease_until = fixed_window.lease_until
 
 
 def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
