@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 import traceback
 from contextlib import closing
 from pathlib import Path
@@ -79,3 +81,34 @@ async def test_a_replaced_file_is_reopened(tmp_path: Path) -> None:
     filled("backup.db").replace(tmp_path / "rules.db")
     assert [await found_name(), await found_name()] == ["backup.db", "backup.db"]
     await database.close()
+
+
+async def test_closing_waits_for_cancelled_statements(tmp_path: Path) -> None:
+    """A thread of the driver that outlived the event loop would print a traceback."""
+    database = Database(f"sqlite:///{tmp_path / 'rules.db'}")
+    started, release = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        started.set()
+        return release.wait(60)
+
+    async def select() -> None:
+        async with database.reading() as connection:
+            raw = await connection.get_raw_connection()
+            assert raw.driver_connection is not None
+            await raw.driver_connection.create_function("hold", 0, hold)
+            await connection.execute(text("SELECT hold()"))
+
+    selecting = asyncio.create_task(select())
+    assert await asyncio.to_thread(started.wait, 60)
+    while not selecting.done():  # cancelled twice, the driver leaves the statement to its thread
+        selecting.cancel()
+        await asyncio.sleep(0)
+    closing_all = asyncio.create_task(database.close())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    waits = not closing_all.done()
+    release.set()
+    await closing_all
+    assert waits
+    assert not [each for each in threading.enumerate() if "_connection_worker" in each.name]

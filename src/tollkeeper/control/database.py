@@ -33,7 +33,9 @@ import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, event, exc, func, make_url, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -41,6 +43,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable, show
 
 if TYPE_CHECKING:
+    import aiosqlite
     import asyncpg
 
 POOL_SIZE: Final = 4
@@ -87,6 +90,7 @@ class Database:
         self.is_postgresql = self._url.drivername == "postgresql"
         self._dsn = ""
         self._file: tuple[int, int] | None = None
+        self._threads: WeakSet[Thread] = WeakSet()
         if self.is_postgresql:
             _require_asyncpg()
             self._dsn = self._url.render_as_string(hide_password=False)
@@ -273,8 +277,14 @@ class Database:
                     await driver.executescript(statement)
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, and wait for the threads of cancelled statements.
+
+        Such a thread reports its result to this event loop, and prints a traceback if the loop has
+        ended by then.
+        """
         await self.engine.dispose()
+        for thread in tuple(self._threads):
+            await asyncio.to_thread(thread.join, TRANSACTION_SECONDS_MAX)
 
     def _postgresql(self) -> AsyncEngine:
         return create_async_engine(
@@ -292,7 +302,7 @@ class Database:
     def _sqlite(self) -> AsyncEngine:
         engine = create_async_engine(
             self._url.set(drivername="sqlite+aiosqlite"),
-            connect_args={"timeout": WAIT_SECONDS_MAX},
+            connect_args={"timeout": WAIT_SECONDS_MAX, "async_creator_fn": self._open_sqlite},
             pool_size=POOL_SIZE,
             max_overflow=0,
             pool_timeout=WAIT_SECONDS_MAX,
@@ -301,6 +311,16 @@ class Database:
         event.listen(engine.sync_engine, "connect", _on_connect)
         event.listen(engine.sync_engine, "begin", _begin)
         return engine
+
+    def _open_sqlite(self, *arguments: Any, **options: Any) -> aiosqlite.Connection:
+        """Return a connection that nobody has awaited yet. `close` waits for its thread."""
+        import aiosqlite  # noqa: PLC0415 - slow to import, and PostgreSQL works without it
+
+        connection = aiosqlite.connect(*arguments, **options)
+        thread = connection._thread  # noqa: SLF001 - the driver has no other way to wait for it
+        thread.daemon = True
+        self._threads.add(thread)
+        return connection
 
 
 async def lock(connection: AsyncConnection, number: int) -> None:
