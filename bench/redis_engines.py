@@ -38,7 +38,7 @@ FOUR_LIMITS: Final = tuple((1_000_000, seconds) for seconds in (HOUR, 6 * HOUR, 
 # The largest number of tasks. Peers use one connection per task.
 CONNECTIONS_MAX: Final = 256
 # A pause of the machine must not fail a check, so the deadline is longer than in production.
-_DEADLINE: Final = "?deadline_ms=10000"
+_DEADLINE: Final = "deadline_ms=10000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,17 @@ def our_limits(rates: Rates) -> list[Limit]:
     return [Limit(units, per=seconds) for units, seconds in rates]
 
 
+def _patient(uri: str) -> str:
+    return f"{uri}{'&' if '?' in uri else '?'}{_DEADLINE}"
+
+
 def _ours_async(uri: str, rates: Rates, name: str = "") -> AsyncSession:
-    limiter = AsyncLimiter(
-        our_limits(rates), store=f"{uri}{_DEADLINE}", on_failure="raise", name=name
-    )
+    limiter = AsyncLimiter(our_limits(rates), store=_patient(uri), on_failure="raise", name=name)
     return AsyncSession(limiter.check, allowed=bool, close=limiter.close)
 
 
 def _ours(uri: str, rates: Rates) -> Session:
-    limiter = Limiter(our_limits(rates), store=f"{uri}{_DEADLINE}", on_failure="raise")
+    limiter = Limiter(our_limits(rates), store=_patient(uri), on_failure="raise")
     return Session(limiter.check, allowed=bool, close=limiter.close)
 
 
