@@ -313,7 +313,7 @@ class Database:
         return engine
 
     def _open_sqlite(self, *arguments: Any, **options: Any) -> aiosqlite.Connection:
-        """Return a connection that nobody has awaited yet. `close` waits for its thread."""
+        """Return a connection that is not open yet. `close` waits for its thread."""
         import aiosqlite  # noqa: PLC0415 - slow to import, and PostgreSQL works without it
 
         connection = aiosqlite.connect(*arguments, **options)
