@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import AlgorithmName, Limit
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
+from tollkeeper.decide.ledgers import BucketLedger
 from tollkeeper.fleet import totals as totals_module
 from tollkeeper.fleet.gossip import MEMBERS_MAX
 from tollkeeper.fleet.totals import (
     JOIN_NS,
     PAYLOAD_BYTES_MAX,
     REPEAT_NS,
-    BucketLedger,
     Totals,
     equal_shares,
 )
@@ -267,9 +267,9 @@ class OwnInsideKnown(OwnDrainsBesideKnown):
 
     __slots__ = ()
 
-    def load(self, now_ns: int, share: Fraction) -> int:
+    def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:
         known, own, _ = self._at(now_ns, share)
-        return share.numerator * max(known - own, 0) + share.denominator * own
+        return max(known - own, 0), own
 
     def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
         super().add(now_ns, share, known + own, own)

@@ -55,7 +55,7 @@ from datetime import timedelta
 from fractions import Fraction
 from hashlib import blake2b
 from heapq import nlargest
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError
@@ -69,6 +69,7 @@ from tollkeeper.core.model import (
 )
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
+from tollkeeper.decide.ledgers import exact_room, ledger_of, load, outcome
 
 PAYLOAD_BYTES_MAX: Final = 1_000
 STATES_MAX: Final = 10_000
@@ -86,7 +87,6 @@ SENT_MAX: Final = 64
 RECEIVED_MAX: Final = 4
 _RISES_MAX: Final = 8
 _SWEEP_MAX: Final = 256
-_LOG_PARTS: Final = 64
 
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(">BQIBBB")  # version, epoch, sequence, flags, acks, gates
@@ -100,187 +100,6 @@ _ENTRY: Final = struct.Struct(">QIQ")  # subject, generation, total
 
 # The numbers of a rule's limits and of a subject.
 _Key = tuple[int, int]
-
-
-class Ledger(Protocol):
-    """`known` and `own` of one limit, in micro-units. The share is the fraction w."""
-
-    limit: Limit
-
-    def load(self, now_ns: int, share: Fraction) -> int:
-        """Return w × known + own, times the denominator of w."""
-        ...
-
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
-        """Add units that are learnt or admitted now."""
-        ...
-
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:
-        """Move own units to `known`, all but the last so many that were added."""
-        ...
-
-    def wait_ns(self, now_ns: int, share: Fraction, load: int) -> int:
-        """Return the time until the load is at most `load`, if nothing is added."""
-        ...
-
-
-class BucketLedger:
-    """The levels of a token bucket or a leaky bucket."""
-
-    __slots__ = ("_known", "_last_ns", "_own", "limit")
-
-    def __init__(self, limit: Limit) -> None:
-        self.limit = limit
-        self._last_ns = self._known = self._own = 0
-
-    def _at(self, now_ns: int, share: Fraction) -> tuple[int, int, int]:
-        """Return the levels, and the time up to which they are drained."""
-        limit = self.limit
-        elapsed_ns = max(now_ns - self._last_ns, 0)
-        elapsed_ns -= elapsed_ns % limit.refill_step_ns
-        # Rounds down: neither a part of a step nor a part of a micro-unit can be spent.
-        drained = elapsed_ns * limit.micros_numerator // limit.ns_denominator
-        known, own = self._known - drained, self._own
-        if known < 0:
-            # `known` became empty on the way: the rest of the time drains `own`, at the share.
-            own = max(own - -known * share.numerator // share.denominator, 0)
-            known = 0
-        return known, own, self._last_ns + elapsed_ns if known or own else now_ns
-
-    def load(self, now_ns: int, share: Fraction) -> int:
-        known, own, _ = self._at(now_ns, share)
-        return share.numerator * known + share.denominator * own
-
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
-        was_known, was_own, self._last_ns = self._at(now_ns, share)
-        self._known, self._own = was_known + known, was_own + own
-
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:
-        self._known, self._own, self._last_ns = self._at(now_ns, share)
-        moved = max(self._own - last, 0)
-        self._known += moved
-        self._own -= moved
-
-    def wait_ns(self, now_ns: int, share: Fraction, load: int) -> int:
-        if self.load(now_ns, share) <= load:
-            return 0
-        limit = self.limit
-        # Both levels drain the load at share × rate; one micro-unit of each may be rounded away.
-        over = share.numerator * (self._known + 1) + share.denominator * (self._own + 1) - load
-        rate = share.numerator * limit.micros_numerator * limit.refill_step_ns
-        steps = -(-over * limit.ns_denominator // rate)
-        return max(self._last_ns + steps * limit.refill_step_ns - now_ns, 0)
-
-
-class WindowLedger:
-    """The counts of a fixed window or of a sliding window counter."""
-
-    __slots__ = ("_counts", "_number", "limit")
-
-    def __init__(self, limit: Limit) -> None:
-        self.limit = limit
-        self._number = 0
-        # known and own in this window, known and own in the window before
-        self._counts = (0, 0, 0, 0)
-
-    def _at(self, now_ns: int) -> tuple[int, tuple[int, int, int, int]]:
-        """Return the number of the window and its counts."""
-        number = max(now_ns // self.limit.window_ns, self._number)
-        known, own, _, _ = self._counts
-        if number == self._number:
-            return number, self._counts
-        if number == self._number + 1 and self.limit.algorithm == "sliding_window_counter":
-            return number, (0, 0, known, own)
-        return number, (0, 0, 0, 0)
-
-    def load(self, now_ns: int, share: Fraction) -> int:
-        number, (known, own, known_before, own_before) = self._at(now_ns)
-        window_ns = self.limit.window_ns
-        left_ns = min((number + 1) * window_ns - now_ns, window_ns)
-        before = share.numerator * known_before + share.denominator * own_before
-        faded = -(-before * left_ns // window_ns)  # rounds up
-        return share.numerator * known + share.denominator * own + faded
-
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
-        self._number, (was_known, was_own, *before) = self._at(now_ns)
-        self._counts = (was_known + known, was_own + own, before[0], before[1])
-
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:  # noqa: ARG002 - as every ledger
-        self._number, (known, own, *before) = self._at(now_ns)
-        moved = max(own - last, 0)
-        self._counts = (known + moved, own - moved, before[0], before[1])
-
-    def wait_ns(self, now_ns: int, share: Fraction, load: int) -> int:
-        if self.load(now_ns, share) <= load:
-            return 0
-        number, (known, own, known_before, own_before) = self._at(now_ns)
-        window_ns = self.limit.window_ns
-        end_ns = (number + 1) * window_ns
-        current = share.numerator * known + share.denominator * own
-        before = share.numerator * known_before + share.denominator * own_before
-        if current <= load:
-            fits_ns = end_ns - ((load - current) * window_ns // before if before else 0)
-        elif self.limit.algorithm == "fixed_window":
-            fits_ns = end_ns
-        else:  # in the next window, in which the current counts fade
-            fits_ns = end_ns + window_ns - load * window_ns // current
-        return max(fits_ns - now_ns, 0)
-
-
-class LogLedger:
-    """The entries of a sliding window log, in groups that leave the window together."""
-
-    __slots__ = ("_groups", "_part_ns", "limit")
-
-    def __init__(self, limit: Limit) -> None:
-        self.limit = limit
-        self._part_ns = -(-limit.window_ns // _LOG_PARTS)
-        self._groups: list[tuple[int, int, int]] = []  # when it leaves, known, own
-
-    def load(self, now_ns: int, share: Fraction) -> int:
-        return sum(
-            share.numerator * known + share.denominator * own
-            for leaves_ns, known, own in self._groups
-            if leaves_ns > now_ns
-        )
-
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
-        if not known and not own:
-            return
-        leaves_ns = -(-(now_ns + self.limit.window_ns) // self._part_ns) * self._part_ns
-        groups = self._groups = [group for group in self._groups if group[0] > now_ns]
-        if groups and groups[-1][0] >= leaves_ns:
-            leaves_ns, was_known, was_own = groups.pop()
-            known, own = was_known + known, was_own + own
-        groups.append((leaves_ns, known, own))
-
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:  # noqa: ARG002 - as every ledger
-        moved: list[tuple[int, int, int]] = []
-        for leaves_ns, known, own in reversed(self._groups):
-            kept = min(own, last)
-            last -= kept
-            moved.append((leaves_ns, known + own - kept, kept))
-        self._groups = [group for group in reversed(moved) if group[0] > now_ns]
-
-    def wait_ns(self, now_ns: int, share: Fraction, load: int) -> int:
-        left = self.load(now_ns, share)
-        at_ns = now_ns
-        for leaves_ns, known, own in self._groups:
-            if left <= load:
-                break
-            if leaves_ns > now_ns:
-                at_ns = leaves_ns
-                left -= share.numerator * known + share.denominator * own
-        return at_ns - now_ns
-
-
-def ledger_of(limit: Limit) -> Ledger:
-    """Return an empty ledger."""
-    if limit.algorithm == "sliding_window_log":
-        return LogLedger(limit)
-    if limit.algorithm in {"fixed_window", "sliding_window_counter"}:
-        return WindowLedger(limit)
-    return BucketLedger(limit)
 
 
 class _Gate:
@@ -328,36 +147,13 @@ class _State:
 
     def fits(self, now_ns: int, share: Fraction, cost: int = 0) -> bool:
         """Return True if w × known + own + cost <= w × C for each limit."""
-        more = share.denominator * cost * MICROS_PER_UNIT
-        return all(
-            ledger.load(now_ns, share) + more
-            <= share.numerator * ledger.limit.capacity * MICROS_PER_UNIT
-            for ledger in self.ledgers
-        )
+        return all(exact_room(ledger, now_ns, share) >= cost for ledger in self.ledgers)
 
     def learn(self, now_ns: int, share: Fraction, units: int) -> None:
         """Add units of another member."""
         for ledger in self.ledgers:
             ledger.add(now_ns, share, units * MICROS_PER_UNIT, 0)
         self.touched_ns = now_ns
-
-    def outcome(
-        self, ledger: Ledger, now_ns: int, share: Fraction, cost: int, *, allowed: bool
-    ) -> tuple[bool, int, int, int, int, int | None]:
-        """Return the fields of an Outcome; `allowed` says that the cost was added already."""
-        capacity = share.numerator * ledger.limit.capacity * MICROS_PER_UNIT
-        unit = share.denominator * MICROS_PER_UNIT
-        load = ledger.load(now_ns, share)
-        remaining = max((capacity - load) // unit, 0)
-        whole_ns = ledger.wait_ns(now_ns, share, 0) if load else 0
-        if not allowed:
-            fits = cost <= remaining
-            wait_ns = 0 if fits else max(ledger.wait_ns(now_ns, share, capacity - cost * unit), 1)
-            return fits, remaining, wait_ns, max(whole_ns, wait_ns), 0, None
-        delay_ns = 0
-        if ledger.limit.algorithm == "leaky_bucket":
-            delay_ns = ledger.wait_ns(now_ns, share, cost * unit)
-        return True, remaining, 0, whole_ns, delay_ns, None
 
 
 class _Entry(NamedTuple):
@@ -573,7 +369,14 @@ class Totals:
                 not check.units, check.limits[0], 0, retry_ns, retry_ns, 0, check.rule, True
             )
         outcomes = [
-            state.outcome(ledger, now_ns, share, check.units, allowed=charged)
+            outcome(
+                ledger,
+                now_ns,
+                share,
+                check.units,
+                exact_room(ledger, now_ns, share),
+                charged=charged,
+            )._replace(charged_ns=None)
             for ledger in state.ledgers
         ]
         return combine(check.limits, outcomes, check.rule, now_ns)
@@ -746,7 +549,7 @@ class Totals:
             key = next(iter(self._states))
             state = self._states.pop(key)
             if now_ns < state.touched_ns + state.gate.kept_ns or any(
-                ledger.load(now_ns, self._share) for ledger in state.ledgers
+                load(ledger, now_ns, self._share) for ledger in state.ledgers
             ):
                 self._states[key] = state
             else:

@@ -1,0 +1,691 @@
+"""Limits that several regions share: each has its own store, and no request waits for another.
+
+A rule with `scope: global` is counted in the store of each region. There, a subject has the two
+levels of `ledgers.py` for each limit: what the region *knows*, and its *own* units that not all
+other regions have accepted. A check is one call on one key of the region's own store.
+
+Between the stores, each region's sync carries *reports*. A report has the totals of one subject:
+the units that its region has admitted so far, and those of them that were returned. Totals only
+grow, so a report that is lost, repeated, late or out of order does no harm.
+
+    due      the sync reads the reports of subjects that were touched, from its own store
+    learn    it gives them to the store of another region, which adds what it did not know yet to
+             `known`, and says for each whether it *accepts* the total
+    accept   it tells its own store which totals all others have accepted; these own units move to
+             `known`
+
+**exact** (`across_regions: exact`): never over, in any partition (ADR 16). A region has a fixed
+share w of the limit, Σ w = 1. It admits a request if w × known + own + cost <= w × C, and accepts a
+total only while w × known + own <= w × C holds, with that total in `known`.
+
+**eventual**: the share follows the demand: the units that clients have asked for lately, here and,
+as far as reports say, in the other regions. A region that is cut off is left out after a while,
+so it goes on alone with the whole limit. When reports arrive again, a bucket may owe more than its
+capacity. The region reports that excess, and works it off.
+
+A report also says how much of its total still counts in its region (`Report.counts`): of a long
+partition, only that is learnt. All own units that will ever move to `known` are among them, so
+whatever a region moves, all others have learnt.
+
+A share that rises gives no units at once. The region adds C × (1 − before / after) to `known`, as
+if the units that it takes over had just been spent: they may have been, by a region that is gone.
+
+`MemoryRegional` is the reference: the scripts on Redis agree with it, call for call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Final, Literal, NamedTuple, Protocol
+
+from tollkeeper.core.clock import NS_PER_SECOND, Clock
+from tollkeeper.core.errors import CapacityError, StoreUnavailable
+from tollkeeper.core.model import MICROS_PER_UNIT, Decision, Limit, Limits
+from tollkeeper.decide.combine import combine
+from tollkeeper.decide.ledgers import Ledger, exact_room, ledger_of, outcome
+from tollkeeper.decide.store import AsyncGate, Gate
+
+AcrossRegions = Literal["exact", "eventual"]
+
+REGIONS_MAX: Final = 16
+# A total that was not accepted is reported again after this time.
+REPEAT_NS: Final = NS_PER_SECOND
+# Demand is counted in slots of this time: the current one, and the fading one before. What a region
+# has said of its demand fades in the same time.
+DEMAND_NS: Final = 2 * NS_PER_SECOND
+# The shares of eventual limits are parts of this.
+_PARTS: Final = 1_000
+# The keys of a region are divided into so many groups, each of which is in one slot of a Cluster.
+GROUPS: Final = 64
+
+
+NO_SHARE: Final = (
+    "this region has no share of global limits: its regions are not set up yet, or it was removed; "
+    "`tollkeeper regions` shows its state"
+)
+
+
+class Shares(NamedTuple):
+    """The regions and the share that a region's store uses."""
+
+    epoch: int
+    """Which set of regions and shares this is. Regions accept totals of the same epoch only."""
+    share: Fraction
+    """Of this region, for exact limits; 0 denies."""
+    before: Fraction
+    """The lowest share that was in use lately."""
+    changed_ns: int
+    """When the share rose from `before`."""
+    live: tuple[str, ...]
+    """The other regions that eventual limits count on: those that this one can reach."""
+
+
+class SubjectKey(NamedTuple):
+    """Which counts: one rule's of one subject. The same in all regions."""
+
+    rule: str
+    """See `rule_number`."""
+    subject: str
+
+    @property
+    def group(self) -> int:
+        """The group of its keys, 0 to GROUPS − 1."""
+        text = f"{self.rule}\x1f{self.subject}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=2).digest()) % GROUPS
+
+
+class Report(NamedTuple):
+    """What a region says of one subject."""
+
+    key: SubjectKey
+    limits: Limits
+    across: AcrossRegions
+    generation: int
+    """When the region began to count, in microseconds: a total of a later one is a new total."""
+    total: int
+    """Units that the region has admitted so far."""
+    returned: int
+    """Units of them that were returned so far."""
+    counts: tuple[int, ...]
+    """Of each limit: micro-units, of which only the newest still count in that region."""
+    demand: int
+    """Units that clients have lately asked for in that region."""
+    part: int
+    """Units that the region has admitted in the last window. For people."""
+
+
+class Learnt(NamedTuple):
+    """The answer of another region's store to a report."""
+
+    accepted: bool
+    excess: int
+    """Units by which the report has brought the subject above its limit."""
+
+
+class Accepted(NamedTuple):
+    """A total that all other regions have accepted."""
+
+    key: SubjectKey
+    generation: int
+    total: int
+    returned: int
+
+
+class RegionPart(NamedTuple):
+    """What a store knows of one region's part in the usage of a subject."""
+
+    region: str
+    """Empty for the region of the store."""
+    part: int
+    """Units that it has admitted in the last window, as it said last."""
+    age_ns: int
+    """How long ago it said so; 0 for the region of the store."""
+
+
+class RegionalUsage(NamedTuple):
+    """The usage of a subject, as a region's store knows it now."""
+
+    used: tuple[int, ...]
+    """Of each limit: the units that count, of all regions."""
+    unaccepted: tuple[int, ...]
+    """Of each limit: the units of this region that not all other regions have accepted."""
+    parts: tuple[RegionPart, ...]
+
+
+class RegionalCounts(Protocol):
+    """A region's store: `store.regional`, None for a store that has none.
+
+    Calls of a sync are awaited. They raise StoreError, and then may or may not have been made.
+    Those with a `token` do nothing and return nothing if a later leader has one.
+    """
+
+    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> Gate:
+        """Prepare a rule's limits for threads. A check raises StoreUnavailable without shares."""
+        ...
+
+    def global_async_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> AsyncGate:
+        """Prepare a rule's limits for asyncio."""
+        ...
+
+    async def shares(self) -> Shares | None:
+        """Return the shares in use; None if none were set."""
+        ...
+
+    async def set_shares(self, shares: Shares, token: int) -> bool:
+        """Use other shares from now on. Returns False if a part of the store has a later token."""
+        ...
+
+    async def lead(self, name: str, lasts_ns: int) -> tuple[str, int]:
+        """Take or prolong the lead, if it is free; return the leader's name and fencing token."""
+        ...
+
+    async def step_down(self, name: str) -> None:
+        """Give up the lead, if `name` has it."""
+        ...
+
+    async def due(self, most: int, token: int) -> list[Report]:
+        """Return reports that are due, the longest due first. They are due again in REPEAT_NS."""
+        ...
+
+    async def learn(self, region: str, epoch: int, reports: Sequence[Report]) -> list[Learnt]:
+        """Learn the reports of another region. The answers are in order."""
+        ...
+
+    async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
+        """Note the totals that all other regions have accepted in this epoch."""
+        ...
+
+    async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
+        """Return what the store knows of a subject, without a change."""
+        ...
+
+    async def backlog(self) -> int:
+        """Return the number of subjects with totals that are not accepted."""
+        ...
+
+    async def note(self, name: str, text: str) -> None:
+        """Keep a short text under a name: what other regions and people read of this one."""
+        ...
+
+    async def notes(self) -> dict[str, str]:
+        """Return all texts that are kept."""
+        ...
+
+    async def now_ns(self) -> int:
+        """Return the time of the store's clock."""
+        ...
+
+
+def rule_number(limits: Sequence[Limit], rule: str) -> str:
+    """Return the text by which all regions call the limits of a rule.
+
+    Other numbers of the same limits keep it, so no count restarts when a limit is raised.
+
+    >>> rule_number([Limit(10, per=60)], "api") == rule_number([Limit(20, per=60)], "api")
+    True
+    """
+    kinds = [f"{each.name or each.algorithm}\x1e{each.window_ns}" for each in limits]
+    text = "\x1f".join([rule, *kinds])
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class _Slots:
+    """Units in the current slot of time, and in the one before, which fades."""
+
+    __slots__ = ("before", "current", "number")
+
+    def __init__(self) -> None:
+        self.number = self.current = self.before = 0
+
+    def add(self, now_ns: int, slot_ns: int, units: int) -> None:
+        number = max(now_ns // slot_ns, self.number)
+        if number > self.number:
+            self.before = self.current if number == self.number + 1 else 0
+            self.number, self.current = number, 0
+        self.current += units
+
+    def sum(self, now_ns: int, slot_ns: int) -> int:
+        """Return the units of the last slot of time, rounded up."""
+        number = max(now_ns // slot_ns, self.number)
+        if number > self.number + 1:
+            return 0
+        left_ns = min((number + 1) * slot_ns - now_ns, slot_ns)
+        if number > self.number:
+            return -(-self.current * left_ns // slot_ns)
+        return self.current - (-self.before * left_ns // slot_ns)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What another region has reported last."""
+
+    generation: int = 0
+    total: int = 0
+    returned: int = 0
+    at_ns: int = 0
+    demand: int = 0
+    part: int = 0
+
+
+@dataclass(slots=True)
+class _Subject:
+    """One rule's counts of one subject in one region."""
+
+    limits: Limits
+    across: AcrossRegions
+    generation: int
+    ledgers: list[Ledger]
+    share: Fraction
+    total: int = 0
+    returned: int = 0
+    accepted: int = 0
+    accepted_returned: int = 0
+    demand: _Slots = field(default_factory=_Slots)
+    part: _Slots = field(default_factory=_Slots)
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    granted: int = 0
+    grant_ends_ns: int = 0
+
+    @property
+    def window_ns(self) -> int:
+        return max(limit.window_ns for limit in self.limits)
+
+
+class MemoryRegional:
+    """The reference: a region's counts in memory. Not for several threads at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._subjects: dict[SubjectKey, _Subject] = {}
+        self._due: dict[SubjectKey, int] = {}
+        self._shares: Shares | None = None
+        self._leader = ("", 0)
+        self._leads_until_ns = 0
+        self._notes: dict[str, str] = {}
+
+    # ── Checks ─────────────────────────────────────────────────────────────────────────────────
+
+    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> MemoryGate:
+        """See RegionalCounts."""
+        return MemoryGate(self, limits, rule, across)
+
+    def check(
+        self,
+        key: SubjectKey,
+        limits: Limits,
+        across: AcrossRegions,
+        rule: str,
+        cost: int,
+        *,
+        spend: bool,
+    ) -> Decision:
+        """Decide a request; charge it if it is admitted and `spend` is True."""
+        now_ns = self._clock.now_ns()
+        shares = self._used_shares()
+        subject = self._opened(key, limits, across, now_ns, keep=spend and cost > 0)
+        if across == "exact":
+            require_room(limits, shares.share, cost)
+        if spend:
+            subject.demand.add(now_ns, DEMAND_NS, cost)
+        share = self._share_of(subject, shares, now_ns)
+        short = max(cost - _room(subject, share, now_ns), 0)
+        granted = subject.granted if now_ns < subject.grant_ends_ns else 0
+        allowed = short <= granted
+        if spend and allowed:
+            subject.granted = granted - short
+            # Units of a grant are not charged: `cost - short` are.
+            self._admit(subject, share, now_ns, cost - short)
+        if spend and cost and (allowed or across == "eventual"):
+            self._due[key] = min(self._due.get(key, now_ns), now_ns)
+        return decision_of(
+            limits,
+            subject.ledgers,
+            across,
+            share,
+            now_ns,
+            cost,
+            rule,
+            charged=spend and allowed and cost > 0,
+            granted=subject.granted if now_ns < subject.grant_ends_ns else 0,
+        )
+
+    def _admit(self, subject: _Subject, share: Fraction, now_ns: int, units: int) -> None:
+        for ledger in subject.ledgers:
+            ledger.add(now_ns, share, 0, units * MICROS_PER_UNIT)
+        subject.total += units
+        subject.part.add(now_ns, subject.window_ns, units)
+
+    def refund(self, key: SubjectKey, units: int, charged_ns: int | None) -> None:
+        """Return units of this region, as far as time has not returned them already."""
+        subject = self._subjects.get(key)
+        if subject is None or self._shares is None:
+            return
+        now_ns = self._clock.now_ns()
+        share = self._share_of(subject, self._shares, now_ns)
+        units = min(units, subject.total - subject.returned)
+        if charged_ns is not None:
+            units = min(units_left(limit, units, now_ns, charged_ns) for limit in subject.limits)
+        if units <= 0:
+            return
+        for ledger in subject.ledgers:
+            _, own = ledger.levels(now_ns, share)
+            first = min(own, units * MICROS_PER_UNIT)
+            ledger.give_back(now_ns, share, units * MICROS_PER_UNIT - first, first)
+        subject.returned += units
+        self._due[key] = min(self._due.get(key, now_ns), now_ns)
+
+    def grant(
+        self, key: SubjectKey, limits: Limits, across: AcrossRegions, units: int, ttl_ns: int | None
+    ) -> None:
+        """Add units in this region on top of every limit."""
+        now_ns = self._clock.now_ns()
+        subject = self._opened(key, limits, across, now_ns, keep=True)
+        left = subject.granted if now_ns < subject.grant_ends_ns else 0
+        ends_ns = now_ns + (subject.window_ns if ttl_ns is None else ttl_ns)
+        subject.granted, subject.grant_ends_ns = left + units, max(ends_ns, subject.grant_ends_ns)
+
+    def reset(self, key: SubjectKey) -> None:
+        """Forget what counts in this region. Totals stay: they only grow."""
+        subject = self._subjects.get(key)
+        if subject is not None:
+            subject.ledgers = [ledger_of(limit) for limit in subject.limits]
+            subject.granted, subject.part = 0, _Slots()
+
+    # ── Calls of a sync ────────────────────────────────────────────────────────────────────────
+
+    async def shares(self) -> Shares | None:
+        """See RegionalCounts."""
+        return self._shares
+
+    async def set_shares(self, shares: Shares, token: int) -> bool:
+        """See RegionalCounts."""
+        if token < self._leader[1]:
+            return False
+        self._shares = shares
+        return True
+
+    async def lead(self, name: str, lasts_ns: int) -> tuple[str, int]:
+        """See RegionalCounts."""
+        now_ns = self._clock.now_ns()
+        leader, token = self._leader
+        if name != leader and now_ns >= self._leads_until_ns:
+            leader, token = self._leader = (name, token + 1)
+        if name == leader:
+            self._leads_until_ns = now_ns + lasts_ns
+        return leader, token
+
+    async def step_down(self, name: str) -> None:
+        """See RegionalCounts."""
+        if self._leader[0] == name:
+            self._leads_until_ns = 0
+            self._leader = ("", self._leader[1])
+
+    async def due(self, most: int, token: int) -> list[Report]:
+        """See RegionalCounts."""
+        if token < self._leader[1] or self._shares is None:
+            return []
+        now_ns = self._clock.now_ns()
+        ready = sorted((at_ns, key) for key, at_ns in self._due.items() if at_ns <= now_ns)
+        reports = []
+        for _, key in ready[:most]:
+            subject = self._subjects[key]
+            share = self._share_of(subject, self._shares, now_ns)
+            reports.append(_report_of(key, subject, share, now_ns))
+            if _is_accepted(subject):
+                del self._due[key]  # only the demand was to be told, once
+            else:
+                self._due[key] = now_ns + REPEAT_NS
+        return reports
+
+    async def learn(self, region: str, epoch: int, reports: Sequence[Report]) -> list[Learnt]:
+        """See RegionalCounts."""
+        return [self._learn(region, epoch, report) for report in reports]
+
+    def _learn(self, region: str, epoch: int, report: Report) -> Learnt:
+        now_ns = self._clock.now_ns()
+        shares = self._used_shares()
+        subject = self._opened(report.key, report.limits, report.across, now_ns, keep=True)
+        share = self._share_of(subject, shares, now_ns)
+        seen = subject.seen.setdefault(region, _Seen())
+        if report.generation < seen.generation:
+            return Learnt(False, 0)
+        if report.generation > seen.generation:
+            seen.generation, seen.total, seen.returned = report.generation, 0, 0
+        new = max(report.total - seen.total, 0) * MICROS_PER_UNIT
+        returned = max(report.returned - seen.returned, 0) * MICROS_PER_UNIT
+        seen.total, seen.returned = (
+            max(report.total, seen.total),
+            max(report.returned, seen.returned),
+        )
+        seen.at_ns, seen.demand, seen.part = now_ns, report.demand, report.part
+        excess = 0
+        for ledger, counts in zip(subject.ledgers, report.counts, strict=True):
+            before = _excess(ledger, now_ns, share)
+            ledger.add(now_ns, share, min(new, counts), 0)
+            ledger.give_back(now_ns, share, returned, 0)
+            excess = max(excess, _excess(ledger, now_ns, share) - before)
+        accepted = subject.across == "eventual" or (
+            epoch == shares.epoch and _room(subject, share, now_ns) >= 0
+        )
+        return Learnt(accepted, -(-excess // MICROS_PER_UNIT))
+
+    async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
+        """See RegionalCounts."""
+        now_ns = self._clock.now_ns()
+        if self._shares is None or token < self._leader[1] or epoch != self._shares.epoch:
+            return
+        for each in accepted:
+            subject = self._subjects.get(each.key)
+            if subject is None or subject.generation != each.generation:
+                continue
+            share = self._share_of(subject, self._shares, now_ns)
+            if each.total > subject.accepted:
+                subject.accepted = each.total
+                for ledger in subject.ledgers:
+                    ledger.move(now_ns, share, (subject.total - each.total) * MICROS_PER_UNIT)
+            subject.accepted_returned = max(subject.accepted_returned, each.returned)
+            if _is_accepted(subject):
+                self._due.pop(each.key, None)
+
+    async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
+        """See RegionalCounts."""
+        now_ns = self._clock.now_ns()
+        key = SubjectKey(rule_number(limits, rule), subject)
+        found = self._opened(key, limits, "eventual", now_ns, keep=False)
+        share = self._share_of(found, self._used_shares(), now_ns)
+        levels = [ledger.levels(now_ns, share) for ledger in found.ledgers]
+        parts = [RegionPart("", found.part.sum(now_ns, found.window_ns), 0)]
+        parts += [
+            RegionPart(region, seen.part, now_ns - seen.at_ns)
+            for region, seen in found.seen.items()
+        ]
+        return RegionalUsage(
+            tuple(-(-(known + own) // MICROS_PER_UNIT) for known, own in levels),
+            tuple(-(-own // MICROS_PER_UNIT) for _, own in levels),
+            tuple(parts),
+        )
+
+    async def backlog(self) -> int:
+        """See RegionalCounts."""
+        return len(self._due)
+
+    async def note(self, name: str, text: str) -> None:
+        """See RegionalCounts."""
+        self._notes[name] = text
+
+    async def notes(self) -> dict[str, str]:
+        """See RegionalCounts."""
+        return dict(self._notes)
+
+    async def now_ns(self) -> int:
+        """See RegionalCounts."""
+        return self._clock.now_ns()
+
+    # ── States ─────────────────────────────────────────────────────────────────────────────────
+
+    def _used_shares(self) -> Shares:
+        if self._shares is None or not self._shares.share:
+            raise StoreUnavailable(NO_SHARE)
+        return self._shares
+
+    def _opened(
+        self, key: SubjectKey, limits: Limits, across: AcrossRegions, now_ns: int, *, keep: bool
+    ) -> _Subject:
+        """Return the counts of a subject, with what a share that rose adds to them."""
+        shares = self._used_shares()
+        subject = self._subjects.get(key)
+        if subject is None:
+            ledgers = [ledger_of(limit) for limit in limits]
+            subject = _Subject(limits, across, now_ns // 1_000, ledgers, shares.before)
+            if keep:
+                self._subjects[key] = subject
+        if subject.share < shares.share:
+            for ledger in subject.ledgers:
+                rise = 1 - subject.share / shares.share
+                micros = ledger.limit.capacity * MICROS_PER_UNIT
+                taken = -(-micros * rise.numerator // rise.denominator)
+                ledger.add(shares.changed_ns, shares.share, taken, 0)
+        subject.share = shares.share
+        return subject
+
+    @staticmethod
+    def _share_of(subject: _Subject, shares: Shares, now_ns: int) -> Fraction:
+        """Return the share to use now."""
+        if subject.across == "exact":
+            return shares.share
+        others = 0
+        for region in shares.live:
+            seen = subject.seen.get(region)
+            if seen is not None:
+                left_ns = max(DEMAND_NS - max(now_ns - seen.at_ns, 0), 0)
+                others += -(-seen.demand * left_ns // DEMAND_NS)
+        own = subject.demand.sum(now_ns, DEMAND_NS)
+        if not others:
+            return Fraction(1)
+        return Fraction(max(-(-own * _PARTS // (own + others)), 1), _PARTS)
+
+
+def _room(subject: _Subject, share: Fraction, now_ns: int) -> int:
+    """Return the units that can be admitted now; negative if the region is above its share."""
+    return min(room_of(each, subject.across, share, now_ns) for each in subject.ledgers)
+
+
+def room_of(ledger: Ledger, across: AcrossRegions, share: Fraction, now_ns: int) -> int:
+    """Return the units that one limit has room for; negative if it is above the share."""
+    if across == "exact":
+        return exact_room(ledger, now_ns, share)
+    known, own = ledger.levels(now_ns, share)
+    left = share.numerator * (ledger.limit.capacity * MICROS_PER_UNIT - known)
+    # Rounds up to a whole unit: otherwise a small limit would be lost between the regions.
+    part = -(-left // (share.denominator * MICROS_PER_UNIT)) * MICROS_PER_UNIT
+    return (part - own) // MICROS_PER_UNIT
+
+
+def decision_of(
+    limits: Limits,
+    ledgers: Sequence[Ledger],
+    across: AcrossRegions,
+    share: Fraction,
+    now_ns: int,
+    cost: int,
+    rule: str,
+    *,
+    charged: bool,
+    granted: int,
+) -> Decision:
+    """Return the decision by the levels after the check. `granted` units are left on top."""
+    outcomes = []
+    for ledger in ledgers:
+        room = room_of(ledger, across, share, now_ns)
+        found = outcome(ledger, now_ns, share, max(cost - granted, 0), room, charged=charged)
+        outcomes.append(found._replace(remaining=found.remaining + granted))
+    return combine(limits, outcomes, rule, now_ns, [granted] * len(limits) if granted else ())
+
+
+def require_room(limits: Sequence[Limit], share: Fraction, cost: int) -> None:
+    """Raise CapacityError for a cost that never fits this region's share of an exact limit."""
+    for limit in limits:
+        if cost * share.denominator > share.numerator * limit.capacity:
+            raise CapacityError(cost, limit)
+
+
+def units_left(limit: Limit, units: int, now_ns: int, charged_ns: int) -> int:
+    """Return how many of the units time has not returned yet, for a refund."""
+    elapsed_ns = max(now_ns - charged_ns, 0)
+    if limit.algorithm == "sliding_window_log":
+        return units if elapsed_ns < limit.window_ns else 0
+    if limit.algorithm in {"fixed_window", "sliding_window_counter"}:
+        return units if charged_ns // limit.window_ns == now_ns // limit.window_ns else 0
+    steps_ns = -(-elapsed_ns // limit.refill_step_ns) * limit.refill_step_ns
+    drained = -(-steps_ns * limit.micros_numerator // limit.ns_denominator)
+    return max(units - -(-drained // MICROS_PER_UNIT), 0)
+
+
+def _is_accepted(subject: _Subject) -> bool:
+    return (subject.total, subject.returned) == (subject.accepted, subject.accepted_returned)
+
+
+def _report_of(key: SubjectKey, subject: _Subject, share: Fraction, now_ns: int) -> Report:
+    counts = []
+    for ledger in subject.ledgers:
+        known, own = ledger.levels(now_ns, share)
+        counts.append(own if subject.across == "exact" else known + own)
+    return Report(
+        key,
+        subject.limits,
+        subject.across,
+        subject.generation,
+        subject.total,
+        subject.returned,
+        tuple(counts),
+        subject.demand.sum(now_ns, DEMAND_NS),
+        subject.part.sum(now_ns, subject.window_ns),
+    )
+
+
+def _excess(ledger: Ledger, now_ns: int, share: Fraction) -> int:
+    return max(sum(ledger.levels(now_ns, share)) - ledger.limit.capacity * MICROS_PER_UNIT, 0)
+
+
+class MemoryGate:
+    """A global rule's limits in memory."""
+
+    def __init__(
+        self, counts: MemoryRegional, limits: Limits, rule: str, across: AcrossRegions
+    ) -> None:
+        self.limits = limits
+        self._counts = counts
+        self._rule = rule
+        self._number = rule_number(limits, rule)
+        self._across: AcrossRegions = across
+
+    def check(self, subject: str, cost: int) -> Decision:
+        """See Gate.check."""
+        return self._check(subject, cost, spend=True)
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        """See Gate.peek."""
+        return self._check(subject, cost, spend=False)
+
+    def _check(self, subject: str, cost: int, *, spend: bool) -> Decision:
+        key = SubjectKey(self._number, subject)
+        return self._counts.check(key, self.limits, self._across, self._rule, cost, spend=spend)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """See Gate.refund."""
+        self._counts.refund(SubjectKey(self._number, subject), units, charged_ns)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """See Gate.grant. The units are for this region."""
+        key = SubjectKey(self._number, subject)
+        self._counts.grant(key, self.limits, self._across, units, ttl_ns)
+
+    def reset(self, subject: str) -> None:
+        """See Gate.reset. It forgets what this region knows."""
+        self._counts.reset(SubjectKey(self._number, subject))
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: there is no compiled check."""
