@@ -7,6 +7,7 @@ from typing import Any
 
 from tollkeeper import Decision, Limit, StoreUnavailable
 from tollkeeper.core.model import Consistency
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 
 
@@ -15,8 +16,14 @@ class PartlyFailing(PythonMemoryStore):
 
     failing: frozenset[str] = frozenset()
 
-    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Any:
-        return _PartlyFailingGate(self, super().gate(limits, rule, consistency), rule)
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Any:
+        return _PartlyFailingGate(self, super().gate(limits, rule, consistency, across), rule)
 
 
 class _PartlyFailingGate:

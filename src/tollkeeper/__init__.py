@@ -26,6 +26,7 @@ from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.decide.stores import open_store
 from tollkeeper.fleet.settings import Fleet
 from tollkeeper.limiter import AsyncLimiter, Limiter
+from tollkeeper.regions.settings import Regions
 
 __all__ = [
     "AsyncLimiter",
@@ -40,6 +41,7 @@ __all__ = [
     "Limiter",
     "LocalFallback",
     "RateSyntaxError",
+    "Regions",
     "Request",
     "StoreError",
     "StoreFull",

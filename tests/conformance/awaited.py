@@ -16,6 +16,7 @@ from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import Authority
+from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
     AsyncGate,
@@ -77,6 +78,7 @@ class AwaitedStore:
     fleet: FleetMonitor | None = None
     allowances: Allowances | None = None
     authority: Authority | None = None
+    regional: RegionalCounts | None = None
     is_private = False
     is_sharded = False
 
@@ -86,9 +88,13 @@ class AwaitedStore:
         self._async = store.as_async
 
     def gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> AwaitedGate:
-        return AwaitedGate(self._async.async_gate(limits, rule, consistency))
+        return AwaitedGate(self._async.async_gate(limits, rule, consistency, across))
 
     def check_together(
         self, checks: Sequence[GateCheck], optional: Collection[int] = ()

@@ -1,10 +1,43 @@
-"""The statistics of a store."""
+"""The statistics of a store, and what a store refuses."""
 
 from __future__ import annotations
 
 import pytest
 
-from tollkeeper.decide.store import StoreStats
+from tollkeeper import ConfigError, Fleet, Limit, open_store
+from tollkeeper.core.clock import SystemClock
+from tollkeeper.decide.store import Store, StoreStats
+from tollkeeper.fleet.store import FleetStore
+
+LIMITS = (Limit(10, per=60),)
+
+
+@pytest.fixture(params=["memory://", "redis://localhost:1", "a node"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """A store that knows no regions; none of them connects to a server."""
+    if request.param == "a node":
+        return FleetStore(open_store("redis://localhost:1"), Fleet(), SystemClock())
+    return open_store(request.param)
+
+
+def test_a_store_without_regions_refuses_global_limits(store: Store) -> None:
+    """The error says what is missing, with an example."""
+    says = r'scope="global" does not work without regions: .*own Redis.*regions=Regions\("eu"'
+    with pytest.raises(ConfigError, match=says):
+        store.gate(LIMITS, "api", across="exact")
+    if store.as_async is not None:
+        with pytest.raises(ConfigError, match=says):
+            store.as_async.async_gate(LIMITS, "api", across="eventual")
+
+
+def test_a_global_limit_is_strict() -> None:
+    """No node answers for a global limit itself."""
+    store = FleetStore(open_store("redis://localhost:1"), Fleet(), SystemClock())
+    says = r"'leased' does not work with scope=\"global\": the Redis of the region decides"
+    with pytest.raises(ConfigError, match=says):
+        store.gate(LIMITS, "api", "leased", "exact")
+    with pytest.raises(ConfigError, match=says):
+        store.async_gate(LIMITS, "api", "leased", "exact")
 
 
 @pytest.mark.parametrize(("states", "fullness"), [(0, 0.0), (1, 0.25), (4, 1.0)])

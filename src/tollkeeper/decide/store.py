@@ -8,7 +8,8 @@ Some stores can do more than others. A store declares each optional capability a
 None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
 cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
 (several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
-admit itself) and `authority` (nodes can lease units from it).
+admit itself), `authority` (nodes can lease units from it) and `regional` (it can be the store of
+one region, and count limits that regions share).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tollkeeper.decide.allowances import Allowances
     from tollkeeper.decide.fleet_monitor import FleetMonitor
     from tollkeeper.decide.leasing import Authority
+    from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 
 BreakerPosition = Literal["closed", "open", "half_open"]
 
@@ -155,6 +157,28 @@ def require_strict(consistency: Consistency) -> None:
         raise ConfigError(f"consistency={consistency!r} does not work here: {NEEDS_AUTHORITY}")
 
 
+NEEDS_REGIONS: Final = (
+    "a global limit is shared by several regions, each with its own Redis; "
+    'for example regions=Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})'
+)
+
+
+def require_strict_across(consistency: Consistency, across: AcrossRegions | None) -> None:
+    """Raise ConfigError for a global limit that a node shall decide itself."""
+    if across is not None and consistency != "strict":
+        raise ConfigError(
+            f'consistency={consistency!r} does not work with scope="global": the Redis of the '
+            f'region decides every check of a global limit; write consistency="strict", or '
+            f'scope="region"'
+        )
+
+
+def require_regional(across: AcrossRegions | None) -> None:
+    """Raise ConfigError if a limit is global: the store knows no regions."""
+    if across is not None:
+        raise ConfigError(f'scope="global" does not work without regions: {NEEDS_REGIONS}')
+
+
 class FastCheck(Protocol):
     """A gate's check, compiled."""
 
@@ -249,10 +273,23 @@ class Store(Protocol):
         """Leases and late charges, for nodes that share the counts; None if it has none."""
         ...
 
-    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Gate:
+    @property
+    def regional(self) -> RegionalCounts | None:
+        """The counts of one region, of limits that regions share; None if it has none."""
+        ...
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Gate:
         """Prepare a rule's limits. The same rule and limits share their counts.
 
-        Raises ConfigError for a consistency that the store does not have.
+        `across` says how regions share a global limit; None is a limit of this region. Raises
+        ConfigError for a consistency that the store does not have, and for a global limit if the
+        store knows no regions.
         """
         ...
 
@@ -288,7 +325,11 @@ class AsyncStore(Protocol):
     """The awaited calls of a store on another machine."""
 
     def async_gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> AsyncGate:
         """Prepare a rule's limits for asyncio. See Store.gate."""
         ...

@@ -33,6 +33,7 @@ from tollkeeper.decide.leasing import (
     LeaseTerms,
     lifetime_ns,
 )
+from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     NEEDS_AUTHORITY,
     Answer,
@@ -45,6 +46,7 @@ from tollkeeper.decide.store import (
     Store,
     StoreMonitor,
     StoreStats,
+    require_strict_across,
 )
 from tollkeeper.decide.stores import open_fallback_store
 from tollkeeper.fleet.agent import NodeAgent
@@ -178,6 +180,11 @@ class FleetStore:
         return self._store.authority
 
     @property
+    def regional(self) -> RegionalCounts | None:
+        """The counts of the region, if the wrapped store has them."""
+        return self._store.regional
+
+    @property
     def allowances(self) -> Allowances | None:
         """The node's table; None until a limit that is not strict is prepared."""
         return None if self._node is None else self._node.table
@@ -201,19 +208,31 @@ class FleetStore:
 
     # ── Gates ──────────────────────────────────────────────────────────────────────────────────
 
-    def gate(self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict") -> Gate:
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Gate:
         """Prepare a rule's limits for threads."""
-        gate = self._store.gate(limits, rule)
+        require_strict_across(consistency, across)
+        gate = self._store.gate(limits, rule, across=across)
         if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
             return gate
         return FleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
 
     def async_gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> AsyncGate:
         """Prepare a rule's limits for asyncio."""
         assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
-        gate = self._async_store.async_gate(limits, rule)
+        require_strict_across(consistency, across)
+        gate = self._async_store.async_gate(limits, rule, across=across)
         if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
             return gate
         return AsyncFleetGate(self.open_node(), tuple(limits), rule, consistency, gate)

@@ -34,6 +34,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 from tollkeeper.core.model import REQUEST_FIELDS, AppliedRule, Consistency, Limits, Request
 from tollkeeper.core.rates import scaled
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import AnyGate
 from tollkeeper.rules.document.model import (
     DEFAULT_TIER,
@@ -55,7 +56,13 @@ LimitSource = Literal["default", "tier", "key", "override"]
 class MakeGate(Protocol):
     """Prepares limits under a rule's id on a store: `store.gate`, or the awaited one."""
 
-    def __call__(self, limits: Limits, rule: str, consistency: Consistency = "strict") -> AnyGate:
+    def __call__(
+        self,
+        limits: Limits,
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AnyGate:
         """Return the gate."""
         ...
 

@@ -48,7 +48,7 @@ class UnavailableStore(PythonMemoryStore):
     def __init__(self) -> None:
         super().__init__(SystemClock())
 
-    def gate(self, limits: Any, rule: str, consistency: Any = "strict") -> Any:
+    def gate(self, limits: Any, rule: str, consistency: Any = "strict", across: Any = None) -> Any:
         """Return a gate that fails."""
         found = _Failing()
         found.limits = limits

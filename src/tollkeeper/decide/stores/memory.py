@@ -45,6 +45,7 @@ from tollkeeper.decide.leasing import (
     may_be_given_back,
     size_of,
 )
+from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -52,6 +53,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     StoreMonitor,
     StoreStats,
+    require_regional,
     require_strict,
 )
 
@@ -119,6 +121,7 @@ class PythonMemoryStore:
         self.fleet: FleetMonitor | None = None
         self._allowances = PythonAllowances(clock, allowances_max)
         self.authority: Authority | None = self
+        self.regional: RegionalCounts | None = None
         self._states_max = states_max
         self._states = 0
         self._expired = 0
@@ -134,9 +137,14 @@ class PythonMemoryStore:
         return self._allowances
 
     def gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> MemoryGate:
         require_strict(consistency)
+        require_regional(across)
         with self._lock:
             self.require_open()
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]

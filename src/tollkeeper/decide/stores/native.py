@@ -34,6 +34,7 @@ from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.leasing import Authority, Lease
+from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
@@ -42,6 +43,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     StoreMonitor,
     StoreStats,
+    require_regional,
     require_strict,
 )
 
@@ -112,6 +114,7 @@ class KernelStore:
         self._allowances = KernelAllowances(clock, path, allowances_max, mode)
         self.allowances: Allowances | None = self._allowances
         self.authority: Authority | None = None
+        self.regional: RegionalCounts | None = None
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,
@@ -124,9 +127,14 @@ class KernelStore:
         _warn_of(self._table.notice)
 
     def gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> KernelGate:
         require_strict(consistency)
+        require_regional(across)
         return KernelGate(self, self._table, tuple(limits), rule)
 
     def check_together(

@@ -23,6 +23,7 @@ from tollkeeper.decide.leasing import (
     LeasedAnswer,
     Report,
 )
+from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     REGISTERED_MAX,
     Answer,
@@ -31,6 +32,7 @@ from tollkeeper.decide.store import (
     GateCheck,
     ServerStatus,
     StoreStats,
+    require_regional,
     require_strict,
 )
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
@@ -105,6 +107,10 @@ class RedisStore:
         """Leases and late charges."""
         return self
 
+    @property
+    def regional(self) -> RegionalCounts | None:
+        """The counts of one region, of limits that regions share."""
+
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
         self._clock = clock or SystemClock()
@@ -121,10 +127,15 @@ class RedisStore:
         _stores.add(self)
 
     def gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> RedisGate | MovingGate:
         """Prepare a rule's limits for threads."""
         require_strict(consistency)
+        require_regional(across)
         self._require_open()
         gates = tuple(
             [
@@ -135,10 +146,15 @@ class RedisStore:
         return gates[0] if len(gates) == 1 else MovingGate(gates, self.check_together)
 
     def async_gate(
-        self, limits: Sequence[Limit], rule: str, consistency: Consistency = "strict"
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> AsyncRedisGate | AsyncMovingGate:
         """Prepare a rule's limits for asyncio."""
         require_strict(consistency)
+        require_regional(across)
         self._require_open()
         servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
         gates = tuple(
