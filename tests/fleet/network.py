@@ -173,10 +173,10 @@ hints = st.builds(
     u64,
     text,
     st.just(0),
-    u16,
+    u32,
     st.just(0),
 ) | st.builds(
-    HintEntry, some_nodes, u32, st.just("denied"), st.booleans(), u64, text, u32, u16, u32
+    HintEntry, some_nodes, u32, st.just("denied"), st.booleans(), u64, text, u32, u32, u32
 )
 messages = st.builds(
     Message,

@@ -90,7 +90,7 @@ def test_an_authentic_datagram_that_makes_no_sense_is_dropped(
         (b"", "truncated"),
         (b"\x01" * (MESSAGE_BYTES_MIN - 1), "truncated"),
         (b"\x01" * 1_201, "oversized"),
-        (b"\x02" + DatagramCodec("test", [KEY]).seal(a_message())[1:], "version"),
+        (b"\x01" + DatagramCodec("test", [KEY]).seal(a_message())[1:], "version"),
         (DatagramCodec("other", [KEY]).seal(a_message()), "fleet"),
         (DatagramCodec("test", [OTHER]).seal(a_message()), "forged"),
         (DatagramCodec("test").seal(a_message()), "forged"),

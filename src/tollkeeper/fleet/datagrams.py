@@ -45,7 +45,7 @@ HintKind = Literal["warm", "denied"]
 # Why a datagram was dropped before its message was looked at.
 DatagramFault = Literal["truncated", "oversized", "version", "fleet", "forged", "malformed"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 1_200
 # What IPv4 and UDP add to each datagram.
 PACKET_BYTES: Final = 28
@@ -65,7 +65,7 @@ _CONTENTS: Final = struct.Struct("!BBBBBB")
 _PROOF: Final = struct.Struct("!QQ")
 _DIGEST: Final = struct.Struct(f"!{DIGEST_PARTS}H")
 _MEMBER: Final = struct.Struct("!QQHBIIB")
-_HINT: Final = struct.Struct("!IBQHB")
+_HINT: Final = struct.Struct("!IBQIB")
 _ORIGIN: Final = struct.Struct("!Q")
 _DENIAL: Final = struct.Struct("!II")
 _COUNT: Final = struct.Struct("!QQB")
@@ -123,12 +123,12 @@ class HintEntry(NamedTuple):
     number: int
     kind: HintKind
     forwarded: bool
-    """True if a node that receives it for the first time sends it on at once."""
+    """True if a node that receives it for the first time relays it at once: see `Gossip`."""
     gate: int
     subject: str
     cost: int
-    age_ms: int
-    lasts_ms: int
+    age_us: int
+    lasts_us: int
 
     def size(self, sender: int) -> int:
         """Return the bytes that it takes in a datagram of this sender."""
@@ -276,8 +276,8 @@ def _write_hint(written: list[bytes], hint: HintEntry, sender: int) -> None:
         optional.append(_ORIGIN.pack(hint.origin))
     if hint.kind == "denied":
         flags |= _IS_DENIED
-        optional.append(_DENIAL.pack(hint.lasts_ms, hint.cost))
-    written.append(_HINT.pack(hint.number, flags, hint.gate, hint.age_ms, len(subject)))
+        optional.append(_DENIAL.pack(hint.lasts_us, hint.cost))
+    written.append(_HINT.pack(hint.number, flags, hint.gate, hint.age_us, len(subject)))
     written += *optional, subject
 
 
@@ -329,18 +329,18 @@ class _Reader:
         return MemberEntry(node, address, beat, age_ms, bool(flags), status)
 
     def hint(self, sender: int) -> HintEntry:
-        number, flags, gate, age_ms, length = self.unpack(_HINT)
+        number, flags, gate, age_us, length = self.unpack(_HINT)
         if flags > _IS_DENIED | _IS_FORWARDED | _HAS_ORIGIN:
             raise ValueError("hint")
         (origin,) = self.unpack(_ORIGIN) if flags & _HAS_ORIGIN else (sender,)
-        lasts_ms, cost = self.unpack(_DENIAL) if flags & _IS_DENIED else (0, 0)
+        lasts_us, cost = self.unpack(_DENIAL) if flags & _IS_DENIED else (0, 0)
         # There is one way to write a hint.
         if not origin or (flags & _HAS_ORIGIN and origin == sender):
             raise ValueError("origin")
         kind: HintKind = "denied" if flags & _IS_DENIED else "warm"
         subject = self.text(SUBJECT_BYTES_MAX, length)
         forwarded = bool(flags & _IS_FORWARDED)
-        return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_ms, lasts_ms)
+        return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_us, lasts_us)
 
     def count(self) -> CountEntry:
         node, value, length = self.unpack(_COUNT)

@@ -19,11 +19,19 @@ join, also 180 at once, and halves of a fleet that meet again after a partition 
 rounds. About once a second, a node contacts an address at which it knows no live node. A node that
 was not heard of for 7.5 s is suspected, and the suspecting nodes ask it directly.
 
-**Hints** are urgent. Their origin sends them to all live peers at once: one hop, and fewer bytes
-than forwarding by everyone. If the peers are too many, or if the byte budget does not allow it for
-50 ms, it sends them to 3 peers, and each node that receives one for the first time sends it to 3
-others. Rounds repeat hints, which repairs losses. A hint has a number of its origin, so that every
-node takes it once.
+**Hints** are urgent. Their origin sends them to all live peers at once: one hop. If the peers are
+too many, or if the byte budget does not allow it, the origin sends them through *relays*: one
+random peer of each of the 16 parts of the digest, two for a `warm` hint. A relay sends the hint on
+to all peers of its own part that it knows. So the origin sends 16 copies, and each relay a
+sixteenth of the rest. A relay chooses the receivers from its own list, and no node sends on what it
+got from a relay: a node sends each hint at most once, whatever another node believes or claims
+about the members. If relays are lost, or the lists of nodes differ, rounds repair it: they repeat
+`warm` hints and long denials. A denial that is over before the next rounds is not repeated. A
+hint has a number of its origin, so that every node takes it once.
+
+A limit of 1,000 a minute that is used up has a unit every 60 ms. The first node that asks gets it,
+and all others have to hear of the denial that follows. So a hint waits for nothing while there are
+bytes, and its times are microseconds.
 
 **Payloads** are sent to each live peer until it acknowledges them or is dead.
 
@@ -118,9 +126,14 @@ EAGER_NS: Final = 5 * NS_PER_SECOND
 SWEEP_NS: Final = NS_PER_SECOND // 2
 LEFT_NS: Final = 60 * NS_PER_SECOND
 FORGET_NS: Final = 600 * NS_PER_SECOND
-# A denial that lasts as long as this saves many calls; a shorter one is sent if there is room.
-LONG_MS: Final = 200
-# A hint waits this long for bytes to send it directly; then it is forwarded.
+# A denial that lasts as long as this saves many calls. A shorter one is sent if there is room, and
+# is not repeated in rounds: it would arrive when it is over.
+LONG_US: Final = 200_000
+# Relays in each part of the fleet. A lost `warm` hint costs units over a limit, a denial one call.
+RELAYS: Final[Mapping[HintKind, int]] = {"warm": 2, "denied": 1}
+# What a hint that is sent to all peers directly leaves of the budget, for some through relays.
+DIRECT_RESERVE: Final = 0.25
+# A hint waits this long for bytes.
 URGENT_NS_MAX: Final = NS_PER_SECOND // 20
 DENIED_NS_MIN: Final = NS_PER_SECOND // 100
 HINT_MEMORY_NS: Final = 5 * NS_PER_SECOND
@@ -131,6 +144,7 @@ RESEND_NS_MAX: Final = 3 * NS_PER_SECOND
 # When the budget is low: the bytes of the one message of a round.
 FRUGAL_BYTES: Final = 250
 _MS: Final = 1_000_000
+_US: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +160,9 @@ class GossipSettings:
     hint_ns_max: int = 5 * NS_PER_SECOND
     """Older hints are dropped."""
     urgent_ns: int = NS_PER_SECOND // 1_000
-    """Hints that arise within this time share a datagram."""
+    """If the budget is not nearly whole, hints that arise within this time share a datagram."""
     direct_peers_max: int = 250
-    """With more peers, a hint is forwarded from node to node."""
+    """With more peers, a hint is sent through relays."""
     bytes_per_second: int = 50_000
     """A node sends less than this in the mean of every 10 s, IP and UDP headers included."""
 
@@ -282,13 +296,13 @@ class _Hint:
 
     def at(self, now_ns: int, *, forwarded: bool = False) -> HintEntry:
         """Return it as it is sent now."""
-        origin, number, kind, _, gate, subject, cost, _, lasts_ms = self.entry
-        age_ms = _age_ms(self.born_ns, now_ns)
-        return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_ms, lasts_ms)
+        origin, number, kind, _, gate, subject, cost, _, lasts_us = self.entry
+        age_us = min(_age(self.born_ns, now_ns, _US), U32_MAX)
+        return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_us, lasts_us)
 
     def ends_ns(self, hint_ns_max: int) -> int:
         """Return when it is of no use any more."""
-        lasts_ns = self.entry.lasts_ms * _MS if self.entry.kind == "denied" else hint_ns_max
+        lasts_ns = self.entry.lasts_us * _US if self.entry.kind == "denied" else hint_ns_max
         return self.born_ns + min(lasts_ns, hint_ns_max)
 
 
@@ -321,9 +335,13 @@ class _Budget:
         self.spent += count
 
 
+def _age(since_ns: int, now_ns: int, unit_ns: int) -> int:
+    """Return an age; rounded up, so that nothing lasts longer than it should."""
+    return max(-((since_ns - now_ns) // unit_ns), 0)
+
+
 def _age_ms(since_ns: int, now_ns: int) -> int:
-    """Return an age in milliseconds; rounded up, so that nothing lasts longer than it should."""
-    return min(max(-((since_ns - now_ns) // _MS), 0), U16_MAX)
+    return min(_age(since_ns, now_ns, _MS), U16_MAX)
 
 
 class Gossip:
@@ -375,7 +393,7 @@ class Gossip:
         self._hints: dict[tuple[int, int], _Hint] = {}  # of other nodes
         self._known: dict[tuple[HintKind, int, str], _Known] = {}
         self._urgent: list[_Hint] = []
-        self._forwarding: list[_Hint] = []
+        self._relaying: list[_Hint] = []
         self._repairing: deque[_Hint] = deque(maxlen=HINTS_MAX)
         self._hint_inbox: deque[Hint] = deque()
         # Counts: of every node and name, and those that are new.
@@ -615,8 +633,9 @@ class Gossip:
         self._counters["sent"] += 1
         out.append((address, message))
 
-    def _drop(self, reason: str) -> None:
-        self._counters[f"dropped_{reason}"] += 1
+    def _drop(self, reason: str, count: int = 1) -> None:
+        if count:
+            self._counters[f"dropped_{reason}"] += count
 
     def _sample(self, count: int) -> list[_GossipPeer]:
         return self._random.sample(self._live, min(count, len(self._live)))
@@ -718,7 +737,7 @@ class Gossip:
 
     def _entries_in(self, parts: set[int], now_ns: int, space: int) -> list[MemberEntry]:
         """Return entries of some parts of the digest, in random order, as many as fit."""
-        nodes = [node for node in (self.node, *self._peers) if node % DIGEST_PARTS in parts]
+        nodes = [node for node in (self.node, *self._peers) if _part(node) in parts]
         if len(nodes) > 1:
             nodes = self._random.sample(nodes, min(len(nodes), DATAGRAM_BYTES_MAX // 32))
         return self._fitting(nodes, now_ns, space)[0]
@@ -797,7 +816,7 @@ class Gossip:
             self._payload_ns = min(self._payload_ns, now_ns)
 
     def _toggle_digest(self, node: int) -> None:
-        self._digest[node % DIGEST_PARTS] ^= (node // DIGEST_PARTS) & U16_MAX
+        self._digest[_part(node)] ^= (node // DIGEST_PARTS) & U16_MAX
 
     def _make_room(self) -> bool:
         """Return True if there is room for another node; forget a dead one if necessary."""
@@ -909,7 +928,7 @@ class Gossip:
         self, kind: HintKind, gate: int, subject: str, cost: int, lasts_ns: int, now_ns: int
     ) -> None:
         """Send a hint of this node."""
-        lasts_ms = min(lasts_ns // _MS, U32_MAX)
+        lasts_us = min(lasts_ns // _US, U32_MAX)
         is_short = len(subject.encode("utf-8", "replace")) <= SUBJECT_BYTES_MAX
         if not is_short or cost > U32_MAX:
             self._drop("hint_unsendable")
@@ -919,7 +938,7 @@ class Gossip:
             return
         self._hint_number = (self._hint_number + 1) & U32_MAX
         entry = HintEntry(
-            self.node, self._hint_number, kind, False, gate, subject, cost, 0, lasts_ms
+            self.node, self._hint_number, kind, False, gate, subject, cost, 0, lasts_us
         )
         hint = _Hint(entry, now_ns, self.node)
         self._counters["hints_sent"] += 1
@@ -930,17 +949,18 @@ class Gossip:
 
     def _remember(self, hint: _Hint, now_ns: int) -> None:
         entry = hint.entry
-        self._repairing.append(hint)
+        if entry.kind == "warm" or entry.lasts_us >= LONG_US:
+            self._repairing.append(hint)
         ends_ns = now_ns + WARM_REPEAT_NS
         if entry.kind == "denied":
-            ends_ns = hint.born_ns + entry.lasts_ms * _MS
+            ends_ns = hint.born_ns + entry.lasts_us * _US
         if len(self._known) < _places(entry.kind):
             self._known[entry.kind, entry.gate, entry.subject] = _Known(entry.cost, ends_ns)
 
     def _take_hint(self, entry: HintEntry, now_ns: int) -> None:
         if entry.origin == self.node or (entry.origin, entry.number) in self._hints:
             return
-        hint = _Hint(entry, now_ns - entry.age_ms * _MS, self.node)
+        hint = _Hint(entry, now_ns - entry.age_us * _US, self.node)
         ends_ns = hint.ends_ns(self.settings.hint_ns_max)
         if ends_ns <= now_ns:
             self._drop("hint_late")
@@ -952,54 +972,85 @@ class Gossip:
         self._lag.note(now_ns - hint.born_ns)
         self._hints[entry.origin, entry.number] = hint
         self._remember(hint, now_ns)
-        lasts_ns = entry.lasts_ms * _MS - (now_ns - hint.born_ns) if entry.kind == "denied" else 0
+        lasts_ns = entry.lasts_us * _US - (now_ns - hint.born_ns) if entry.kind == "denied" else 0
         self._hint_inbox.append(Hint(entry.kind, entry.gate, entry.subject, entry.cost, lasts_ns))
         if entry.forwarded:
-            self._forwarding.append(hint)
+            self._relaying.append(hint)
             self._hurry(now_ns)
 
     def _hurry(self, now_ns: int) -> None:
         """Send hints soon. When the budget is low, wait for more hints to share the datagram."""
-        wait_ns = self.settings.urgent_ns * (1 if self._budget.share(now_ns) > 0.25 else 10)
-        self._urgent_ns = min(self._urgent_ns, now_ns + wait_ns)
+        share = self._budget.share(now_ns)
+        waits = 0 if share > 0.75 else 1 if share > 0.25 else 10
+        self._urgent_ns = min(self._urgent_ns, now_ns + waits * self.settings.urgent_ns)
 
     def _send_urgent(self, now_ns: int, out: list[Outgoing]) -> None:
-        """Send new hints to all peers, or to some who forward them."""
-        own, self._urgent = self._urgent, []
-        forwarding, self._forwarding = self._forwarding, []
-        self._urgent_ns = self._never_ns
-        # A fleet in which every node is short of bytes must not forward: that takes three times as
-        # many as sending directly. It helps a node that alone has many hints.
-        if forwarding and self._budget.share(now_ns) <= 0.6:
-            self._drop("budget")
-            forwarding = []
-        is_crowd = len(self._live) > self.settings.direct_peers_max
-        for hints in _batches(own):
-            if is_crowd or not self._sent_directly(hints, now_ns, out):
-                for hint in hints:
-                    is_late = is_crowd or now_ns >= hint.born_ns + URGENT_NS_MAX
-                    if now_ns < hint.ends_ns(self.settings.hint_ns_max):
-                        (forwarding if is_late else self._urgent).append(hint)
-        if self._urgent:
-            self._hurry(now_ns)
-        for hints in _batches(forwarding):
-            if self._budget.share(now_ns) <= _reserve(hints[0].entry):
-                self._drop("budget")
-                continue
-            entries = [hint.at(now_ns, forwarded=True) for hint in hints]
-            message = self._message(now_ns, hints=entries)
-            for peer in self._sample(self.settings.fanout):
-                self._send(out, peer.address, message)
+        """Send new hints to all peers or to relays, and those to relay to the peers of this part.
 
-    def _sent_directly(self, hints: list[_Hint], now_ns: int, out: list[Outgoing]) -> bool:
-        """Send hints to all peers, if the budget allows it; return True if it does."""
+        A hint for which there are no bytes waits for up to URGENT_NS_MAX.
+        """
+        own, self._urgent = self._urgent, []
+        relaying, self._relaying = self._relaying, []
+        self._urgent_ns = self._never_ns
+        is_crowd = len(self._live) > self.settings.direct_peers_max
+        indirect: list[_Hint] = []
+        for hints in _batches(own):
+            if is_crowd or not self._sent_hints(
+                hints, self._live, now_ns, out, reserve=DIRECT_RESERVE
+            ):
+                indirect += hints
+        self._send_to_relays(indirect, now_ns, out)
+        part = [peer for peer in self._live if _part(peer.node) == _part(self.node)]
+        for hints in _batches(relaying):
+            if not self._sent_hints(hints, part, now_ns, out):
+                self._drop("budget", len(hints))
+
+    def _send_to_relays(self, hints: list[_Hint], now_ns: int, out: list[Outgoing]) -> None:
+        # Short messages, so that the most useful hints are sent if there are few bytes.
+        batches = deque(_batches(hints, FRUGAL_BYTES))
+        while batches:
+            relays = self._relays(RELAYS[batches[0][0].entry.kind])
+            if not self._sent_hints(batches[0], relays, now_ns, out, forwarded=True):
+                break
+            batches.popleft()
+        unsent = [hint for batch in batches for hint in batch]
+        self._urgent += [hint for hint in unsent if now_ns < hint.born_ns + URGENT_NS_MAX]
+        self._drop("budget", len(unsent) - len(self._urgent))
+        if self._urgent:
+            self._urgent_ns = now_ns + 10 * self.settings.urgent_ns
+
+    def _relays(self, count: int) -> list[_GossipPeer]:
+        """Return up to `count` random peers of each part of the fleet."""
+        found: Counter[int] = Counter()
+        relays = []
+        for peer in self._sample(len(self._live)):
+            part = _part(peer.node)
+            if found[part] < count:
+                found[part] += 1
+                relays.append(peer)
+        return relays
+
+    def _sent_hints(
+        self,
+        hints: list[_Hint],
+        peers: Sequence[_GossipPeer],
+        now_ns: int,
+        out: list[Outgoing],
+        *,
+        forwarded: bool = False,
+        reserve: float = 0.0,
+    ) -> bool:
+        """Send hints to these peers, if the budget allows it; return True if it does.
+
+        `reserve` is a part of the budget that has to be left for other ways to send them.
+        """
         size = MESSAGE_BYTES_MIN + PACKET_BYTES + sum(hint.size for hint in hints)
-        count = len(self._live)
-        left = self._budget.share(now_ns) - size * count / self._budget.capacity
-        if left < _reserve(hints[0].entry):
+        left = self._budget.share(now_ns) - size * len(peers) / self._budget.capacity
+        if left < _reserve(hints[0].entry) + reserve:
             return False
-        message = self._message(now_ns, hints=[hint.at(now_ns) for hint in hints])
-        for peer in self._live:
+        entries = [hint.at(now_ns, forwarded=forwarded) for hint in hints]
+        message = self._message(now_ns, hints=entries)
+        for peer in peers:
             self._send(out, peer.address, message)
         return True
 
@@ -1150,11 +1201,16 @@ class Gossip:
             self._payload_ns = min(self._payload_ns, now_ns)
 
 
+def _part(node: int) -> int:
+    """Return the part of the fleet to which a node belongs, in digests and for relays."""
+    return node % DIGEST_PARTS
+
+
 def _reserve(entry: HintEntry) -> float:
     """Return the part of the budget that a hint must leave for more useful ones."""
     if entry.kind == "warm":
         return 0.05
-    return 0.3 if entry.lasts_ms >= LONG_MS else 0.6
+    return 0.3 if entry.lasts_us >= LONG_US else 0.5
 
 
 def _places(kind: HintKind) -> int:
@@ -1164,7 +1220,7 @@ def _places(kind: HintKind) -> int:
 
 def _usefulness(hint: _Hint) -> tuple[float, int]:
     """Return a key to sort by: `warm` protects a limit, and a denial saves calls while it lasts."""
-    return _reserve(hint.entry), -hint.entry.lasts_ms
+    return _reserve(hint.entry), -hint.entry.lasts_us
 
 
 def _taken(queue: deque[T]) -> list[T]:
@@ -1180,7 +1236,7 @@ def _sent(hot: dict[T, int], key: T) -> None:
         hot[key] = left
 
 
-def _batches(hints: Iterable[_Hint]) -> list[list[_Hint]]:
+def _batches(hints: Iterable[_Hint], size: int = DATAGRAM_BYTES_MAX) -> list[list[_Hint]]:
     """Divide hints into messages, the most useful first; hints of one message are alike."""
     batches: list[list[_Hint]] = []
     space = 0
@@ -1189,7 +1245,7 @@ def _batches(hints: Iterable[_Hint]) -> list[list[_Hint]]:
         is_other = _reserve(hint.entry) != reserve
         if not batches or is_other or hint.size > space or len(batches[-1]) >= ENTRIES_MAX:
             batches.append([])
-            space = DATAGRAM_BYTES_MAX - MESSAGE_BYTES_MIN
+            space = size - MESSAGE_BYTES_MIN
             reserve = _reserve(hint.entry)
         batches[-1].append(hint)
         space -= hint.size
