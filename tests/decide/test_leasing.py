@@ -354,12 +354,14 @@ def test_a_late_charge_of_a_lower_limit_erases_nothing(algorithm: AlgorithmName)
 # ── Properties ─────────────────────────────────────────────────────────────────────────────────
 
 
-def assert_bounded(limit: Limit, start_ns: int, steps: list[bytes], clock_step: str) -> None:
+def assert_bounded(
+    limit: Limit, start_ns: int, steps: list[bytes], clock_step: str, *, resets: bool = False
+) -> None:
     """Play a trace on the reference, and check the bound in every interval."""
     clock = clock_at(start_ns // 1_000 * 1_000)
-    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], (clock_step,))
+    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], (clock_step,), resets=resets)
     play.play(steps)
-    assert_never_over(limit, sorted(play.admitted))
+    play.assert_never_over(limit)
 
 
 @pytest.mark.parametrize("algorithm", LEASING)
@@ -373,6 +375,15 @@ def test_never_over_whenever_nodes_spend_their_leases(
     """
     limit = data.draw(leased_limits(algorithm))
     assert_bounded(limit, data.draw(starts_ns()), data.draw(lease_traces()), "clock forward")
+
+
+@pytest.mark.parametrize("algorithm", LEASING)
+@promise(200, data=st.data())
+def test_never_over_from_a_reset_on(algorithm: AlgorithmName, data: st.DataObject) -> None:
+    """Nodes do not know of a reset: they spend the leases that they have, and give them back."""
+    limit = data.draw(leased_limits(algorithm))
+    steps = data.draw(lease_traces())
+    assert_bounded(limit, data.draw(starts_ns()), steps, "clock forward", resets=True)
 
 
 @pytest.mark.parametrize("algorithm", LEASING)

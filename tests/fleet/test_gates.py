@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.promises.oracles import Admission, assert_never_over
 from tollkeeper import CapacityError, Fleet, Limit, StoreUnavailable
-from tollkeeper.core.model import Consistency
-from tollkeeper.core.rates import limits_of
+from tollkeeper.core.model import AlgorithmName, Consistency
+from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.core.steps import Call, run_async
 from tollkeeper.decide.leasing import Report
 from tollkeeper.decide.store import Answer, Gate
@@ -21,12 +21,20 @@ from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate
 from tollkeeper.testing import ManualClock
 
 KEY = "user:42"
+LEASING: tuple[AlgorithmName, ...] = (
+    "token_bucket",
+    "fixed_window",
+    "sliding_window_counter",
+    "sliding_window_log",
+)
 
 
 class Fixture:
     """Two nodes and their authority."""
 
-    def __init__(self, limits: str, consistency: Consistency, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self, limits: LimitsArgument, consistency: Consistency, fleet: Fleet | None = None
+    ) -> None:
         self.clock = ManualClock(1_000)
         self.shared = SharedStore(self.clock)
         self.limits = limits_of(limits)
@@ -259,6 +267,7 @@ def test_a_lost_table_leaves_the_decision_to_the_authority() -> None:
     assert found.gate.check(KEY, 1).allowed
     assert found.gate.peek(KEY, 1).allowed
     found.gate.refund(KEY, 1, found.clock.now_ns())
+    found.clock.advance(10)
     found.gate.reset(KEY)
     assert found.strict.peek(KEY, 0).remaining == 1000
 
@@ -579,6 +588,26 @@ def test_a_grant_is_seen_by_this_node_at_once(consistency: Consistency) -> None:
     assert found.gate.check(KEY, 5).allowed
 
 
+@pytest.mark.parametrize("algorithm", LEASING)
+def test_after_a_reset_the_units_that_nodes_may_still_spend_are_used(
+    algorithm: AlgorithmName,
+) -> None:
+    """The limit is admitted once, and the lease of the other node is a part of it."""
+    found = Fixture(Limit(1000, per=3600, algorithm=algorithm), "leased")
+    for gate in (found.gate, found.other):
+        found.warm_up(gate, 6)
+    kept = found.other.held(KEY)
+    assert kept
+    found.gate.reset(KEY)
+    found.one.flush()
+    admitted = 0
+    while found.strict.check(KEY, 1).allowed:
+        admitted += 1
+    for _ in range(kept):
+        admitted += found.other.check(KEY, 1).allowed
+    assert 1000 - 20 <= admitted <= 1000
+
+
 @pytest.mark.parametrize("consistency", ["leased", "eventual"])
 def test_a_reset_is_seen_by_every_node_within_one_lifetime(consistency: Consistency) -> None:
     """By this node at once, by the others when their denial or lease has ended."""
@@ -616,6 +645,7 @@ def test_the_awaited_gate_answers_the_same() -> None:
         await gate.refund(KEY, 1, decision.charged_ns)
         assert (await gate.peek(KEY, 1)).remaining == 995
         await gate.grant(KEY, 5, None)
+        found.clock.advance(10)
         await gate.reset(KEY)
         assert (await gate.peek(KEY, 1)).remaining == 1000
 

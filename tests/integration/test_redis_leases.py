@@ -280,13 +280,15 @@ def test_with_both_layouts_nodes_lease_nothing_and_charge_both_places(
 
 
 def test_leased_units_belong_to_the_state_of_their_limit(server: Single) -> None:
-    """`stats` counts one state, and a reset forgets its holds."""
+    """`stats` counts one state. A reset keeps its holds until they are given back."""
     server.flush()
     for layout in ("packed", "subject"):
         with Node(server.uri, "threads", layout=layout, prefix=layout) as node:
             gate = node.store.gate([HOUR], "r")
-            leased(node.lease((gate, "a", 1))[0])
+            lease = leased(node.lease((gate, "a", 1))[0])
             assert node.store.stats().states == 1
             gate.reset("a")
+            assert gate.peek("a", 1).remaining == 1_000 - lease.units
+            node.report([GiveBack(gate, "a", lease.units, lease.ends_ns)])
             assert gate.peek("a", 1).remaining == 1_000
             assert node.store.stats().states == 0

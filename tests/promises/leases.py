@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from tests.clocks import SteppedClock
-from tests.promises.oracles import Admission
+from tests.promises.oracles import Admission, assert_never_over
 from tests.promises.strategies import KEY, chunks, limits
 from tollkeeper import CapacityError, Decision, Limit
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
@@ -92,9 +92,11 @@ class LeasePlay:
     limits: Sequence[Limit]
     clock_steps: tuple[str, ...] = ()
     all_verbs: bool = False
+    resets: bool = False
     earlier: Sequence[Sequence[Limit]] = ()
     answers: list[object] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    before_resets: list[tuple[int, list[Admission]]] = field(default_factory=list)
     leased: int = 0
     _real_ns: int = 0
     _latest_ns: int = 0
@@ -107,6 +109,8 @@ class LeasePlay:
         """Move the clock and carry out a verb for each step."""
         rules = [*self.earlier, self.limits]
         verbs = _ALL if self.all_verbs else _BOUNDED
+        if self.resets:
+            verbs += ("reset",) * 2
         if "clock back" in self.clock_steps:  # units that return to nothing forget the time too
             verbs = tuple(verb for verb in verbs if verb not in _RETURNING)
         gaps = _GAPS + self.clock_steps
@@ -192,7 +196,19 @@ class LeasePlay:
             return gate.grant(KEY, 1 + size % 5, _SECOND_NS * (1 + which % 3))
         if verb == "correct":
             return gate.refund(KEY, 1 + size % 5, None)
-        return gate.reset(KEY) if verb == "reset" else None
+        return self._reset(gate) if verb == "reset" else None
+
+    def _reset(self, gate) -> object:  # type: ignore[no-untyped-def]  # a gate of the store
+        """Reset: what was admitted before does not count any more. The leases are outstanding."""
+        answer = gate.reset(KEY)
+        self.before_resets.append((self.clock.now_ns(), self.admitted))
+        self.admitted, self._charged = [], []
+        return answer
+
+    def assert_never_over(self, limit: Limit) -> None:
+        """Check the bound of a limit: from each reset to the next one."""
+        for admitted in [*(each for _, each in self.before_resets), self.admitted]:
+            assert_never_over(limit, sorted(admitted))
 
     def _use_lease(self, verb: str, size: int, which: int) -> object:
         if not self._leases:
@@ -204,8 +220,9 @@ class LeasePlay:
             if units and self._real_ns < lease.until_real_ns:
                 lease.left -= units
                 # The authority's clock may have been set forward since.
-                at_ns = max(self.clock.now_ns(), self._latest_ns)
-                self.admitted.append((min(at_ns, lease.ends_ns - 1), units))
+                at_ns = min(max(self.clock.now_ns(), self._latest_ns), lease.ends_ns - 1)
+                ends = (each for reset_ns, each in self.before_resets if at_ns < reset_ns)
+                next(ends, self.admitted).append((at_ns, units))
             return None
         del self._leases[place]
         if verb == "crash" or not lease.left:

@@ -217,8 +217,8 @@ class NodeGate:
         yield Call(self.gate.grant, subject, units, ttl_ns)
 
     def resetting(self, subject: str) -> Steps[None]:
-        """Reset at the authority; the units of a lease are forgotten too."""
-        self.stop(subject)
+        """Reset at the authority, where leased units stay used; this node gives its own back."""
+        self.node.give_back(self.gate, subject, self.stop(subject))
         yield Call(self.gate.reset, subject)
 
 

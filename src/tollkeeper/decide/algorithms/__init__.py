@@ -28,17 +28,20 @@ With `charged_ns` None, the time of the charge is not known. Such a refund is th
 operator. The windows then take the units from the present window, the log its oldest live entries
 (the first to leave the window anyway), and the buckets at most the units in use.
 
-Each module has four more functions, for nodes that share a limit (`decide/leasing.py`):
+Each module has five more functions, for nodes that share a limit (`decide/leasing.py`):
 
     lease_until(state, limit, now_ns, lifetime_ns) → ends_ns
     lease(state, limit, now_ns, units, ends_ns) → state
     give_back(state, limit, now_ns, units, ends_ns) → state
     charge(state, limit, now_ns, units, charged_ns) → state
+    reset(state, limit, now_ns) → state
 
 `lease` charges units that a node spends at any time until `ends_ns`. The bound of the algorithm
 holds for the times at which nodes admit requests, not only for the time of the lease. `give_back`
 returns units of a lease that were not spent. `charge` counts units that a node has already
-admitted, at `charged_ns`. It does not ask whether they fit, and an excess is forgotten.
+admitted, at `charged_ns`. It does not ask whether they fit, and an excess is forgotten. `reset`
+forgets everything but the units that nodes may still spend or give back: these stay used, so that
+the bound holds from the reset on.
 """
 
 from __future__ import annotations
@@ -89,6 +92,8 @@ class LeasingAlgorithm(Algorithm, Protocol):
     def charge(
         self, state: State, limit: Limit, now_ns: int, units: int, charged_ns: int, /
     ) -> State: ...
+
+    def reset(self, state: State, limit: Limit, now_ns: int, /) -> State: ...
 
 
 ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {

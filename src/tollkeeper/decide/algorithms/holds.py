@@ -2,7 +2,12 @@
 
 A node spends a lease whenever it likes until the lease ends. So the authority cannot know when the
 units were spent, and has to assume the worst time: the end. It *holds* the units until then. A hold
-of a bucket keeps them from being refilled, and a hold of a log keeps them in the window.
+of a bucket keeps them from being refilled, and a hold of a log keeps them in the window. A window
+counter counts leased units in the window that they are spent in. It has holds for resets only.
+
+A reset keeps the holds, because nodes that do not know of it go on to spend their leases. The units
+of all holds are used after it, also those that were spent before it: the authority cannot tell them
+apart. So units that are given back later were in use, whenever the reset was.
 
 One number of units for each lease would cost memory and time in proportion to the nodes. Therefore
 leases are added up in two groups, each with the latest time at which one of its holds ends. A new
@@ -42,6 +47,15 @@ def lease_ns_max(limit: Limit) -> int:
     return min(LEASE_NS_MAX, whole_ns // (LEASE_PART * _STEP_NS) * _STEP_NS)
 
 
+def until_edge(limit: Limit, ends_ns: int) -> int:
+    """Return until when a window counter holds the units of a lease.
+
+    They can be given back until then, or in the next window: see the algorithms.
+    """
+    edge_ns = ((ends_ns - 1) // limit.window_ns + 1) * limit.window_ns
+    return min(ends_ns + lease_ns_max(limit), edge_ns)
+
+
 def with_lease(holds: Holds, units: int, until_ns: int) -> Holds:
     """Return the holds with those of another lease. None of them has ended."""
     if not holds:
@@ -66,6 +80,11 @@ def given_back(holds: Holds, units: int, until_ns: int) -> tuple[Holds, int]:
             rest = ((held - units, ends_ns),) if held > units else ()
             return holds[:place] + rest + holds[place + 1 :], units
     return holds, 0
+
+
+def total(holds: Holds) -> int:
+    """Return the units of both groups."""
+    return sum(units for units, _ in holds)
 
 
 def live(holds: Holds, now_ns: int) -> Holds:

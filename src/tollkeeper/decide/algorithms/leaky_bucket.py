@@ -40,6 +40,7 @@ refund = token_bucket.refund
 lease = token_bucket.lease
 give_back = token_bucket.give_back
 charge = token_bucket.charge
+reset = token_bucket.reset
 
 
 def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature

@@ -11,7 +11,8 @@ count of its window. Within one aligned window at most `limit` units are admitte
 the formula gives the bound.
 
 A lease ends at the window's edge at the latest, so its units are spent in the window that counts
-them.
+them. They are held as those of a fixed window. In the next window, units can be given back that
+were held until the edge.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from __future__ import annotations
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import fixed_window
+from tollkeeper.decide.algorithms import holds as holds_
+from tollkeeper.decide.algorithms.holds import Holds
 from tollkeeper.decide.algorithms.outcome import Outcome
 
-# (last_ns, previous, current), or None when nothing is counted
-State = tuple[int, int, int] | None
+# (last_ns, previous, current)
+_Plain = tuple[int, int, int]
+_Held = tuple[int, int, int, Holds]
+# With holds while leases are outstanding; None when nothing is counted
+State = _Plain | _Held | None
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
     """Count `cost` units if the weighted count has room for them."""
     if cost > limit.limit:
         raise CapacityError(cost, limit)
+    if state is not None and len(state) == 4:
+        return _decide_held(state, limit, now_ns, cost)
     window_ns = limit.window_ns
     at_ns, previous, current = _rolled(state, window_ns, now_ns)
     start_ns = at_ns - at_ns % window_ns
@@ -56,6 +64,21 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return state, Outcome(False, max(room, 0), fits_ns - now_ns, reset_ns, 0)
 
 
+def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Decide as without holds. A charge drops those that have ended."""
+    after, outcome = decide(state[:3], limit, now_ns, cost)
+    if after is None or outcome.charged_ns is None:
+        return state, outcome
+    return _with_holds(after, holds_.live(state[3], outcome.charged_ns)), outcome
+
+
+def _with_holds(state: _Plain | _Held, holds: Holds) -> State:
+    last_ns, previous, current = state[:3]
+    if holds:
+        return last_ns, previous, current, holds
+    return (last_ns, previous, current) if previous or current else None
+
+
 def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
     """Subtract `units` from the window that they were charged in, while that window counts.
 
@@ -63,6 +86,9 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     """
     if state is None or units == 0:
         return state
+    if len(state) == 4:  # what is held stays held
+        left = refund(state[:3], limit, now_ns, units, charged_ns) or (state[0], 0, 0)
+        return _with_holds(left, state[3])
     window_ns = limit.window_ns
     at_ns, previous, current = _rolled(state, window_ns, now_ns)
     ago = 0 if charged_ns is None else at_ns // window_ns - charged_ns // window_ns
@@ -79,14 +105,31 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
 lease_until = fixed_window.lease_until
 
 
-def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
-    """Count the units of a lease in the current window."""
-    return decide(state, limit, now_ns, units)[0]
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Count the units of a lease in the current window, and hold them for a reset."""
+    after, _ = decide(state, limit, now_ns, units)
+    assert after is not None  # noqa: S101 - ours: a lease has units
+    holds = after[3] if len(after) == 4 else ()
+    until_ns = holds_.until_edge(limit, ends_ns)
+    return _with_holds(after, holds_.with_lease(holds, units, until_ns))
 
 
 def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
-    """Subtract unspent units of a lease from the window that it was charged in."""
-    return refund(state, limit, now_ns, units, ends_ns - 1)
+    """Subtract unspent units of a lease from the window that it was charged in.
+
+    In the current window they are held. If that window is the previous one, they were held until
+    its end, so that no reset has forgotten them.
+    """
+    if state is None or now_ns >= ends_ns + holds_.lease_ns_max(limit):
+        return state
+    at_ns = max(now_ns, state[0])
+    if at_ns // limit.window_ns != (ends_ns - 1) // limit.window_ns:
+        return refund(state, limit, now_ns, units, ends_ns - 1)
+    if len(state) == 3:
+        return state
+    holds, units = holds_.given_back(state[3], units, holds_.until_edge(limit, ends_ns))
+    _, previous, current = _rolled(state, limit.window_ns, now_ns)
+    return _with_holds((at_ns, previous, max(current - units, 0)), holds)
 
 
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:
@@ -100,14 +143,24 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
         previous = max(previous, min(previous + units, limit.limit))
     else:
         current = max(current, min(current + units, limit.limit))
-    return at_ns, previous, current
+    holds = state[3] if state is not None and len(state) == 4 else ()
+    return _with_holds((at_ns, previous, current), holds_.live(holds, at_ns))
+
+
+def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Forget all units but those that are held: a node may still spend them, or give them back."""
+    if state is None or len(state) == 3:
+        return None
+    at_ns = max(now_ns, state[0])
+    holds = holds_.live(state[3], at_ns)
+    return (at_ns, 0, holds_.total(holds), holds) if holds else None
 
 
 def _rolled(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:
     """Return the time to use (now, or the state's if later) and the two counters at that time."""
     if state is None:
         return now_ns, 0, 0
-    last_ns, previous, current = state
+    last_ns, previous, current = state[:3]
     if now_ns <= last_ns:
         return last_ns, previous, current
     windows = now_ns // window_ns - last_ns // window_ns

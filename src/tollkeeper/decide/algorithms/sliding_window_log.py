@@ -147,10 +147,21 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     at_ns = max(charged_ns, _last_ns(state))
     times, start, end, holds = _logged(state, at_ns)
     live = bisect_right(times, at_ns - limit.window_ns, start, end)
-    room = max(limit.limit - sum(held for held, _ in holds), 0)
+    room = max(limit.limit - holds_.total(holds), 0)
     kept = max(room, end - live)
     times, live, end = _append(times, live, end, at_ns, min(units, room))
     return _with_holds((times, max(live, end - kept), end), holds)
+
+
+def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Forget all units but those that are held.
+
+    Also those whose hold ends at this instant: they are given back as if logged at it.
+    """
+    if state is None or len(state) == 3:
+        return None
+    at_ns = max(_last_ns(state), now_ns)
+    return _with_holds((array("q"), 0, 0), holds_.live(state[3], at_ns - 1))
 
 
 def _last_ns(state: _Plain | _Held) -> int:

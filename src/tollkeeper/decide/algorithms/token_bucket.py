@@ -188,6 +188,15 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     return _charged(state, limit, charged_ns, units, is_late=True)
 
 
+def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Forget all units but those that are held: a node may still spend them, or give them back."""
+    if state is None or len(state) == 2:
+        return None
+    at_ns = max(now_ns, state[0])
+    holds = holds_.live(state[2], at_ns)
+    return (at_ns, holds_.total(holds) * MICROS_PER_UNIT, holds) if holds else None
+
+
 def _charged(
     state: State, limit: Limit, now_ns: int, units: int, *, is_late: bool = False
 ) -> _Plain | _Held:
@@ -221,7 +230,7 @@ def _drained(line: _Plain, limit: Limit, now_ns: int) -> _Plain:
 def _lines_of(holds: Holds) -> list[_Plain]:
     """Return the holds as plain buckets."""
     lines: list[_Plain] = []
-    units = sum(held for held, _ in holds)
+    units = holds_.total(holds)
     for held, until_ns in holds:
         lines.append((until_ns, units * MICROS_PER_UNIT))
         units -= held

@@ -425,10 +425,13 @@ class MemoryGate:
                 self._store.write(table, subject, (state, max(expires_ns, credit[1]), credit))
 
     def reset(self, subject: str) -> None:
+        now_ns = self._clock.now_ns()
         with self._lock:
             self._store.require_open()
-            for table in self._tables:
-                self._store.drop(table, subject)
+            for limit, algorithm, table in self._parts:
+                state = table.entries.get(subject, _ABSENT)[0]
+                after = algorithm.reset(state, limit, now_ns)
+                self._write(table, subject, (limit, algorithm, after, None), now_ns)
 
     def lease(self, check: LeaseCheck, decision: Decision) -> Lease:
         """Lease units with a check that was just charged. The store's lock is held."""

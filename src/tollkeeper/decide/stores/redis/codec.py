@@ -251,7 +251,7 @@ class ReplyDecoder:
     numbers; if units are leased, four more.
     """
 
-    __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "limits")
+    __slots__ = ("_numbers", "_only", "_parts", "_plain", "_rule", "lease_numbers", "limits")
 
     def __init__(self, limits: tuple[Limit, ...], rule: str) -> None:
         self.limits = limits
@@ -263,6 +263,8 @@ class ReplyDecoder:
             (limit, ALGORITHMS[limit.algorithm].decide, kind) for limit, _, kind in self._parts
         )
         self._numbers = 1 + sum(NUMBERS_OF_KIND[kind] for _, _, kind in self._parts)
+        # Those at the end of a reply with a lease: its units, its end, and one for each log.
+        self.lease_numbers = 2 + sum(kind == LOG for _, _, kind in self._parts)
         # The usual case, a single bucket or fixed window, is decided without a loop.
         self._only = (
             ALGORITHMS[limits[0].algorithm].decide
@@ -541,11 +543,8 @@ class ReplyDecoder:
         return states
 
     def lease(self, reply: list[int], decision: Decision, cost: int) -> Lease:
-        """Return the lease in the reply to a check with a lease; the check was charged.
-
-        `denied_ns` stays 0 if the summary of a log does not tell it.
-        """
-        units, ends_us = reply[-2:]
+        """Return the lease in the reply to a check with a lease; the check was charged."""
+        units, ends_us = reply[-self.lease_numbers :][:2]
         now_ns = reply[0] * NS_PER_US
         denied_ns = 0
         if units < cost and decision.remaining - units < cost:
@@ -558,9 +557,14 @@ class ReplyDecoder:
         """Return how long another check of this cost is denied after this one."""
         now_ns = reply[0] * NS_PER_US
         after: list[tuple[Algorithm, State, Credit | None, Limit]] = []
-        for limit, algorithm, state, credit in self._states(reply[:-2], reply[0]):
+        longest_ns = 0
+        blocking = iter(reply[len(reply) - self.lease_numbers + 2 :])
+        for limit, algorithm, state, credit in self._states(reply[: -self.lease_numbers], reply[0]):
             if isinstance(state, _LogSummary):
-                return 0
+                blocking_ns = next(blocking) * NS_PER_US
+                if blocking_ns:
+                    longest_ns = max(longest_ns, blocking_ns + limit.window_ns - now_ns)
+                continue
             left = credit
             if credit is None:
                 state, _ = algorithm.decide(state, limit, now_ns, cost)  # noqa: PLW2901 - the state after the check
@@ -570,7 +574,7 @@ class ReplyDecoder:
                 state = ALGORITHMS[limit.algorithm].lease(state, limit, now_ns, leased, ends_ns)  # noqa: PLW2901 - likewise
             after.append((algorithm, state, left, limit))
         try:
-            return credits_.wait_together(after, now_ns, cost, 0)
+            return max(longest_ns, credits_.wait_together(after, now_ns, cost, 0))
         except CapacityError:  # it used granted units; no wait would help
             return 0
 

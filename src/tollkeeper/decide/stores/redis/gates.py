@@ -512,7 +512,7 @@ class JointCheck:
         try:
             if type(reply) is not list:
                 raise _unknown(reply)
-            plain = reply[:-2] if leased else reply
+            plain = reply[: -attempt.scripts.decoder.lease_numbers] if leased else reply
             self._answers[at] = decision = attempt.decision(plain)
             self._replies[at] = plain
             if leased and decision.allowed:

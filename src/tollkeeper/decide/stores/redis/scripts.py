@@ -47,6 +47,8 @@ _PEEK: Final = b"look"
 _SPEND: Final = b""
 # In Lua: no text of a script contains such an operator between spaces.
 _SPACED: Final = re.compile(rb" ?([=+*/<>~,]+) ?")
+# A line of a script that names numbers, all of them in capitals.
+_CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 # The payloads of a check are prepared for costs below this.
 _PREPARED_COSTS: Final = 16
 
@@ -71,8 +73,17 @@ def _text_of(name: str) -> bytes:
     return b"\n".join(_SPACED.sub(rb"\1", line) for line in code)
 
 
+def _without_constants(text: bytes) -> bytes:
+    """Return a script with the numbers instead of their names: shorter, and faster to run."""
+    values: dict[bytes, bytes] = {}
+    for found in _CONSTANTS.finditer(text):
+        values.update(zip(found[1].split(b","), found[2].split(b","), strict=True))
+    text = _CONSTANTS.sub(b"", text)
+    return re.sub(rb"\b[A-Z_]+\b", lambda name: values.get(name[0], name[0]), text)
+
+
 def _script_of(*parts: bytes) -> LuaScript:
-    text = b"\n".join(parts)
+    text = _without_constants(b"\n".join(parts))
     # Redis identifies scripts by SHA-1; it protects no secret.
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
@@ -80,7 +91,7 @@ def _script_of(*parts: bytes) -> LuaScript:
 CHECK: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("check"))
 REFUND: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("refund"))
 GRANT: Final = _script_of(_text_of("state"), _text_of("grant"))
-RESET: Final = _script_of(_text_of("state"), _text_of("reset"))
+RESET: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("reset"))
 
 
 def _function_of(name: bytes, script: LuaScript) -> bytes:

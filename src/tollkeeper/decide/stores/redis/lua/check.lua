@@ -17,8 +17,9 @@
 --
 -- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
 -- live times instead of the one. If any units are leased, each limit has four more: the units and the
--- end of both groups of holds; they count as live times of a log. With a lease, two numbers are last:
--- its units and its end.
+-- end of both groups of holds; they count as live times of a log. With a lease, its units and its end
+-- are last, and for each log the time that must expire for the same cost to fit once more; 0 if it
+-- fits, or if units are granted.
 --
 -- The loop puts each limit's state after the request into `held`. If one limit denies, `held` is not
 -- written, so nothing changes.
@@ -62,6 +63,7 @@ local answer, size, passes = {now}, 1, true
 -- charge may be of a time at which they were not (see leasing.py).
 local need_us = late and late + 2000000 or 0
 local appends -- writes to logs
+local logs_before = wanted and {} -- start, live times, all units that count; of each log
 
 for i = 0, limits - 1 do
     local g = GATE_FIRST + i * GATE_STEP
@@ -135,6 +137,9 @@ for i = 0, limits - 1 do
         log = log_of(g)
         b = p and b or gate[g + FULL] -- for a new log, the times per chunk
         local per_chunk, alive, blocking = fmod(b, 1024), 0, granted and '' or 0
+        if wanted then
+            logs_before[g] = {0, 0, 0, log = log}
+        end
         if p then
             kept = (b - per_chunk) / 1024
             if kept == 0 then -- it has holds only
@@ -158,6 +163,9 @@ for i = 0, limits - 1 do
                 else
                     blocking = number < alive + u1 and t1 or t2
                 end
+            end
+            if wanted then
+                logs_before[g] = {a + dead, alive, all, log = log}
             end
             alive = granted and alive or all
         end
@@ -198,6 +206,9 @@ for i = 0, limits - 1 do
         if holding then
             if kind == LOG then
                 added = ended_holds(id, at, at - gate[g + WINDOW])
+                if wanted then
+                    logs_before[g].ended = added
+                end
             end
             live_holds(id, max(now, last))
         end
@@ -272,7 +283,7 @@ for i = 0, limits - 1 do
         elseif kind ~= LOG then
             need = at - fmod(at, window) + (kind == FIXED and window or 2 * window)
         end
-        if holding then
+        if holding and (kind == BUCKET or kind == LOG) then
             local _, t1, _, t2 = holds_of(id)
             local after = kind == BUCKET and gate[g + FULL] + gate[g + STEP] or window
             need = max(need, max(t1, t2) + after)
@@ -282,29 +293,59 @@ for i = 0, limits - 1 do
 end
 
 if wanted then
-    local LEASE_MIN, LEASE_MAX, LEASE_PART, leased = 20000, 2000000, 10, 0
+    local LEASE_MIN = 20000
+    local leased = 0
     if passes and lease_room > 0 and lease_ends - now >= LEASE_MIN then
         leased = lease_room
         for g = GATE_FIRST, #gate, GATE_STEP do
             local kind, id = gate[g + KIND], gate[g + ID]
             local p, after = place(held, id), gate[g + WINDOW]
+            local hold_ends = held_until(g, lease_ends)
+            add_hold(id, leased, hold_ends)
             if kind == BUCKET then
                 held[p + 2] = held[p + 2] + leased * MICROS_PER_UNIT
-                local hold_ends = lease_ends + min(LEASE_MAX, floor(gate[g + FULL] / LEASE_PART))
-                add_hold(id, leased, hold_ends)
                 after = hold_ends - lease_ends + gate[g + FULL] + gate[g + STEP]
             elseif kind == FIXED then
                 held[p + 2] = held[p + 2] + leased
             elseif kind == COUNTER then
                 held[p + 3] = held[p + 3] + leased
                 after = 2 * gate[g + WINDOW]
-            else
-                add_hold(id, leased, lease_ends)
             end
             need_us = max(need_us, lease_ends + after - now)
         end
     end
     answer[size + 1], answer[size + 2] = leased, leased > 0 and lease_ends or 0
+    size = size + 2
+
+    for g = GATE_FIRST, #gate, GATE_STEP do
+        if gate[g + KIND] == LOG then
+            -- The log after the check has, in this order: its times, holds that have ended, the time of
+            -- the check, and the other holds.
+            local start, alive, all = unpack(logs_before[g])
+            local number, blocking = all + cost + leased - gate[g + CAPACITY] + cost - 1, 0
+            if passes and not granted and leased < cost and number >= 0 then
+                local id, p = gate[g + ID], place(held, gate[g + ID])
+                local u1, t1, u2, t2 = holds_of(id)
+                local later = {}
+                for _, each in ipairs(logs_before[g].ended or later) do
+                    later[#later + 1] = each
+                end
+                later[#later + 1] = {held[1] - held[p + 1], cost}
+                later[#later + 1] = {t1, u1}
+                later[#later + 1] = {t2, u2}
+                if number < alive then
+                    blocking = logs_before[g].log.time_at(fmod(held[p + 3], 1024), start + number)
+                end
+                number = number - alive
+                for _, each in ipairs(later) do
+                    blocking = blocking == 0 and number < each[2] and each[1] or blocking
+                    number = number - each[2]
+                end
+            end
+            size = size + 1
+            answer[size] = blocking
+        end
+    end
 end
 
 if not passes then

@@ -1,10 +1,12 @@
 -- Where the limits' states are in `held`; and the units that are leased.
 --
 -- A lease is charged like any other units, and held besides: a hold of a bucket keeps the units from
--- being refilled, and a hold of a log keeps them in the window. `algorithms/holds.py` explains the two
--- groups. The functions are made only if there are holds, or if units are leased or given back.
+-- being refilled, and a hold of a log keeps them in the window. Those of window counters are kept for
+-- a reset. `algorithms/holds.py` explains the two groups. The functions are made only if there are
+-- holds, or if units are leased or given back.
 
 local HOLD = 8589934592 -- 2^33
+local LEASE_MAX, LEASE_PART = 2000000, 10
 
 -- Usually the states are in the order of the gate, and there are no others.
 local in_place, granted, holding = raw, false, false
@@ -27,7 +29,7 @@ if raw then
 end
 
 local dropped -- places of grants and holds that have ended
-local holds_of, put_holds, live_holds, ended_holds, add_hold, level_with_holds
+local holds_of, put_holds, live_holds, ended_holds, add_hold, held_until, level_with_holds
 if holding or ARGV[6] then
     -- Return the units and the end of both groups; 0 where there is none.
     holds_of = function(id)
@@ -85,6 +87,19 @@ if holding or ARGV[6] then
         else
             put_holds(id, u1, t1, u2 + units, max(t2, ends))
         end
+    end
+
+    -- Return until when the units of a lease are held, and until when they can be given back.
+    held_until = function(g, ends)
+        local kind, window = gate[g + KIND], gate[g + WINDOW]
+        local whole = kind == BUCKET and gate[g + FULL] or window
+        local until_back = ends + min(LEASE_MAX, floor(whole / LEASE_PART))
+        if kind == BUCKET then
+            return until_back, until_back
+        elseif kind == LOG then
+            return ends, ends + LEASE_MAX
+        end
+        return min(until_back, ends - 1 - fmod(ends - 1, window) + window), until_back
     end
 
     -- Return the level of a bucket: its own, or that of a hold if it is higher. That of a late charge

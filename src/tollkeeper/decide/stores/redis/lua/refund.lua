@@ -8,7 +8,6 @@
 --          when that grant ends
 -- ARGV[6]  the end of the lease that the units are of, in microseconds
 
-local LEASE_MAX, LEASE_PART = 2000000, 10
 local lease_ends = ARGV[6] and tonumber(ARGV[6])
 if lease_ends and now >= lease_ends + LEASE_MAX then
     return 0 -- they may have been given back before
@@ -111,18 +110,20 @@ end
 
 -- Return a state after units of a lease were given back, or nothing; see the algorithms' give_back.
 local function given_back(g, last, a, b, units)
-    local kind, id = gate[g + KIND], gate[g + ID]
-    if kind == FIXED or kind == COUNTER then
-        return refunded(g, last, a, b, units, lease_ends - 1)
-    end
-    local hold_ends = lease_ends
-    if kind == BUCKET then
-        hold_ends = lease_ends + min(LEASE_MAX, floor(gate[g + FULL] / LEASE_PART))
-        if now >= hold_ends then
-            return last, a
-        end
-    elseif b >= 1024 and last >= lease_ends then
+    local kind, id, window = gate[g + KIND], gate[g + ID], gate[g + WINDOW]
+    local hold_ends, until_back = held_until(g, lease_ends)
+    if now >= until_back then
+        return last, a, b
+    elseif kind == LOG and b >= 1024 and last >= lease_ends then
         return refunded_log(g, last, a, b, units, lease_ends)
+    elseif kind == FIXED or kind == COUNTER then
+        local at = kind == FIXED and last or max(now, last)
+        if at - fmod(at, window) ~= lease_ends - 1 - fmod(lease_ends - 1, window) then
+            return refunded(g, last, a, b, units, lease_ends - 1)
+        end
+        if kind == COUNTER and holds_of(id) > 0 then
+            last, a, b = rolled(window, last, a, b, now)
+        end
     end
     local u1, t1, u2, t2 = holds_of(id)
     if u1 > 0 and hold_ends <= t1 then
@@ -135,8 +136,12 @@ local function given_back(g, last, a, b, units)
     put_holds(id, u1, t1, u2, t2)
     if kind == BUCKET then
         a = max(a - units * MICROS_PER_UNIT, 0)
+    elseif kind == FIXED then
+        a = max(a - units, 0)
+    elseif kind == COUNTER then
+        b = max(b - units, 0)
     end
-    if u1 + u2 > 0 or (kind == BUCKET and a > 0 or kind == LOG and b >= 1024) then
+    if u1 + u2 > 0 or (kind == LOG and b >= 1024 or kind ~= LOG and a + (b or 0) > 0) then
         return last, a, b
     end
 end

@@ -1,28 +1,43 @@
--- Delete a rule's states, grants and holds of a subject.
+-- Delete a rule's states and grants of a subject. Units that are held stay used: nodes may still spend
+-- them, or give them back.
 --
 -- ARGV[3]  the time in microseconds; empty: the server's
 
 if not raw then
     return 0
 end
-local dropped, logs = {}, {}
+dropped = {}
+local logs = {}
 for g = GATE_FIRST, #gate, GATE_STEP do
-    local p = place(held, gate[g + ID])
-    for group = 0, 2 do -- a grant and two holds
-        local q = place(held, -gate[g + ID] - group * 8589934592)
-        if q then
-            dropped[q] = true
-        end
+    local kind, id = gate[g + KIND], gate[g + ID]
+    local p, grant = place(held, id), place(held, -id)
+    if grant then
+        dropped[grant] = true
     end
     if p then
-        dropped[p] = true
-        if gate[g + KIND] == LOG then
-            local per_chunk = fmod(held[p + 3], 1024)
-            local kept = (held[p + 3] - per_chunk) / 1024
-            local start = held[p + 2]
-            local last = floor((start + kept - 1) / per_chunk)
-            logs[#logs + 1] = {log_of(g), floor(start / per_chunk), last}
+        local last, units, per_chunk = held[1] - held[p + 1], 0, 0
+        if kind == LOG then
+            per_chunk = fmod(held[p + 3], 1024)
+            local kept, start = (held[p + 3] - per_chunk) / 1024, held[p + 2]
+            if kept > 0 then
+                local last_chunk = floor((start + kept - 1) / per_chunk)
+                logs[#logs + 1] = {log_of(g), floor(start / per_chunk), last_chunk}
+            else
+                last = 0
+            end
         end
+        local at = max(now, last)
+        if holding then -- of a log, also those that end now: see the algorithm
+            local u1, _, u2 = live_holds(id, kind == LOG and at - 1 or at)
+            units = u1 + u2
+        end
+        held[p + 1], held[p + 2] = held[1] - at, units
+        if kind == BUCKET then
+            held[p + 2] = units * MICROS_PER_UNIT
+        elseif kind ~= FIXED then
+            held[p + 2], held[p + 3] = 0, kind == COUNTER and units or per_chunk
+        end
+        dropped[p] = units == 0 or nil
     end
 end
 local refused = keep(without(held, dropped))
