@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from tests.integration.asgi_servers import free_port
 from tests.redis_servers import Single, running
 from tests.web.asgi_driver import ask, hello, run_lifespan
+from tollkeeper import Limiter
 from tollkeeper.asgi import RateLimit
 from tollkeeper.fastapi import RateLimit as FastRateLimit
 from tollkeeper.web.enforcer import AsyncEnforcer
@@ -32,6 +33,26 @@ async def test_concurrent_requests_are_allowed_up_to_the_limit_exactly(uri: str)
     assert Counter(each.status for each in answers) == {200: 40, 429: 60}
     for app in apps:
         await app.enforcer.close()
+
+
+async def test_a_node_answers_most_requests_of_a_leased_limit(uri: str) -> None:
+    """The limit of FastAPI's middleware and that of a route are leased, by one node."""
+    app = FastAPI()
+    limit = FastRateLimit(app, "10000/day", store=uri, consistency="leased")
+    app.get("/hello", dependencies=[limit("9000/day")])(lambda: "hello")
+    answers = [await ask(app, "/hello") for _ in range(60)]
+    assert {each.status for each in answers} == {200}
+    fleet = limit.enforcer.store.fleet
+    assert fleet is not None
+    counts = fleet.answers()
+    assert len(counts) == 2
+    for each in counts.values():
+        assert each.allowed + each.asked == 60
+        assert each.allowed >= 30
+    await limit.enforcer.close()
+    strict = Limiter("10000/day", store=uri)
+    assert strict.peek("address:192.0.2.1").remaining == 10_000 - 60
+    strict.close()
 
 
 async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
+from django.test import override_settings
 from fastapi import FastAPI
 from flask import Flask
+from werkzeug.test import Client
 
-from tollkeeper import ConfigError, Limiter, asgi, django, fastapi, flask, wsgi
+from tests.fleet.nodes import SharedStore
+from tests.web.asgi_driver import ask
+from tollkeeper import ConfigError, Fleet, Limiter, asgi, django, fastapi, flask, wsgi
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
+from tollkeeper.web.django_site import site_limits
 from tollkeeper.web.identity import Identity
 from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
 
@@ -49,6 +55,11 @@ rules:
         ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "already has a store"),
         ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "and a clock"),
         ({"limiter": Limiter("1/s"), "local_fallback": LocalFallback()}, "a local_fallback"),
+        ({"limiter": Limiter("1/s"), "consistency": "leased"}, "a consistency"),
+        ({"limiter": Limiter("1/s"), "fleet": Fleet()}, "a fleet"),
+        ({"limits": "1/s", "consistency": "often"}, "consistency='often' is not known"),
+        ({"limits": "1/s", "fleet": 20}, "fleet=20 is not a Fleet"),
+        ({"rules": RULES, "consistency": "leased"}, "each rule has its own"),
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
     ],
 )
@@ -126,3 +137,86 @@ def test_an_unknown_option_of_the_application_is_named(make: Callable[..., Any])
     """The error names the public class, not one of ours."""
     with pytest.raises(ConfigError, match=r"^RateLimit\(…\) has no option stroe; the options are"):
         make(stroe="memory://")
+
+
+# ── A store that several machines share ────────────────────────────────────────────────────────
+
+
+def _fastapi_asking(**options: Any) -> Callable[[], int]:
+    app = FastAPI()
+    limit = fastapi.RateLimit(app, **options)
+    app.get("/hello", dependencies=[limit("90000/hour")])(lambda: "hello")
+    return lambda: asyncio.run(ask(app, "/hello")).status
+
+
+def _flask_asking(**options: Any) -> Callable[[], int]:
+    app = Flask("shop")
+    limit = flask.RateLimit(app, **options)
+    app.get("/hello")(limit("90000/hour")(lambda: "hello"))
+    client = app.test_client()
+    return lambda: client.get("/hello").status_code
+
+
+def _asgi_asking(**options: Any) -> Callable[[], int]:
+    app = asgi.RateLimit(FastAPI(), **options)
+    return lambda: asyncio.run(ask(app, "/hello")).status
+
+
+def _wsgi_asking(**options: Any) -> Callable[[], int]:
+    client = Client(wsgi.RateLimit(Flask("shop"), **options))
+    return lambda: client.get("/hello").status_code
+
+
+ASKING: dict[str, Callable[..., Callable[[], int]]] = {
+    "fastapi": _fastapi_asking,
+    "flask": _flask_asking,
+    "asgi": _asgi_asking,
+    "wsgi": _wsgi_asking,
+}
+
+
+@pytest.mark.parametrize("framework", ASKING)
+def test_a_node_answers_most_requests_itself(framework: str) -> None:
+    """An application and its routes share one node: `consistency` and `fleet` as for Limiter."""
+    clock = ManualClock(1_000)
+    store = SharedStore(clock)
+    asking = ASKING[framework](
+        limits="100000/hour", store=store, clock=clock, consistency="leased", fleet=Fleet(nodes=2)
+    )
+    assert {asking() for _ in range(40)} <= {200, 404}
+    assert 0 < store.controlled.leases <= 20
+    # Two rules of one node, in one table.
+    assert len(store._tables) == (2 if framework in {"fastapi", "flask"} else 1)
+
+
+def test_both_enforcers_of_a_django_site_are_one_node() -> None:
+    """Views in threads and in the event loop spend from the same leases."""
+    clock = ManualClock(1_000)
+    store = SharedStore(clock)
+    setting = {
+        "limits": "100000/hour",
+        "store": store,
+        "clock": clock,
+        "consistency": "leased",
+        "fleet": Fleet(nodes=2),
+    }
+    with override_settings(TOLLKEEPER=setting):
+        site = site_limits()
+        for _ in range(40):
+            assert site.enforcer._limiter.check("a").allowed
+        leases = store.controlled.leases
+        assert 0 < leases <= 10
+        assert site.async_enforcer.store is site.enforcer.store
+        assert site.async_enforcer._limiter.check("a").allowed
+        assert store.controlled.leases <= leases + 1
+
+
+def test_a_route_can_be_strict_in_an_application_that_leases() -> None:
+    """For a login: each of its checks is the authority's."""
+    clock = ManualClock(1_000)
+    store = SharedStore(clock)
+    app = FastAPI()
+    limit = fastapi.RateLimit(app, store=store, clock=clock, consistency="leased")
+    app.get("/login", dependencies=[limit("1000/hour", consistency="strict")])(lambda: "in")
+    assert {asyncio.run(ask(app, "/login")).status for _ in range(9)} == {200}
+    assert store.controlled.leases == 0

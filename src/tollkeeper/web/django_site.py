@@ -30,10 +30,15 @@ from tollkeeper.core.clock import clock_of
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.steps import Call, Steps, run_async
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.web.charges import RequestCharges
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer, EnforcerCore
-from tollkeeper.web.options import HOOKS, OPTION_NAMES, EnforcerOptions, check_option_names
+from tollkeeper.web.options import (
+    HOOKS,
+    OPTION_NAMES,
+    EnforcerOptions,
+    check_option_names,
+    opened_store,
+)
 from tollkeeper.web.requests import WebRequest, WsgiRequest, quoted_path
 
 try:
@@ -70,6 +75,7 @@ class SiteLimits:
         self.options = options
         self._lock = threading.Lock()
         self._store: Store | None = None
+        self._owns_store = False
         self._enforcer: Enforcer | None = None
         self._async_enforcer: AsyncEnforcer | None = None
 
@@ -90,10 +96,11 @@ class SiteLimits:
         return self._async_enforcer
 
     def _with_store(self) -> EnforcerOptions:
-        if not isinstance(self.options.store, str):
+        if self.options.limiter is not None:
             return self.options
         if self._store is None:
-            self._store = open_store(self.options.store, clock_of(self.options.clock))
+            clock = clock_of(self.options.clock)
+            self._store, self._owns_store = opened_store(self.options, clock)
         return replace(self.options, store=self._store)
 
     def close(self) -> None:
@@ -103,7 +110,7 @@ class SiteLimits:
                 self._enforcer.close()
             if self._async_enforcer is not None:
                 run_in_loop(self._async_enforcer.close())
-            if self._store is not None:
+            if self._store is not None and self._owns_store:
                 self._store.close()
             self._store = self._enforcer = self._async_enforcer = None
 

@@ -37,7 +37,6 @@ from tollkeeper.core.steps import Call, Steps, Undo, is_awaitable, run, run_asyn
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.failure import local_fallback_of
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.metrics.counters import ENDPOINT_LENGTH_MAX, endpoint_label
 from tollkeeper.web.answers import (
@@ -48,7 +47,7 @@ from tollkeeper.web.answers import (
     invalid_request_answer,
 )
 from tollkeeper.web.identity import Identity, RequestKeys
-from tollkeeper.web.options import EnforcerOptions, default_node
+from tollkeeper.web.options import EnforcerOptions, default_node, opened_store
 from tollkeeper.web.requests import WebRequest
 
 __all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "UncheckableRequest"]
@@ -205,7 +204,7 @@ class EnforcerCore:
         # The templates of the routes that this enforcer is for; empty for a whole application.
         self._templates: dict[str, None] = {}
         self._limiter: Any = options.limiter
-        self._owns_store = options.limiter is None and isinstance(options.store, str)
+        self._owns_store = False
         if options.limiter is not None:
             self._check_limiter(options.limiter)
             self.clock: Clock = options.limiter.clock
@@ -216,8 +215,7 @@ class EnforcerCore:
             self.clock = clock_of(options.clock)
             self._on_failure = options.on_failure or "open"
             self._local_fallback = local_fallback_of(options.local_fallback)
-            store = options.store
-            self.store = open_store(store, self.clock) if isinstance(store, str) else store
+            self.store, self._owns_store = opened_store(options, self.clock)
         self.now_ns = self.clock.now_ns
         try:
             if self._limiter is None:
@@ -245,7 +243,8 @@ class EnforcerCore:
             "local_fallback": self._local_fallback,
         }
         if options.limits is not None:
-            return kind(options.limits, name=options.name, **arguments)
+            consistency = options.consistency or "strict"
+            return kind(options.limits, name=options.name, consistency=consistency, **arguments)
         if options.rules is not None:
             return kind.from_rules(options.rules, **arguments)
         return None
@@ -328,6 +327,7 @@ class EnforcerCore:
             style=self.style,
             on_failure=options.on_failure or self._on_failure,
             local_fallback=self._local_fallback,
+            consistency=options.consistency or own.consistency,
             clock=self.clock,
         )
 

@@ -15,10 +15,13 @@ from typing import Any, Final, Self, TypedDict
 
 from tollkeeper.core.clock import Clock, clock_of
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import check_name, units_of
+from tollkeeper.core.model import Consistency, check_consistency, check_name, units_of
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
 from tollkeeper.decide.store import Store
+from tollkeeper.decide.stores import open_store
+from tollkeeper.fleet.settings import Fleet, fleet_of
+from tollkeeper.fleet.store import fleet_store_of
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
 from tollkeeper.rules.document.model import Rules
@@ -49,6 +52,8 @@ class OptionArguments(TypedDict, total=False):
     name: str
     on_failure: FailurePolicy | None
     local_fallback: LocalFallback | None
+    consistency: Consistency | None
+    fleet: Fleet | None
     clock: Clock | None
 
 
@@ -65,6 +70,7 @@ class RouteArguments(TypedDict, total=False):
     on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
     on_failure: FailurePolicy | None
+    consistency: Consistency | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,8 +85,9 @@ class EnforcerOptions:
 
     The others are optional:
 
-    `store`, `name`, `local_fallback` and `clock` as for `Limiter`.
+    `store`, `name`, `local_fallback`, `fleet` and `clock` as for `Limiter`.
     `on_failure`       as for `Limiter`: by default "open"; on a route, that of the application.
+    `consistency`      as for `Limiter`: by default "strict"; on a route, that of the application.
     `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
     `trusted_proxies`  the proxies whose forwarded addresses are believed, as for Identity.
     `key`              the subject that `limits` count: the first source that finds a value; by
@@ -115,6 +122,8 @@ class EnforcerOptions:
     name: str = ""
     on_failure: FailurePolicy | None = None
     local_fallback: LocalFallback | None = None
+    consistency: Consistency | None = None
+    fleet: Fleet | None = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +134,9 @@ class EnforcerOptions:
         if self.on_failure is not None:
             check_policy(self.on_failure)
         local_fallback_of(self.local_fallback)
+        if self.consistency is not None:
+            check_consistency(self.consistency)
+        fleet_of(self.fleet)
         clock_of(self.clock)
         for name in _EXAMPLES:
             hook = getattr(self, name)
@@ -158,12 +170,17 @@ class EnforcerOptions:
                 f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
                 f'what it counts, and identify={{"api_key": "header:X-API-Key"}} reads it'
             )
+        if self.rules is not None and self.consistency is not None:
+            raise ConfigError(
+                f"consistency={show(self.consistency)} applies to limits only; with rules, each "
+                f"rule has its own: {{id: users, consistency: leased, …}}"
+            )
         if self.limiter is not None:
             given = (self.store, self.on_failure, self.local_fallback, self.clock)
-            if given != ("memory://", None, None, None):
+            if given != ("memory://", None, None, None) or self.consistency or self.fleet:
                 raise ConfigError(
                     "the limiter that you pass already has a store, an on_failure, a "
-                    "local_fallback and a clock; give them to the limiter"
+                    "local_fallback, a consistency, a fleet and a clock; give them to the limiter"
                 )
 
     def _check_without_limits(self) -> None:
@@ -213,6 +230,23 @@ _EXAMPLES: Final = {
     "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
     "count": "for example count=lambda status: status in (401, 403)",
 }
+
+
+def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
+    """Return the store that options name, and True if the caller has to close it.
+
+    A store that several machines share is that of a node: enforcers that get it share its leases.
+    """
+    given = options.store
+    store = open_store(given, clock) if isinstance(given, str) else given
+    is_opened = store is not given
+    try:
+        found = fleet_store_of(store, fleet_of(options.fleet), clock, owned=is_opened)
+    except BaseException:
+        if is_opened:
+            store.close()
+        raise
+    return found, found is not given
 
 
 def default_node(environ: Mapping[str, str] = os.environ) -> str:
