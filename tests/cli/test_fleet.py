@@ -44,8 +44,8 @@ FLEET: dict[str, Any] = {
             "hit_rate": 0.85,
         }
     ],
-    "leases": 1_200,
-    "leases_max": 100_000,
+    "allowances": 1_200,
+    "allowances_max": 100_000,
     "leased_units": 350,
     "pending_units": 7,
     "returned_units": 9,
@@ -80,7 +80,7 @@ def test_json_is_the_answer_of_the_service() -> None:
 def test_what_an_operator_should_notice() -> None:
     """No gossip, different rules, failed reports and a full table each have words."""
     other = {**NODE, "node": "eu-3", "rules_version": "11"}
-    counts = {"reports_failed": 2, "leases_refused": 3}
+    counts = {"reports_failed": 2, "allowances_refused": 3}
     with stub_service(200, {**FLEET, **counts, "nodes": [NODE, other]}) as service:
         differ = run("fleet", url=service.url).output
     assert "the nodes have different versions of the rules" in differ

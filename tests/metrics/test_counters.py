@@ -367,9 +367,9 @@ def test_the_counts_of_a_fleet_are_read() -> None:
 
 
 _OF_FLEET = {
-    "fleet_leases": 40,
-    "fleet_leases_max": 100_000,
-    "fleet_leases_refused": 2,
+    "fleet_allowances": 40,
+    "fleet_allowances_max": 100_000,
+    "fleet_allowances_refused": 2,
     "fleet_leased_units": 350,
     "fleet_pending_units": 6,
     "fleet_returned_units": 7,

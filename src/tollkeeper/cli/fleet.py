@@ -76,13 +76,13 @@ def _rule_row(rule: Mapping[str, Any]) -> tuple[str, ...]:
 def _counts_text(found: dict[str, Any]) -> str:
     counts = {name: value for name, value in found.items() if isinstance(value, int)}
     text = (
-        f"{counts.get('live_nodes', 1):,} live; allowances {counts.get('leases', 0):,} of "
-        f"{counts.get('leases_max', 0):,}; units: {counts.get('leased_units', 0):,} leased, "
+        f"{counts.get('live_nodes', 1):,} live; allowances {counts.get('allowances', 0):,} of "
+        f"{counts.get('allowances_max', 0):,}; units: {counts.get('leased_units', 0):,} leased, "
         f"{counts.get('pending_units', 0):,} pending, {counts.get('returned_units', 0):,} given "
         f"back, {counts.get('charged_units', 0):,} charged late"
     )
     if counts.get("reports_failed"):
         text += f"; {counts['reports_failed']:,} reports failed"
-    if counts.get("leases_refused"):
-        text += f"; {counts['leases_refused']:,} allowances did not fit"
+    if counts.get("allowances_refused"):
+        text += f"; {counts['allowances_refused']:,} allowances did not fit"
     return text

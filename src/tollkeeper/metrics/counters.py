@@ -117,9 +117,9 @@ FAMILIES: Final = (
         "Checks of leased and eventual rules: allowed or denied by the node, or asked.",
         ("rule", "consistency", "outcome"),
     ),
-    MetricFamily("fleet_leases", "gauge", "Allowances in the node's table.", (), "max"),
-    MetricFamily("fleet_leases_max", "gauge", "Allowances that fit the table.", (), "max"),
-    MetricFamily("fleet_leases_refused", "counter", "Allowances that did not fit.", (), "max"),
+    MetricFamily("fleet_allowances", "gauge", "Allowances in the node's table.", (), "max"),
+    MetricFamily("fleet_allowances_max", "gauge", "Allowances that fit the table.", (), "max"),
+    MetricFamily("fleet_allowances_refused", "counter", "Allowances that did not fit.", (), "max"),
     MetricFamily("fleet_leased_units", "gauge", "Units of leases, not spent yet.", (), "max"),
     MetricFamily("fleet_pending_units", "gauge", "Units spent, not reported yet.", (), "max"),
     MetricFamily("fleet_returned_units", "counter", "Units of leases that were given back."),
@@ -388,9 +388,9 @@ class FleetMetrics:
 
 
 def _put_table(found: MetricsSnapshot, table: AllowanceStats) -> None:
-    found.put("fleet_leases", table.held)
-    found.put("fleet_leases_max", table.held_max)
-    found.put("fleet_leases_refused", table.refused)
+    found.put("fleet_allowances", table.held)
+    found.put("fleet_allowances_max", table.held_max)
+    found.put("fleet_allowances_refused", table.refused)
     found.put("fleet_leased_units", table.leased_units)
     found.put("fleet_pending_units", table.pending_units)
 

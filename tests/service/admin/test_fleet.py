@@ -29,7 +29,7 @@ async def test_a_node_without_a_fleet_is_alone(admin: Admin) -> None:
         "lag_seconds": None,
     }
     assert (found["gossip"], found["live_nodes"], found["rules"]) == (False, 1, [])
-    assert found["leases_max"] == 0
+    assert found["allowances_max"] == 0
 
 
 async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
         "node_id": "node-1",
         "gossip": True,
         "live_nodes": 3,
-        "leases": 40,
-        "leases_max": 100_000,
-        "leases_refused": 2,
+        "allowances": 40,
+        "allowances_max": 100_000,
+        "allowances_refused": 2,
         "leased_units": 350,
         "pending_units": 6,
         "returned_units": 7,

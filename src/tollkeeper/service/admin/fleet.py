@@ -59,9 +59,9 @@ class FleetOut(ApiOutput):
     live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
     nodes: list[FleetNodeOut]
     rules: list[FleetRuleOut] = Field(description="Rules that are `leased` or `eventual`.")
-    leases: int = Field(description="Allowances in the table of this node.")
-    leases_max: int = Field(description="How many fit.")
-    leases_refused: int = Field(description="How many did not fit.")
+    allowances: int = Field(description="Allowances in the table of this node.")
+    allowances_max: int = Field(description="How many fit.")
+    allowances_refused: int = Field(description="How many did not fit.")
     leased_units: int = Field(description="Units of leases that are not spent yet.")
     pending_units: int = Field(description="Units that are spent and not reported yet.")
     returned_units: int = Field(description="Units that were given back.")
@@ -90,9 +90,9 @@ async def get_fleet(control: Control) -> FleetOut:
         live_nodes=1 if fleet is None else fleet.live_nodes(),
         nodes=[_node_out(each) for each in nodes],
         rules=_rules(counted.values.get("fleet_checks", {})),
-        leases=_count(counted, "fleet_leases"),
-        leases_max=_count(counted, "fleet_leases_max"),
-        leases_refused=_count(counted, "fleet_leases_refused"),
+        allowances=_count(counted, "fleet_allowances"),
+        allowances_max=_count(counted, "fleet_allowances_max"),
+        allowances_refused=_count(counted, "fleet_allowances_refused"),
         leased_units=_count(counted, "fleet_leased_units"),
         pending_units=_count(counted, "fleet_pending_units"),
         returned_units=_count(counted, "fleet_returned_units"),
