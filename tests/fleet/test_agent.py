@@ -53,6 +53,7 @@ from tollkeeper.fleet.agent import (
 from tollkeeper.fleet.gossip import GossipSettings, Hint, MemberChange, ReceivedPayload
 from tollkeeper.fleet.node import Node
 from tollkeeper.fleet.store import FleetStore
+from tollkeeper.fleet.transport import GossipTransport
 from tollkeeper.testing import ManualClock
 
 WAIT_S = 20.0
@@ -130,6 +131,25 @@ def test_nodes_without_gossip_count_each_other() -> None:
             store.close()
 
 
+def test_a_fleet_can_have_a_name_and_an_address_for_other_nodes() -> None:
+    """Gossip gets both."""
+    found: dict[str, Any] = {}
+
+    def opened(bind: str, **options: Any) -> GossipTransport:
+        found.update(options)
+        return GossipTransport(bind, **options)
+
+    address = f"{HOST}:{free_port()}"
+    fleet = Fleet(gossip=address, advertise="127.0.0.9:7947", name="api-eu")
+    agent = NodeAgent(node_of(fleet), open_gossip=opened)
+    agent.start()
+    try:
+        assert (found["advertise"], found["fleet"]) == ("127.0.0.9:7947", "api-eu")
+        assert agent.nodes()[0].address == "127.0.0.9:7947"
+    finally:
+        agent.close()
+
+
 class FakeRegistry:
     """The list of nodes at the authority. A test sets how many others there are."""
 
@@ -137,14 +157,11 @@ class FakeRegistry:
         self.others = 0
         self.error: StoreUnavailable | None = None
 
-    def register(self, topic: str, name: str, text: str, lasts_ns: int) -> list[str]:
+    def count_names(self, topic: str, name: str, lasts_ns: int) -> int:
         """See Channel."""
         if self.error is not None:
             raise self.error
-        return [""] * (self.others + 1)
-
-    def unregister(self, topic: str, name: str) -> None:
-        """See Channel."""
+        return self.others + 1
 
 
 class Counted:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tollkeeper import ConfigError, Fleet
-from tollkeeper.fleet.settings import fleet_of
+from tollkeeper.fleet.settings import fleet_of, joined_address, split_address
 
 
 def test_the_defaults_need_no_other_node() -> None:
@@ -33,13 +33,17 @@ def test_the_defaults_need_no_other_node() -> None:
         ({"nodes": 0}, r"nodes=0 is not a whole number from 1 to 100,000"),
         ({"nodes": True}, r"whole number"),
         ({"gossip": "7946"}, r'"7946" is not HOST:PORT|not HOST:PORT'),
-        ({"gossip": "host:0"}, r"not HOST:PORT"),
+        ({"gossip": "host:0"}, r"port 0 of 'host:0' is no port"),
         ({"gossip": "host:99999"}, r"not HOST:PORT.*10.0.0.1:7946"),
         ({"peers": "10.0.0.2:7946"}, r"not a tuple of addresses"),
         ({"peers": ("10.0.0.2:7946",)}, r"peers has no effect without gossip"),
-        ({"gossip": "a:1", "peers": ("b",)}, r"peers='b' is not HOST:PORT"),
+        ({"gossip": "a:1", "peers": ("b",)}, r"peers: 'b' is not HOST:PORT"),
         ({"gossip": "a:1", "peers": ("b:1",) * 1_001}, r"1,001 addresses.*1,000 are the most"),
         ({"key_file": "/k"}, r"key_file has no effect without gossip"),
+        ({"advertise": "10.0.0.1:7946"}, r"advertise has no effect without gossip"),
+        ({"gossip": "a:1", "advertise": "b"}, r"advertise: 'b' is not HOST:PORT"),
+        ({"name": "two words"}, r"name='two words' is not a name of up to 64 letters"),
+        ({"name": ""}, r"name='' is not a name"),
         ({"gossip": "a:1", "key_file": ""}, r"key_file='' is not a path"),
     ],
 )
@@ -55,6 +59,33 @@ def test_peers_may_be_a_list() -> None:
     fleet = Fleet(gossip="10.0.0.1:7946", peers=peers)
     assert fleet.peers == ("b:1", "[::1]:7946")
     assert hash(fleet)
+
+
+@pytest.mark.parametrize("host", ["2001:db8::1", "10.0.0.1", "name.internal", "localhost"])
+def test_an_address_is_a_host_and_a_port(host: str) -> None:
+    """IPv6 addresses are in brackets."""
+    assert split_address("gossip", joined_address(host, 80)) == (host, 80)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "8081",
+        ":8081",
+        "host:",
+        "::1:80",
+        "host:port",
+        "a b:1",
+        "h:65536",
+        "h:٣",
+        f"h:{'9' * 400}",
+        7,
+    ],
+)
+def test_a_text_that_is_no_address_is_refused(wrong: object) -> None:
+    """The error names the option and the text."""
+    with pytest.raises(ConfigError, match=r"^--grpc: .* is not HOST:PORT; for example 10\.0\.0\.1"):
+        split_address("--grpc", wrong)
 
 
 def test_a_limiter_takes_nothing_but_a_fleet() -> None:

@@ -89,6 +89,21 @@ def await_keys(node: Node, expected: tuple[bytes, ...]) -> None:
     until(lambda: keys and keys.keys == expected, "the keys are read", SECONDS_MAX)
 
 
+def test_fleets_of_different_names_do_not_hear_each_other(start: Start) -> None:
+    """With one key, and one registry: each fleet registers under its own name."""
+    registry = NamedRegistry()
+    ours = [start(registry=registry, fleet="ours") for _ in range(2)]
+    theirs = start(registry=registry, peers=[ours[0].bound])
+    know_each_other(ours)
+    until(lambda: ours[0].dropped("fleet"), "a datagram of the other fleet arrives", SECONDS_MAX)
+    assert theirs.transport.live_nodes() == 1
+    until(lambda: len(registry.topics) == 2, "all have registered", SECONDS_MAX)
+    assert {topic: len(names) for topic, names in registry.topics.items()} == {
+        "gossip": 1,
+        "gossip.ours": 2,
+    }
+
+
 def test_nodes_find_each_other_and_exchange_everything(start: Start, tmp_path: Path) -> None:
     """Hints, payloads, counts and status reach all nodes; a node that stops has left at once."""
     keys = key_file(tmp_path, secrets.token_hex(32))
@@ -136,13 +151,14 @@ def test_ipv6(start: Start) -> None:
         ("0.0.0.0:0", {}, "without a key file"),
         ("192.0.2.1:7946", {}, "without a key file"),
         ("127.0.0.1:0", {"advertise": "10.0.0.7:7946"}, "cannot advertise 10.0.0.7"),
-        ("127.0.0.1", {}, "not an address with a port"),
-        ("::1:7946", {}, "not an address with a port"),
-        ("127.0.0.1:99999", {}, "not an address with a port"),
-        ("127.0.0.1:٣", {}, "not an address with a port"),
+        ("127.0.0.1", {}, "is not HOST:PORT"),
+        ("::1:7946", {}, "is not HOST:PORT"),
+        ("127.0.0.1:99999", {}, "is not HOST:PORT"),
+        ("127.0.0.1:٣", {}, "is not HOST:PORT"),
         ("127.0.0.1:0", {"peers": ["10.0.0.7"]}, "peers: '10.0.0.7' is not"),
         ("node-7.internal:7946", {}, "has a name.*in numbers"),
-        ("x" * 300 + ":1", {}, "has a name"),
+        ("x" * 200 + ":1", {}, "has a name"),
+        ("x" * 300 + ":1", {}, "is not HOST:PORT"),
         ("127.0.0.1:0", {"advertise": "node-7.internal:7946"}, "advertise: .* has a name"),
         ("127.0.0.1:0", {"key_file": Path("missing")}, "missing"),
     ],
@@ -311,6 +327,23 @@ def test_a_name_is_resolved_again(start: Start, monkeypatch: pytest.MonkeyPatch)
     answers.append([first.transport.address, second.transport.address, third.transport.address])
     know_each_other([first, second, third])
     until(lambda: not third.transport.discovery_error(), "the error is gone", SECONDS_MAX)
+
+
+class NamedRegistry:
+    """A registry in memory, with several topics."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, dict[str, str]] = {}
+
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = 1_000
+    ) -> list[str]:
+        names = self.topics.setdefault(topic, {})
+        names[name] = text
+        return list(names.values())
+
+    def unregister(self, topic: str, name: str) -> None:
+        self.topics[topic].pop(name, None)
 
 
 class FakeRegistry:

@@ -176,6 +176,33 @@ def test_processes_register_with_an_expiry(kind: str, opened: Open) -> None:
     assert other.register("gossip", "b", "y", 10**9) == ["y"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_count_each_other(kind: str, opened: Open) -> None:
+    """On every kind of server. One that does not renew its name, or leaves, is not counted."""
+    uri = running(kind).uri
+    one, other = opened(uri, prefix="counted"), opened(uri, prefix="counted")
+    hour_ns = 3_600 * 10**9
+    assert [one.count_names("live", "a", hour_ns) for _ in range(2)] == [1, 1]
+    assert other.count_names("live", "b", hour_ns) == 2
+    assert one.count_names("live", "short", 10**7) == 3
+    until(lambda: one.count_names("live", "a", hour_ns) == 2, "the name expires", SECONDS_MAX)
+    assert opened(uri, prefix="uncounted").count_names("live", "a", hour_ns) == 1
+    assert one.count_names("live", "a", 0) == 1
+    assert other.count_names("live", "b", 0) == 0
+
+
+def test_a_count_reads_no_names(opened: Open) -> None:
+    """With ten thousand names, a count receives as few bytes as with one."""
+    uri = running("single").uri
+    store = opened(uri, prefix="many")
+    with redis.Redis.from_url(uri) as client:
+        key = pubsub.registry_key("many", "live")
+        client.zadd(key, {f"{number:016x}": 10**15 for number in range(10_000)})
+        before = client.info("stats")["total_net_output_bytes"]
+        assert store.count_names("live", "a", 10**9) == 10_001
+        assert client.info("stats")["total_net_output_bytes"] - before < 20_000
+
+
 def test_a_name_is_not_deleted_while_its_process_may_renew_it(opened: Open) -> None:
     """It stays for another lifetime; after that it is removed."""
     uri = running("single").uri
@@ -200,6 +227,7 @@ def test_registering_needs_no_more_permissions_than_the_documented_ones(opened: 
     users = [User("app", "s3cret", rules[1])]
     with Single(password="root", users=users) as server:
         assert opened(server.uri).register("gossip", "a", "x", 10**9) == ["x"]
+        assert opened(server.uri).count_names("live", "a", 10**9) == 1
     users = [User("app", "s3cret", "~tk:* +@all -hkeys")]
     with (
         Single(password="root", users=users) as server,

@@ -9,14 +9,24 @@ from typing import Any
 
 from tests.redis_servers import running
 from tests.service.http.client import HttpClient
-from tests.walks import Walk, coroutine_folders, documented, files, folders, resolved, walk_of
-from tollkeeper import AsyncLimiter, open_store
+from tests.walks import (
+    Walk,
+    coroutine_folders,
+    documented,
+    files,
+    folders,
+    recorded,
+    resolved,
+    walk_of,
+)
+from tollkeeper import AsyncLimiter, Limiter, open_store
 from tollkeeper.service.http.context import ServiceContext, WorkerSettings
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.answers import Style
 from tollkeeper.web.identity import Identity
 
+LEASED = "Follow a request: a leased check on Redis"
 REPEATED = "Follow a request: POST /v1/check with rules on Redis"
 FUNCTIONS_MAX = 25
 FILES_MAX = 12
@@ -73,6 +83,31 @@ async def test_the_document_follows_a_check_on_redis() -> None:
     assert len(files(repeated)) <= FILES_MAX
     again = {folder for folder, runs in Counter(folders(repeated)).items() if runs > 1}
     assert again <= coroutine_folders(repeated)
+
+
+def walk_of_a_lease(store: str) -> tuple[Walk, Walk]:
+    """Record the check that takes a lease, and one that spends it."""
+    opened: Any = open_store(store, deadline_ms=10_000, connect_ms=10_000)
+    walks: list[tuple[Walk, Walk]] = []
+    with Limiter("100000/hour", store=opened, consistency="leased") as limiter:
+        for number in range(10):
+            limiter.check(f"user:{number}")
+            with recorded() as taking:
+                assert limiter.check(f"user:{number}").allowed
+            with recorded() as spending:
+                assert limiter.check(f"user:{number}").allowed
+            walks.append((taking, spending))
+    opened.close()
+    return min(walks, key=lambda pair: sum(len(walk.steps) for walk in pair))
+
+
+def test_the_document_follows_a_leased_check() -> None:
+    """The functions named there are called in that order, and no others; a lease has no Python."""
+    taking, spending = walk_of_a_lease(running("single").uri)
+    named = documented(LEASED)
+    assert all(resolved(*step.split(":")) for step in named)
+    assert named == taking.steps
+    assert spending.steps == []
 
 
 def print_walk() -> None:

@@ -44,8 +44,9 @@ from tollkeeper.decide.stores.redis.findings import (
     merge_findings,
 )
 from tollkeeper.fleet.datagrams import KeyFile
+from tollkeeper.fleet.settings import split_address
 from tollkeeper.limiter import Limiter
-from tollkeeper.service.process.settings import ServiceSettings, address_of, free_udp
+from tollkeeper.service.process.settings import ServiceSettings, free_udp
 
 if TYPE_CHECKING:
     # These need the libraries of the redis extra; memory:// and shared:// do not.
@@ -228,7 +229,7 @@ def _peers(settings: ServiceSettings) -> HealthFinding:
         return HealthFinding("peers", "ok", "nodes find each other through the store")
     found = 0
     for peer in addresses:
-        host, port = address_of(peer)
+        host, port = split_address("--peers", peer)
         try:
             found += len(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM))
         except OSError as error:

@@ -123,6 +123,23 @@ GossipKeyOption = Annotated[
         "accepted. Required unless the address of --gossip is of this machine only.",
     ),
 ]
+GossipAdvertiseOption = Annotated[
+    str | None,
+    _option(
+        "--gossip-advertise",
+        metavar="HOST:PORT",
+        help="The address at which the other nodes reach this one, if it is another one: that of "
+        "the host of a container. In numbers. [default: that of --gossip]",
+    ),
+]
+FleetNameOption = Annotated[
+    str | None,
+    _option(
+        "--fleet-name",
+        metavar="NAME",
+        help="Nodes hear only the gossip of nodes with the same name. [default: tollkeeper]",
+    ),
+]
 PeersOption = Annotated[
     list[str] | None,
     _option(
@@ -402,6 +419,8 @@ def serve(
     nodes: NodesOption = None,
     gossip: GossipOption = None,
     gossip_key: GossipKeyOption = None,
+    gossip_advertise: GossipAdvertiseOption = None,
+    fleet_name: FleetNameOption = None,
     peers: PeersOption = None,
     dead_seconds: DeadSecondsOption = None,
     lease_seconds: LeaseSecondsOption = None,

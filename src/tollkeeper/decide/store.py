@@ -406,6 +406,14 @@ class Channel(Protocol):
         """
         ...
 
+    def count_names(self, topic: str, name: str, lasts_ns: int) -> int:
+        """Keep `name` for a time, and return how many names the topic has, this one included.
+
+        With a time of 0, forget the name. No other name is read, however many there are. Blocks for
+        two round trips. Raises StoreError.
+        """
+        ...
+
     def unregister(self, topic: str, name: str) -> None:
         """Forget the text of `name`. Blocks for a round trip. Raises StoreError."""
         ...

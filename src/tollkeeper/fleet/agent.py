@@ -45,7 +45,7 @@ from tollkeeper.core.version import __version__
 from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
 from tollkeeper.decide.fleet_monitor import FleetNode, GossipCounts, NodeAnswers, ReportCounts
 from tollkeeper.decide.store import Channel
-from tollkeeper.fleet.datagrams import U64_MAX, Address, NodeStatus
+from tollkeeper.fleet.datagrams import U64_MAX, NodeStatus
 from tollkeeper.fleet.gossip import (
     GossipSettings,
     Hint,
@@ -54,7 +54,7 @@ from tollkeeper.fleet.gossip import (
     ReceivedPayload,
 )
 from tollkeeper.fleet.node import Node
-from tollkeeper.fleet.settings import Fleet
+from tollkeeper.fleet.settings import Fleet, joined_address
 from tollkeeper.fleet.transport import GossipTransport
 
 # How often the agent sends what it knows, and how often another process tries to take over.
@@ -66,7 +66,7 @@ RETRY_S: Final = 5.0
 # After this time, a new agent has heard of all live nodes.
 HEARD_ALL_S: Final = 5.0
 # The topic under which nodes register, and their number until it is known.
-TOPIC: Final = "nodes"
+TOPIC: Final = "live"
 NODES_ASSUMED: Final = 100
 # How often the statistics of the table are read.
 STATS_S: Final = 1.0
@@ -250,6 +250,8 @@ class NodeAgent:
             key_file=None if fleet.key_file is None else Path(fleet.key_file),
             peers=fleet.peers,
             registry=None if fleet.peers else self._registry,
+            advertise=fleet.advertise,
+            fleet=fleet.name,
             settings=settings_of(fleet),
             status=self._status(),
             on_hints=self._on_hints,
@@ -611,7 +613,7 @@ class NodeRegister:
         if now_s >= self._due_s:
             self._due_s = now_s + min(self._lasts_s / 3, 1)
             try:
-                found = len(self._registry.register(TOPIC, self._name, "", self._lasts_ns))
+                found = self._registry.count_names(TOPIC, self._name, self._lasts_ns)
             except StoreError:
                 self._kept_until_s = now_s + self._lasts_s
                 raise
@@ -627,7 +629,7 @@ class NodeRegister:
     def leave(self) -> None:
         """End the registration. Blocks. Raises StoreError."""
         if self._found:
-            self._registry.unregister(TOPIC, self._name)
+            self._registry.count_names(TOPIC, self._name, 0)
             self._found = self._count = 0
 
 
@@ -835,7 +837,7 @@ def counts_of(counters: Mapping[str, int], lag: Sequence[int]) -> GossipCounts:
 
 def _fleet_node(member: Member) -> FleetNode:
     status = member.status
-    address = _shown(member.address)
+    address = joined_address(*member.address)
     return FleetNode(
         name=address,
         address=address,
@@ -847,11 +849,6 @@ def _fleet_node(member: Member) -> FleetNode:
         pending_units=status.pending,
         lag_s=member.age_ns / 1e9,
     )
-
-
-def _shown(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _aged(node: FleetNode, passed_s: float) -> FleetNode:

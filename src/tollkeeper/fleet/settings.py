@@ -25,7 +25,9 @@ _DEAD_S_MAX: Final = 60
 PEERS_MAX: Final = 1_000
 _PORT_MAX: Final = 65_535
 # A name, an IPv4 address or an IPv6 address in brackets, with a port.
-_ADDRESS: Final = re.compile(r"(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[^:\[\]\s]{1,253}):([0-9]{1,5})")
+FLEET_NAME: Final = "tollkeeper"
+_FLEET_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class Fleet:
                      loopback address.
     `peers`          "HOST:PORT" of other nodes, or a name that resolves to all of them; by default
                      nodes find each other through the authority.
+    `advertise`      "HOST:PORT" that other nodes reach this one at, if it is not that of `gossip`:
+                     of a host whose container has another address. In numbers.
+    `name`           nodes hear only those of the same name: for two fleets with one key.
     `dead_seconds`   a node that is not heard of for this time is dead; for half of it, suspected.
     """
 
@@ -61,6 +66,8 @@ class Fleet:
     key_file: str | None = None
     peers: tuple[str, ...] = ()
     dead_seconds: float = 15.0
+    advertise: str | None = None
+    name: str = FLEET_NAME
     lease_ns: int = field(init=False, default=0, compare=False)
     flush_ns: int = field(init=False, default=0, compare=False)
 
@@ -104,12 +111,18 @@ class Fleet:
             )
         for peer in self.peers:
             _check_address("peers", peer)
+        if not isinstance(self.name, str) or not _FLEET_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name={show(self.name)} is not a name of up to 64 letters, digits, dots, dashes "
+                f'and underscores; for example Fleet(name="api-eu")'
+            )
         if self.gossip is not None:
             _check_address("gossip", self.gossip)
-        elif self.peers or self.key_file is not None:
-            what = "peers" if self.peers else "key_file"
+            if self.advertise is not None:
+                _check_address("advertise", self.advertise)
+        elif without := [name for name in _OF_GOSSIP if getattr(self, name)]:
             raise ConfigError(
-                f"{what} has no effect without gossip; "
+                f"{without[0]} has no effect without gossip; "
                 f'for example Fleet(gossip="10.0.0.1:7946", key_file="/etc/tollkeeper/gossip.key")'
             )
         if self.key_file is not None and (not isinstance(self.key_file, str) or not self.key_file):
@@ -129,12 +142,39 @@ def _duration_ns(what: str, seconds: object, least_ns: int, most_s: int, usual_s
     return found_ns
 
 
+# Settings that need gossip.
+_OF_GOSSIP: Final = ("peers", "key_file", "advertise")
+
+
 def _check_address(what: str, address: object) -> None:
-    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if found is None or not 1 <= int(found[1]) <= _PORT_MAX:
+    if not split_address(what, address)[1]:
         raise ConfigError(
-            f'{what}={show(address)} is not HOST:PORT; for example "10.0.0.1:7946" or "[::1]:7946"'
+            f'{what}: port 0 of {show(address)} is no port; for example "10.0.0.1:7946"'
         )
+
+
+def split_address(what: str, text: object) -> tuple[str, int]:
+    """Return the host and the port of "HOST:PORT", which `what` has. Raises ConfigError.
+
+    >>> split_address("gossip", "127.0.0.1:7946"), split_address("grpc", "[::1]:0")
+    (('127.0.0.1', 7946), ('::1', 0))
+    """
+    found = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+    if found is None or int(found[2]) > _PORT_MAX:
+        raise ConfigError(
+            f"{what}: {show(text)} is not HOST:PORT; for example 10.0.0.1:7946, [::1]:7946 or "
+            f"name.internal:7946"
+        )
+    return found[1].strip("[]"), int(found[2])
+
+
+def joined_address(host: str, port: int) -> str:
+    """Return "HOST:PORT".
+
+    >>> joined_address("127.0.0.1", 7946), joined_address("::1", 7946)
+    ('127.0.0.1:7946', '[::1]:7946')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def fleet_of(fleet: object) -> Fleet:

@@ -46,6 +46,7 @@ from tollkeeper.fleet.gossip import (
     Outgoing,
     ReceivedPayload,
 )
+from tollkeeper.fleet.settings import FLEET_NAME, joined_address, split_address
 
 T = TypeVar("T")
 
@@ -64,7 +65,6 @@ ERROR_LOG_NS: Final = 60 * NS_PER_SECOND
 # Datagrams that are read before the machine ticks again.
 BATCH_MAX: Final = 200
 RECEIVE_BUFFER_BYTES: Final = 1 << 20
-_PORT_MAX: Final = 65_535
 _FOREVER_NS: Final = 2**63
 
 log = logging.getLogger("tollkeeper.fleet")
@@ -88,7 +88,7 @@ class GossipTransport:
         peers: Sequence[str] = (),
         registry: Channel | None = None,
         advertise: str | None = None,
-        fleet: str = "tollkeeper",
+        fleet: str = FLEET_NAME,
         settings: GossipSettings | None = None,
         status: NodeStatus | None = None,
         on_hints: Callable[[list[Hint]], None] | None = None,
@@ -106,8 +106,9 @@ class GossipTransport:
         self._drops: Counter[str] = Counter()
         self._error_log_ns = 0
         self._registry = registry
+        self._topic = TOPIC if fleet == FLEET_NAME else f"{TOPIC}.{fleet}"
         self._discovery_error = ""
-        self._peers = [_split(peer, "peers") for peer in peers]
+        self._peers = [split_address("peers", peer) for peer in peers]
         self._socket = _bound(bind, keyed=self._keys is not None)
         try:
             self.address: Address = self._advertised(advertise)
@@ -346,7 +347,7 @@ class GossipTransport:
                 break
         if self._registry is not None:
             with suppress(StoreError):
-                self._registry.unregister(TOPIC, f"{self.node:016x}")
+                self._registry.unregister(self._topic, f"{self.node:016x}")
 
     def _discover_once(self) -> str:
         """Look for other nodes; return what went wrong, or an empty text."""
@@ -368,14 +369,14 @@ class GossipTransport:
         return "; ".join(errors)
 
     def _registered(self, registry: Channel) -> list[Address]:
-        own = _joined(self.address)
+        own = joined_address(*self.address)
         name = f"{self.node:016x}"
-        texts = registry.register(TOPIC, name, own, REGISTERED_NS, REGISTERED_READ_MAX)
+        texts = registry.register(self._topic, name, own, REGISTERED_NS, REGISTERED_READ_MAX)
         found = []
         for text in texts:
             # Other processes can write to the authority: skip whatever is not an address.
             with suppress(ConfigError):
-                host, port = _split(text, "registry")
+                host, port = split_address("registry", text)
                 if _is_numeric(host):
                     found.append((host, port))
         return found
@@ -400,28 +401,6 @@ _KEY_ADVICE: Final = (
 )
 
 
-def _split(text: str, what: str) -> Address:
-    """Return host and port of "host:port" or "[v6]:port". Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    # An int of 400 digits would raise.
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= _PORT_MAX
-    if not host or not colon or not is_port:
-        raise ConfigError(
-            f"{what}: {show(text)} is not an address with a port; "
-            f'for example "10.0.0.7:7946", "[2001:db8::7]:7946" or "fleet.internal:7946"'
-        )
-    return host, int(port)
-
-
-def _joined(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _is_numeric(host: str) -> bool:
     try:
         ip_address(host)
@@ -432,7 +411,7 @@ def _is_numeric(host: str) -> bool:
 
 def own_address(text: str, what: str) -> Address:
     """Return an address of this machine, without asking a name server. Raises ConfigError."""
-    host, port = _split(text, what)
+    host, port = split_address(what, text)
     if host == "localhost":
         return "127.0.0.1", port
     if not _is_numeric(host):

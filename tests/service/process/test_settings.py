@@ -12,7 +12,7 @@ import pytest
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.fleet.settings import Fleet
-from tollkeeper.service.process.settings import ServiceSettings, address_of, state_folder
+from tollkeeper.service.process.settings import ServiceSettings, state_folder
 
 
 def test_defaults_serve_this_machine_only(tmp_path: Path) -> None:
@@ -73,6 +73,9 @@ FILES: list[tuple[str, str]] = [
     ("warm: 2", "warm 2 is not between 0 and 1"),
     ("peers: a:1", "--peers has no effect without --gossip"),
     ("gossip-key: k", "--gossip-key has no effect without --gossip"),
+    ("gossip-advertise: 10.0.0.5:1", "--gossip-advertise has no effect without --gossip"),
+    ("fleet-name: api", "--fleet-name has no effect without --gossip"),
+    ("store: redis://h\ngossip: '127.0.0.1:1'\ngossip-advertise: n:1", "--gossip-advertise: 'n:1'"),
     ("gossip: '127.0.0.1:7946'", "--gossip is for machines that share a store"),
     ("store: redis://h\ngossip: '7946'", "HOST:PORT"),
     ("store: redis://h\ngossip: node-7:7946", "--gossip: 'node-7:7946' has a name"),
@@ -144,14 +147,6 @@ def test_state_folder_follows_xdg(variable: str, expected: str) -> None:
     """A relative path is ignored."""
     found = state_folder({"XDG_STATE_HOME": variable})
     assert str(found).startswith(str(Path(expected).expanduser()))
-
-
-def test_address_is_a_host_and_a_port() -> None:
-    """IPv6 addresses are in brackets."""
-    assert address_of("[2001:db8::1]:80") == ("2001:db8::1", 80)
-    for wrong in ("8081", ":8081", "host:", "::1:80", "host:port", "a b:1"):
-        with pytest.raises(ConfigError):
-            address_of(wrong)
 
 
 def test_log_format_is_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

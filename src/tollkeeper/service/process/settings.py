@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.fleet.settings import Fleet
+from tollkeeper.fleet.settings import FLEET_NAME, Fleet, joined_address, split_address
 from tollkeeper.fleet.transport import own_address
 from tollkeeper.rules.document.tree import suggestion
 
@@ -40,7 +40,6 @@ CONFIG_BYTES_MAX: Final = 1024 * 1024
 _LISTED_MAX: Final = 100
 # `--rules none`: the service decides only by limits that are given with the call.
 NO_RULES: Final = "none"
-_ADDRESS: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^:\[\]\s]+):(?P<port>[0-9]{1,5})")
 # `--peers store`: nodes find each other through the store; `--peers dns:NAME:PORT`: by a name.
 _STORE_PEERS: Final = "store"
 _DNS_PEERS: Final = "dns:"
@@ -105,10 +104,14 @@ class ServiceSettings:
     """How many machines share the store, at least. Gossip may know of more."""
     gossip: str = ""
     """HOST:PORT to exchange hints with other nodes at, in numbers; empty: no gossip."""
+    gossip_advertise: str = ""
+    """HOST:PORT that other nodes reach this one at, if it is not that of `gossip`."""
     gossip_key: str = ""
     """The file with the keys that authenticate gossip; empty: only on a loopback address."""
     peers: tuple[str, ...] = ()
     """HOST:PORT of other nodes, or `dns:NAME:PORT`; empty or `store`: those on the same store."""
+    fleet_name: str = FLEET_NAME
+    """Nodes hear only those of the same name."""
     dead_seconds: float = 15.0
     """How long after its last heartbeat a node is dead."""
     lease_seconds: float = 1.0
@@ -214,7 +217,7 @@ class ServiceSettings:
         except ConfigError as error:
             raise ConfigError(f"--ceiling, --emergency or --emergency-after: {error}") from error
         if self.grpc:
-            address_of(self.grpc)
+            split_address("--grpc", self.grpc)
         self._check_fleet()
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-cert and --tls-key belong together; give both or neither")
@@ -237,19 +240,27 @@ class ServiceSettings:
         _within("dead-seconds", self.dead_seconds, 1, 60)
         _within("allowances", self.allowances, 1_000, 10_000_000)
         if not self.gossip:
-            if self.peers or self.gossip_key:
-                option = "--peers" if self.peers else "--gossip-key"
+            given = {
+                "--peers": self.peers,
+                "--gossip-key": self.gossip_key,
+                "--gossip-advertise": self.gossip_advertise,
+                "--fleet-name": self.fleet_name != FLEET_NAME,
+            }
+            option = next((option for option, value in given.items() if value), "")
+            if option:
                 raise ConfigError(
                     f"{option} has no effect without --gossip; for example --gossip 10.0.0.5:7946"
                 )
             return
-        host, _ = address_of(self.gossip)
+        host, _ = split_address("--gossip", self.gossip)
         if self.is_store_here:
             raise ConfigError(
                 f"--gossip is for machines that share a store, and --store {self.store} is on this "
                 f"machine; use --store redis://host, or remove --gossip"
             )
         own_address(self.gossip, "--gossip")
+        if self.gossip_advertise:
+            own_address(self.gossip_advertise, "--gossip-advertise")
         if not is_loopback(host) and not self.gossip_key:
             raise ConfigError(
                 f"--gossip {self.gossip} can be reached from other machines, and there is no "
@@ -259,11 +270,13 @@ class ServiceSettings:
         if len(self.peers) > 1 and _STORE_PEERS in self.peers:
             raise ConfigError("--peers store finds all nodes; give it alone")
         for peer in self.peer_addresses:
-            address_of(peer)
+            split_address("--peers", peer)
 
     def without_gossip(self) -> Self:
         """Return the settings for a process that takes no part in gossip."""
-        return replace(self, gossip="", gossip_key="", peers=())
+        return replace(
+            self, gossip="", gossip_key="", gossip_advertise="", fleet_name=FLEET_NAME, peers=()
+        )
 
     @property
     def is_store_here(self) -> bool:
@@ -297,6 +310,8 @@ class ServiceSettings:
             key_file=self.gossip_key or None,
             peers=self.peer_addresses,
             dead_seconds=self.dead_seconds,
+            advertise=self.gossip_advertise or None,
+            name=self.fleet_name,
         )
 
     @property
@@ -328,7 +343,7 @@ class ServiceSettings:
     @property
     def far_host(self) -> str | None:
         """The first address that other machines can reach; None if there is none."""
-        hosts = [self.host, *([address_of(self.grpc)[0]] if self.grpc else [])]
+        hosts = [self.host, *([split_address("--grpc", self.grpc)[0]] if self.grpc else [])]
         return next((host for host in hosts if not is_loopback(host)), None)
 
     @property
@@ -351,20 +366,6 @@ class ServiceSettings:
         return found
 
 
-def address_of(text: str) -> tuple[str, int]:
-    """Split HOST:PORT into host and port. Raises ConfigError.
-
-    >>> address_of("127.0.0.1:8081"), address_of("[::1]:0")
-    (('127.0.0.1', 8081), ('::1', 0))
-    """
-    found = _ADDRESS.fullmatch(text)
-    if found is None or int(found["port"]) > 65_535:
-        raise ConfigError(
-            f"{show(text)} is not HOST:PORT; for example 127.0.0.1:8081 or [::1]:8081"
-        )
-    return found["host"].strip("[]"), int(found["port"])
-
-
 def free_udp(gossip: str) -> str:
     """Return the address of --gossip, with a free port instead of port 0. Raises ConfigError."""
     host, port = own_address(gossip, "--gossip")
@@ -379,7 +380,7 @@ def free_udp(gossip: str) -> str:
         raise ConfigError(
             f"--gossip {gossip}: {error.strerror}; use an address of this machine and a free port"
         ) from None
-    return f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
+    return joined_address(host, found)
 
 
 def is_loopback(host: str) -> bool:

@@ -23,9 +23,10 @@ from typing import Final
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.fleet.datagrams import KeyFile
+from tollkeeper.fleet.settings import split_address
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
-from tollkeeper.service.process.settings import ServiceSettings, address_of, free_udp
+from tollkeeper.service.process.settings import ServiceSettings, free_udp
 
 _UMASK: Final = 0o077
 # A worker accepts thousands of connections; many systems allow a process 1,024 open files by
@@ -177,7 +178,7 @@ def ports(settings: ServiceSettings) -> Iterator[ServiceSettings]:
         at, port = _reserved("--port", settings.host, settings.port, held)
         grpc = settings.grpc
         if grpc:
-            host, number = address_of(grpc)
+            host, number = split_address("--grpc", grpc)
             _, number = _reserved("--grpc", host, number, held)
             grpc = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
         gossip = free_udp(settings.gossip) if settings.gossip else ""

@@ -9,6 +9,9 @@ which it expires, by the server's clock. A process renews its text long before t
 texts of processes that did not, and drops them after another lifetime. It takes no command and no
 permission that checks do not need.
 
+A list that is only counted is a sorted set of names, each with the time at which it expires: each
+process adds its own name, and no process reads those of the others.
+
 Blocking, for threads. The connections are redis-py's.
 """
 
@@ -34,6 +37,8 @@ T = TypeVar("T")
 
 # A subscription that was silent for this long sends a PING.
 IDLE_S_MAX: Final = 5.0
+# A list of names is kept for this time at least: PEXPIRE with 0 would delete it.
+_KEPT_MS_MIN: Final = 1_000
 # Of a time in milliseconds. Other processes can write to the list, and int() refuses many digits.
 _DIGITS_MAX: Final = 18
 
@@ -102,6 +107,24 @@ def register(
     return _at_key(topology, config, key, registered)
 
 
+def count_names(topology: Topology, config: RedisConfig, key: str, name: str, lasts_ns: int) -> int:
+    """Keep a name for a time, or forget it; return how many names there are. Raises StoreError."""
+    lasts_ms = lasts_ns // 1_000_000
+
+    def counted(client: Any) -> int:
+        clock, left_ms = _replies(client, [("TIME",), ("PTTL", key)])
+        now_ms = int(clock[0]) * 1_000 + int(clock[1]) // 1_000
+        commands: list[tuple[Any, ...]] = [
+            ("ZADD", key, now_ms + lasts_ms, name),
+            ("ZREMRANGEBYSCORE", key, "-inf", now_ms),
+            ("ZCARD", key),
+            ("PEXPIRE", key, max(lasts_ms, left_ms, _KEPT_MS_MIN)),
+        ]
+        return int(_replies(client, commands)[2])
+
+    return _at_key(topology, config, key, counted)
+
+
 def unregister(topology: Topology, config: RedisConfig, key: str, name: str) -> None:
     """Forget the text of a name. Raises StoreError."""
     _at_key(topology, config, key, lambda client: _replies(client, [("HDEL", key, name)]))
@@ -123,7 +146,8 @@ def _at_key_once(topology: Topology, config: RedisConfig, key: str, call: Callab
         raise StoreUnavailable(f"{config.shown()}: no server has the slot of {key}")
     with store_errors(
         f"{config.shown()}: {address}",
-        "; the user needs +time +hkeys +hget +hset +hdel +pttl +pexpire",
+        "; the user needs +time +hkeys +hget +hset +hdel +pttl +pexpire, "
+        "and +zadd +zremrangebyscore +zcard",
     ):
         return call(topology.client(address))
 

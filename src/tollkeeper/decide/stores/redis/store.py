@@ -57,6 +57,7 @@ from tollkeeper.decide.stores.redis.health import (
 )
 from tollkeeper.decide.stores.redis.pubsub import (
     RedisSubscription,
+    count_names,
     publish,
     register,
     registry_key,
@@ -444,6 +445,16 @@ class RedisStore:
         self._require_open()
         key = registry_key(self.config.prefix, topic)
         return register(self._servers.topology, self.config, key, name, text, lasts_ns, at_most)
+
+    def count_names(self, topic: str, name: str, lasts_ns: int) -> int:
+        """Keep a name for a time, in `<prefix>:<topic>:{names}`; return how many there are.
+
+        With a time of 0, forget it. Blocks for two round trips; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreError.
+        """
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        return count_names(self._servers.topology, self.config, key, name, lasts_ns)
 
     def unregister(self, topic: str, name: str) -> None:
         """Forget the text of a name. Blocks for a round trip. Raises StoreError."""
