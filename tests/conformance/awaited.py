@@ -16,6 +16,7 @@ from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import Authority
+from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
@@ -79,6 +80,7 @@ class AwaitedStore:
     allowances: Allowances | None = None
     authority: Authority | None = None
     regional: RegionalCounts | None = None
+    regions: RegionMonitor | None = None
     is_private = False
     is_sharded = False
 

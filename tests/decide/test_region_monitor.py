@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tollkeeper.decide.region_monitor import PeerCounts, RegionStatus
+import pytest
+
+from tests.stub_regions import StubRegions
+from tollkeeper.decide.region_monitor import PeerCounts, RegionMonitor, RegionStatus
+from tollkeeper.decide.stores import open_store
 
 
 def test_counts_start_empty_and_share_nothing() -> None:
@@ -16,3 +20,14 @@ def test_a_region_that_could_not_be_read_claims_nothing() -> None:
     """Its status has a name and a problem, and no leader, age or share."""
     status = RegionStatus("us", problem="no answer within 2 s")
     assert (status.leader, status.age_s, status.share, status.links) == ("", None, 0, ())
+
+
+def test_a_store_without_regions_declares_none() -> None:
+    """Then nothing is reported of regions."""
+    assert open_store("memory://").regions is None
+
+
+@pytest.mark.parametrize("name", [name for name in vars(RegionMonitor) if not name.startswith("_")])
+def test_the_stub_has_the_whole_seam(name: str) -> None:
+    """Tests of metrics, API and command line use it instead of real regions."""
+    assert getattr(StubRegions(), name) is not None

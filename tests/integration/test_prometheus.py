@@ -255,8 +255,8 @@ def quickened() -> str:
     return yaml.safe_dump(alerts)
 
 
-FLEET_METRICS = ("tollkeeper_fleet_", "tollkeeper_gossip_")
-# No rule of this service is leased, and it does not gossip.
+FLEET_METRICS = ("tollkeeper_fleet_", "tollkeeper_gossip_", "tollkeeper_region_")
+# No rule of this service is leased, it does not gossip, and it is in no region.
 FLEET_PANELS = {
     title
     for title, texts in queries().items()

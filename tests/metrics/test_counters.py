@@ -15,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.stub_fleet import StubFleet, store_with_fleet
+from tests.stub_regions import EU, StubRegions, store_with_regions
 from tollkeeper import Limiter, Request
 from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.model import ResultKind
 from tollkeeper.decide.fleet_monitor import NodeAnswers
+from tollkeeper.decide.region_monitor import LinkStatus, PeerCounts
+from tollkeeper.decide.regional import REGIONS_MAX
 from tollkeeper.limiter.setup import LimiterSetup
 from tollkeeper.metrics import counters
 from tollkeeper.metrics.counters import (
@@ -33,13 +36,14 @@ from tollkeeper.metrics.counters import (
     MetricsSnapshot,
     ProcessMetrics,
     RuleTotals,
+    regions_snapshot,
 )
 from tollkeeper.testing import ManualClock
 
 LABELS = {
     *("rule", "algorithm", "endpoint", "outcome", "source"),
     *("route", "status", "code", "kind", "server", "version"),
-    *("consistency", "state", "direction", "reason"),
+    *("consistency", "state", "direction", "reason", "region", "peer"),
 }
 # The labels of the rule below, before outcome and source.
 USERS = JOIN.join(("users", "token_bucket", "*"))
@@ -294,6 +298,7 @@ class _RemoteStore:
         self.hits = {"users": 2, "trial": 9}
         self.monitor = self
         self.fleet = None
+        self.regions = None
 
     def counters(self) -> dict[str, int]:
         return {"denied_cache_hits": 11, "coalesced_checks": 7}
@@ -414,3 +419,57 @@ def test_a_fleet_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyP
         WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
     )
     assert ProcessMetrics().snapshot().values["fleet_returned_units"] == {"": 7}
+
+
+def test_the_regions_are_read() -> None:
+    """The leader has the links and the backlog; the labels are names of regions."""
+    with Limiter("2/minute", store=store_with_regions()) as limiter:
+        found = LimiterMetrics(limiter).snapshot()
+    of_regions = {
+        name: values for name, values in found.values.items() if name.startswith("region_")
+    }
+    us, ap = JOIN.join(("eu", "us")), JOIN.join(("eu", "ap"))
+    assert of_regions == {
+        "region_leader": {"eu": 1},
+        "region_share": {"eu": 0.4},
+        "region_backlog": {"eu": 12},
+        "region_unaccepted_units": {"eu": 40},
+        "region_link_state": {us: 0, ap: 1},
+        "region_lag_seconds": {us: 0.25, ap: 8.5},
+        "region_clock_offset_seconds": {us: -0.002},
+        "region_reports": {
+            f"{us}{JOIN}accepted": 9,
+            f"{us}{JOIN}pending": 2,
+            f"{us}{JOIN}failed": 1,
+            f"{ap}{JOIN}accepted": 0,
+            f"{ap}{JOIN}pending": 0,
+            f"{ap}{JOIN}failed": 30,
+        },
+        "region_bytes": {
+            f"{us}{JOIN}sent": 1_000,
+            f"{us}{JOIN}received": 300,
+            f"{ap}{JOIN}sent": 50,
+            f"{ap}{JOIN}received": 0,
+        },
+        "region_excess_units": {us: 7, ap: 0},
+    }
+    assert found.histograms["region_sync_seconds"] == {us: [1] * LENGTH, ap: [0] * LENGTH}
+
+
+def test_a_process_that_does_not_lead_knows_no_links() -> None:
+    """A gauge of an old leader would hide that of the new one."""
+    regions = StubRegions()
+    regions.leads = False
+    found = regions_snapshot(regions).values
+    assert found["region_leader"] == {"eu": 0}
+    assert not {"region_link_state", "region_lag_seconds", "region_backlog"} & set(found)
+
+
+def test_the_labels_of_regions_are_bounded() -> None:
+    """A table of regions that is too long adds no series."""
+    regions = StubRegions()
+    regions.exchanged = {f"r{number}": PeerCounts() for number in range(100)}
+    regions.known = [replace(EU, links=tuple(LinkStatus(f"r{n}", "up") for n in range(100)))]
+    found = regions_snapshot(regions).values
+    assert len(found["region_excess_units"]) == REGIONS_MAX
+    assert len(found["region_link_state"]) == REGIONS_MAX

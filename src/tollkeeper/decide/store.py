@@ -8,8 +8,8 @@ Some stores can do more than others. A store declares each optional capability a
 None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
 cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
 (several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
-admit itself), `authority` (nodes can lease units from it) and `regional` (it can be the store of
-one region, and count limits that regions share).
+admit itself), `authority` (nodes can lease units from it), `regional` (it can be the store of one
+region, and count limits that regions share) and `regions` (it knows the other regions).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tollkeeper.decide.allowances import Allowances
     from tollkeeper.decide.fleet_monitor import FleetMonitor
     from tollkeeper.decide.leasing import Authority
+    from tollkeeper.decide.region_monitor import RegionMonitor
     from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 
 BreakerPosition = Literal["closed", "open", "half_open"]
@@ -276,6 +277,11 @@ class Store(Protocol):
     @property
     def regional(self) -> RegionalCounts | None:
         """The counts of one region, of limits that regions share; None if it has none."""
+        ...
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions that share global limits, as an operator sees them; None without regions."""
         ...
 
     def gate(

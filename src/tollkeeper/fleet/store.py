@@ -33,6 +33,7 @@ from tollkeeper.decide.leasing import (
     LeaseTerms,
     lifetime_ns,
 )
+from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     NEEDS_AUTHORITY,
@@ -183,6 +184,11 @@ class FleetStore:
     def regional(self) -> RegionalCounts | None:
         """The counts of the region, if the wrapped store has them."""
         return self._store.regional
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions, if the wrapped store knows them."""
+        return self._store.regions
 
     @property
     def allowances(self) -> Allowances | None:

@@ -32,6 +32,8 @@ from tollkeeper.core.histogram import LENGTH, Histogram, added
 from tollkeeper.core.model import DEFAULT_NAME, CheckResult, Limit
 from tollkeeper.decide.allowances import AllowanceStats
 from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode, GossipCounts, ReportCounts
+from tollkeeper.decide.region_monitor import RegionMonitor, RegionStatus
+from tollkeeper.decide.regional import REGIONS_MAX
 from tollkeeper.decide.store import ServerStatus, StoreMonitor, StoreStats
 
 RULES_MAX: Final = 1_000
@@ -144,6 +146,56 @@ FAMILIES: Final = (
         "Seconds since the last news of the live node that was quiet for longest.",
         (),
         "max",
+    ),
+    MetricFamily(
+        "region_leader",
+        "gauge",
+        "1 where a process leads the sync of its region.",
+        ("region",),
+        "max",
+    ),
+    MetricFamily("region_share", "gauge", "The share of exact limits.", ("region",), "max"),
+    MetricFamily(
+        "region_backlog", "gauge", "Subjects with totals not accepted yet.", ("region",), "max"
+    ),
+    MetricFamily("region_unaccepted_units", "gauge", "Units of these totals.", ("region",), "max"),
+    MetricFamily(
+        "region_link_state", "gauge", "0 up, 1 down, 2 refused.", ("region", "peer"), "max"
+    ),
+    MetricFamily(
+        "region_lag_seconds",
+        "gauge",
+        "The age of the oldest total that the other region was not told yet.",
+        ("region", "peer"),
+        "max",
+    ),
+    MetricFamily(
+        "region_clock_offset_seconds",
+        "gauge",
+        "The clock of the other region's store minus that of this region's.",
+        ("region", "peer"),
+        "max",
+    ),
+    MetricFamily(
+        "region_reports",
+        "counter",
+        "Reports to another region: accepted, pending or failed.",
+        ("region", "peer", "outcome"),
+    ),
+    MetricFamily(
+        "region_bytes", "counter", "Bytes between regions.", ("region", "peer", "direction")
+    ),
+    MetricFamily(
+        "region_excess_units",
+        "counter",
+        "Units by which reports brought subjects above their limits.",
+        ("region", "peer"),
+    ),
+    MetricFamily(
+        "region_sync_seconds",
+        "histogram",
+        "From a check until another region has learnt of it.",
+        ("region", "peer"),
     ),
     MetricFamily("records_dropped", "counter", "Records dropped because they did not fit."),
     MetricFamily("workers", "gauge", "Workers that are alive."),
@@ -423,6 +475,44 @@ def _put_gossip(found: MetricsSnapshot, gossip: GossipCounts) -> None:
     found.histograms["gossip_hint_seconds"] = {"": list(gossip.hint_seconds)}
 
 
+_LINKS: Final = {"up": 0, "down": 1, "refused": 2}
+
+
+def regions_snapshot(regions: RegionMonitor) -> MetricsSnapshot:
+    """Return what this process knows of the regions. Does no I/O.
+
+    Only the leader of a region knows its links and its backlog.
+    """
+    found = MetricsSnapshot()
+    region = regions.region
+    here = regions.here()
+    found.put("region_leader", int(here is not None), region)
+    if here is not None:
+        _put_region(found, here)
+    seconds = found.histograms["region_sync_seconds"] = {}
+    for peer, counts in list(regions.counts().items())[:REGIONS_MAX]:
+        found.put("region_reports", counts.accepted, region, peer, "accepted")
+        found.put("region_reports", counts.pending, region, peer, "pending")
+        found.put("region_reports", counts.failed, region, peer, "failed")
+        found.put("region_bytes", counts.sent_bytes, region, peer, "sent")
+        found.put("region_bytes", counts.received_bytes, region, peer, "received")
+        found.put("region_excess_units", counts.excess_units, region, peer)
+        seconds[JOIN.join((region, peer))] = list(counts.seconds)
+    return found
+
+
+def _put_region(found: MetricsSnapshot, here: RegionStatus) -> None:
+    found.put("region_share", round(float(here.share), 6), here.region)
+    found.put("region_backlog", here.backlog, here.region)
+    found.put("region_unaccepted_units", here.unaccepted_units, here.region)
+    for link in here.links[:REGIONS_MAX]:
+        labels = here.region, link.peer
+        found.put("region_link_state", _LINKS[link.state], *labels)
+        found.put("region_lag_seconds", round(link.lag_s, 3), *labels)
+        if link.clock_offset_s is not None:
+            found.put("region_clock_offset_seconds", round(link.clock_offset_s, 3), *labels)
+
+
 class LimiterMetrics:
     """Reads the counts of one limiter and its store."""
 
@@ -444,6 +534,9 @@ class LimiterMetrics:
         if fleet is not None:
             self._fleet = self._fleet or FleetMetrics(fleet)
             found.add(self._fleet.snapshot())
+        regions = self._limiter.store.regions
+        if regions is not None:
+            found.add(regions_snapshot(regions))
         return found
 
     def limiter_snapshot(self) -> MetricsSnapshot:
@@ -616,6 +709,7 @@ class ProcessMetrics:
                 self._note("limiter", limiter, lambda it: LimiterMetrics(it).limiter_snapshot)
                 self._note("monitor", store.monitor, lambda it: partial(store_snapshot, it))
                 self._note("fleet", store.fleet, lambda it: FleetMetrics(it).snapshot)
+                self._note("regions", store.regions, lambda it: partial(regions_snapshot, it))
             total = MetricsSnapshot()
             total.add(self._deleted)
             for source in self._sources.values():

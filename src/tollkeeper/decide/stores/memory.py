@@ -45,6 +45,7 @@ from tollkeeper.decide.leasing import (
     may_be_given_back,
     size_of,
 )
+from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
@@ -122,6 +123,7 @@ class PythonMemoryStore:
         self._allowances = PythonAllowances(clock, allowances_max)
         self.authority: Authority | None = self
         self.regional: RegionalCounts | None = None
+        self.regions: RegionMonitor | None = None
         self._states_max = states_max
         self._states = 0
         self._expired = 0

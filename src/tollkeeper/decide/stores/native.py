@@ -34,6 +34,7 @@ from tollkeeper.decide.combine import check_in_turn
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.kernel import _kernel
 from tollkeeper.decide.leasing import Authority, Lease
+from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
@@ -115,6 +116,7 @@ class KernelStore:
         self.allowances: Allowances | None = self._allowances
         self.authority: Authority | None = None
         self.regional: RegionalCounts | None = None
+        self.regions: RegionMonitor | None = None
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,

@@ -55,6 +55,9 @@ THRESHOLDS: Final = (
     Threshold("log_fullness", 0.7, 0.99, "Share of the memory for sliding window logs in use."),
     Threshold("asked", 0.5, 0.99, "Share of a leased rule's checks that the authority decides."),
     Threshold("gossip_lag", 10, 1e6, "Seconds since the last news of a live node."),
+    Threshold("region_lag", 5, 1e6, "Seconds until another region learns of a total."),
+    Threshold("region_clock", 1, 1e6, "Seconds between the clocks of two regions' stores."),
+    Threshold("region_excess", 1_000, 1e9, "Units over eventual limits in ten minutes."),
 )
 DEFAULTS: Final[Mapping[str, float]] = {each.name: each.default for each in THRESHOLDS}
 

@@ -23,6 +23,7 @@ from tollkeeper.decide.leasing import (
     LeasedAnswer,
     Report,
 )
+from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     REGISTERED_MAX,
@@ -111,6 +112,10 @@ class RedisStore:
     @property
     def regional(self) -> RegionalCounts | None:
         """The counts of one region, of limits that regions share."""
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """None: a store that knows the other regions wraps this one."""
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config

@@ -1,0 +1,88 @@
+"""Three regions for tests of what an operator sees: fixed values, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+from tollkeeper.core.errors import ConfigError
+from tollkeeper.core.histogram import LENGTH
+from tollkeeper.decide.region_monitor import LinkStatus, PeerCounts, RegionStatus
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.testing import ManualClock
+
+EU = RegionStatus(
+    "eu",
+    is_self=True,
+    leader="eu-1/4711",
+    age_s=0.4,
+    epoch=3,
+    share=Fraction(2, 5),
+    backlog=12,
+    unaccepted_units=40,
+    excess_units=7,
+    links=(
+        LinkStatus("us", "up", lag_s=0.25, heard_s=0.1, clock_offset_s=-0.002),
+        LinkStatus("ap", "down", "no answer within 1 s", lag_s=8.5, heard_s=9.25),
+    ),
+)
+US = RegionStatus(
+    "us",
+    leader="us-3/902",
+    age_s=0.9,
+    epoch=3,
+    share=Fraction(2, 5),
+    target=Fraction(1, 2),
+    backlog=3,
+    unaccepted_units=5,
+    links=(LinkStatus("eu", "up"), LinkStatus("ap", "refused", "this is the store of region sa")),
+)
+AP = RegionStatus("ap", problem="no answer within 2 s")
+
+
+class StubRegions:
+    """Implements RegionMonitor with values that a test may change."""
+
+    region = "eu"
+
+    def __init__(self) -> None:
+        self.names: Sequence[str] = ("eu", "us", "ap")
+        self.known: Sequence[RegionStatus] = (EU, US, AP)
+        self.leads = True
+        self.exchanged = {
+            "us": PeerCounts(9, 2, 1, 1_000, 300, 7, [1] * LENGTH),
+            "ap": PeerCounts(failed=30, sent_bytes=50),
+        }
+        self.changed: list[Mapping[str, Fraction]] = []
+        self.unreachable: Mapping[str, str] = {}
+        self.listeners: list[Callable[[str, str, str, int], None]] = []
+
+    def here(self) -> RegionStatus | None:
+        """See RegionMonitor."""
+        return self.known[0] if self.leads else None
+
+    def counts(self) -> Mapping[str, PeerCounts]:
+        """See RegionMonitor."""
+        return self.exchanged
+
+    async def status(self) -> Sequence[RegionStatus]:
+        """See RegionMonitor."""
+        return self.known
+
+    async def change_shares(self, shares: Mapping[str, Fraction]) -> Mapping[str, str]:
+        """See RegionMonitor."""
+        if sum(shares.values()) != 1:
+            raise ConfigError("the shares do not add up to 1")
+        self.changed.append(shares)
+        return self.unreachable
+
+    def on_excess(self, listener: Callable[[str, str, str, int], None]) -> None:
+        """See RegionMonitor."""
+        self.listeners.append(listener)
+
+
+def store_with_regions() -> PythonMemoryStore:
+    """Return a store in memory that declares StubRegions."""
+    store = PythonMemoryStore(ManualClock())
+    store.regions = StubRegions()
+    return store
