@@ -50,9 +50,15 @@ from tollkeeper.decide.store import AsyncGate, Gate
 
 AcrossRegions = Literal["exact", "eventual"]
 
+# The version of the states in a region's store. The leader of one region writes into the stores of
+# the others, so regions with different ones exchange nothing.
+LAYOUT: Final = 1
 REGIONS_MAX: Final = 16
 # A total that was not accepted is reported again after this time.
 REPEAT_NS: Final = NS_PER_SECOND
+# A total that was accepted without a region that cannot be reached is reported again after this
+# time, until that region has learnt it too.
+MISSED_NS: Final = 10 * NS_PER_SECOND
 # Demand is counted in slots of this time: the current one, and the fading one before. What a region
 # has said of its demand fades in the same time.
 DEMAND_NS: Final = 2 * NS_PER_SECOND
@@ -126,12 +132,14 @@ class Learnt(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """A total that all other regions have accepted."""
+    """A total that all other regions have accepted, or for an eventual limit all live ones."""
 
     key: SubjectKey
     generation: int
     total: int
     returned: int
+    everywhere: bool = True
+    """False: a region that is not live has not learnt it. It is due again in MISSED_NS."""
 
 
 class RegionPart(NamedTuple):
@@ -195,7 +203,10 @@ class RegionalCounts(Protocol):
         ...
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
-        """Note the totals that all other regions have accepted in this epoch."""
+        """Note the totals that all other regions have accepted in this epoch.
+
+        A subject all of whose units are accepted is not due any more, if it is `everywhere`.
+        """
         ...
 
     async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
@@ -216,6 +227,10 @@ class RegionalCounts(Protocol):
 
     async def now_ns(self) -> int:
         """Return the time of the store's clock."""
+        ...
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes that the calls of a sync have sent and received so far. No I/O."""
         ...
 
 
@@ -487,8 +502,12 @@ class MemoryRegional:
                 for ledger in subject.ledgers:
                     ledger.move(now_ns, share, (subject.total - each.total) * MICROS_PER_UNIT)
             subject.accepted_returned = max(subject.accepted_returned, each.returned)
-            if _is_accepted(subject):
+            if not _is_accepted(subject):
+                continue
+            if each.everywhere:
                 self._due.pop(each.key, None)
+            else:
+                self._due[each.key] = now_ns + MISSED_NS
 
     async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
         """See RegionalCounts."""
@@ -523,6 +542,10 @@ class MemoryRegional:
     async def now_ns(self) -> int:
         """See RegionalCounts."""
         return self._clock.now_ns()
+
+    def traffic(self) -> tuple[int, int]:
+        """Return nothing: no bytes are sent."""
+        return 0, 0
 
     # ── States ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,293 @@
+"""Which reports a region's leader sends to which region, and which totals all have accepted.
+
+`Sync` is pure: it does no I/O and reads no clock. The leader (`exchange.py`), the property tests
+and the simulator drive it:
+
+    reports = await own.due(DUE_MAX, token)
+    for region, batch in sync.sending(reports, now_ns).items():
+        try:
+            answers = await others[region].learn(name, batch.epoch, batch.reports)
+        except StoreError:
+            sync.failed(region, batch)
+        else:
+            sync.answered(region, batch, answers, now_ns)
+    await own.accept(sync.epoch, sync.accepted(), token)
+
+Losing any of this is harmless. The own store has the totals, and a total that was not accepted is
+due again after REPEAT_NS. So everything here is bounded by forgetting: a report for which there is
+no room in a queue, or a subject that was forgotten, is sent again.
+
+A total of an *exact* limit is accepted when all other regions of the epoch have accepted it, and
+one of an *eventual* limit when all live ones have. If a region is not live, the store reports the
+subject again from time to time until that region has learnt it too (`Accepted.everywhere`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from tollkeeper.core.histogram import Histogram
+from tollkeeper.core.model import MICROS_PER_UNIT
+from tollkeeper.decide.region_monitor import PeerCounts
+from tollkeeper.decide.regional import Accepted, AcrossRegions, Learnt, Report, SubjectKey
+
+# Reports in one call of another region's store, and such calls at a time.
+BATCH_MAX: Final = 500
+BATCHES_MAX: Final = 8
+# Subjects that wait for one region.
+WAITING_MAX: Final = 20_000
+# Subjects of which not all other regions have accepted the last total.
+SUBJECTS_MAX: Final = 50_000
+
+
+class Batch(NamedTuple):
+    """Reports for one call of another region's store."""
+
+    epoch: int
+    reports: list[Report]
+    since_ns: int
+    """Since when the first of them waits."""
+
+
+class Excess(NamedTuple):
+    """A subject that another region's report has brought above its limit."""
+
+    key: SubjectKey
+    units: int
+
+
+@dataclass(slots=True)
+class _Subject:
+    """The last total of one subject, and what other regions have accepted of it."""
+
+    generation: int
+    across: AcrossRegions
+    total: int
+    returned: int
+    accepted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    done: tuple[int, int] | None = None
+    """The total and returned units that were given to `accept` since the last report."""
+    unaccepted: int = 0
+
+
+class _Queue:
+    """What waits for one region, and what is on its way there."""
+
+    __slots__ = ("flying", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: dict[SubjectKey, tuple[int, Report]] = {}
+        self.flying: list[Batch] = []
+
+    def add(self, report: Report, now_ns: int) -> None:
+        """Keep the newest report of a subject, at the place of the oldest."""
+        found = self.waiting.get(report.key)
+        if found is not None:
+            self.waiting[report.key] = found[0], report
+        elif len(self.waiting) < WAITING_MAX:
+            self.waiting[report.key] = now_ns, report
+
+    def take(self, epoch: int) -> Batch | None:
+        """Take a batch, unless too many are on their way or nothing waits."""
+        if not self.waiting or len(self.flying) >= BATCHES_MAX:
+            return None
+        keys = [key for key, _ in zip(self.waiting, range(BATCH_MAX), strict=False)]
+        taken = [self.waiting.pop(key) for key in keys]
+        batch = Batch(epoch, [report for _, report in taken], min(at_ns for at_ns, _ in taken))
+        self.flying.append(batch)
+        return batch
+
+    def land(self, batch: Batch) -> None:
+        """Note that a batch is no longer on its way."""
+        self.flying = [each for each in self.flying if each is not batch]
+
+    def since_ns(self) -> int | None:
+        """Return since when the oldest report waits, also one on its way; None if there is none."""
+        times = [batch.since_ns for batch in self.flying]
+        times += [at_ns for at_ns, _ in list(self.waiting.values())[:1]]
+        return min(times, default=None)
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What was exchanged with one region."""
+
+    accepted: int = 0
+    pending: int = 0
+    failed: int = 0
+    excess_units: int = 0
+    seconds: Histogram = field(default_factory=Histogram)
+
+
+class Sync:
+    """The exchange of one region's leader. Pure and bounded."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.unaccepted_units = 0
+        """Units of the subjects that are known here and not accepted by all; about."""
+        self._others: frozenset[str] = frozenset()
+        self._live: frozenset[str] = frozenset()
+        self._subjects: dict[SubjectKey, _Subject] = {}
+        self._queues: dict[str, _Queue] = {}
+        self._accepted: list[Accepted] = []
+        self._counted: dict[str, _Counted] = {}
+
+    def use(self, others: Iterable[str], live: Collection[str], epoch: int) -> None:
+        """Set the other regions of an epoch, and those of them that can be reached.
+
+        Nothing that was accepted in another epoch counts.
+        """
+        others = frozenset(others)
+        if (others, epoch) != (self._others, self.epoch):
+            self._others, self.epoch = others, epoch
+            self._subjects.clear()
+            self._queues.clear()
+            self._accepted.clear()
+            self.unaccepted_units = 0
+        self._live = others & frozenset(live)
+        for region in self._queues.keys() - self._live:
+            self._queues[region].waiting.clear()
+
+    def sending(self, reports: Iterable[Report], now_ns: int) -> dict[str, Batch]:
+        """Return a batch for each region to which one can be sent now; also without new reports.
+
+        Each batch must be given to `answered` or `failed`.
+        """
+        for report in reports:
+            subject = self._reported(report)
+            for region in self._live:
+                if not _is_known(subject, region, report):
+                    self._queue(region).add(report, now_ns)
+            self._settle(report.key, subject)
+        taken = {region: self._queue(region).take(self.epoch) for region in self._live}
+        return {region: batch for region, batch in taken.items() if batch is not None}
+
+    def answered(
+        self, region: str, batch: Batch, answers: Sequence[Learnt], now_ns: int
+    ) -> list[Excess]:
+        """Note the answers to a batch, in order; return the subjects above their limit."""
+        self._queue(region).land(batch)
+        counted = self._counted.setdefault(region, _Counted())
+        counted.seconds.note(max(now_ns - batch.since_ns, 0), len(batch.reports))
+        excesses = []
+        for report, answer in zip(batch.reports, answers, strict=True):
+            if answer.excess:
+                counted.excess_units += answer.excess
+                excesses.append(Excess(report.key, answer.excess))
+            if not answer.accepted:
+                counted.pending += 1
+                continue
+            counted.accepted += 1
+            subject = self._subjects.get(report.key)
+            # An answer to a total of another epoch, or of counts that began anew since.
+            if batch.epoch != self.epoch or subject is None:
+                continue
+            if subject.generation == report.generation:
+                total, returned = subject.accepted.get(region, (0, 0))
+                subject.accepted[region] = (
+                    max(total, report.total),
+                    max(returned, report.returned),
+                )
+                self._settle(report.key, subject)
+        return excesses
+
+    def failed(self, region: str, batch: Batch) -> None:
+        """Note that a batch got no answer. It may or may not have been learnt."""
+        self._queue(region).land(batch)
+        self._counted.setdefault(region, _Counted()).failed += len(batch.reports)
+
+    def accepted(self) -> list[Accepted]:
+        """Take the totals that are accepted since the last call, for `accept`."""
+        found, self._accepted = self._accepted, []
+        return found
+
+    # ── What an operator sees ──────────────────────────────────────────────────────────────────
+
+    def waits_since_ns(self, region: str) -> int | None:
+        """Return since when the oldest report for a region waits; None if there is none."""
+        queue = self._queues.get(region)
+        return None if queue is None else queue.since_ns()
+
+    def flying(self, region: str) -> int:
+        """Return the number of batches on their way to a region."""
+        queue = self._queues.get(region)
+        return 0 if queue is None else len(queue.flying)
+
+    def counts(self, region: str) -> PeerCounts:
+        """Return what was exchanged with a region, without the bytes."""
+        found = self._counted.get(region, _Counted())
+        return PeerCounts(
+            accepted=found.accepted,
+            pending=found.pending,
+            failed=found.failed,
+            excess_units=found.excess_units,
+            seconds=found.seconds.data(),
+        )
+
+    # ── Subjects ───────────────────────────────────────────────────────────────────────────────
+
+    def _queue(self, region: str) -> _Queue:
+        found = self._queues.get(region)
+        if found is None:
+            found = self._queues[region] = _Queue()
+        return found
+
+    def _reported(self, report: Report) -> _Subject:
+        """Return the subject of a report, with its new total."""
+        subject = self._subjects.get(report.key)
+        if subject is None or (subject.generation, subject.across) != (
+            report.generation,
+            report.across,
+        ):
+            self._forget(report.key)
+            if len(self._subjects) >= SUBJECTS_MAX:
+                self._forget(next(iter(self._subjects)))
+            subject = _Subject(report.generation, report.across, 0, 0)
+            self._subjects[report.key] = subject
+        subject.total, subject.returned = report.total, report.returned
+        subject.done = None
+        units = min(-(-max(report.counts) // MICROS_PER_UNIT), report.total)
+        self.unaccepted_units += units - subject.unaccepted
+        subject.unaccepted = units
+        return subject
+
+    def _forget(self, key: SubjectKey) -> None:
+        subject = self._subjects.pop(key, None)
+        if subject is not None:
+            self.unaccepted_units -= subject.unaccepted
+
+    def _settle(self, key: SubjectKey, subject: _Subject) -> None:
+        """Accept what all regions have accepted that are needed for it."""
+        needed = self._others if subject.across == "exact" else self._live
+        done = _least(subject, needed)
+        if done is None or done == subject.done:
+            return
+        subject.done = done
+        last = (subject.total, subject.returned)
+        everywhere = needed == self._others or _least(subject, self._others) == last
+        self._accepted.append(Accepted(key, subject.generation, *done, everywhere))
+        if done != last:
+            return
+        if everywhere:
+            self._forget(key)
+        else:
+            self.unaccepted_units -= subject.unaccepted
+            subject.unaccepted = 0
+
+
+def _least(subject: _Subject, regions: Collection[str]) -> tuple[int, int] | None:
+    """Return the total and the returned units that all of these regions have accepted."""
+    if any(region not in subject.accepted for region in regions):
+        return None
+    found = [subject.accepted[region] for region in regions]
+    found.append((subject.total, subject.returned))
+    return min(total for total, _ in found), min(returned for _, returned in found)
+
+
+def _is_known(subject: _Subject, region: str, report: Report) -> bool:
+    """Return True if a region would learn nothing from a report."""
+    has_demand = report.across == "eventual" and report.demand
+    return not has_demand and subject.accepted.get(region) == (report.total, report.returned)

@@ -1,0 +1,389 @@
+"""The table of shares, and how it changes without a moment over the limit.
+
+A table has a version and the share of each region; shares add up to 1. The first one comes from
+the settings. `tollkeeper regions set` writes a table with a higher version into the stores of all
+regions that it can reach. Each leader adopts the table with the highest epoch of which it hears:
+
+1. Its share falls to the smaller of the current one and the one of the table, at once.
+2. It *announces* the epoch, in the notes of its store. Leaders pass on what others have announced.
+3. When all other regions of the table have announced the same epoch, its share rises to the one of
+   the table. `Shares.before` and `changed_ns` say so: a rise gives no units at once.
+
+So shares never add up to more than 1, in whatever order leaders hear of a table, and if they crash
+in between. A region that is not in the table gets no share. The others cannot wait for it, because
+it may be gone for good: it must be gone, or hear of the table.
+
+A region whose store is empty has no share to start with, and gets one like a region that is added.
+Only the very first start is different: no region has announced anything, and each takes its share.
+
+Each leader also notes the id of its own store, and of each store that it reaches under the name of
+another region. So a region whose nodes use another store than the others believe is found out, and
+so is a store that has lost its data.
+
+`Membership` is pure. The leader of a region (`exchange.py`) and the simulator drive it once a
+second: `hear` the notes of each other region, `plan`, `set_shares`, `note`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.regional import LAYOUT, REGIONS_MAX, Shares
+from tollkeeper.regions.settings import REGION_NAME, share_of
+
+# The names of the notes: what the leader says of its region, and the table that an operator wants.
+REGION_NOTE: Final = "region"
+TABLE_NOTE: Final = "table"
+NOTE_CHARS_MAX: Final = 16_384
+# `Shares.before` is the lowest share in this time before a rise.
+BEFORE_NS: Final = 86_400 * NS_PER_SECOND
+VERSION_MAX: Final = 2**32
+_DIGEST_BITS: Final = 16
+
+
+class ShareTable(NamedTuple):
+    """Which regions share the limits, and the share of each."""
+
+    version: int
+    shares: tuple[tuple[str, Fraction], ...]
+    """Sorted by region."""
+
+    @property
+    def epoch(self) -> int:
+        """The version and a digest: different tables of one version are different epochs."""
+        text = json.dumps([[region, str(share)] for region, share in self.shares])
+        digest = blake2b(text.encode(), digest_size=_DIGEST_BITS // 8).digest()
+        return self.version << _DIGEST_BITS | int.from_bytes(digest)
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The names of the regions that have a share."""
+        return tuple(region for region, _ in self.shares)
+
+    def share(self, region: str) -> Fraction:
+        """Return the share of a region; 0 if it is not in the table."""
+        return dict(self.shares).get(region, Fraction(0))
+
+    def text(self) -> str:
+        """Return the table as a note."""
+        return json.dumps(self.fields())
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the note."""
+        return {
+            "version": self.version,
+            "shares": {region: str(share) for region, share in self.shares},
+        }
+
+
+def share_table(version: int, shares: Mapping[str, float | Fraction]) -> ShareTable:
+    """Return a table. Raises ConfigError for wrong names, or shares that do not add up to 1.
+
+    >>> share_table(1, {"us": 0.6, "eu": 0.4}).share("eu")
+    Fraction(2, 5)
+    """
+    if not 1 <= len(shares) <= REGIONS_MAX:
+        raise ConfigError(f"the table has {len(shares)} regions; 1 to {REGIONS_MAX} are possible")
+    for region in shares:
+        if REGION_NAME.fullmatch(region) is None:
+            raise ConfigError(
+                f"{show(region)} is not the name of a region, such as eu or us-east-1"
+            )
+    found = {region: share_of(region, share) for region, share in sorted(shares.items())}
+    total = sum(found.values())
+    if total != 1:
+        raise ConfigError(
+            f"the shares {', '.join(f'{name}={share}' for name, share in found.items())} add up to "
+            f"{total}, and not to 1"
+        )
+    if not 1 <= version <= VERSION_MAX:
+        raise ConfigError(f"the version of a table is 1 to {VERSION_MAX}, and not {version}")
+    return ShareTable(version, tuple(found.items()))
+
+
+class RegionNote(NamedTuple):
+    """What the leader of a region says of it in the notes of its store."""
+
+    region: str
+    layout: int
+    store: str
+    """The id of the store: random, written when the region starts with an empty store."""
+    table: ShareTable
+    announced: Mapping[str, int]
+    """The epoch that each region has announced last, this one included."""
+    met: Mapping[str, str]
+    """The id of the store that was found under the name of each other region."""
+
+    def text(self) -> str:
+        """Return the note."""
+        fields = {**self._asdict(), "table": self.table.fields()}
+        return json.dumps(fields)
+
+
+def parse_table(text: str) -> ShareTable:
+    """Return the table of a note. Raises ConfigError if it is none."""
+    return _table_of(_object(text))
+
+
+def parse_region(text: str) -> RegionNote:
+    """Return what a leader has noted. Raises ConfigError if it cannot be read."""
+    fields = _object(text)
+    try:
+        note = RegionNote(
+            str(fields["region"]),
+            int(fields["layout"]),
+            str(fields["store"]),
+            _table_of(fields["table"]),
+            {str(name): int(epoch) for name, epoch in fields["announced"].items()},
+            {str(name): str(store) for name, store in fields["met"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the note of a region cannot be read: {show(text)}: {error}") from None
+    return note
+
+
+def _table_of(fields: Any) -> ShareTable:
+    try:
+        shares = {str(name): Fraction(share) for name, share in fields["shares"].items()}
+        return share_table(int(fields["version"]), shares)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(f"this is not a table of shares: {show(fields)}: {error}") from None
+
+
+def _object(text: str) -> Any:
+    if len(text) > NOTE_CHARS_MAX:
+        raise ConfigError(f"a note has {len(text):,} characters; {NOTE_CHARS_MAX:,} are the most")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"a note cannot be read: {show(text)}: {error}") from None
+
+
+def next_shares(
+    region: str,
+    table: ShareTable,
+    shares: Shares | None,
+    announced: Mapping[str, int],
+    now_ns: int,
+    live: tuple[str, ...],
+    *,
+    first: bool = False,
+) -> Shares:
+    """Return the shares that a region uses next: down at once, up when all others have announced.
+
+    `shares` are those in use, None if the store has none. `first` is the very first start of the
+    region, whose share no other region has ever had.
+    """
+    target = table.share(region)
+    if shares is None:
+        if first:
+            return Shares(table.epoch, target, target, now_ns, live)
+        shares = Shares(0, Fraction(0), Fraction(0), now_ns, live)
+    share = min(shares.share, target)
+    before = min(shares.before, share)
+    others = [each for each in table.regions if each != region]
+    # The same epoch, not a later one: a region that has skipped this table may have a higher share.
+    if share < target and all(announced.get(each) == table.epoch for each in others):
+        if now_ns - shares.changed_ns > BEFORE_NS:
+            before = share
+        return Shares(table.epoch, target, before, now_ns, live)
+    return Shares(table.epoch, share, before, shares.changed_ns, live)
+
+
+class Heard(NamedTuple):
+    """What the notes of another region's store say."""
+
+    usable: bool
+    """True if totals can be exchanged."""
+    problem: str
+    """What is wrong and what to do; empty if nothing is."""
+
+
+class Plan(NamedTuple):
+    """What a leader does next: set the shares, then write the note."""
+
+    shares: Shares | None
+    """None: the region waits, or must not work."""
+    note: str
+    problem: str
+    """What is wrong and what to do; empty if nothing is."""
+
+
+class Membership:
+    """What the leader of a region knows of the table and of the other regions. Does no I/O."""
+
+    def __init__(
+        self,
+        region: str,
+        first: ShareTable,
+        peers: Collection[str],
+        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        """`first` is the table of the settings; `peers` are the other regions that have a store."""
+        self._region = region
+        self._first = first
+        self._noted: ShareTable | None = None
+        self._untried = set(peers)
+        self._new_id = new_id
+        self._announced: dict[str, int] = {}
+        self._met: dict[str, str] = {}
+        self._met_us: dict[str, str] = {}
+        self._store = ""
+
+    @property
+    def table(self) -> ShareTable:
+        """The table in use: that of the settings only as long as no store has another one."""
+        return self._noted or self._first
+
+    def hear(self, peer: str, notes: Mapping[str, str]) -> Heard:
+        """Take the notes of another region's store."""
+        self._untried.discard(peer)
+        text = notes.get(REGION_NOTE)
+        if text is None:
+            return Heard(False, f"the region {peer} has not started yet: it has no leader so far")
+        try:
+            note = parse_region(text)
+        except ConfigError as error:
+            return Heard(False, str(error))
+        if note.region != peer:
+            return Heard(
+                False,
+                f"the store that is set up for {peer} is that of the region {show(note.region)}; "
+                f"correct the table of regions",
+            )
+        if note.layout != LAYOUT:
+            return Heard(
+                False,
+                f"the region {peer} has version {note.layout} of the states, and this one has "
+                f"{LAYOUT}; use the same release in all regions",
+            )
+        self._adopt(notes, note)
+        self._announced = _highest(self._announced, note.announced)
+        self._met[peer] = note.store
+        met = note.met.get(self._region)
+        if met is None:
+            self._met_us.pop(peer, None)
+        else:
+            self._met_us[peer] = met
+        return self._compared(peer, note)
+
+    def _compared(self, peer: str, note: RegionNote) -> Heard:
+        met = self._met_us.get(peer)
+        if met is not None and self._store and met != self._store:
+            return Heard(
+                False,
+                f"{peer} knows another store of the region {self._region}: two sets of nodes with "
+                f"this name use different stores, or the store was replaced and {peer} cannot "
+                f"reach the new one; compare the tables of regions",
+            )
+        if self._region not in self.table.regions or peer not in self.table.regions:
+            gone = peer if self._region in self.table.regions else self._region
+            return Heard(
+                peer in self.table.regions,
+                f"the region {gone} has no share; `tollkeeper regions add {gone}` gives it one",
+            )
+        if note.table.epoch != self.table.epoch:
+            return Heard(True, f"{peer} has not adopted the table of version {self.table.version}")
+        return Heard(True, "")
+
+    def missed(self, peer: str) -> None:
+        """Note that another region's store could not be read."""
+        self._untried.discard(peer)
+
+    def plan(
+        self,
+        notes: Mapping[str, str],
+        shares: Shares | None,
+        now_ns: int,
+        live: Collection[str],
+    ) -> Plan:
+        """Return what to do, from the notes and shares of the own store and from what was heard.
+
+        `now_ns` is the time of the own store.
+        """
+        own, problem = self._own_note(notes)
+        if problem:
+            return Plan(None, "", problem)
+        self._adopt(notes, own)
+        self._announced = _highest(self._announced, {} if own is None else own.announced)
+        self._store = "" if own is None else own.store
+        table = self.table
+        if shares is None:
+            problem = self._cannot_start()
+            if problem:
+                # The others read the id of this store, and say that it is the one they reach.
+                note = self._note(self._announced) if not self._untried else ""
+                return Plan(None, note, problem)
+        is_first = own is None and table.version == 1 and not self._met_us
+        chosen = tuple(sorted(each for each in live if each in table.regions))
+        found = next_shares(
+            self._region, table, shares, self._announced, now_ns, chosen, first=is_first
+        )
+        note = self._note({**self._announced, self._region: table.epoch})
+        return Plan(found, note, self._warning())
+
+    def _note(self, announced: Mapping[str, int]) -> str:
+        self._store = self._store or self._new_id()
+        met = dict(self._met)
+        return RegionNote(self._region, LAYOUT, self._store, self.table, announced, met).text()
+
+    def _own_note(self, notes: Mapping[str, str]) -> tuple[RegionNote | None, str]:
+        """Return the note in the own store, and why this region must not work with it."""
+        try:
+            own = parse_region(notes[REGION_NOTE]) if REGION_NOTE in notes else None
+        except ConfigError:
+            own = None  # it is written anew
+        if own is not None and own.region != self._region:
+            return None, (
+                f"this node is in the region {self._region}, and its store is that of the region "
+                f"{show(own.region)}; correct the region or the table of regions"
+            )
+        if own is not None and own.layout > LAYOUT:
+            return None, f"the store has version {own.layout} of the states; use a later release"
+        return own, ""
+
+    def _cannot_start(self) -> str:
+        """Return why a region without shares must wait."""
+        if self._untried:
+            return f"waits for the first answer of {', '.join(sorted(self._untried))}"
+        if self._met_us and self._store not in self._met_us.values():
+            return (
+                f"the other regions know another store of the region {self._region}. If it was "
+                f"replaced or has lost its data, the region starts when another region has found "
+                f"it; otherwise correct the table of regions"
+            )
+        return ""
+
+    def _warning(self) -> str:
+        if self._region not in self.table.regions:
+            return f"this region has no share; `tollkeeper regions add {self._region}` gives it one"
+        if self.table.version == 1 and self.table != self._first:
+            return (
+                "the settings have other shares than another region's; the same are in use "
+                f"everywhere now, this region's is {self.table.share(self._region)}"
+            )
+        return ""
+
+    def _adopt(self, notes: Mapping[str, str], note: RegionNote | None) -> None:
+        """Use the table with the highest epoch."""
+        tables = [] if self._noted is None else [self._noted]
+        if note is not None:
+            tables.append(note.table)
+        if TABLE_NOTE in notes:
+            with suppress(ConfigError):  # a command of another release has written it
+                tables.append(parse_table(notes[TABLE_NOTE]))
+        self._noted = max(tables, key=lambda table: table.epoch, default=None)
+
+
+def _highest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return the highest epoch of each region; as many regions as can be in use."""
+    found = {name: max(one.get(name, 0), other.get(name, 0)) for name in {*one, *other}}
+    return dict(sorted(found.items(), key=lambda each: -each[1])[: 2 * REGIONS_MAX])
