@@ -53,6 +53,7 @@ class StubRegions:
             "us": PeerCounts(9, 2, 1, 1_000, 300, 7, [1] * LENGTH),
             "ap": PeerCounts(failed=30, sent_bytes=50),
         }
+        self.shares = {"eu": Fraction(2, 5), "us": Fraction(2, 5), "ap": Fraction(1, 5)}
         self.changed: list[Mapping[str, Fraction]] = []
         self.unreachable: Mapping[str, str] = {}
         self.listeners: list[Callable[[str, str, str, int], None]] = []
@@ -68,6 +69,10 @@ class StubRegions:
     async def status(self) -> Sequence[RegionStatus]:
         """See RegionMonitor."""
         return self.known
+
+    async def table(self) -> Mapping[str, Fraction]:
+        """See RegionMonitor."""
+        return self.shares
 
     async def change_shares(self, shares: Mapping[str, Fraction]) -> Mapping[str, str]:
         """See RegionMonitor."""

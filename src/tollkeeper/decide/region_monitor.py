@@ -112,6 +112,10 @@ class RegionMonitor(Protocol):
         """
         ...
 
+    async def table(self) -> Mapping[str, Fraction]:
+        """Return the newest table of shares in this region's store. Raises StoreError."""
+        ...
+
     async def change_shares(self, shares: Mapping[str, Fraction]) -> Mapping[str, str]:
         """Write a new table of shares to every region that can be reached.
 

@@ -65,6 +65,10 @@ class RegionSync:
         """Return the status of all regions, this one first. See RegionMonitor."""
         raise NotImplementedError
 
+    async def table(self) -> Mapping[str, Fraction]:
+        """Return the newest table of shares in this region's store. See RegionMonitor."""
+        raise NotImplementedError
+
     async def change_shares(self, shares: Mapping[str, Fraction]) -> Mapping[str, str]:
         """Write a new table of shares to every region. See RegionMonitor."""
         raise NotImplementedError
