@@ -40,30 +40,27 @@ def bash(script: str, environment: dict[str, str]) -> str:
 
 # The calls that bash makes when the user presses TAB after these words.
 TAB = """
-eval "$(_TOLLKEEPER_COMPLETE=source_bash tollkeeper)"
 COMP_WORDS=({words}); COMP_CWORD={last}
 _tollkeeper_completion tollkeeper
-printf '%s\\n' "${{COMPREPLY[@]}}"
+echo "${{COMPREPLY[@]}}"
 """
+COMPLETED = {
+    "tollkeeper ru": {"rules"},
+    "tollkeeper re": {"reset", "reconcile", "records"},
+    "tollkeeper rules ro": {"rollback"},
+    "tollkeeper override cr": {"create"},
+    "tollkeeper check --at": {"--attribute"},
+    "tollkeeper check --user 42 --co": {"--cost", "--count"},
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["tollkeeper", "ru"], {"rules"}),
-        (["tollkeeper", "re"], {"reset", "reconcile", "records"}),
-        (["tollkeeper", "rules", "ro"], {"rollback"}),
-        (["tollkeeper", "override", "cr"], {"create"}),
-        (["tollkeeper", "check", "--at"], {"--attribute"}),
-        (["tollkeeper", "check", "--user", "42", "--co"], {"--cost", "--count"}),
-    ],
-)
-def test_bash_completes_commands_and_options(
-    words: list[str], wanted: set[str], commands: dict[str, str]
-) -> None:
+def test_bash_completes_commands_and_options(commands: dict[str, str]) -> None:
     """The script for bash defines a function that returns the matching names."""
-    script = TAB.format(words=" ".join(words), last=len(words) - 1)
-    assert set(bash(script, commands).split()) == wanted
+    presses = [TAB.format(words=each, last=len(each.split()) - 1) for each in COMPLETED]
+    defined = 'eval "$(_TOLLKEEPER_COMPLETE=source_bash tollkeeper)"'
+    answers = bash("\n".join([defined, *presses]), commands).splitlines()
+    found = {words: set(answer.split()) for words, answer in zip(COMPLETED, answers, strict=True)}
+    assert found == COMPLETED
 
 
 def test_bash_shows_and_installs_the_script(commands: dict[str, str]) -> None:
