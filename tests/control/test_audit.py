@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
-from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import document
 from tollkeeper.control.audit import AuditCursor, AuditFilter
 from tollkeeper.control.repository import Repository
 from tollkeeper.control.schema import entry_audit

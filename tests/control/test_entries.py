@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.rule_databases import document
+from tests.integration.rule_documents import document
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.rules.entries import Entry, assignment

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tests.integration import rule_databases
-from tests.integration.rule_databases import document
+from tests.integration import rule_documents
+from tests.integration.rule_documents import document
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.errors import VersionConflict
 
@@ -36,7 +36,7 @@ async def assign(url: str, name: str, tasks: str, edits: str) -> list[int]:
             async with await Repository.open(url) as own:
                 return [
                     (
-                        await rule_databases.assign(
+                        await rule_documents.assign(
                             own, f"user:{name}-{task}-{each}", "pro", author=name
                         )
                     ).number
@@ -63,7 +63,7 @@ async def forever(url: str, name: str) -> None:
     """Edit until killed."""
     async with await Repository.open(url) as repository:
         for each in range(1_000_000):
-            version = await rule_databases.assign(
+            version = await rule_documents.assign(
                 repository, f"user:{name}-{each}", "pro", author=name
             )
             print(version.number, flush=True)

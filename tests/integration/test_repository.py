@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from tests.integration.rule_databases import UNSAFE, assign, document, repository, set_tier, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import UNSAFE, assign, document, set_tier
 from tollkeeper.control import edits
 from tollkeeper.control.audit import AuditCursor
 from tollkeeper.control.repository import Repository, Version

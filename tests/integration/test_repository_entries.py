@@ -8,7 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.integration.rule_databases import document, repository, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import document
 from tollkeeper.control import entries as module
 from tollkeeper.control.audit import AuditedChange
 from tollkeeper.control.edits import NotFound

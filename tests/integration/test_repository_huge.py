@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.integration.rule_databases import assign, repository, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import assign
 from tollkeeper.control.repository import Repository
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data, read

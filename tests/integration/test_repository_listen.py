@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.integration.rule_databases import assign, document
+from tests.integration.rule_documents import assign, document
 from tests.postgres_server import Postgres, running_postgres
 from tollkeeper.control import database as database_module
 from tollkeeper.control.repository import Repository

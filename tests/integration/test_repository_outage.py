@@ -17,7 +17,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.integration.rule_databases import assign, document, set_tier
+from tests.integration.rule_documents import assign, document, set_tier
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.service.admin.client import admin_of, filled
 from tollkeeper import Request

@@ -12,7 +12,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, exc, text
 
-from tests.integration.rule_databases import assign, document, repository, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import assign, document
 from tests.integration.rule_editors import results
 from tests.postgres_server import running_postgres
 from tollkeeper.control import schema

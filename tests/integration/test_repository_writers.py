@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rule_databases import assign, document, repository, url
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import assign, document
 from tests.integration.rule_editors import results, started
 from tollkeeper.control import repository as repository_module
 from tollkeeper.control.repository import Repository
