@@ -104,6 +104,13 @@ def combine_decisions(decisions: Sequence[Decision]) -> Decision:
     )
 
 
+def uncharged(decision: Decision, cost: int) -> Decision:
+    """Return the answer of a check whose cost was put back, because the request was denied."""
+    if decision.charged_ns is None:
+        return decision
+    return decision_with(decision, charged_ns=None, remaining=decision.remaining + cost)
+
+
 def _tightness(answer: Decision) -> tuple[bool, int, int, int]:
     """Return the sort key of a decision, as in `combine`; the smallest is the tightest."""
     return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns

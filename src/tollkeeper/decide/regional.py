@@ -234,6 +234,15 @@ class RegionalCounts(Protocol):
         ...
 
 
+class GlobalGate:
+    """The gate of a global rule, for threads or for asyncio: what a region's store prepares.
+
+    A request of several rules is decided differently if one of its gates is of this kind.
+    """
+
+    __slots__ = ()
+
+
 def rule_number(limits: Sequence[Limit], rule: str) -> str:
     """Return the text by which all regions call the limits of a rule.
 

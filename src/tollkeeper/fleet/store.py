@@ -20,9 +20,10 @@ from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import ConfigError, StoreError
-from tollkeeper.core.model import Consistency, Decision, Limit, decision_with
+from tollkeeper.core.model import Consistency, Decision, Limit
 from tollkeeper.core.steps import Call, Steps, Together, run, run_async
 from tollkeeper.decide.allowances import Allowances
+from tollkeeper.decide.combine import uncharged
 from tollkeeper.decide.failure import SharedCounts
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import (
@@ -34,7 +35,7 @@ from tollkeeper.decide.leasing import (
     lifetime_ns,
 )
 from tollkeeper.decide.region_monitor import RegionMonitor
-from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
+from tollkeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts
 from tollkeeper.decide.store import (
     NEEDS_AUTHORITY,
     Answer,
@@ -385,7 +386,7 @@ def deciding(
     if not passes:
         yield from _putting_back(checks, spent)
     for at, _, decision in spent:
-        answers[at] = decision if passes else _uncharged(decision, checks[at][2])
+        answers[at] = decision if passes else uncharged(decision, checks[at][2])
     return [answers[at] for at in range(len(checks))]
 
 
@@ -413,7 +414,9 @@ def _asking(
     may_fail = [place for place, at in enumerate(rest) if at in optional]
     clock = next((gate.node.now_ns for gate, _ in asked if gate is not None), None)
     asked_ns = 0 if clock is None else clock()
-    if any(check.terms.wanted for _, check in asked):
+    # A request with a global rule asks the authority in any case, and takes no lease.
+    is_global = any(isinstance(check.gate, GlobalGate) for _, check in asked)
+    if not is_global and any(check.terms.wanted for _, check in asked):
         found: list[LeasedAnswer] = yield from leasing(calls.lease, asked, may_fail)
     else:
         plain = [check[:3] for _, check in asked]
@@ -464,12 +467,6 @@ def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent
             _, subject, cost = checks[at]
             with suppress(StoreError):
                 yield from gate.undoing(subject, cost, decision.charged_ns)
-
-
-def _uncharged(decision: Decision, cost: int) -> Decision:
-    if decision.charged_ns is None:
-        return decision
-    return decision_with(decision, charged_ns=None, remaining=decision.remaining + cost)
 
 
 _stores: weakref.WeakSet[FleetStore] = weakref.WeakSet()

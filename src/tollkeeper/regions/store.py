@@ -1,0 +1,404 @@
+"""RegionStore: the store of one region, which shares global limits with the other regions.
+
+It wraps the region's own Redis. Limits of the region have the gates of that store itself, so they
+cost nothing more. A global limit is decided by the same Redis: no check waits for another region.
+
+A request may have regional and global rules: all pass, or none is charged. The regional ones are
+decided together, as in every store. If they pass, the global ones are checked in turn, each in one
+call. A denial refunds what was charged. If there are several global rules, the store first looks at
+all of them: units of a bucket that were charged and refunded are lost in part (time has returned
+some of them already), so they are not charged for a request that one of them denies.
+
+`reset` of a global limit is sent to the stores of all regions. Everything else stays in the region:
+the others learn of it from reports (`exchange.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from tollkeeper.core.clock import Clock
+from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from tollkeeper.core.model import Consistency, Decision, Limit
+from tollkeeper.core.steps import Call, Steps, Together, Undo, run, run_async
+from tollkeeper.decide.allowances import Allowances
+from tollkeeper.decide.combine import uncharged
+from tollkeeper.decide.fleet_monitor import FleetMonitor
+from tollkeeper.decide.leasing import Authority
+from tollkeeper.decide.region_monitor import RegionMonitor
+from tollkeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts
+from tollkeeper.decide.store import (
+    Answer,
+    AsyncGate,
+    AsyncGateCheck,
+    AsyncStore,
+    Channel,
+    Gate,
+    GateCheck,
+    Store,
+    StoreMonitor,
+    StoreStats,
+    require_strict_across,
+)
+from tollkeeper.decide.stores import open_fallback_store
+from tollkeeper.regions.settings import Regions
+
+# A call to the store of another region may take this long, unless its URI says otherwise.
+LINK_DEADLINE_MS: Final = 2_000
+
+Checks = Sequence[tuple[Any, str, int]]
+# Opens the gates of the other regions: the resets, by region.
+_Resets = Callable[[], Mapping[str, Callable[[str], Any]]]
+
+
+class _RegionGate(GlobalGate):
+    """The verbs of the region's own gate. Only a reset needs the other regions."""
+
+    __slots__ = ("_own_reset", "_resets", "check", "grant", "limits", "peek", "refund")
+
+    def __init__(self, gate: Gate | AsyncGate, resets: _Resets) -> None:
+        self.limits = gate.limits
+        self.check: Callable[[str, int], Any] = gate.check
+        self.peek: Callable[[str, int], Any] = gate.peek
+        self.refund: Callable[[str, int, int | None], Any] = gate.refund
+        self.grant: Callable[[str, int, int | None], Any] = gate.grant
+        self._own_reset = gate.reset
+        self._resets = resets
+
+
+class ThreadGlobalGate(_RegionGate):
+    """A global rule's limits on the store of a region, for threads."""
+
+    __slots__ = ()
+
+    def reset(self, subject: str) -> None:
+        """Forget the units of the subject in all regions. Raises StoreError."""
+        run(resetting(self._own_reset, self._resets(), subject))
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: there is no compiled check."""
+
+
+class AsyncGlobalGate(_RegionGate):
+    """A global rule's limits on the store of a region, for asyncio."""
+
+    __slots__ = ()
+
+    async def reset(self, subject: str) -> None:
+        """Forget the units of the subject in all regions. Raises StoreError."""
+        await run_async(resetting(self._own_reset, self._resets(), subject))
+
+
+def resetting(
+    here: Callable[[str], Any], others: Mapping[str, Callable[[str], Any]], subject: str
+) -> Steps[None]:
+    """Reset a subject here and in the other regions. Raises StoreError, after all were tried."""
+    yield Call(here, subject)
+    answers: list[Any] = yield Together([Call(reset, subject) for reset in others.values()])
+    failed: dict[str, StoreError] = {}
+    for region, answer in zip(others, answers, strict=True):
+        if isinstance(answer, StoreError):
+            failed[region] = answer
+        elif isinstance(answer, BaseException):
+            raise answer
+    if failed:
+        reasons = "; ".join(f"{region}: {error}" for region, error in failed.items())
+        raise StoreUnavailable(
+            f"the counts were reset, but not in {', '.join(failed)}; reset again when these "
+            f"regions can be reached ({reasons})"
+        )
+
+
+class RegionStore:
+    """The store of a node that is in one of several regions; limiters can share it.
+
+    `owns_store` is True if closing this store also closes the one that it wraps.
+    """
+
+    def __init__(
+        self, store: Store, regions: Regions, clock: Clock, *, owns_store: bool = True
+    ) -> None:
+        counts = store.regional
+        if counts is None:
+            raise ConfigError(
+                f"the store of the region {regions.region!r} cannot count global limits; "
+                f'use a Redis, for example stores={{"{regions.region}": "redis://localhost"}}'
+            )
+        self.settings = regions
+        self._store = store
+        self._async_store = store.as_async
+        self._counts = counts
+        self._clock = clock
+        self._owns_store = owns_store
+        self._lock = threading.Lock()
+        self._links: dict[str, Store] = {}
+
+    # ── The wrapped store ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        return self._store.is_private
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers."""
+        return self._store.is_sharded
+
+    @property
+    def as_async(self) -> AsyncStore | None:
+        """The awaited calls, if the wrapped store has them."""
+        return None if self._async_store is None else self
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of the wrapped store."""
+        return self._store.monitor
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages of the wrapped store: between the processes of this region."""
+        return self._store.channel
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """None: a node that answers checks itself wraps this store."""
+
+    @property
+    def allowances(self) -> Allowances | None:
+        """None: they are in the memory of the node."""
+
+    @property
+    def authority(self) -> Authority | None:
+        """The authority of the wrapped store, for limits of this region."""
+        return self._store.authority
+
+    @property
+    def regional(self) -> RegionalCounts:
+        """The counts of this region."""
+        return self._counts
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions that share global limits with this one."""
+        return None
+
+    def sweep(self) -> int:
+        """See Store.sweep."""
+        return self._store.sweep()
+
+    def stats(self) -> StoreStats:
+        """See Store.stats."""
+        return self._store.stats()
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects that this process checked most."""
+        return self._store.busiest(count)
+
+    # ── Gates ──────────────────────────────────────────────────────────────────────────────────
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Gate:
+        """Prepare a rule's limits for threads."""
+        if across is None:
+            return self._store.gate(limits, rule, consistency)
+        require_strict_across(consistency, across)
+        prepared = tuple(limits)
+        return ThreadGlobalGate(
+            self._counts.global_gate(prepared, rule, across),
+            lambda: {
+                region: counts.global_gate(prepared, rule, across).reset
+                for region, counts in self._linked()
+            },
+        )
+
+    def async_gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AsyncGate:
+        """Prepare a rule's limits for asyncio."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        if across is None:
+            return self._async_store.async_gate(limits, rule, consistency)
+        require_strict_across(consistency, across)
+        prepared = tuple(limits)
+        return AsyncGlobalGate(
+            self._counts.global_async_gate(prepared, rule, across),
+            lambda: {
+                region: counts.global_async_gate(prepared, rule, across).reset
+                for region, counts in self._linked()
+            },
+        )
+
+    def _linked(self) -> Iterable[tuple[str, RegionalCounts]]:
+        """Return the counts of the other regions, and open their stores at the first call."""
+        with self._lock:
+            for region in self.settings.others:
+                if region not in self._links:
+                    self._links[region] = open_fallback_store(
+                        self.settings.stores[region], self._clock, deadline_ms=LINK_DEADLINE_MS
+                    )
+            found = [(region, store.regional) for region, store in self._links.items()]
+        return [(region, counts) for region, counts in found if counts is not None]
+
+    # ── Several subjects ───────────────────────────────────────────────────────────────────────
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects; all pass or none is charged."""
+        if not _has_global_gate(checks):
+            return self._store.check_together(checks, optional)
+        return run(deciding(self._store.check_together, checks, optional, self.is_sharded))
+
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        together = self._async_store.check_together_async
+        if not _has_global_gate(checks):
+            return await together(checks, optional)
+        return await run_async(deciding(together, checks, optional, self.is_sharded))
+
+    # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Stop the exchange with the other regions, and close an owned store."""
+        self._close_links()
+        if self._owns_store:
+            self._store.close()
+
+    async def aclose(self) -> None:
+        """See `close`."""
+        await asyncio.to_thread(self._close_links)
+        if self._owns_store:
+            if self._async_store is None:
+                self._store.close()
+            else:
+                await self._async_store.aclose()
+
+    def _close_links(self) -> None:
+        with self._lock:
+            links, self._links = self._links, {}
+        for store in links.values():
+            store.close()
+
+
+def region_store_of(store: Store, regions: Regions, clock: Clock, *, owned: bool) -> Store:
+    """Return the store of a node in a region; `owned` is True if the limiter has opened it.
+
+    A store that already belongs to a region is returned as it is. Raises ConfigError if that is
+    another region.
+    """
+    known = store.regions
+    if known is None:
+        return RegionStore(store, regions, clock, owns_store=owned)
+    if (known.region, set(known.names)) != (regions.region, set(regions.stores)):
+        raise ConfigError(
+            f"this store belongs to the region {known.region!r} of {', '.join(known.names)}; "
+            f"omit regions, or pass the same ones"
+        )
+    return store
+
+
+def _has_global_gate(checks: Checks) -> bool:
+    for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(gate, GlobalGate):
+            return True
+    return False
+
+
+def deciding(
+    check_together: Callable[..., Any],
+    checks: Checks,
+    optional: Container[int],
+    is_sharded: bool,
+) -> Steps[list[Answer]]:
+    """Decide the checks of a request with global rules: all pass, or none is charged."""
+    own: list[int] = []
+    rest: list[int] = []
+    for at, (gate, _, _) in enumerate(checks):
+        (rest if isinstance(gate, GlobalGate) else own).append(at)
+    answers: dict[int, Answer] = {}
+    if own:
+        may_fail = [place for place, at in enumerate(own) if at in optional]
+        found: list[Answer] = yield Call(check_together, [checks[at] for at in own], may_fail)
+        answers = dict(zip(own, found, strict=True))
+    timeout = _timeout(answers, is_sharded)
+    try:
+        if timeout is not None:
+            answers |= dict.fromkeys(rest, timeout)
+        elif len(rest) > 1 or not _pass(answers, optional):
+            answers |= yield from _looking(checks, rest)
+        if _pass(answers, optional):
+            yield from _charging(checks, rest, answers, optional)
+    except BaseException:
+        yield from _refunding(checks, answers)
+        raise
+    if not _pass(answers, optional):
+        yield from _refunding(checks, answers)
+    return [answers[at] for at in range(len(checks))]
+
+
+def _pass(answers: Mapping[int, Answer], optional: Container[int]) -> bool:
+    return all(
+        at in optional if isinstance(answer, StoreError) else answer.allowed
+        for at, answer in answers.items()
+    )
+
+
+def _timeout(answers: Mapping[int, Answer], is_sharded: bool) -> StoreTimeout | None:
+    """Return a timeout of the only server: a request waits for it once."""
+    if is_sharded:
+        return None
+    return next((each for each in answers.values() if isinstance(each, StoreTimeout)), None)
+
+
+def _looking(checks: Checks, rest: Sequence[int]) -> Steps[dict[int, Answer]]:
+    """Return what the global checks would be answered, without a charge. Raises CapacityError."""
+    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in rest]
+    looked: list[Any] = yield Together(calls)
+    for each in looked:
+        if isinstance(each, BaseException) and not isinstance(each, StoreError):
+            raise each
+    return dict(zip(rest, looked, strict=True))
+
+
+def _charging(
+    checks: Checks, rest: Sequence[int], answers: dict[int, Answer], optional: Container[int]
+) -> Steps[None]:
+    """Check the global rules in turn, until one of them ends the request."""
+    for at in rest:
+        if isinstance(answers.get(at), StoreError):
+            continue  # a look has failed: it is not tried twice
+        gate, subject, cost = checks[at]
+        try:
+            answers[at] = yield Call(gate.check, subject, cost)
+        except StoreError as error:
+            answers[at] = error
+        if not _pass({at: answers[at]}, optional):
+            return
+
+
+def _refunding(checks: Checks, answers: dict[int, Answer]) -> Steps[None]:
+    """Return what was charged for a request that is denied, or that failed."""
+    for at, answer in answers.items():
+        if isinstance(answer, StoreError) or answer.charged_ns is None:
+            continue
+        gate, subject, cost = checks[at]
+        with suppress(StoreError):
+            yield Undo(gate.refund, subject, cost, answer.charged_ns)
+        answers[at] = uncharged(answer, cost)
