@@ -35,6 +35,7 @@ class ReceivedRequest(NamedTuple):
     target: str
     authorization: str | None
     body: Any
+    reason: str | None = None
 
 
 class StubService(NamedTuple):
@@ -56,9 +57,8 @@ def stub_service(status: int, body: object = None, *, location: str = "") -> Ite
         def do_POST(self) -> None:
             size = int(self.headers.get("content-length", 0))
             sent = json.loads(self.rfile.read(size) or b"null")
-            received.append(
-                ReceivedRequest(self.command, self.path, self.headers["authorization"], sent)
-            )
+            headers = self.headers["authorization"], self.headers["x-reason"]
+            received.append(ReceivedRequest(self.command, self.path, headers[0], sent, headers[1]))
             self.send_response(status)
             if location:
                 self.send_header("location", location)
@@ -70,6 +70,9 @@ def stub_service(status: int, body: object = None, *, location: str = "") -> Ite
             self.do_POST()
 
         def do_DELETE(self) -> None:
+            self.do_POST()
+
+        def do_PUT(self) -> None:
             self.do_POST()
 
         def log_message(self, *arguments: object) -> None:

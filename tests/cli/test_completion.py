@@ -46,7 +46,7 @@ echo "${{COMPREPLY[@]}}"
 """
 COMPLETED = {
     "tollkeeper ru": {"rules"},
-    "tollkeeper re": {"reset", "reconcile", "records"},
+    "tollkeeper re": {"reset", "reconcile", "records", "regions"},
     "tollkeeper rules ro": {"rollback"},
     "tollkeeper override cr": {"create"},
     "tollkeeper check --at": {"--attribute"},

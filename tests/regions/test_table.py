@@ -7,7 +7,14 @@ from fractions import Fraction
 import pytest
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.regions.table import Membership, next_shares, parse_region, share_table
+from tollkeeper.regions.table import (
+    Membership,
+    next_shares,
+    parse_region,
+    share_table,
+    shares_with,
+    shares_without,
+)
 
 HALF = share_table(1, {"eu": 0.5, "us": 0.5})
 NEXT = share_table(2, {"eu": 0.2, "us": 0.8})
@@ -59,3 +66,27 @@ def test_the_first_start_and_an_empty_store() -> None:
     assert (plan.shares.share, plan.shares.before) == (Fraction(1, 2), Fraction(1, 2))
     note = parse_region(plan.note)
     assert note.announced == {"us": HALF.epoch}
+
+
+def test_a_region_is_added_and_removed_in_proportion() -> None:
+    """Shares always add up to 1, also after many changes, with allowed denominators."""
+    shares = {"eu": Fraction(1, 3), "us": Fraction(2, 3)}
+    for number, share in enumerate((Fraction(1, 7), Fraction(3, 11), Fraction(9, 97), None)):
+        shares = shares_with(shares, f"r{number}", share)
+        share_table(1, shares)
+    for number in (2, 0, 3, 1):
+        shares = shares_without(shares, f"r{number}")
+        share_table(1, shares)
+    assert abs(shares["eu"] - Fraction(1, 3)) < Fraction(1, 1_000)
+
+
+def test_a_region_is_added_once_and_the_last_one_stays() -> None:
+    """The errors name the regions that have a share."""
+    with pytest.raises(ConfigError, match="has the share 1/2 already"):
+        shares_with(dict(HALF.shares), "us", None)
+    with pytest.raises(ConfigError, match="eu, us have one"):
+        shares_without(dict(HALF.shares), "mars")
+    with pytest.raises(ConfigError, match="only region"):
+        shares_without({"eu": Fraction(1)}, "eu")
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        shares_with({"eu": Fraction(1)}, "us", Fraction(1))

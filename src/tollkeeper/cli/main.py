@@ -17,6 +17,7 @@ from tollkeeper.cli.load import app as load
 from tollkeeper.cli.metrics import app as metrics
 from tollkeeper.cli.reconcile import ReconcileCommand, reconcile_command
 from tollkeeper.cli.records import app as records
+from tollkeeper.cli.regions import regions
 from tollkeeper.cli.rules import app as rules
 from tollkeeper.cli.serve import serve
 from tollkeeper.cli.simulate import app as simulate
@@ -41,7 +42,7 @@ app.add_typer(load, name="load")
 app.add_typer(metrics, name="metrics")
 app.add_typer(records, name="records")
 app.add_typer(simulate, name="simulate")
-for command in (serve, *check.COMMANDS, top, fleet, blocklist, doctor):
+for command in (serve, *check.COMMANDS, top, fleet, regions, blocklist, doctor):
     app.command(cls=CliCommand)(command)
 app.command("reconcile", cls=ReconcileCommand)(reconcile_command)
 

@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.regional import LAYOUT, REGIONS_MAX, Shares
-from tollkeeper.regions.settings import REGION_NAME, share_of
+from tollkeeper.regions.settings import REGION_NAME, SHARE_PARTS_MAX, share_of
 
 # The names of the notes: what the leader says of its region, and the table that an operator wants.
 REGION_NOTE: Final = "region"
@@ -107,6 +107,56 @@ def share_table(version: int, shares: Mapping[str, float | Fraction]) -> ShareTa
     if not 1 <= version <= VERSION_MAX:
         raise ConfigError(f"the version of a table is 1 to {VERSION_MAX}, and not {version}")
     return ShareTable(version, tuple(found.items()))
+
+
+def shares_with(
+    shares: Mapping[str, Fraction], region: str, share: Fraction | None
+) -> dict[str, Fraction]:
+    """Return the shares after a region is added: the others fall in proportion.
+
+    Without a share, the region gets as much as a region has on average. Raises ConfigError if it
+    is there already.
+
+    >>> shares_with({"eu": Fraction(1, 2), "us": Fraction(1, 2)}, "ap", Fraction(1, 5))["eu"]
+    Fraction(2, 5)
+    """
+    if region in shares:
+        raise ConfigError(
+            f"the region {region} has the share {shares[region]} already; "
+            f"`tollkeeper regions set` changes the shares"
+        )
+    found = Fraction(1, len(shares) + 1) if share is None else share_of(region, share)
+    if found == 1:
+        raise ConfigError(f"the share of {region} is 1, which leaves nothing for other regions")
+    return _fitted({name: each * (1 - found) for name, each in shares.items()} | {region: found})
+
+
+def shares_without(shares: Mapping[str, Fraction], region: str) -> dict[str, Fraction]:
+    """Return the shares after a region is removed: the others rise in proportion.
+
+    Raises ConfigError if the region is not there, or is the only one.
+
+    >>> shares_without({"eu": Fraction(2, 5), "us": Fraction(2, 5), "ap": Fraction(1, 5)}, "ap")
+    {'eu': Fraction(1, 2), 'us': Fraction(1, 2)}
+    """
+    if region not in shares:
+        raise ConfigError(
+            f"{show(region)} is no region with a share; {', '.join(sorted(shares))} have one"
+        )
+    if len(shares) == 1:
+        raise ConfigError(f"{region} is the only region with a share; it cannot be removed")
+    left = 1 - shares[region]
+    return _fitted({name: each / left for name, each in shares.items() if name != region})
+
+
+def _fitted(shares: Mapping[str, Fraction]) -> dict[str, Fraction]:
+    """Return shares whose denominators are allowed, with the same sum of 1."""
+    if all(each.denominator <= SHARE_PARTS_MAX for each in shares.values()):
+        return dict(shares)
+    parts = {name: max(int(each * SHARE_PARTS_MAX), 1) for name, each in shares.items()}
+    largest = max(parts, key=lambda name: parts[name])
+    parts[largest] += SHARE_PARTS_MAX - sum(parts.values())
+    return {name: Fraction(each, SHARE_PARTS_MAX) for name, each in parts.items()}
 
 
 class RegionNote(NamedTuple):

@@ -34,6 +34,7 @@ from tollkeeper.service.admin import (
     problems,
     quotas,
     records,
+    regions,
     rules,
     subjects,
 )
@@ -76,6 +77,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         records.router,
         load.router,
         fleet.router,
+        regions.router,
         blocklist.router,
     ]
     for router in routers:

@@ -15,7 +15,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol
+from fractions import Fraction
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tollkeeper.control.edits import NotFound
 from tollkeeper.control.entries import REMOVE_KINDS, EntryChange, EntryRows, check_signature
@@ -45,6 +46,8 @@ from tollkeeper.web.identity import Identity
 
 # Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
 ROLLBACK_ATTEMPTS_MAX: Final = 20
+
+_Result = TypeVar("_Result")
 
 log = logging.getLogger("tollkeeper.admin")
 
@@ -76,6 +79,15 @@ class NoDatabase(ChangeRefused):
         super().__init__(
             f"the rules of this node come from a file{where} and have no versions; change the "
             f"file, or start with `tollkeeper serve --rules sqlite:///rules.db`"
+        )
+
+
+class NoRegions(ChangeRefused):
+    """The service has no regions whose shares could be changed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this service has no regions; start it with --region and a table of regions"
         )
 
 
@@ -155,6 +167,11 @@ class Operation(NamedTuple):
     data: Mapping[str, Any]
 
     @property
+    def key(self) -> str:
+        """The key of the audit entry."""
+        return " ".join(self.client)
+
+    @property
     def client(self) -> list[str]:
         """The client that the request names, in parts: `user:42`."""
         given = ((name, getattr(self.request, name)) for name in _CLIENT)
@@ -178,6 +195,28 @@ class Operation(NamedTuple):
         client = " ".join(recorded_subject(part, "hashed") for part in self.client) or "none"
         reason = f"; reason: {show(change.reason)}" if change.reason else ""
         return f"quota {self.kind} by {change.author}; rules: {rules}; client: {client}{reason}"
+
+
+class SharesChange(NamedTuple):
+    """A change of the shares of regions."""
+
+    kind: str
+    key: str
+    """The region that is added or removed; empty if all shares are set."""
+    data: Mapping[str, Any]
+
+    def text(self) -> str:
+        """Return the data of the audit entry, as JSON."""
+        return json.dumps(self.data, ensure_ascii=False)
+
+    def failed(self, error: Exception) -> SharesChange:
+        """Return the change as one that was not made."""
+        return self._replace(kind=f"{self.kind}-failed", data={**self.data, "error": str(error)})
+
+    def logged(self, change: ChangeRequest) -> str:
+        """Return the line of the log."""
+        reason = f"; reason: {show(change.reason)}" if change.reason else ""
+        return f"{self.kind} {self.key} by {change.author}: {self.text()}{reason}"
 
 
 class ControlPlane:
@@ -372,10 +411,33 @@ class ControlPlane:
         checks = (*plan.enforced, *plan.shadowed)
         subjects = {each.rule.id: each.subject.split(SEPARATOR) for each in checks}
         operation = Operation(kind, request, {**data, "subjects": subjects})
+        await self._audited(change, operation, operate)
+
+    async def change_shares(
+        self, change: ChangeRequest, kind: str, region: str, shares: Mapping[str, Fraction]
+    ) -> Mapping[str, str]:
+        """Write a table of shares; return the regions that it did not reach, and why.
+
+        Raises ConfigError, StoreError.
+        """
+        regions = self.context.limiter.store.regions
+        if regions is None:
+            raise NoRegions
+        check_signature(change.author, change.reason)
+        known = {name: str(share) for name, share in shares.items()}
+        operation = SharesChange(kind, region, {"shares": known})
+        return await self._audited(change, operation, lambda: regions.change_shares(shares))
+
+    async def _audited(
+        self,
+        change: ChangeRequest,
+        operation: Operation | SharesChange,
+        operate: Callable[[], Awaitable[_Result]],
+    ) -> _Result:
         await self._audit(change, operation)
         log.info("%s", operation.logged(change))
         try:
-            await operate()
+            return await operate()
         except TollkeeperError as error:
             failed = operation.failed(error)
             log.warning("%s", failed.logged(change))
@@ -383,14 +445,14 @@ class ControlPlane:
                 await self._audit(change, failed)
             raise
 
-    async def _audit(self, change: ChangeRequest, operation: Operation) -> None:
+    async def _audit(self, change: ChangeRequest, operation: Operation | SharesChange) -> None:
         """Write the entry of an operation; without a database, the log is the audit."""
         if self.context.database is None:
             return
         try:
             audit_log = (await self.repository()).audit_log
             await audit_log.add(
-                *(operation.kind, " ".join(operation.client), operation.text()),
+                *(operation.kind, operation.key, operation.text()),
                 author=change.author,
                 reason=change.reason,
             )
