@@ -353,7 +353,7 @@ def test_a_hint_of_a_node_that_is_short_of_bytes_is_relayed_at_once() -> None:
     for number in range(15):
         born_ns = net.now_ns
         net.touch(0).denied(GATE, f"key:{number}", 1, 60 * MS, net.clock(address_of(0)))
-        net.run(0.025)
+        net.run(0.03)
         times += [
             at_ns - born_ns
             for found in net.hints.values()

@@ -132,7 +132,7 @@ LONG_US: Final = 200_000
 # Relays in each part of the fleet. A lost `warm` hint costs units over a limit, a denial one call.
 RELAYS: Final[Mapping[HintKind, int]] = {"warm": 2, "denied": 1}
 # What a hint that is sent to all peers directly leaves of the budget, for some through relays.
-DIRECT_RESERVE: Final = 0.25
+DIRECT_RESERVE: Final = 0.15
 # A hint waits this long for bytes.
 URGENT_NS_MAX: Final = NS_PER_SECOND // 20
 DENIED_NS_MIN: Final = NS_PER_SECOND // 100
@@ -160,7 +160,7 @@ class GossipSettings:
     hint_ns_max: int = 5 * NS_PER_SECOND
     """Older hints are dropped."""
     urgent_ns: int = NS_PER_SECOND // 1_000
-    """If the budget is not nearly whole, hints that arise within this time share a datagram."""
+    """If half of the budget is used, hints that arise within this time share a datagram."""
     direct_peers_max: int = 250
     """With more peers, a hint is sent through relays."""
     bytes_per_second: int = 50_000
@@ -981,7 +981,7 @@ class Gossip:
     def _hurry(self, now_ns: int) -> None:
         """Send hints soon. When the budget is low, wait for more hints to share the datagram."""
         share = self._budget.share(now_ns)
-        waits = 0 if share > 0.75 else 1 if share > 0.25 else 10
+        waits = 0 if share > 0.5 else 1 if share > 0.25 else 10
         self._urgent_ns = min(self._urgent_ns, now_ns + waits * self.settings.urgent_ns)
 
     def _send_urgent(self, now_ns: int, out: list[Outgoing]) -> None:
@@ -1210,7 +1210,7 @@ def _reserve(entry: HintEntry) -> float:
     """Return the part of the budget that a hint must leave for more useful ones."""
     if entry.kind == "warm":
         return 0.05
-    return 0.3 if entry.lasts_us >= LONG_US else 0.5
+    return 0.3 if entry.lasts_us >= LONG_US else 0.4
 
 
 def _places(kind: HintKind) -> int:
