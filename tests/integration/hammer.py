@@ -2,7 +2,7 @@
 
     python -m tests.integration.hammer exact FILE ALGORITHM PROCESSES KEYS LIMIT
     python -m tests.integration.hammer reopening FILE ALGORITHM PROCESSES KEYS LIMIT
-    python -m tests.integration.hammer killed FILE ALGORITHM PROCESSES KEYS LIMIT SECONDS SEED
+    python -m tests.integration.hammer killed FILE ALGORITHM PROCESSES KEYS LIMIT KILLS SEED
 
 Each prints one JSON object. All limits are per year, so no units are refilled during a run.
 """
@@ -100,7 +100,7 @@ def reopening(
 
 
 def killed(
-    path: str, algorithm: str, processes: int, keys: int, limit: int, seconds: float, seed: int
+    path: str, algorithm: str, processes: int, keys: int, limit: int, kills: int, seed: int
 ) -> dict[str, object]:
     """Run `exact` while random workers are killed and replaced; then read the remaining units."""
     random = Random(seed)
@@ -128,8 +128,7 @@ def killed(
             own.check(names[0])
 
     children = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    for _ in range(kills):
         while len(children) < processes:
             children.append(start(lambda worker=starts: work(worker)))
             starts += 1
@@ -160,5 +159,5 @@ if __name__ == "__main__":
     elif verb == "reopening":
         result = reopening(path, algorithm, processes, keys, limit)
     else:
-        result = killed(path, algorithm, processes, keys, limit, float(numbers[3]), int(numbers[4]))
+        result = killed(path, algorithm, processes, keys, limit, int(numbers[3]), int(numbers[4]))
     print(json.dumps(result))

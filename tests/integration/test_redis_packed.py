@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import cache
 from itertools import count
 from random import Random
 from time import time_ns
@@ -46,12 +47,18 @@ def store(server: Single) -> Iterator[Store]:
 
 def neighbours(wanted: int) -> list[str]:
     """Return subjects of one bucket."""
+    return list(_neighbours()[:wanted])
+
+
+@cache
+def _neighbours() -> tuple[str, ...]:
+    """Return five subjects of one bucket, which are found after a second."""
     by_bucket: dict[str, list[str]] = {}
     for number in count():
         found = by_bucket.setdefault(key_of(f"user:{number}"), [])
         found.append(f"user:{number}")
-        if len(found) == wanted:
-            return found
+        if len(found) == 5:
+            return tuple(found)
     raise AssertionError
 
 
