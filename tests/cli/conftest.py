@@ -10,7 +10,7 @@ import typer.main
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _built_once() -> Iterator[None]:
+def built_once() -> Iterator[None]:
     """Let typer's runner keep the commands that it builds, which takes 30 ms of the processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", cache(typer.main.get_command))

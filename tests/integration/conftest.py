@@ -6,6 +6,10 @@ from itertools import count
 
 import pytest
 
+from tests.cli.conftest import built_once
+
+__all__ = ["built_once", "key"]
+
 _numbers = count()
 
 
