@@ -59,7 +59,7 @@ class Excess(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Subject:
+class _Reported:
     """The last total of one subject, and what other regions have accepted of it."""
 
     generation: int
@@ -106,12 +106,14 @@ class _Queue:
     def since_ns(self) -> int | None:
         """Return since when the oldest report waits, also one on its way; None if there is none."""
         times = [batch.since_ns for batch in self.flying]
-        times += [at_ns for at_ns, _ in list(self.waiting.values())[:1]]
+        for at_ns, _ in self.waiting.values():  # they are in order
+            times.append(at_ns)
+            break
         return min(times, default=None)
 
 
 @dataclass(slots=True)
-class _Counted:
+class _Exchanged:
     """What was exchanged with one region."""
 
     accepted: int = 0
@@ -130,15 +132,23 @@ class Sync:
         """Units of the subjects that are known here and not accepted by all; about."""
         self._others: frozenset[str] = frozenset()
         self._live: frozenset[str] = frozenset()
-        self._subjects: dict[SubjectKey, _Subject] = {}
+        self._usable: frozenset[str] = frozenset()
+        self._subjects: dict[SubjectKey, _Reported] = {}
         self._queues: dict[str, _Queue] = {}
         self._accepted: list[Accepted] = []
-        self._counted: dict[str, _Counted] = {}
+        self._counted: dict[str, _Exchanged] = {}
 
-    def use(self, others: Iterable[str], live: Collection[str], epoch: int) -> None:
-        """Set the other regions of an epoch, and those of them that can be reached.
+    def use(
+        self,
+        others: Iterable[str],
+        live: Collection[str],
+        epoch: int,
+        usable: Collection[str] | None = None,
+    ) -> None:
+        """Set the other regions of an epoch, and those of them that are live.
 
-        Nothing that was accepted in another epoch counts.
+        Reports go to those that are `usable`, by default all live ones. Nothing that was accepted
+        in another epoch counts.
         """
         others = frozenset(others)
         if (others, epoch) != (self._others, self.epoch):
@@ -148,7 +158,8 @@ class Sync:
             self._accepted.clear()
             self.unaccepted_units = 0
         self._live = others & frozenset(live)
-        for region in self._queues.keys() - self._live:
+        self._usable = self._live if usable is None else others & frozenset(usable)
+        for region in self._queues.keys() - self._usable:
             self._queues[region].waiting.clear()
 
     def sending(self, reports: Iterable[Report], now_ns: int) -> dict[str, Batch]:
@@ -157,12 +168,12 @@ class Sync:
         Each batch must be given to `answered` or `failed`.
         """
         for report in reports:
-            subject = self._reported(report)
-            for region in self._live:
+            subject = self._noted(report)
+            for region in self._usable:
                 if not _is_known(subject, region, report):
                     self._queue(region).add(report, now_ns)
             self._settle(report.key, subject)
-        taken = {region: self._queue(region).take(self.epoch) for region in self._live}
+        taken = {region: self._queue(region).take(self.epoch) for region in self._usable}
         return {region: batch for region, batch in taken.items() if batch is not None}
 
     def answered(
@@ -170,7 +181,7 @@ class Sync:
     ) -> list[Excess]:
         """Note the answers to a batch, in order; return the subjects above their limit."""
         self._queue(region).land(batch)
-        counted = self._counted.setdefault(region, _Counted())
+        counted = self._counted.setdefault(region, _Exchanged())
         counted.seconds.note(max(now_ns - batch.since_ns, 0), len(batch.reports))
         excesses = []
         for report, answer in zip(batch.reports, answers, strict=True):
@@ -197,7 +208,7 @@ class Sync:
     def failed(self, region: str, batch: Batch) -> None:
         """Note that a batch got no answer. It may or may not have been learnt."""
         self._queue(region).land(batch)
-        self._counted.setdefault(region, _Counted()).failed += len(batch.reports)
+        self._counted.setdefault(region, _Exchanged()).failed += len(batch.reports)
 
     def accepted(self) -> list[Accepted]:
         """Take the totals that are accepted since the last call, for `accept`."""
@@ -218,7 +229,7 @@ class Sync:
 
     def counts(self, region: str) -> PeerCounts:
         """Return what was exchanged with a region, without the bytes."""
-        found = self._counted.get(region, _Counted())
+        found = self._counted.get(region, _Exchanged())
         return PeerCounts(
             accepted=found.accepted,
             pending=found.pending,
@@ -235,7 +246,7 @@ class Sync:
             found = self._queues[region] = _Queue()
         return found
 
-    def _reported(self, report: Report) -> _Subject:
+    def _noted(self, report: Report) -> _Reported:
         """Return the subject of a report, with its new total."""
         subject = self._subjects.get(report.key)
         if subject is None or (subject.generation, subject.across) != (
@@ -245,7 +256,7 @@ class Sync:
             self._forget(report.key)
             if len(self._subjects) >= SUBJECTS_MAX:
                 self._forget(next(iter(self._subjects)))
-            subject = _Subject(report.generation, report.across, 0, 0)
+            subject = _Reported(report.generation, report.across, 0, 0)
             self._subjects[report.key] = subject
         subject.total, subject.returned = report.total, report.returned
         subject.done = None
@@ -259,7 +270,7 @@ class Sync:
         if subject is not None:
             self.unaccepted_units -= subject.unaccepted
 
-    def _settle(self, key: SubjectKey, subject: _Subject) -> None:
+    def _settle(self, key: SubjectKey, subject: _Reported) -> None:
         """Accept what all regions have accepted that are needed for it."""
         needed = self._others if subject.across == "exact" else self._live
         done = _least(subject, needed)
@@ -278,7 +289,7 @@ class Sync:
             subject.unaccepted = 0
 
 
-def _least(subject: _Subject, regions: Collection[str]) -> tuple[int, int] | None:
+def _least(subject: _Reported, regions: Collection[str]) -> tuple[int, int] | None:
     """Return the total and the returned units that all of these regions have accepted."""
     if any(region not in subject.accepted for region in regions):
         return None
@@ -287,7 +298,7 @@ def _least(subject: _Subject, regions: Collection[str]) -> tuple[int, int] | Non
     return min(total for total, _ in found), min(returned for _, returned in found)
 
 
-def _is_known(subject: _Subject, region: str, report: Report) -> bool:
+def _is_known(subject: _Reported, region: str, report: Report) -> bool:
     """Return True if a region would learn nothing from a report."""
     has_demand = report.across == "eventual" and report.demand
     return not has_demand and subject.accepted.get(region) == (report.total, report.returned)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from hashlib import blake2b
@@ -180,12 +180,12 @@ class RegionNote(NamedTuple):
 
 def parse_table(text: str) -> ShareTable:
     """Return the table of a note. Raises ConfigError if it is none."""
-    return _table_of(_object(text))
+    return _table_of(note_fields(text))
 
 
 def parse_region(text: str) -> RegionNote:
     """Return what a leader has noted. Raises ConfigError if it cannot be read."""
-    fields = _object(text)
+    fields = note_fields(text)
     try:
         note = RegionNote(
             str(fields["region"]),
@@ -208,7 +208,8 @@ def _table_of(fields: Any) -> ShareTable:
         raise ConfigError(f"this is not a table of shares: {show(fields)}: {error}") from None
 
 
-def _object(text: str) -> Any:
+def note_fields(text: str) -> Any:
+    """Return the JSON of a note. Raises ConfigError if it is none, or too long."""
     if len(text) > NOTE_CHARS_MAX:
         raise ConfigError(f"a note has {len(text):,} characters; {NOTE_CHARS_MAX:,} are the most")
     try:
@@ -265,6 +266,8 @@ class Plan(NamedTuple):
     note: str
     problem: str
     """What is wrong and what to do; empty if nothing is."""
+    leads: bool = True
+    """False: this process must not lead here, and gives up the lead."""
 
 
 class Membership:
@@ -361,7 +364,7 @@ class Membership:
         """
         own, problem = self._own_note(notes)
         if problem:
-            return Plan(None, "", problem)
+            return Plan(None, "", problem, leads=False)
         self._adopt(notes, own)
         self._announced = _highest(self._announced, {} if own is None else own.announced)
         self._store = "" if own is None else own.store
@@ -424,13 +427,28 @@ class Membership:
 
     def _adopt(self, notes: Mapping[str, str], note: RegionNote | None) -> None:
         """Use the table with the highest epoch."""
-        tables = [] if self._noted is None else [self._noted]
-        if note is not None:
-            tables.append(note.table)
-        if TABLE_NOTE in notes:
-            with suppress(ConfigError):  # a command of another release has written it
-                tables.append(parse_table(notes[TABLE_NOTE]))
-        self._noted = max(tables, key=lambda table: table.epoch, default=None)
+        found = _newest([self._noted, note and note.table, _wanted(notes)])
+        self._noted = found or self._noted
+
+
+def newest_table(notes: Mapping[str, str]) -> ShareTable | None:
+    """Return the table with the highest epoch in the notes of a store; None if there is none."""
+    table = None
+    with suppress(ConfigError):
+        table = parse_region(notes[REGION_NOTE]).table if REGION_NOTE in notes else None
+    return _newest([table, _wanted(notes)])
+
+
+def _wanted(notes: Mapping[str, str]) -> ShareTable | None:
+    """Return the table that a command has written."""
+    with suppress(ConfigError):  # a command of another release has written it
+        return parse_table(notes[TABLE_NOTE]) if TABLE_NOTE in notes else None
+    return None
+
+
+def _newest(tables: Iterable[ShareTable | None]) -> ShareTable | None:
+    found = [table for table in tables if table is not None]
+    return max(found, key=lambda table: table.epoch, default=None)
 
 
 def _highest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

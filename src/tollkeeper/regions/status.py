@@ -1,0 +1,44 @@
+"""The note in which the leader of a region tells operators its status."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Final
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.decide.region_monitor import LinkStatus, RegionStatus
+from tollkeeper.regions.table import note_fields
+
+STATUS_NOTE: Final = "status"
+# A leader that has noted nothing for this time is gone, and no other process leads.
+SILENT_S: Final = 5.0
+
+
+def status_text(status: RegionStatus, now_ns: int) -> str:
+    """Return the note. `now_ns` is the time of the region's store."""
+    return json.dumps({**asdict(status), "noted_ns": now_ns}, default=str)
+
+
+def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -> RegionStatus:
+    """Return the status in a note, as it is at `now_ns`. Raises ConfigError for another text."""
+    if text is None:
+        return RegionStatus(region, is_self=is_self, problem="no leader has worked here so far")
+    fields = note_fields(text)
+    try:
+        age_s = max(now_ns - int(fields.pop("noted_ns")), 0) / NS_PER_SECOND
+        links = tuple(LinkStatus(**link) for link in fields.pop("links"))
+        share, target = Fraction(fields.pop("share")), fields.pop("target")
+        if fields["region"] != region:
+            wrong = f"the store that is set up for {region} is that of {show(fields['region'])}"
+            return RegionStatus(region, is_self=is_self, problem=wrong)
+        fields |= {"region": region, "is_self": is_self, "age_s": age_s, "links": links}
+        fields |= {"share": share, "target": None if target is None else Fraction(target)}
+        if age_s > SILENT_S:
+            silent = f"no process has led the region for {age_s:.0f} s"
+            fields |= {"leader": "", "problem": silent}
+        return RegionStatus(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"the status of {region} cannot be read: {error}") from None
