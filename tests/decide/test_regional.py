@@ -2,49 +2,402 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from fractions import Fraction
-from typing import TypeVar
 
-from tollkeeper.core.clock import ManualClock
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.regional import Accepted, AcrossRegions, MemoryRegional, Shares
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-T = TypeVar("T")
+from tests.decide.regional_fleet import done, run_random
+from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
+from tollkeeper.core.errors import CapacityError
+from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from tollkeeper.decide.regional import (
+    Accepted,
+    AcrossRegions,
+    MemoryRegional,
+    MemoryRegionalGate,
+    Report,
+    Shares,
+)
+
+START_S = 1_800_000_000
+HUNDRED = (Limit(100, per=60),)
 
 
-def done(call: Coroutine[None, None, T]) -> T:
-    """Return the result of a call that waits for nothing."""
-    try:
-        call.send(None)
-    except StopIteration as stopped:
-        return stopped.value  # type: ignore[no-any-return]
-    raise AssertionError("the call waits")
-
-
-def region(clock: ManualClock, others: tuple[str, ...]) -> MemoryRegional:
-    """Return the store of a region with an equal share."""
+def region(
+    clock: ManualClock, others: tuple[str, ...] = ("there",), share: Fraction | None = None
+) -> MemoryRegional:
+    """Return the store of a region, by default with an equal share."""
     store = MemoryRegional(clock)
-    share = Fraction(1, 1 + len(others))
     _, token = done(store.lead("leader", 10**18))
-    assert done(store.set_shares(Shares(1, share, share, 0, others), token))
+    use(store, clock, share or Fraction(1, 1 + len(others)), others=others)
+    assert token == 1
     return store
 
 
-def admitted(store: MemoryRegional, across: AcrossRegions, asked: int) -> int:
+def use(
+    store: MemoryRegional,
+    clock: ManualClock,
+    share: Fraction,
+    before: Fraction | None = None,
+    *,
+    epoch: int = 1,
+    others: tuple[str, ...] = ("there",),
+) -> None:
+    """Set the share of a region."""
+    shares = Shares(epoch, share, before or share, clock.now_ns(), others)
+    assert done(store.set_shares(shares, 1))
+
+
+def admitted(
+    store: MemoryRegional, across: AcrossRegions, asked: int, limits: tuple[Limit, ...] = HUNDRED
+) -> int:
     """Return how many of so many requests pass."""
-    gate = store.global_gate((Limit(100, per=60),), "api", across)
+    gate = store.global_gate(limits, "api", across)
     return sum(gate.check("ann", 1).allowed for _ in range(asked))
+
+
+def reported(store: MemoryRegional) -> Report:
+    """Return the only report that is due."""
+    (report,) = done(store.due(10, 1))
+    return report
+
+
+def accept(store: MemoryRegional, report: Report) -> None:
+    """Tell a region that all others have accepted its report."""
+    found = Accepted(report.key, report.generation, report.total, report.returned)
+    done(store.accept(1, [found], 1))
+
+
+def exchange(here: MemoryRegional, there: MemoryRegional, name: str = "here") -> bool:
+    """Give the report of a region to another; return True if it was accepted."""
+    report = reported(here)
+    (learnt,) = done(there.learn(name, 1, [report]))
+    if learnt.accepted:
+        accept(here, report)
+    return learnt.accepted
+
+
+def used(store: MemoryRegional, limits: tuple[Limit, ...] = HUNDRED) -> tuple[int, ...]:
+    """Return the units that count, of each limit."""
+    return done(store.usage(limits, "api", "ann")).used
+
+
+def both(clock: ManualClock) -> tuple[MemoryRegional, MemoryRegional]:
+    """Return two regions with a half of the limits each."""
+    return region(clock, ("there",)), region(clock, ("here",))
+
+
+def gates(
+    clock: ManualClock, across: AcrossRegions, limits: tuple[Limit, ...] = HUNDRED
+) -> tuple[MemoryRegional, MemoryRegional, MemoryRegionalGate, MemoryRegionalGate]:
+    """Return two regions, and a gate on each."""
+    here, there = both(clock)
+    return (
+        here,
+        there,
+        here.global_gate(limits, "api", across),
+        there.global_gate(limits, "api", across),
+    )
+
+
+# ── Totals ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_accepted_total_gives_room_again() -> None:
     """A region has its share at once, and its share of what is left with each acknowledgement."""
-    clock = ManualClock(1_800_000_000)
-    here, there = region(clock, ("there",)), region(clock, ("here",))
+    here, there = both(ManualClock(START_S))
     assert admitted(here, "exact", 100) == 50
-    (report,) = done(here.due(10, 1))
-    (learnt,) = done(there.learn("here", 1, [report]))
-    assert learnt.accepted
-    done(here.accept(1, [Accepted(report.key, report.generation, report.total, 0)], 1))
+    assert exchange(here, there)
     assert admitted(here, "exact", 100) == 25
     assert admitted(there, "exact", 100) == 25
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32))
+def test_exact_is_never_over(algorithm: AlgorithmName, seed: int) -> None:
+    """Random fleets: lags, loss, repeats, cuts in one direction, refunds and share changes."""
+    limits = (
+        Limit((20, 60, 200)[seed % 3], per=(2, 5, 20)[seed // 3 % 3], algorithm=algorithm),
+        Limit(300, per=60, algorithm=ALGORITHM_NAMES[seed % 5], name="second"),
+    )
+    fleet = run_random(seed, limits[: 1 + seed % 2], seconds=12)
+    assert all(central.over <= 0 for central in fleet.central), f"over with the seed {seed}"
+    assert fleet.admitted
+
+
+def test_a_region_without_room_does_not_accept() -> None:
+    """The case of ADR 14: a region that has spent its share leaves no room for others."""
+    here, there = both(ManualClock(START_S))
+    assert admitted(there, "exact", 100) == 50
+    assert admitted(here, "exact", 10) == 10
+    assert not exchange(here, there)
+    assert used(there) == (60,)
+
+
+def test_a_store_that_lost_its_last_totals_moves_no_more_than_it_has() -> None:
+    """A total above that of the store is accepted: its failover has lost the last units."""
+    here, _ = both(ManualClock(START_S))
+    admitted(here, "exact", 10)
+    report = reported(here)
+    accept(here, report._replace(total=30))
+    assert used(here) == (10,)
+    assert done(here.usage(HUNDRED, "api", "ann")).unaccepted == (0,)
+
+
+def test_a_store_that_lost_all_counts_begins_anew() -> None:
+    """Its totals begin at zero with a later generation; late reports of the old one are refused."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    admitted(here, "exact", 30)
+    late = reported(here)
+    assert done(there.learn("here", 1, [late]))[0].accepted
+    clock.advance(1)
+    here = region(clock)
+    admitted(here, "exact", 10)
+    assert exchange(here, there)
+    before = used(there)
+    assert not done(there.learn("here", 1, [late]))[0].accepted
+    assert used(there) == before
+
+
+def test_counts_that_begin_anew_are_learnt_although_the_clock_was_set_back() -> None:
+    """A generation that seems older is new, if the later one was silent for a while."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    admitted(here, "eventual", 30)
+    assert exchange(here, there)
+    older = ManualClock(START_S - 3_600)
+    here = region(older)
+    admitted(here, "eventual", 20)
+    clock.advance(60)
+    assert exchange(here, there)
+    assert used(there) == (20,)
+
+
+def test_a_report_with_other_numbers_or_another_mode_changes_no_rule() -> None:
+    """A region uses the limits and the mode of its own rule."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    admitted(here, "eventual", 10, (Limit(1_000, per=60),))
+    assert exchange(here, there)
+    assert admitted(there, "exact", 100) == 45
+    assert admitted(there, "exact", 100, (Limit(200, per=60),)) == 50
+
+
+# ── Refunds ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_returned_units_of_one_report_are_not_taken_off_twice() -> None:
+    """The units that a report says still count are without those returned already."""
+    clock = ManualClock(START_S)
+    here, there, gate, _ = gates(clock, "exact")
+    decision = gate.check("ann", 10)
+    gate.refund("ann", 4, decision.charged_ns)
+    assert exchange(here, there)
+    assert used(here) == used(there) == (6,)
+
+
+def test_returned_units_are_not_those_of_another_region() -> None:
+    """Time has drained the units elsewhere, when a late report says that they were returned."""
+    clock = ManualClock(START_S)
+    here, there, gate, other = gates(clock, "exact")
+    decision = gate.check("ann", 10)
+    assert exchange(here, there)
+    gate.refund("ann", 10, decision.charged_ns)
+    clock.advance(30)
+    other.check("ann", 20)
+    accept(there, reported(there))
+    assert used(there) == (20,)
+    assert exchange(here, there)
+    assert used(there) == (20,)
+
+
+def test_returned_units_are_known_to_the_other_region() -> None:
+    """A refund gives room in both regions, whether the units were accepted or not."""
+    clock = ManualClock(START_S)
+    here, there, gate, _ = gates(clock, "exact")
+    decision = gate.check("ann", 40)
+    assert exchange(here, there)
+    gate.refund("ann", 30, decision.charged_ns)
+    assert exchange(here, there)
+    assert used(here) == used(there) == (10,)
+
+
+def test_each_limit_gets_back_what_time_has_not_returned() -> None:
+    """A bucket that is full again takes nothing from the refund of a daily limit."""
+    clock = ManualClock(START_S)
+    limits = (Limit(100, per=1), Limit(1_000, per=86_400, algorithm="fixed_window"))
+    here, there, gate, _ = gates(clock, "exact", limits)
+    decision = gate.check("ann", 40)
+    assert exchange(here, there)
+    clock.advance(10)
+    gate.refund("ann", 30, decision.charged_ns)
+    assert exchange(here, there)
+    assert used(here, limits) == used(there, limits) == (0, 10)
+
+
+def test_a_log_gives_back_the_entries_of_the_charge() -> None:
+    """A newer entry stays: without it, the log would admit more than the limit later on."""
+    clock = ManualClock(START_S)
+    limits = (Limit(100, per=60, algorithm="sliding_window_log"),)
+    store = region(clock, share=Fraction(1))
+    gate = store.global_gate(limits, "api", "exact")
+    first = gate.check("ann", 50)
+    clock.advance(50)
+    gate.check("ann", 50)
+    gate.refund("ann", 50, first.charged_ns)
+    clock.advance(20)
+    assert used(store, limits) == (50,)
+
+
+# ── Windows and clocks ─────────────────────────────────────────────────────────────────────────
+
+
+def test_clocks_that_differ_do_not_put_a_window_over() -> None:
+    """A report of a window that has not begun here is learnt when it has."""
+    limits = (Limit(100, per=60, algorithm="fixed_window"),)
+    ahead, behind = ManualClock(START_S + 60), ManualClock(START_S + 59)
+    here, there = region(ahead), region(behind, ("here",))
+    assert admitted(here, "exact", 100, limits) == 50
+    assert not exchange(here, there)
+    ahead.advance(1)
+    behind.advance(1)
+    assert exchange(here, there)
+    assert admitted(there, "exact", 100, limits) == 25
+
+
+def test_a_report_of_the_window_before_is_counted_there_and_not_accepted() -> None:
+    """A fixed window forgets it, and the previous window of a sliding counter fades."""
+    for algorithm, counted in (("fixed_window", 0), ("sliding_window_counter", 20)):
+        limits = (Limit(100, per=60, algorithm=algorithm),)  # type: ignore[arg-type]  # a literal
+        clock = ManualClock(START_S + 59)
+        here, there = both(clock)
+        admitted(here, "exact", 20, limits)
+        report = reported(here)
+        clock.advance(1)
+        assert not done(there.learn("here", 1, [report]))[0].accepted
+        assert used(there, limits) == (counted,)
+
+
+def test_a_clock_that_is_set_back_delays_neither_reports_nor_a_leader() -> None:
+    """Times that lie too far ahead were noted before."""
+    clock = ManualClock(START_S)
+    here, _ = both(clock)
+    admitted(here, "exact", 10)
+    assert reported(here).total == 10
+    done(here.step_down("leader"))
+    assert done(here.lead("first", 3 * NS_PER_SECOND))[0] == "first"
+    clock.advance(-3_600)
+    assert [report.total for report in done(here.due(10, 2))] == [10]
+    assert done(here.lead("second", 3 * NS_PER_SECOND))[0] == "second"
+
+
+def test_demand_of_a_region_fades_although_the_clock_was_set_back() -> None:
+    """Otherwise the share of an eventual limit would stay low for as long."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    admitted(there, "eventual", 90)
+    assert exchange(there, here, "there")
+    clock.advance(-3_600)
+    assert admitted(here, "eventual", 100) == 10
+
+
+# ── Shares ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_state_that_missed_a_fall_of_its_share_gets_the_rise() -> None:
+    """Another region had the share meanwhile, and may have spent it."""
+    clock = ManualClock(START_S)
+    store = region(clock)
+    assert admitted(store, "exact", 1) == 1
+    use(store, clock, Fraction(1, 10), epoch=2)
+    use(store, clock, Fraction(1, 2), Fraction(1, 10), epoch=2)
+    assert used(store) == (81,)
+    assert admitted(store, "exact", 100) == 9
+
+
+def test_a_rise_drains_own_units_at_the_share_of_before() -> None:
+    """The time before the rise counts with the lower share."""
+    clock = ManualClock(START_S)
+    store = region(clock, share=Fraction(1, 10))
+    assert admitted(store, "exact", 100) == 10
+    clock.advance(30)
+    use(store, clock, Fraction(1, 2), Fraction(1, 10))
+    assert done(store.usage(HUNDRED, "api", "ann")).unaccepted == (5,)
+
+
+def test_eventual_limits_take_no_part_in_a_change_of_shares() -> None:
+    """Their share follows the demand."""
+    clock = ManualClock(START_S)
+    store = region(clock, share=Fraction(1, 10))
+    use(store, clock, Fraction(1, 2), Fraction(1, 10))
+    assert admitted(store, "eventual", 200) == 100
+
+
+# ── Eventual ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_eventual_limit_admits_one_request_that_its_share_cannot_hold() -> None:
+    """The other region asks for much, and there is room for a request of many units."""
+    clock = ManualClock(START_S)
+    here, there, gate, other = gates(clock, "eventual")
+    for _ in range(50):
+        other.check("ann", 1)
+    assert exchange(there, here, "there")
+    assert gate.check("ann", 20)
+    denied = gate.check("ann", 20)
+    assert not denied
+    assert denied.retry_after_ns == NS_PER_SECOND // 2
+    assert exchange(here, there)
+    assert gate.check("ann", 20)
+
+
+def test_two_regions_that_were_alone_learn_what_still_counts_once() -> None:
+    """A region does not report the units of another as its own."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    for store in (here, there):
+        use(store, clock, Fraction(1, 2), others=())
+    for _ in range(300):
+        clock.advance(0.6)
+        admitted(here, "eventual", 1)
+        admitted(there, "eventual", 1)
+    for store in (here, there):
+        admitted(store, "eventual", 100)
+        accept(store, reported(store))  # without live regions, all have accepted
+    clock.advance(1)
+    admitted(here, "eventual", 1)
+    admitted(there, "eventual", 1)
+    (learnt,) = done(there.learn("here", 1, [reported(here)]))
+    assert 98 <= learnt.excess <= 100
+    (learnt,) = done(here.learn("there", 1, [reported(there)]))
+    assert 98 <= learnt.excess <= 100
+
+
+def test_a_cost_above_the_limit_never_fits() -> None:
+    """Exact: above the share."""
+    store = region(ManualClock(START_S))
+    with pytest.raises(CapacityError):
+        store.global_gate(HUNDRED, "api", "eventual").check("ann", 101)
+    with pytest.raises(CapacityError):
+        store.global_gate(HUNDRED, "api", "exact").check("ann", 51)
+
+
+# ── Grants ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("across", ["exact", "eventual"])
+def test_a_grant_is_spent_by_units_that_do_not_fit(across: AcrossRegions) -> None:
+    """A region that is above its share spends no more of a grant than the cost."""
+    clock = ManualClock(START_S)
+    store = region(clock, share=Fraction(1, 2))
+    gate = store.global_gate(HUNDRED, "api", across)
+    while gate.check("ann", 1):
+        pass
+    use(store, clock, Fraction(1, 10), epoch=2)
+    gate.grant("ann", 30, None)
+    assert sum(gate.check("ann", 1).allowed for _ in range(50)) == 30
+    assert reported(store).total in {50, 100}

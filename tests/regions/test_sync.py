@@ -25,7 +25,9 @@ def report(
     """Return a report of one subject."""
     key = SubjectKey("r", subject)
     counts = (total * 1_000_000,)
-    return Report(key, LIMITS, across, generation, total, returned, counts, demand, total)
+    return Report(
+        key, LIMITS, across, generation, total, (returned,), counts, demand, total, at_ns=0
+    )
 
 
 def started(live: tuple[str, ...] = ("us", "ap")) -> Sync:
@@ -43,7 +45,7 @@ def test_an_exact_total_is_accepted_by_all_regions_of_the_epoch() -> None:
     sync.answered("us", batches["us"], [YES], 1)
     assert not sync.accepted()
     sync.answered("ap", batches["ap"], [YES], 1)
-    assert sync.accepted() == [Accepted(SubjectKey("r", "ann"), 1, 5, 0)]
+    assert sync.accepted() == [Accepted(SubjectKey("r", "ann"), 1, 5, (0,))]
     assert not sync.accepted()
     assert sync.unaccepted_units == 0
 
@@ -74,10 +76,10 @@ def test_the_least_of_several_totals_is_accepted() -> None:
     second = sync.sending([report(total=9, returned=2)], 1)
     sync.answered("us", second["us"], [YES], 2)
     sync.answered("ap", first["ap"], [YES], 2)
-    assert [(each.total, each.returned) for each in sync.accepted()] == [(5, 0)]
+    assert [(each.total, each.returned) for each in sync.accepted()] == [(5, (0,))]
     sync.answered("us", first["us"], [YES], 3)  # an old answer takes nothing back
     sync.answered("ap", second["ap"], [YES], 3)
-    assert [(each.total, each.returned) for each in sync.accepted()] == [(9, 2)]
+    assert [(each.total, each.returned) for each in sync.accepted()] == [(9, (2,))]
 
 
 def test_answers_of_another_epoch_or_generation_do_not_count() -> None:

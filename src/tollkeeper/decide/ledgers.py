@@ -11,8 +11,9 @@ why the limit holds.
 
 A ledger has both levels of one limit, in micro-units. All numbers are integers. Rounding is towards
 fewer admissions. A window counter has the counts of the current window, and a log the entries of
-the last window. Both take the units of others at the time at which they are learnt, which is never
-too early. A log groups its entries in 64 parts of the window, each leaving at its end.
+the last window. A log takes the units of others at the time at which they are learnt, which is
+never too early. It groups its entries in 64 parts of the window, each leaving at its end. A window
+counter takes them into the window in which they were reported: see `learn`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ class Ledger(Protocol):
         """Add units that are learnt or admitted now."""
         ...
 
+    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:
+        """Add units of another member, which it reported at `at_ns` by its own clock.
+
+        A window counter adds them to the window of that time, if that still counts.
+        """
+        ...
+
+    def behind(self, now_ns: int, at_ns: int) -> int:
+        """Return by how many windows `at_ns` is before the current one; negative if after.
+
+        0 for limits without windows that begin at fixed times.
+        """
+        ...
+
     def move(self, now_ns: int, share: Fraction, last: int) -> None:
         """Move own units to `known`, all but the last so many that were added."""
         ...
@@ -47,8 +62,14 @@ class Ledger(Protocol):
         """Return the time until the load is at most `most`, if nothing is added."""
         ...
 
-    def give_back(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
-        """Take units off the levels, as far as they are there: the newest first."""
+    def give_back(
+        self, now_ns: int, share: Fraction, known: int, own: int, charged_ns: int | None = None
+    ) -> None:
+        """Take units off the levels, as far as they are there.
+
+        A log takes units off that are not newer than `charged_ns`, the newest of them first;
+        without a time, the oldest first. So the log admits no more later on.
+        """
         ...
 
     @property
@@ -112,7 +133,20 @@ class BucketLedger:
         steps = -(-over * limit.ns_denominator // rate)
         return max(self._last_ns + steps * limit.refill_step_ns - now_ns, 0)
 
-    def give_back(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
+    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+        self.add(now_ns, share, known, 0)
+
+    def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
+        return 0
+
+    def give_back(
+        self,
+        now_ns: int,
+        share: Fraction,
+        known: int,
+        own: int,
+        charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
+    ) -> None:
         was_known, was_own, self._last_ns = self._at(now_ns, share)
         self._known, self._own = max(was_known - known, 0), max(was_own - own, 0)
 
@@ -183,7 +217,27 @@ class WindowLedger:
             fits_ns = end_ns + window_ns - max(most - rounded, 0) * window_ns // current
         return max(fits_ns - now_ns, 0)
 
-    def give_back(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+        behind = self.behind(now_ns, at_ns)
+        self._number, (was_known, own, known_before, own_before) = self._at(now_ns)
+        if behind <= 0:
+            was_known += known
+        elif behind == 1 and self.limit.algorithm == "sliding_window_counter":
+            known_before += known
+        self._counts = (was_known, own, known_before, own_before)
+
+    def behind(self, now_ns: int, at_ns: int) -> int:
+        window_ns = self.limit.window_ns
+        return max(now_ns // window_ns, self._number) - at_ns // window_ns
+
+    def give_back(
+        self,
+        now_ns: int,
+        share: Fraction,  # noqa: ARG002 - as every ledger
+        known: int,
+        own: int,
+        charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
+    ) -> None:
         self._number, counts = self._at(now_ns)
         was_known, was_own, known_before, own_before = counts
         self._counts = (
@@ -214,6 +268,10 @@ class LogLedger:
         self._part_ns = -(-limit.window_ns // (_LOG_PARTS * WINDOW_NS_STEP)) * WINDOW_NS_STEP
         self._groups: list[tuple[int, int, int]] = []  # when it leaves, known, own
 
+    def _leaves_ns(self, at_ns: int) -> int:
+        """Return when an entry of this time leaves the window."""
+        return -(-(at_ns + self.limit.window_ns) // self._part_ns) * self._part_ns
+
     def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
         live = [group for group in self._groups if group[0] > now_ns]
         return sum(known for _, known, _ in live), sum(own for _, _, own in live)
@@ -221,7 +279,7 @@ class LogLedger:
     def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
         if not known and not own:
             return
-        leaves_ns = -(-(now_ns + self.limit.window_ns) // self._part_ns) * self._part_ns
+        leaves_ns = self._leaves_ns(now_ns)
         groups = self._groups = [group for group in self._groups if group[0] > now_ns]
         if groups and groups[-1][0] >= leaves_ns:
             leaves_ns, was_known, was_own = groups.pop()
@@ -247,14 +305,30 @@ class LogLedger:
                 left -= share.numerator * known + share.denominator * own
         return at_ns - now_ns
 
-    def give_back(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
-        left: list[tuple[int, int, int]] = []
-        for leaves_ns, was_known, was_own in reversed(self._groups):
-            kept = (leaves_ns, max(was_known - known, 0), max(was_own - own, 0))
+    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+        self.add(now_ns, share, known, 0)
+
+    def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
+        return 0
+
+    def give_back(
+        self,
+        now_ns: int,
+        share: Fraction,  # noqa: ARG002 - as every ledger
+        known: int,
+        own: int,
+        charged_ns: int | None = None,
+    ) -> None:
+        groups = self._groups = [group for group in self._groups if group[0] > now_ns]
+        places = range(len(groups))
+        if charged_ns is not None:
+            leaves_ns = self._leaves_ns(charged_ns)
+            places = range(sum(group[0] <= leaves_ns for group in groups) - 1, -1, -1)
+        for place in places:
+            leaves_ns, was_known, was_own = groups[place]
+            groups[place] = (leaves_ns, max(was_known - known, 0), max(was_own - own, 0))
             known, own = max(known - was_known, 0), max(own - was_own, 0)
-            if leaves_ns > now_ns and (kept[1] or kept[2]):
-                left.append(kept)
-        self._groups = left[::-1]
+        self._groups = [group for group in groups if group[1] or group[2]]
 
     @property
     def numbers(self) -> list[int]:

@@ -27,8 +27,17 @@ A report also says how much of its total still counts in its region (`Report.cou
 partition, only that is learnt. All own units that will ever move to `known` are among them, so
 whatever a region moves, all others have learnt.
 
+Units that a region returns are a total of their own, for each limit. Another region gives them back
+only as far as they certainly are in its `known` still (`_Seen.left`): time may have drained them,
+and then the same amount is another region's.
+
+Window counters of all regions begin at the same times, by the clocks of their stores. A report of a
+later window is not learnt before its window has begun here. One of an earlier window is learnt into
+that window, and not accepted. So clocks that differ make a limit slower, and never exceed it.
+
 A share that rises gives no units at once. The region adds C × (1 − before / after) to `known`, as
 if the units that it takes over had just been spent: they may have been, by a region that is gone.
+Eventual limits have no fixed share, and add nothing.
 
 `MemoryRegional` is the reference: the scripts on Redis agree with it, call for call.
 """
@@ -43,7 +52,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import CapacityError, StoreUnavailable
-from tollkeeper.core.model import MICROS_PER_UNIT, Decision, Limit, Limits
+from tollkeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit, Limits
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.ledgers import Ledger, exact_room, ledger_of, outcome
 from tollkeeper.decide.store import AsyncGate, Gate
@@ -62,8 +71,15 @@ MISSED_NS: Final = 10 * NS_PER_SECOND
 # Demand is counted in slots of this time: the current one, and the fading one before. What a region
 # has said of its demand fades in the same time.
 DEMAND_NS: Final = 2 * NS_PER_SECOND
+WHOLE: Final = Fraction(1)
 # The shares of eventual limits are parts of this.
 _PARTS: Final = 1_000
+# A region's counts begin anew when its store has lost them. If its clock was set back as well, they
+# seem to be older than those before. After this time without a report they are taken for new ones.
+_SILENT_NS: Final = 10 * NS_PER_SECOND
+# A request that only the share of an eventual limit denies can pass when the other regions have
+# accepted what this one has admitted: about a round of the sync and two trips later.
+_ROUND_NS: Final = NS_PER_SECOND // 2
 # The keys of a region are divided into so many groups, each of which is in one slot of a Cluster.
 GROUPS: Final = 64
 
@@ -82,7 +98,10 @@ class Shares(NamedTuple):
     share: Fraction
     """Of this region, for exact limits; 0 denies."""
     before: Fraction
-    """The lowest share that was in use lately."""
+    """The lowest share that was in use within the longest window before `changed_ns`.
+
+    0 if the store has lost its counts then: its subjects start as if the limit was used up.
+    """
     changed_ns: int
     """When the share rose from `before`."""
     live: tuple[str, ...]
@@ -113,14 +132,16 @@ class Report(NamedTuple):
     """When the region began to count, in microseconds: a total of a later one is a new total."""
     total: int
     """Units that the region has admitted so far."""
-    returned: int
-    """Units of them that were returned so far."""
+    returned: tuple[int, ...]
+    """Of each limit: units of the total that were returned so far."""
     counts: tuple[int, ...]
-    """Of each limit: micro-units, of which only the newest still count in that region."""
+    """Of each limit: micro-units. Of the total, only the newest so many still count there."""
     demand: int
     """Units that clients have lately asked for in that region."""
     part: int
     """Units that the region has admitted in the last window. For people."""
+    at_ns: int
+    """The time of the report, by the clock of the region's store."""
 
 
 class Learnt(NamedTuple):
@@ -128,7 +149,7 @@ class Learnt(NamedTuple):
 
     accepted: bool
     excess: int
-    """Units by which the report has brought the subject above its limit."""
+    """Units by which the report has brought the subject above an eventual limit."""
 
 
 class Accepted(NamedTuple):
@@ -137,7 +158,7 @@ class Accepted(NamedTuple):
     key: SubjectKey
     generation: int
     total: int
-    returned: int
+    returned: tuple[int, ...]
     everywhere: bool = True
     """False: a region that is not live has not learnt it. It is due again in MISSED_NS."""
 
@@ -286,16 +307,25 @@ class _Slots:
 class _Seen:
     """What another region has reported last."""
 
+    returned: tuple[int, ...]
+    left: tuple[int, ...]
+    """Of each limit: micro-units of that region which counted in `known` at `at_ns`, at least."""
     generation: int = 0
     total: int = 0
-    returned: int = 0
     at_ns: int = 0
     demand: int = 0
     part: int = 0
 
+    def left_now(self, limits: Sequence[Limit], now_ns: int) -> tuple[int, ...]:
+        """Return the micro-units that certainly count in `known` still, of each limit."""
+        return tuple(
+            micros and _certainly_left(limit, micros, now_ns, self.at_ns)
+            for limit, micros in zip(limits, self.left, strict=True)
+        )
+
 
 @dataclass(slots=True)
-class _Subject:
+class _Counts:
     """One rule's counts of one subject in one region."""
 
     limits: Limits
@@ -303,10 +333,12 @@ class _Subject:
     generation: int
     ledgers: list[Ledger]
     share: Fraction
+    returned: tuple[int, ...]
+    accepted_returned: tuple[int, ...]
+    epoch: int = -1
+    """That of `share`."""
     total: int = 0
-    returned: int = 0
     accepted: int = 0
-    accepted_returned: int = 0
     demand: _Slots = field(default_factory=_Slots)
     part: _Slots = field(default_factory=_Slots)
     seen: dict[str, _Seen] = field(default_factory=dict)
@@ -317,13 +349,24 @@ class _Subject:
     def window_ns(self) -> int:
         return max(limit.window_ns for limit in self.limits)
 
+    def use(self, limits: Limits, across: AcrossRegions) -> None:
+        """Use the limits and the mode of this region's rule, which may have changed."""
+        self.across = across
+        if limits == self.limits:
+            return
+        ledgers = [ledger_of(limit) for limit in limits]
+        for ledger, before in zip(ledgers, self.ledgers, strict=True):
+            if type(ledger) is type(before):  # counts of another algorithm mean nothing
+                ledger.numbers = before.numbers
+        self.limits, self.ledgers = limits, ledgers
+
 
 class MemoryRegional:
     """The reference: a region's counts in memory. Not for several threads at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._subjects: dict[SubjectKey, _Subject] = {}
+        self._subjects: dict[SubjectKey, _Counts] = {}
         self._due: dict[SubjectKey, int] = {}
         self._shares: Shares | None = None
         self._leader = ("", 0)
@@ -332,9 +375,9 @@ class MemoryRegional:
 
     # ── Checks ─────────────────────────────────────────────────────────────────────────────────
 
-    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> MemoryGate:
+    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> MemoryRegionalGate:
         """See RegionalCounts."""
-        return MemoryGate(self, limits, rule, across)
+        return MemoryRegionalGate(self, limits, rule, across)
 
     def check(
         self,
@@ -350,20 +393,24 @@ class MemoryRegional:
         now_ns = self._clock.now_ns()
         shares = self._used_shares()
         subject = self._opened(key, limits, across, now_ns, keep=spend and cost > 0)
-        if across == "exact":
-            require_room(limits, shares.share, cost)
-        if spend:
+        subject.use(limits, across)
+        granted = subject.granted if now_ns < subject.grant_ends_ns else 0
+        require_room(limits, shares.share if across == "exact" else WHOLE, cost - granted)
+        if spend and across == "eventual":
             subject.demand.add(now_ns, DEMAND_NS, cost)
         share = self._share_of(subject, shares, now_ns)
-        short = max(cost - _room(subject, share, now_ns), 0)
-        granted = subject.granted if now_ns < subject.grant_ends_ns else 0
+        need = max(cost - granted, 0)
+        room = min(room_of(each, across, share, now_ns, need) for each in subject.ledgers)
+        short = max(cost - max(room, 0), 0)
         allowed = short <= granted
         if spend and allowed:
-            subject.granted = granted - short
+            granted -= short
+            subject.granted = granted
             # Units of a grant are not charged: `cost - short` are.
             self._admit(subject, share, now_ns, cost - short)
         if spend and cost and (allowed or across == "eventual"):
             self._due[key] = min(self._due.get(key, now_ns), now_ns)
+        charged = spend and allowed and cost > 0
         return decision_of(
             limits,
             subject.ledgers,
@@ -372,11 +419,11 @@ class MemoryRegional:
             now_ns,
             cost,
             rule,
-            charged=spend and allowed and cost > 0,
-            granted=subject.granted if now_ns < subject.grant_ends_ns else 0,
+            charged=charged,
+            granted=granted,
         )
 
-    def _admit(self, subject: _Subject, share: Fraction, now_ns: int, units: int) -> None:
+    def _admit(self, subject: _Counts, share: Fraction, now_ns: int, units: int) -> None:
         for ledger in subject.ledgers:
             ledger.add(now_ns, share, 0, units * MICROS_PER_UNIT)
         subject.total += units
@@ -389,17 +436,19 @@ class MemoryRegional:
             return
         now_ns = self._clock.now_ns()
         share = self._share_of(subject, self._shares, now_ns)
-        units = min(units, subject.total - subject.returned)
-        if charged_ns is not None:
-            units = min(units_left(limit, units, now_ns, charged_ns) for limit in subject.limits)
-        if units <= 0:
-            return
-        for ledger in subject.ledgers:
+        returned = []
+        for ledger, before in zip(subject.ledgers, subject.returned, strict=True):
+            micros = min(units, subject.total - before) * MICROS_PER_UNIT
+            if charged_ns is not None:
+                micros = micros_left(ledger.limit, micros, now_ns, charged_ns)
+            back = micros // MICROS_PER_UNIT
             _, own = ledger.levels(now_ns, share)
-            first = min(own, units * MICROS_PER_UNIT)
-            ledger.give_back(now_ns, share, units * MICROS_PER_UNIT - first, first)
-        subject.returned += units
-        self._due[key] = min(self._due.get(key, now_ns), now_ns)
+            first = min(own, back * MICROS_PER_UNIT)
+            ledger.give_back(now_ns, share, back * MICROS_PER_UNIT - first, first, charged_ns)
+            returned.append(before + back)
+        if tuple(returned) != subject.returned:
+            subject.returned = tuple(returned)
+            self._due[key] = min(self._due.get(key, now_ns), now_ns)
 
     def grant(
         self, key: SubjectKey, limits: Limits, across: AcrossRegions, units: int, ttl_ns: int | None
@@ -407,6 +456,7 @@ class MemoryRegional:
         """Add units in this region on top of every limit."""
         now_ns = self._clock.now_ns()
         subject = self._opened(key, limits, across, now_ns, keep=True)
+        subject.use(limits, across)
         left = subject.granted if now_ns < subject.grant_ends_ns else 0
         ends_ns = now_ns + (subject.window_ns if ttl_ns is None else ttl_ns)
         subject.granted, subject.grant_ends_ns = left + units, max(ends_ns, subject.grant_ends_ns)
@@ -435,7 +485,8 @@ class MemoryRegional:
         """See RegionalCounts."""
         now_ns = self._clock.now_ns()
         leader, token = self._leader
-        if name != leader and now_ns >= self._leads_until_ns:
+        left_ns = self._leads_until_ns - now_ns
+        if name != leader and not 0 < left_ns <= lasts_ns:  # more: the clock was set back
             leader, token = self._leader = (name, token + 1)
         if name == leader:
             self._leads_until_ns = now_ns + lasts_ns
@@ -452,7 +503,12 @@ class MemoryRegional:
         if token < self._leader[1] or self._shares is None:
             return []
         now_ns = self._clock.now_ns()
-        ready = sorted((at_ns, key) for key, at_ns in self._due.items() if at_ns <= now_ns)
+        # Nothing is noted for so late a time, unless the clock was set back since.
+        ready = sorted(
+            (at_ns, key)
+            for key, at_ns in self._due.items()
+            if not now_ns < at_ns <= now_ns + MISSED_NS
+        )
         reports = []
         for _, key in ready[:most]:
             subject = self._subjects[key]
@@ -472,29 +528,27 @@ class MemoryRegional:
         now_ns = self._clock.now_ns()
         shares = self._used_shares()
         subject = self._opened(report.key, report.limits, report.across, now_ns, keep=True)
+        exact = subject.across == "exact"
         share = self._share_of(subject, shares, now_ns)
-        seen = subject.seen.setdefault(region, _Seen())
-        if report.generation < seen.generation:
+        nothing = (0,) * len(subject.limits)
+        seen = subject.seen.setdefault(region, _Seen(nothing, nothing))
+        if report.generation < seen.generation and 0 <= now_ns - seen.at_ns <= _SILENT_NS:
             return Learnt(False, 0)
-        if report.generation > seen.generation:
-            seen.generation, seen.total, seen.returned = report.generation, 0, 0
-        new = max(report.total - seen.total, 0) * MICROS_PER_UNIT
-        returned = max(report.returned - seen.returned, 0) * MICROS_PER_UNIT
-        seen.total, seen.returned = (
-            max(report.total, seen.total),
-            max(report.returned, seen.returned),
-        )
-        seen.at_ns, seen.demand, seen.part = now_ns, report.demand, report.part
-        excess = 0
-        for ledger, counts in zip(subject.ledgers, report.counts, strict=True):
-            before = _excess(ledger, now_ns, share)
-            ledger.add(now_ns, share, min(new, counts), 0)
-            ledger.give_back(now_ns, share, returned, 0)
-            excess = max(excess, _excess(ledger, now_ns, share) - before)
-        accepted = subject.across == "eventual" or (
-            epoch == shares.epoch and _room(subject, share, now_ns) >= 0
-        )
-        return Learnt(accepted, -(-excess // MICROS_PER_UNIT))
+        behind = [ledger.behind(now_ns, report.at_ns) for ledger in subject.ledgers]
+        if exact and min(behind) < 0:
+            return Learnt(False, 0)  # its window has not begun here
+        if report.generation != seen.generation:
+            subject.seen[region] = seen = _Seen(nothing, nothing, report.generation)
+        excess = _learn_units(subject.ledgers, seen, report, share, now_ns)
+        if report.total >= seen.total:  # it is not a late one
+            seen.demand, seen.part = report.demand, report.part
+        seen.total = max(report.total, seen.total)
+        seen.returned = max(report.returned, seen.returned)
+        seen.at_ns = now_ns
+        if not exact:
+            return Learnt(True, excess)
+        fits = all(exact_room(ledger, now_ns, share) >= 0 for ledger in subject.ledgers)
+        return Learnt(fits and epoch == shares.epoch and not any(behind), 0)
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
         """See RegionalCounts."""
@@ -506,10 +560,11 @@ class MemoryRegional:
             if subject is None or subject.generation != each.generation:
                 continue
             share = self._share_of(subject, self._shares, now_ns)
-            if each.total > subject.accepted:
-                subject.accepted = each.total
+            total = min(each.total, subject.total)  # less, if the store has lost the last ones
+            if total > subject.accepted:
+                subject.accepted = total
                 for ledger in subject.ledgers:
-                    ledger.move(now_ns, share, (subject.total - each.total) * MICROS_PER_UNIT)
+                    ledger.move(now_ns, share, (subject.total - total) * MICROS_PER_UNIT)
             subject.accepted_returned = max(subject.accepted_returned, each.returned)
             if not _is_accepted(subject):
                 continue
@@ -527,7 +582,7 @@ class MemoryRegional:
         levels = [ledger.levels(now_ns, share) for ledger in found.ledgers]
         parts = [RegionPart("", found.part.sum(now_ns, found.window_ns), 0)]
         parts += [
-            RegionPart(region, seen.part, now_ns - seen.at_ns)
+            RegionPart(region, seen.part, max(now_ns - seen.at_ns, 0))
             for region, seen in found.seen.items()
         ]
         return RegionalUsage(
@@ -565,55 +620,88 @@ class MemoryRegional:
 
     def _opened(
         self, key: SubjectKey, limits: Limits, across: AcrossRegions, now_ns: int, *, keep: bool
-    ) -> _Subject:
+    ) -> _Counts:
         """Return the counts of a subject, with what a share that rose adds to them."""
         shares = self._used_shares()
         subject = self._subjects.get(key)
         if subject is None:
             ledgers = [ledger_of(limit) for limit in limits]
-            subject = _Subject(limits, across, now_ns // 1_000, ledgers, shares.before)
+            nothing = (0,) * len(limits)
+            subject = _Counts(
+                limits, across, now_ns // 1_000, ledgers, shares.before, nothing, nothing
+            )
             if keep:
                 self._subjects[key] = subject
-        if subject.share < shares.share:
+        before = subject.share
+        if subject.epoch != shares.epoch:  # its share may have been lower in between
+            before = min(before, shares.before)
+        if before < shares.share and subject.across == "exact":
+            rise = 1 - before / shares.share
             for ledger in subject.ledgers:
-                rise = 1 - subject.share / shares.share
                 micros = ledger.limit.capacity * MICROS_PER_UNIT
                 taken = -(-micros * rise.numerator // rise.denominator)
-                ledger.add(shares.changed_ns, shares.share, taken, 0)
-        subject.share = shares.share
+                ledger.add(shares.changed_ns, before, taken, 0)
+        subject.share, subject.epoch = shares.share, shares.epoch
         return subject
 
     @staticmethod
-    def _share_of(subject: _Subject, shares: Shares, now_ns: int) -> Fraction:
+    def _share_of(subject: _Counts, shares: Shares, now_ns: int) -> Fraction:
         """Return the share to use now."""
         if subject.across == "exact":
             return shares.share
         others = 0
         for region in shares.live:
             seen = subject.seen.get(region)
-            if seen is not None:
-                left_ns = max(DEMAND_NS - max(now_ns - seen.at_ns, 0), 0)
+            if seen is not None and now_ns >= seen.at_ns:  # otherwise the clock was set back
+                left_ns = max(DEMAND_NS - (now_ns - seen.at_ns), 0)
                 others += -(-seen.demand * left_ns // DEMAND_NS)
         own = subject.demand.sum(now_ns, DEMAND_NS)
         if not others:
-            return Fraction(1)
+            return WHOLE
         return Fraction(max(-(-own * _PARTS // (own + others)), 1), _PARTS)
 
 
-def _room(subject: _Subject, share: Fraction, now_ns: int) -> int:
-    """Return the units that can be admitted now; negative if the region is above its share."""
-    return min(room_of(each, subject.across, share, now_ns) for each in subject.ledgers)
+def _learn_units(
+    ledgers: Sequence[Ledger], seen: _Seen, report: Report, share: Fraction, now_ns: int
+) -> int:
+    """Add the units of a report to `known`, without those returned; return the excess in units.
+
+    A unit that does not count any more is not added. It may be one of those that were returned, so
+    as many less are given back.
+    """
+    new = max(report.total - seen.total, 0) * MICROS_PER_UNIT
+    limits = [ledger.limit for ledger in ledgers]
+    left = list(seen.left_now(limits, now_ns))
+    excess = 0
+    for place, ledger in enumerate(ledgers):
+        before = _excess(ledger, now_ns, share)
+        added = min(new, report.counts[place])
+        returned = max(report.returned[place] - seen.returned[place], 0) * MICROS_PER_UNIT
+        back = min(max(returned - (new - added), 0), left[place])
+        ledger.give_back(now_ns, share, back, 0)
+        ledger.learn(now_ns, share, added, report.at_ns)
+        is_late = ledger.behind(now_ns, report.at_ns) > 0
+        left[place] += (0 if is_late else added) - back
+        excess = max(excess, _excess(ledger, now_ns, share) - before)
+    seen.left = tuple(left)
+    return -(-excess // MICROS_PER_UNIT)
 
 
-def room_of(ledger: Ledger, across: AcrossRegions, share: Fraction, now_ns: int) -> int:
-    """Return the units that one limit has room for; negative if it is above the share."""
+def room_of(ledger: Ledger, across: AcrossRegions, share: Fraction, now_ns: int, cost: int) -> int:
+    """Return the units that one limit has room for; negative if it is above the share.
+
+    A region with nothing but accepted units may admit one request of an eventual limit, whatever
+    its share is: a share is often too small for a single request of many units.
+    """
     if across == "exact":
         return exact_room(ledger, now_ns, share)
     known, own = ledger.levels(now_ns, share)
-    left = share.numerator * (ledger.limit.capacity * MICROS_PER_UNIT - known)
+    left = ledger.limit.capacity * MICROS_PER_UNIT - known
     # Rounds up to a whole unit: otherwise a small limit would be lost between the regions.
-    part = -(-left // (share.denominator * MICROS_PER_UNIT)) * MICROS_PER_UNIT
-    return (part - own) // MICROS_PER_UNIT
+    part = -(-left * share.numerator // (share.denominator * MICROS_PER_UNIT))
+    if not own and cost * MICROS_PER_UNIT <= left:
+        return max(part, cost)
+    return (part * MICROS_PER_UNIT - own) // MICROS_PER_UNIT
 
 
 def decision_of(
@@ -630,9 +718,14 @@ def decision_of(
 ) -> Decision:
     """Return the decision by the levels after the check. `granted` units are left on top."""
     outcomes = []
+    cost = max(cost - granted, 0)
+    # Own units of an eventual limit are accepted soon, and then drain at the whole rate.
+    drains = share if across == "exact" else WHOLE
     for ledger in ledgers:
-        room = room_of(ledger, across, share, now_ns)
-        found = outcome(ledger, now_ns, share, max(cost - granted, 0), room, charged=charged)
+        room = room_of(ledger, across, share, now_ns, cost)
+        found = outcome(ledger, now_ns, drains, cost, room, charged=charged)
+        if across == "eventual" and found.retry_after_ns == 1:
+            found = found._replace(retry_after_ns=_ROUND_NS)
         outcomes.append(found._replace(remaining=found.remaining + granted))
     return combine(limits, outcomes, rule, now_ns, [granted] * len(limits) if granted else ())
 
@@ -644,27 +737,35 @@ def require_room(limits: Sequence[Limit], share: Fraction, cost: int) -> None:
             raise CapacityError(cost, limit)
 
 
-def units_left(limit: Limit, units: int, now_ns: int, charged_ns: int) -> int:
-    """Return how many of the units time has not returned yet, for a refund."""
-    elapsed_ns = max(now_ns - charged_ns, 0)
+def micros_left(limit: Limit, micros: int, now_ns: int, charged_ns: int) -> int:
+    """Return how many of the micro-units that were charged then time has not returned yet."""
     if limit.algorithm == "sliding_window_log":
-        return units if elapsed_ns < limit.window_ns else 0
-    if limit.algorithm in {"fixed_window", "sliding_window_counter"}:
-        return units if charged_ns // limit.window_ns == now_ns // limit.window_ns else 0
+        return micros if now_ns - charged_ns < limit.window_ns else 0
+    return _certainly_left(limit, micros, now_ns, charged_ns)
+
+
+def _certainly_left(limit: Limit, micros: int, now_ns: int, since_ns: int) -> int:
+    """Return how many of the micro-units that counted at `since_ns` certainly count now."""
+    if limit.algorithm not in BUCKETS:
+        return micros if since_ns // limit.window_ns == now_ns // limit.window_ns else 0
+    elapsed_ns = max(now_ns - since_ns, 0)
     steps_ns = -(-elapsed_ns // limit.refill_step_ns) * limit.refill_step_ns
     drained = -(-steps_ns * limit.micros_numerator // limit.ns_denominator)
-    return max(units - -(-drained // MICROS_PER_UNIT), 0)
+    return max(micros - drained, 0)
 
 
-def _is_accepted(subject: _Subject) -> bool:
+def _is_accepted(subject: _Counts) -> bool:
     return (subject.total, subject.returned) == (subject.accepted, subject.accepted_returned)
 
 
-def _report_of(key: SubjectKey, subject: _Subject, share: Fraction, now_ns: int) -> Report:
+def _report_of(key: SubjectKey, subject: _Counts, share: Fraction, now_ns: int) -> Report:
     counts = []
-    for ledger in subject.ledgers:
+    others = [seen.left_now(subject.limits, now_ns) for seen in subject.seen.values()]
+    for place, ledger in enumerate(subject.ledgers):
         known, own = ledger.levels(now_ns, share)
-        counts.append(own if subject.across == "exact" else known + own)
+        if subject.across == "eventual":
+            own += max(known - sum(left[place] for left in others), 0)
+        counts.append(own)
     return Report(
         key,
         subject.limits,
@@ -675,6 +776,7 @@ def _report_of(key: SubjectKey, subject: _Subject, share: Fraction, now_ns: int)
         tuple(counts),
         subject.demand.sum(now_ns, DEMAND_NS),
         subject.part.sum(now_ns, subject.window_ns),
+        now_ns,
     )
 
 
@@ -682,7 +784,7 @@ def _excess(ledger: Ledger, now_ns: int, share: Fraction) -> int:
     return max(sum(ledger.levels(now_ns, share)) - ledger.limit.capacity * MICROS_PER_UNIT, 0)
 
 
-class MemoryGate:
+class MemoryRegionalGate(GlobalGate):
     """A global rule's limits in memory."""
 
     def __init__(

@@ -58,6 +58,10 @@ class Excess(NamedTuple):
     units: int
 
 
+# Admitted units, and of each limit the units that were returned.
+_Totals = tuple[int, tuple[int, ...]]
+
+
 @dataclass(slots=True)
 class _Reported:
     """The last total of one subject, and what other regions have accepted of it."""
@@ -65,9 +69,9 @@ class _Reported:
     generation: int
     across: AcrossRegions
     total: int
-    returned: int
-    accepted: dict[str, tuple[int, int]] = field(default_factory=dict)
-    done: tuple[int, int] | None = None
+    returned: tuple[int, ...]
+    accepted: dict[str, _Totals] = field(default_factory=dict)
+    done: _Totals | None = None
     """The total and returned units that were given to `accept` since the last report."""
     unaccepted: int = 0
 
@@ -197,7 +201,7 @@ class Sync:
             if batch.epoch != self.epoch or subject is None:
                 continue
             if subject.generation == report.generation:
-                total, returned = subject.accepted.get(region, (0, 0))
+                total, returned = subject.accepted.get(region, (0, ()))
                 subject.accepted[region] = (
                     max(total, report.total),
                     max(returned, report.returned),
@@ -256,7 +260,7 @@ class Sync:
             self._forget(report.key)
             if len(self._subjects) >= SUBJECTS_MAX:
                 self._forget(next(iter(self._subjects)))
-            subject = _Reported(report.generation, report.across, 0, 0)
+            subject = _Reported(report.generation, report.across, 0, ())
             self._subjects[report.key] = subject
         subject.total, subject.returned = report.total, report.returned
         subject.done = None
@@ -289,7 +293,7 @@ class Sync:
             subject.unaccepted = 0
 
 
-def _least(subject: _Reported, regions: Collection[str]) -> tuple[int, int] | None:
+def _least(subject: _Reported, regions: Collection[str]) -> _Totals | None:
     """Return the total and the returned units that all of these regions have accepted."""
     if any(region not in subject.accepted for region in regions):
         return None
