@@ -9,7 +9,12 @@ from typing import Any, TypeVar, cast
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.model import Limit
-from tollkeeper.decide.regional import AcrossRegions, MemoryGate, MemoryRegional, RegionalCounts
+from tollkeeper.decide.regional import (
+    AcrossRegions,
+    MemoryRegional,
+    MemoryRegionalGate,
+    RegionalCounts,
+)
 from tollkeeper.regions.exchange import Exchange
 from tollkeeper.regions.table import ShareTable, share_table
 
@@ -125,7 +130,9 @@ class World:
         """Cut two regions off from each other."""
         self.cuts |= {(one, other), (other, one)}
 
-    def gate(self, region: str, limit: int = 100, across: AcrossRegions = "exact") -> MemoryGate:
+    def gate(
+        self, region: str, limit: int = 100, across: AcrossRegions = "exact"
+    ) -> MemoryRegionalGate:
         """Return a rule's limits in a region: so many units an hour."""
         return self.stores[region].global_gate((Limit(limit, per=3_600),), "api", across)
 
