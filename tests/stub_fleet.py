@@ -25,7 +25,8 @@ class StubFleet:
             ("users", "leased"): NodeAnswers(allowed=80, denied=5, asked=15),
             ("", "eventual"): NodeAnswers(allowed=3, denied=0, asked=1),
         }
-        self.reported = ReportCounts(7, 9, 4, 1, 2, [1] * LENGTH, lost_units=3)
+        self.reported = ReportCounts(7, 9, 4, 1, 2, lost_units=3)
+        self.reported.flush_seconds.note(1)
         self.gossiped: GossipCounts | None = GossipCounts(
             10, 20, 1_000, 2_000, {"authentication": 3}, [1] * LENGTH
         )

@@ -17,8 +17,8 @@ def test_a_store_on_one_machine_is_no_fleet() -> None:
 def test_counts_start_empty_and_share_nothing() -> None:
     """Two sets of counts never have the same histogram."""
     one, other = ReportCounts(), ReportCounts()
-    one.flush_seconds[0] += 1
-    assert not any(other.flush_seconds)
+    one.flush_seconds.note(1)
+    assert not any(other.flush_seconds.data())
     assert not any(GossipCounts().hint_seconds)
 
 

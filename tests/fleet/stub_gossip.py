@@ -55,10 +55,6 @@ class StubGossip:
         self.told.append(("payload", payload))
         return 1
 
-    def acknowledged(self) -> int:
-        """See GossipTransport."""
-        return 1
-
     @property
     def node(self) -> int:
         """See GossipTransport."""

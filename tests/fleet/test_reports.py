@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.redis_servers.waiting import until
-from tollkeeper import Fleet, StoreUnavailable
+from tollkeeper import Fleet, Limiter, Request, StoreUnavailable
 from tollkeeper.core.model import Consistency
 from tollkeeper.core.rates import limits_of
+from tollkeeper.core.steps import run
 from tollkeeper.decide.allowances import CLAIM_NS, FORGET_NS
 from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
@@ -63,7 +65,7 @@ def test_one_batch_has_the_reports_of_many_subjects() -> None:
     assert node.flush() == 0
     assert {each.units for each in shared.controlled.reported} == {2}
     assert node.node.counters.flush_seconds.data()[0] == 2
-    assert node.node.reports().charged_units == 2_400
+    assert node.node.counters.charged_units == 2_400
 
 
 def test_a_late_charge_has_its_age() -> None:
@@ -82,7 +84,7 @@ def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> No
     shared.controlled.fails = StoreUnavailable("away")
     assert node.flush() == 1
     assert node.flush() == 0
-    assert node.node.reports().failed == 1
+    assert node.node.counters.failed == 1
     shared.controlled.fails = None
     clock.advance_ns(CLAIM_NS)
     assert node.flush() == 1
@@ -92,7 +94,7 @@ def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> No
     clock.advance(1.1)
     shared.controlled.fails = StoreUnavailable("away")
     assert node.flush() == 1
-    assert node.node.reports().lost_units > 0
+    assert node.node.counters.lost_units > 0
     shared.controlled.fails = None
     clock.advance_ns(2 * CLAIM_NS)
     assert node.flush() == 0
@@ -122,6 +124,42 @@ def test_what_was_admitted_in_an_outage_is_charged_once_the_authority_is_back() 
     clock.advance(10)
     assert node.flush() == 0
     assert node.node.counters.charged_units == 30
+
+
+class AdmittingFleet:
+    """Counts of a fleet that leave each decision to this machine. Implements SharedCounts."""
+
+    store = None
+
+    def __init__(self, node: nodes.Node) -> None:
+        self.note_admitted = node.note_admitted
+
+    def nodes(self) -> int:
+        return 1
+
+    def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> None:
+        return None
+
+
+def test_a_split_rule_is_charged_where_the_authority_counts_it() -> None:
+    """In the part that the check was for: no check reads the counts of the whole subject."""
+    clock = ManualClock(1_000)
+    shared = PartlyFailing(clock)
+    shared.is_private = False
+    rules = "version: 1\nrules: [{id: hot, by: user, limits: 80/hour, split: 4, on_failure: local}]"
+    with Limiter.from_rules(rules, store=shared, clock=clock) as limiter:
+        store = limiter.store
+        assert isinstance(store, FleetStore)
+        node = store.open_node()
+        node.on_work = node.on_urgent = lambda: None
+        limiter._local.fleet = AdmittingFleet(node)
+        shared.failing = frozenset({"hot"})
+        for _ in range(9):
+            assert limiter.check(Request(user="ann")).allowed
+        shared.failing = frozenset()
+        while run(reports.Reports(node).flushing(node.authority.report)):
+            pass
+        assert limiter.peek(Request(user="ann")).remaining == 80 - 9
 
 
 def late(shared: SharedStore) -> list[LateCharge]:
@@ -167,7 +205,7 @@ def test_an_authority_that_raises_fails_the_whole_batch() -> None:
 
     shared.controlled.report = raising  # type: ignore[method-assign, assignment]  # a stub
     assert node.flush() == 1
-    assert node.node.reports().failed == 1
+    assert node.node.counters.failed == 1
 
 
 def test_claims_of_unknown_rules_are_left_to_other_processes_for_a_time() -> None:

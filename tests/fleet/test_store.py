@@ -74,7 +74,7 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     assert [each.is_self for each in store.fleet.nodes()] == [True]
     assert store.authority is shared.authority
     assert store.allowances is one.node.table
-    assert store.fleet_counters() is one.node.counters
+    assert store.fleet.reports() is one.node.counters
 
 
 def test_a_store_that_no_other_machine_sees_is_not_wrapped() -> None:

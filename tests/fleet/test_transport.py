@@ -121,7 +121,11 @@ def test_nodes_find_each_other_and_exchange_everything(start: Start, tmp_path: P
     (denied,) = [each for each in others[3].hints if each.kind == "denied"]
     assert (denied.subject, denied.cost) == ("user:é", 3)
     assert 0 < denied.lasts_ns <= NS_PER_SECOND
-    until(lambda: others[1].transport.acknowledged() == 1, "all have the payload", SECONDS_MAX)
+    until(
+        lambda: others[1].transport._machine.acknowledged() == 1,
+        "all have the payload",
+        SECONDS_MAX,
+    )
     assert first.payloads == [ReceivedPayload(others[1].transport.node, 1, b"\0payload")]
     until(lambda: first.transport.counted("admitted") == 5, "counts arrive", SECONDS_MAX)
     assert {each.status for each in first.transport.members()[1:]} == {status}

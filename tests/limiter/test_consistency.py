@@ -204,14 +204,16 @@ def test_failures_charge_all_rules_or_none(
     shared.controlled.fails = None
     store = limiter.store
     assert isinstance(store, FleetStore)
-    lost = store.fleet_counters().lost_units
+    assert store.node is not None
+    counters = store.node.counters
+    lost = counters.lost_units
     limiter.close()
     strict = Limiter.from_rules(MIXED % (("strict",) * 3), store=shared, clock=clock)
     left = {each.id: each.decision for each in strict.explain(REQUEST).rules}
     for rule, whole in (("user", 10_000), ("tenant", 10_000), ("all", 100)):
         decision = left[rule]
         assert decision is not None
-        assert whole - used - lost - store.fleet_counters().lost_units <= decision.remaining
+        assert whole - used - lost - counters.lost_units <= decision.remaining
         if policy != "open":
             # An eventual rule may be over by what could not be reported while the store was away.
             over = whole // 4 if "eventual" in consistency else 0

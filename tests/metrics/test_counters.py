@@ -367,7 +367,7 @@ def test_the_counts_of_a_fleet_are_read() -> None:
     assert found.values["gossip_messages"] == {"sent": 10, "received": 20}
     assert found.values["gossip_bytes"] == {"sent": 1_000, "received": 2_000}
     assert found.values["gossip_drops"] == {"authentication": 3}
-    assert found.histograms["fleet_flush_seconds"] == {"": [1] * LENGTH}
+    assert found.histograms["fleet_flush_seconds"] == {"": [1, *[0] * (LENGTH - 2), 1]}
     assert found.histograms["gossip_hint_seconds"] == {"": [1] * LENGTH}
 
 

@@ -141,6 +141,7 @@ class AllowanceGate(Protocol):
 
         `lease` has the units to spend and their time; for a budget, `ends_ns` is 0. Return what is
         left of a lease that this one replaces, or the lease itself if the table has no room for it.
+        A denial leaves a lease as it was, because its units are charged, and replaces a budget.
         Pending units stay pending, and a budget is smaller by them: the authority did not know of
         them when it answered. So confirm a claim before the answer to its report is put here.
         """
@@ -537,10 +538,10 @@ class PythonAllowanceGate:
             record.offset_ns = decision.decided_ns - now_ns
             record.elsewhere = decision.remaining
             replaced = None
-            if decision.allowed:
+            if decision.allowed or not record.leased:
                 replaced = self._put_units(record, lease, lease_time_ns(decision), now_ns)
-                if cost >= record.denied_cost:
-                    record.denied_until_ns = 0
+            if decision.allowed and cost >= record.denied_cost:
+                record.denied_until_ns = 0
             denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
             if denied_ns > 0:
                 record.deny(cost, now_ns + min(denied_ns, DENIED_NS_MAX))

@@ -186,6 +186,8 @@ class LocalCheck(NamedTuple):
     rule: str
     subject: str
     units: int
+    part: tuple[Limits, str] | None = None
+    """Of a rule that is split: the limits and the subject of the part that the store counts."""
 
 
 class FailedCheck(NamedTuple):

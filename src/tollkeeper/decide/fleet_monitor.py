@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from tollkeeper.core.histogram import LENGTH
+from tollkeeper.core.histogram import LENGTH, Histogram
 from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
 
 NodeState = Literal["alive", "suspected", "dead"]
@@ -56,9 +56,9 @@ class NodeAnswers:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReportCounts:
-    """What this process has reported to the authority."""
+    """What this process has reported, counted without a lock: approximate in threads."""
 
     returned_units: int = 0
     """Units of leases that were not spent and were given back."""
@@ -67,12 +67,12 @@ class ReportCounts:
     reports: int = 0
     """Reports that the authority has answered: one for each rule and subject."""
     failed: int = 0
-    """Reports that the authority could not take. They are reported again."""
+    """Reports that the authority could not take. Late charges are reported again."""
     divergence_units: int = 0
     """The sum, over all answers to late charges, of the difference between the remaining units that
     the node expected and those that the authority has."""
-    flush_seconds: list[int] = field(default_factory=lambda: [0] * LENGTH)
-    """The data of a histogram: how long the authority took for a batch."""
+    flush_seconds: Histogram = field(default_factory=Histogram)
+    """How long the authority took for a batch of reports."""
     lost_units: int = 0
     """Units that were not given back, or not charged, and never will be."""
 

@@ -29,7 +29,6 @@ import select
 import socket
 import stat
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -151,7 +150,7 @@ class NodeAgent:
         self._stats: AllowanceStats | None = None
         self._stats_due_s = 0.0
         self._questions: dict[bytes, _Question] = {}
-        _agents.add(self)
+        node.on_fork.append(self.forked)
 
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 
@@ -405,7 +404,7 @@ class NodeAgent:
 
     def reports(self) -> ReportCounts:
         """Return what this process has reported."""
-        return self._node.reports()
+        return self._node.counters
 
     def table(self) -> AllowanceStats:
         """Return the statistics of the node's table, at most a second old.
@@ -477,7 +476,7 @@ class NodeAgent:
         others: list[Hint] = []
         for hint in hints:
             if hint.gate in self._node.gates:
-                self._heard(hint)
+                self._node.heard(hint)
             else:
                 others.append(hint)
         processes = self._processes
@@ -485,12 +484,6 @@ class NodeAgent:
             for start in range(0, len(others), _HINTS_SENT_MAX):
                 part = others[start : start + _HINTS_SENT_MAX]
                 processes.send_all(_HINTS + json.dumps(part).encode())
-
-    def _heard(self, hint: Hint) -> None:
-        if hint.kind == "warm":
-            self._node.heard_warm(hint.gate, hint.subject)
-        else:
-            self._node.heard_denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
 
     def _pass_payloads(self, payloads: list[ReceivedPayload]) -> None:
         if self.on_payloads is not None:
@@ -514,11 +507,6 @@ class NodeAgent:
         """See `Gossip.publish`; None if this process is not the agent."""
         gossip = self._gossip
         return None if gossip is None else gossip.publish(payload)
-
-    def acknowledged(self) -> int | None:
-        """See `Gossip.acknowledged`; None if this process is not the agent."""
-        gossip = self._gossip
-        return None if gossip is None else gossip.acknowledged()
 
     # ── Questions to the agent ─────────────────────────────────────────────────────────────────
 
@@ -577,7 +565,7 @@ class NodeAgent:
         gossip = self._gossip
         if gossip is None:
             if hint.gate in self._node.gates:
-                self._heard(hint)
+                self._node.heard(hint)
         elif hint.kind == "warm":
             gossip.warm(hint.gate, hint.subject)
         else:
@@ -879,14 +867,3 @@ def _hints_of(body: bytes) -> Iterator[Hint]:
                 and gate <= U64_MAX
             ):
                 yield Hint(*each)
-
-
-_agents: Final[weakref.WeakSet[NodeAgent]] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for agent in list(_agents):
-        agent.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -15,12 +15,10 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import StoreError
-from tollkeeper.core.histogram import Histogram
 from tollkeeper.core.model import Decision, Limit, Limits, decision_with
 from tollkeeper.decide.allowances import (
     DENIED_NS_MAX,
@@ -34,6 +32,7 @@ from tollkeeper.decide.failure import LocalCheck
 from tollkeeper.decide.fleet_monitor import NodeAnswers, ReportCounts
 from tollkeeper.decide.leasing import NO_LEASE, Authority, GiveBack, Lease
 from tollkeeper.decide.store import Answer, AnyGate, FastCheck, Gate
+from tollkeeper.fleet.gossip import Hint
 from tollkeeper.fleet.outage import OutageCharges
 from tollkeeper.fleet.settings import Fleet
 
@@ -81,30 +80,6 @@ class NoHints:
 
     def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
         """Do nothing."""
-
-
-@dataclass(slots=True)
-class FleetCounters:
-    """Counters of this process, counted without a lock: approximate in threads."""
-
-    leases: int = 0
-    """Leases that the authority gave."""
-    leased_units: int = 0
-    returned_units: int = 0
-    """Units of leases that were not spent and were given back."""
-    charged_units: int = 0
-    """Units that were charged late."""
-    reports: int = 0
-    """Reports that the authority has answered: one for each rule and subject."""
-    failed: int = 0
-    """Reports that the authority could not take. Late charges are reported again."""
-    lost_units: int = 0
-    """Units that were not given back, or not charged, and never will be."""
-    divergence_units: int = 0
-    """The sum, over all answers to late charges, of the difference between the remaining units that
-    the node expected and those that the authority has."""
-    flush_seconds: Histogram = field(default_factory=Histogram)
-    """How long the authority took for a batch of reports."""
 
 
 class KnownGate:
@@ -180,7 +155,7 @@ class Node:
         self.hints: Hints = NoHints()
         self.hears_hints: Callable[[], bool] = lambda: False
         """Returns True if other nodes are known, which tell this one of warm subjects."""
-        self.counters = FleetCounters()
+        self.counters = ReportCounts()
         self.gates: weakref.WeakValueDictionary[int, KnownGate] = weakref.WeakValueDictionary()
         """The limits by number: all that a gate of this process has, and the last GATES_MAX."""
         self._recent: OrderedDict[int, KnownGate] = OrderedDict()
@@ -191,6 +166,8 @@ class Node:
         """Units of leases that were replaced, to be given back."""
         self.warmed: deque[tuple[KnownGate, str]] = deque()
         """Subjects whose pending charges are reported before they are due."""
+        self.on_fork: list[Callable[[], None]] = []
+        """Called in a forked child, after the node has forgotten what its parent holds."""
         self.outage = OutageCharges()
         """Units that were admitted while the authority was away, to be charged."""
         self.on_work: Callable[[], None] = _nothing
@@ -277,11 +254,6 @@ class Node:
             lease = Lease(self.budget_of(decision), 0, lasts_ns, lease.denied_ns)
             if is_warm:
                 self.tell_warm(number, subject)
-            if not decision.allowed:  # a denial leaves a budget in the table as it was
-                self.keep_warm(known, subject)
-        elif lease.units:
-            self.counters.leases += 1
-            self.counters.leased_units += lease.units
         now_ns = self.now_ns()
         lease = lease._replace(lasts_ns=lease.lasts_ns - (now_ns - asked_ns) - PUT_NS)
         self._put(known, subject, cost, (decision, lease))
@@ -378,6 +350,13 @@ class Node:
         if len(self._hinted) >= _HINTED_MAX:
             self._hinted.clear()
         self._hinted[gate, subject] = self.now_ns() + HINT_AGAIN_NS
+
+    def heard(self, hint: Hint) -> None:
+        """Take a hint of another node."""
+        if hint.kind == "warm":
+            self.heard_warm(hint.gate, hint.subject)
+        else:
+            self.heard_denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
 
     def heard_warm(self, gate: int, subject: str) -> None:
         """End the budget of a subject that another node found warm; report its charges at once."""
@@ -483,19 +462,6 @@ class Node:
             found[key] = found.get(key, NodeAnswers()) + each.answers()
         return found
 
-    def reports(self) -> ReportCounts:
-        """Return what this process has reported."""
-        counters = self.counters
-        return ReportCounts(
-            counters.returned_units,
-            counters.charged_units,
-            counters.reports,
-            counters.failed,
-            counters.divergence_units,
-            counters.flush_seconds.data(),
-            counters.lost_units,
-        )
-
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 
     def forked(self) -> None:
@@ -512,6 +478,8 @@ class Node:
         self._hinted.clear()
         if self.fleet.store.startswith("memory://"):
             self._forget_allowances()
+        for forked in self.on_fork:
+            forked()
 
     def _forget_allowances(self) -> None:
         try:

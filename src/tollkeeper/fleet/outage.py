@@ -357,9 +357,10 @@ class OutageCharges:
         """Note units that were admitted now; return how many of them found no room."""
         lost = self.lost_units
         with self._lock:
-            for limits, rule, subject, units in checks:
-                if units:
-                    self._add((limits, rule, subject), (now_ns, now_ns, units))
+            for check in checks:
+                if check.units:
+                    limits, subject = check.part or (check.limits, check.subject)
+                    self._add((limits, check.rule, subject), (now_ns, now_ns, check.units))
             return self.lost_units - lost
 
     def _add(self, key: tuple[Limits, str, str], group: tuple[int, int, int]) -> None:

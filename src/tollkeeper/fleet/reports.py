@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -38,6 +37,7 @@ from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
 from tollkeeper.decide.store import Answer, Gate
 from tollkeeper.fleet.node import KnownGate, Node
 from tollkeeper.fleet.outage import OutageCharge
+from tollkeeper.fleet.settings import Fleet
 
 # Reports in one batch.
 BATCH_MAX: Final = 1_000
@@ -45,8 +45,8 @@ BATCH_MAX: Final = 1_000
 BATCHES_MAX: Final = 100
 # The thread looks into the table twice in the time after which charges are due, but not more often
 # than this.
-ROUND_S_MIN: Final = 0.01
-ROUND_S_MAX: Final = 0.1
+ROUND_NS_MIN: Final = NS_PER_SECOND // 100
+ROUND_NS_MAX: Final = NS_PER_SECOND // 10
 # While the authority is away, the charges of the outage are tried again after this time.
 OUTAGE_RETRY_NS: Final = NS_PER_SECOND
 # Closing a store waits this long for the authority.
@@ -186,20 +186,25 @@ def _report_of(known: KnownGate, claim: UnitClaim) -> Report:
     return LateCharge(known.gate, claim.subject, claim.units, claim.age_ns)
 
 
+def round_ns(fleet: Fleet) -> int:
+    """Return how often a process looks for what is due."""
+    return min(max(fleet.flush_ns // 2, ROUND_NS_MIN), ROUND_NS_MAX)
+
+
 class ReportThread:
     """The thread of this process that reports, until `close` or until the node is garbage."""
 
     def __init__(self, node: Node) -> None:
         self._node = weakref.ref(node)
         self._reports = Reports(node)
-        half_s = node.fleet.flush_ns / 2 / NS_PER_SECOND
-        self._round_s = min(max(half_s, ROUND_S_MIN), ROUND_S_MAX)
+        self._round_s = round_ns(node.fleet) / NS_PER_SECOND
         self._stopped = threading.Event()
         self._woken = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         node.on_work = self.start
         node.on_urgent = self._wake
+        node.on_fork.append(self.forked)
         _threads.add(self)
 
     def start(self) -> None:
@@ -299,16 +304,10 @@ def _report(
 _threads: weakref.WeakSet[ReportThread] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    for thread in list(_threads):
-        thread.forked()
-
-
 def _close_all() -> None:
     for thread in list(_threads):
         thread.close()
 
 
-os.register_at_fork(after_in_child=_forked)
 # A program that ends without closing its limiters returns its units all the same.
 atexit.register(_close_all)

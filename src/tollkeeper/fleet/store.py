@@ -53,7 +53,7 @@ from tollkeeper.decide.store import (
 from tollkeeper.decide.stores import open_fallback_store
 from tollkeeper.fleet.agent import NodeAgent
 from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing, reporting
-from tollkeeper.fleet.node import FleetCounters, Node
+from tollkeeper.fleet.node import Node
 from tollkeeper.fleet.outage import NodeTotals
 from tollkeeper.fleet.reports import ReportThread
 from tollkeeper.fleet.settings import Fleet
@@ -243,10 +243,6 @@ class FleetStore:
         if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
             return gate
         return AsyncFleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
-
-    def fleet_counters(self) -> FleetCounters:
-        """Return the counters of this process."""
-        return FleetCounters() if self._node is None else self._node.counters
 
     # ── Several subjects ───────────────────────────────────────────────────────────────────────
 

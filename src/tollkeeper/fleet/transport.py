@@ -187,11 +187,6 @@ class GossipTransport:
         self._wake_if_due()
         return sequence
 
-    def acknowledged(self) -> int:
-        """See `Gossip.acknowledged`."""
-        with self._lock:
-            return self._machine.acknowledged()
-
     def live_nodes(self) -> int:
         """See `Gossip.live_nodes`."""
         return self._machine.live_nodes()

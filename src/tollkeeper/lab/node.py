@@ -22,7 +22,7 @@ from tollkeeper.fleet.gates import FleetGate
 from tollkeeper.fleet.gossip import Gossip
 from tollkeeper.fleet.node import Node
 from tollkeeper.fleet.outage import NodeTotals
-from tollkeeper.fleet.reports import BATCH_MAX, Reports
+from tollkeeper.fleet.reports import BATCH_MAX, Reports, round_ns
 from tollkeeper.fleet.settings import Fleet
 from tollkeeper.lab.authority import RULE
 from tollkeeper.lab.network import NS_PER_MS, NodeClock, seeded
@@ -122,7 +122,7 @@ class NodeProcess:
         self.node.make_gate = fleet.authority.store.gate
         self.totals = NodeTotals(self, self.clock.now_ns, settings.nodes, self.node.note_admitted)
         self._tick_ns = 0  # when the next tick of gossip is scheduled
-        self._round_ns = min(max(settings.flush_ns // 2, 10 * NS_PER_MS), 100 * NS_PER_MS)
+        self._round_ns = round_ns(settings)
 
     @property
     def is_current(self) -> bool:
@@ -249,10 +249,8 @@ class NodeProcess:
         if payloads := self.gossip.take_payloads():
             self.totals.on_payloads(payloads)
         for hint in self.gossip.take_hints():
-            if hint.kind == "warm":
-                self.node.heard_warm(hint.gate, hint.subject)
-            else:
-                self.node.heard_denied(hint.gate, hint.subject, hint.cost, hint.lasts_ns)
+            self.node.heard(hint)
+            if hint.kind == "denied":
                 self.fleet.denial_times.heard(hint.subject, self.machine.number)
 
     def publish(self, payload: bytes) -> int | None:

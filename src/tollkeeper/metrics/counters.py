@@ -454,7 +454,7 @@ def _put_reports(found: MetricsSnapshot, reports: ReportCounts) -> None:
     found.put("fleet_reports", reports.reports, "answered")
     found.put("fleet_reports", reports.failed, "failed")
     found.put("fleet_divergence_units", reports.divergence_units)
-    found.histograms["fleet_flush_seconds"] = {"": list(reports.flush_seconds)}
+    found.histograms["fleet_flush_seconds"] = {"": reports.flush_seconds.data()}
 
 
 def _put_nodes(found: MetricsSnapshot, nodes: Sequence[FleetNode], live: int) -> None:

@@ -778,7 +778,9 @@ class RuleEngine:
 
     def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
         # The whole limits, even if the rule is split: the share of each part would be rounded.
-        local = LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units)
+        is_split = len(check.prepared.gates) > 1
+        part = (tuple(check.gate.limits), check.gate_subject) if is_split else None
+        local = LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units, part)
         return FailedCheck(error, self._policy(check), local)
 
     def _note_failures(

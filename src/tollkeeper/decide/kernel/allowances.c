@@ -543,11 +543,10 @@ static void put_answer(const tk_table *table, segment *s, record *r, const tk_an
                          WHOLE_NS_MAX);
     r->offset_ns = offset_of(time_of(answer->decided_store_ns) - now_ns);
     r->elsewhere = (uint32_t)tk_max(0, tk_min(answer->remaining, UINT32_MAX));
-    if (answer->allowed) {
+    if (answer->allowed || !r->leased)
         put_units(table, s, r, answer, now_ns, returned);
-        if (answer->cost >= r->denied_cost)
-            r->denied_until_ns = 0;
-    }
+    if (answer->allowed && answer->cost >= r->denied_cost)
+        r->denied_until_ns = 0;
     if (answer->denied_ns > 0)
         deny(r, answer->cost, later(now_ns, tk_min(answer->denied_ns, DENIED_NS_MAX)));
 }
