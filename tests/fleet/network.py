@@ -17,7 +17,6 @@ from tollkeeper.fleet.datagrams import (
     DIGEST_PARTS,
     AckEntry,
     Address,
-    CountEntry,
     DatagramCodec,
     HintEntry,
     MemberEntry,
@@ -190,7 +189,6 @@ messages = st.builds(
         st.builds(MemberEntry, some_nodes, addresses, u64, u16, st.booleans(), statuses), max_size=4
     ).map(tuple),
     hints=st.lists(hints, max_size=4).map(tuple),
-    counts=st.lists(st.builds(CountEntry, some_nodes, text, u64), max_size=3).map(tuple),
     payloads=st.lists(
         st.builds(PayloadEntry, st.just(0) | some_nodes, u32, u32, st.binary(max_size=20)),
         max_size=3,

@@ -14,6 +14,7 @@ from tests.fleet.network import MS, Network, address_of, messages
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.fleet.datagrams import (
     DIGEST_PARTS,
+    MEMBERS_MAX,
     Address,
     DatagramCodec,
     HintEntry,
@@ -26,7 +27,6 @@ from tollkeeper.fleet.datagrams import (
 from tollkeeper.fleet.gossip import (
     HINT_SENDS,
     HINTS_MAX,
-    MEMBERS_MAX,
     OUTBOX_MAX,
     Gossip,
     GossipSettings,
@@ -550,31 +550,6 @@ def test_the_lag_is_measured() -> None:
     *counts, total_ns = node.lag()
     assert sum(counts) == 1
     assert total_ns == 2_500_000
-
-
-# ── Counts ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_counts_add_up_over_the_nodes(seed: int) -> None:
-    """Each node counts for itself. Lost, repeated and reordered messages change nothing."""
-    net = network(8, seed)
-    net.loss, net.duplication, net.latency_ms = 0.2, 0.3, (0.1, 300)
-    total = 0
-    for _ in range(30):
-        number, units = net.random.randrange(8), net.random.randrange(100)
-        net.nodes[address_of(number)].count("admitted", units)
-        total += units
-        net.run(0.05)
-        assert all(node.counted("admitted") <= total for node in net.nodes.values())
-    nodes = list(net.nodes.values())
-    # Each heartbeat sends the counts again, to some.
-    assert net.run(60, until=lambda: all(each.counted("admitted") == total for each in nodes))
-    net.kill(3)
-    net.run(30)
-    assert net.nodes[address_of(0)].counted("admitted") == total
-    assert net.nodes[address_of(0)].counted("other") == 0
 
 
 # ── Payloads ───────────────────────────────────────────────────────────────────────────────────

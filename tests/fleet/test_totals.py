@@ -20,10 +20,9 @@ from tollkeeper.core.model import AlgorithmName, Limit
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
 from tollkeeper.decide.ledgers import BucketLedger
 from tollkeeper.fleet import totals as totals_module
-from tollkeeper.fleet.gossip import MEMBERS_MAX
+from tollkeeper.fleet.datagrams import MEMBERS_MAX, PAYLOAD_BYTES_MAX
 from tollkeeper.fleet.totals import (
     JOIN_NS,
-    PAYLOAD_BYTES_MAX,
     REPEAT_NS,
     Totals,
     equal_shares,

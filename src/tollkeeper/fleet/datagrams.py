@@ -52,6 +52,10 @@ PACKET_BYTES: Final = 28
 TEXT_BYTES_MAX: Final = 32
 DIGEST_PARTS: Final = 16
 ENTRIES_MAX: Final = 255
+# The longest payload of `Gossip.publish`.
+PAYLOAD_BYTES_MAX: Final = 1_000
+# Other nodes that a node keeps.
+MEMBERS_MAX: Final = 1_000
 KEYS_MAX: Final = 16
 KEY_FILE_BYTES_MAX: Final = 16_384
 U16_MAX: Final = 2**16 - 1
@@ -60,15 +64,14 @@ U64_MAX: Final = 2**64 - 1
 TAG_BYTES: Final = 16
 
 _HEADER: Final = struct.Struct("!B4sQQ")
-# Flags, then the number of members, hints, counts, payloads and acknowledgements.
-_CONTENTS: Final = struct.Struct("!BBBBBB")
+# Flags, then the number of members, hints, payloads and acknowledgements.
+_CONTENTS: Final = struct.Struct("!BBBBB")
 _PROOF: Final = struct.Struct("!QQ")
 _DIGEST: Final = struct.Struct(f"!{DIGEST_PARTS}H")
 _MEMBER: Final = struct.Struct("!QQHBIIB")
 _HINT: Final = struct.Struct("!IBQIB")
 _ORIGIN: Final = struct.Struct("!Q")
 _DENIAL: Final = struct.Struct("!II")
-_COUNT: Final = struct.Struct("!QQB")
 _PAYLOAD: Final = struct.Struct("!QIIH")
 _ACK: Final = struct.Struct("!QIQ")
 
@@ -137,19 +140,6 @@ class HintEntry(NamedTuple):
         return _HINT.size + origin + denial + len(self.subject.encode())
 
 
-class CountEntry(NamedTuple):
-    """One node's part of a counter."""
-
-    node: int
-    name: str
-    value: int
-
-    @property
-    def size(self) -> int:
-        """The bytes that it takes in a datagram."""
-        return _COUNT.size + len(self.name.encode())
-
-
 class PayloadEntry(NamedTuple):
     """A payload for one recipient."""
 
@@ -189,7 +179,6 @@ class Message(NamedTuple):
     wants_reply: bool = False
     members: tuple[MemberEntry, ...] = ()
     hints: tuple[HintEntry, ...] = ()
-    counts: tuple[CountEntry, ...] = ()
     payloads: tuple[PayloadEntry, ...] = ()
     acks: tuple[AckEntry, ...] = ()
 
@@ -209,7 +198,6 @@ def message_size(message: Message) -> int:
         + (DIGEST_BYTES if message.digest else 0)
         + sum(each.size for each in message.members)
         + sum(each.size(message.sender) for each in message.hints)
-        + sum(each.size for each in message.counts)
         + sum(each.size for each in message.payloads)
         + ACK_BYTES * len(message.acks)
     )
@@ -246,7 +234,7 @@ def encode_message(message: Message) -> bytes:
         | (_WANTS_REPLY if message.wants_reply else 0)
         | (_HAS_PROOF if message.nonce or message.echo else 0)
     )
-    parts = message.members, message.hints, message.counts, message.payloads, message.acks
+    parts = message.members, message.hints, message.payloads, message.acks
     written = [_CONTENTS.pack(flags, *map(len, parts))]
     if flags & _HAS_PROOF:
         written.append(_PROOF.pack(message.nonce, message.echo))
@@ -256,9 +244,6 @@ def encode_message(message: Message) -> bytes:
         _write_member(written, member)
     for hint in message.hints:
         _write_hint(written, hint, message.sender)
-    for count in message.counts:
-        name = count.name.encode()
-        written += _COUNT.pack(count.node, count.value, len(name)), name
     for entry in message.payloads:
         length = len(entry.payload)
         written.append(_PAYLOAD.pack(entry.recipient, entry.sequence, entry.first, length))
@@ -342,10 +327,6 @@ class _Reader:
         forwarded = bool(flags & _IS_FORWARDED)
         return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_us, lasts_us)
 
-    def count(self) -> CountEntry:
-        node, value, length = self.unpack(_COUNT)
-        return CountEntry(node, self.text(TEXT_BYTES_MAX, length), value)
-
     def payload(self) -> PayloadEntry:
         recipient, sequence, first, length = self.unpack(_PAYLOAD)
         return PayloadEntry(recipient, sequence, first, self.take(length))
@@ -365,7 +346,7 @@ def decode_message(sender: int, sequence: int, data: bytes) -> Message | None:
         flags, *lengths = reader.unpack(_CONTENTS)
         if flags > _HAS_DIGEST | _WANTS_REPLY | _HAS_PROOF or not sender:
             return None
-        members, hints, counts, payloads, acks = lengths
+        members, hints, payloads, acks = lengths
         nonce, echo = reader.unpack(_PROOF) if flags & _HAS_PROOF else (0, 0)
         message = Message(
             sender,
@@ -376,7 +357,6 @@ def decode_message(sender: int, sequence: int, data: bytes) -> Message | None:
             wants_reply=bool(flags & _WANTS_REPLY),
             members=tuple([reader.member() for _ in range(members)]),
             hints=tuple([reader.hint(sender) for _ in range(hints)]),
-            counts=tuple([reader.count() for _ in range(counts)]),
             payloads=tuple([reader.payload() for _ in range(payloads)]),
             acks=tuple([reader.ack() for _ in range(acks)]),
         )

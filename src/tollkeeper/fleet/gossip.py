@@ -74,15 +74,16 @@ from tollkeeper.fleet.datagrams import (
     DIGEST_BYTES,
     DIGEST_PARTS,
     ENTRIES_MAX,
+    MEMBERS_MAX,
     MESSAGE_BYTES_MIN,
     PACKET_BYTES,
+    PAYLOAD_BYTES_MAX,
     PROOF_BYTES,
     U16_MAX,
     U32_MAX,
     U64_MAX,
     AckEntry,
     Address,
-    CountEntry,
     HintEntry,
     HintKind,
     MemberEntry,
@@ -98,12 +99,8 @@ T = TypeVar("T")
 MemberState = Literal["alive", "suspected", "dead", "left"]
 Outgoing = tuple[Address, Message]
 
-# The longest payload of `Gossip.publish`.
-PAYLOAD_BYTES_MAX: Final = 1_000
-MEMBERS_MAX: Final = 1_000
 SEEDS_MAX: Final = 1_000
 HINTS_MAX: Final = 16_384
-COUNTS_MAX: Final = 4_096
 # Payloads that some peer has not acknowledged, and how far beyond those a peer may be ahead.
 OUTBOX_MAX: Final = 256
 PAYLOAD_WINDOW: Final = 64
@@ -111,9 +108,8 @@ PAYLOAD_WINDOW: Final = 64
 INBOX_MAX: Final = 10_000
 SEQUENCES_MAX: Final = 128
 SEQUENCE_WINDOW: Final = 5_000_000  # in microseconds of the sender
-# How often a node sends a new entry, a new count and a hint in rounds.
+# How often a node sends a new entry and a hint in rounds.
 MEMBER_SENDS: Final = 6
-COUNT_SENDS: Final = 6
 HINT_SENDS: Final = 6
 # If the budget is not nearly whole, a hint is sent only this often.
 HINT_SENDS_FEW: Final = 3
@@ -396,9 +392,6 @@ class Gossip:
         self._relaying: list[_Hint] = []
         self._repairing: deque[_Hint] = deque(maxlen=HINTS_MAX)
         self._hint_inbox: deque[Hint] = deque()
-        # Counts: of every node and name, and those that are new.
-        self._counts: dict[tuple[int, str], int] = {}
-        self._hot_counts: dict[tuple[int, str], int] = {}
         # Payloads.
         self._published = 0
         self._outbox: dict[int, bytes] = {}
@@ -456,8 +449,6 @@ class Gossip:
             self._merge(entry, now_ns)
         for hint in message.hints:
             self._take_hint(hint, now_ns)
-        for count in message.counts:
-            self._merge_count(count)
         for payload in message.payloads:
             self._take_payload(peer, payload, now_ns)
         for ack in message.acks:
@@ -528,7 +519,7 @@ class Gossip:
         """
         return _taken(self._changes)
 
-    # ── The caller's side: hints, counts, payloads ─────────────────────────────────────────────
+    # ── The caller's side: hints, payloads ─────────────────────────────────────────────────────
 
     def warm(self, gate: int, subject: str, now_ns: int) -> None:
         """Tell all nodes that a subject is warm, urgently. Repeated within 100 ms, it is ignored.
@@ -556,19 +547,6 @@ class Gossip:
     def take_hints(self) -> list[Hint]:
         """Return the hints of other nodes that have arrived since the last call, each once."""
         return _taken(self._hint_inbox)
-
-    def count(self, name: str, units: int) -> None:
-        """Add to this node's part of a counter that only grows."""
-        key = self.node, cut_text(name)
-        self._set_count(key, min(self._counts.get(key, 0) + max(units, 0), U64_MAX))
-
-    def counted(self, name: str) -> int:
-        """Return the sum over all nodes, as far as it is known.
-
-        A node that joins later does not learn the counts of nodes that are dead by then.
-        """
-        name = cut_text(name)
-        return sum(value for (_, each), value in self._counts.items() if each == name)
 
     def publish(self, payload: bytes, now_ns: int) -> int | None:
         """Send a payload to all live peers, again and again until each has it or is dead.
@@ -715,9 +693,6 @@ class Gossip:
         self._beat_ns = now_ns
         self._beat_sequence = self._next_sequence(now_ns)
         self._hot[self.node] = MEMBER_SENDS
-        for key in self._counts:
-            if key[0] == self.node:
-                self._hot_counts[key] = COUNT_SENDS
 
     def _own_entry(self, now_ns: int) -> MemberEntry:
         age_ms = _age_ms(self._beat_ns, now_ns)
@@ -864,7 +839,7 @@ class Gossip:
             self._probe(now_ns, out)
         share = self._budget.share(now_ns)
         with_hints = share > 0.75
-        has_news = bool(self._hot or self._hot_counts or (with_hints and self._repairing))
+        has_news = bool(self._hot or (with_hints and self._repairing))
         is_frugal = share <= 0.25
         targets = self._sample(settings.fanout if has_news and not is_frugal else 1)
         if self._suspects and (suspect := self._random.choice(self._suspects)) not in targets:
@@ -896,11 +871,10 @@ class Gossip:
         space += reserved
         hints = self._repaired(now_ns, space) if with_hints else []
         space -= sum(hint.size(self.node) for hint in hints)
-        counts = self._new_counts(space)
         digest = tuple(self._digest) if with_digest else ()
         nonce = 0 if met else self._proof(now_ns)
         return self._message(now_ns, members=[*introduction, *members], hints=hints)._replace(
-            nonce=nonce, counts=counts, digest=digest, wants_reply=with_digest
+            nonce=nonce, digest=digest, wants_reply=with_digest
         )
 
     def _probe(self, now_ns: int, out: list[Outgoing]) -> None:
@@ -1071,32 +1045,6 @@ class Gossip:
             if hint.sends > (0 if is_quiet else HINT_SENDS - HINT_SENDS_FEW):
                 self._repairing.append(hint)
         return found
-
-    # ── Counts ─────────────────────────────────────────────────────────────────────────────────
-
-    def _set_count(self, key: tuple[int, str], value: int) -> None:
-        if key not in self._counts and len(self._counts) >= COUNTS_MAX:
-            self._drop("counts_full")
-            return
-        self._counts[key] = value
-        self._hot_counts[key] = COUNT_SENDS
-
-    def _merge_count(self, entry: CountEntry) -> None:
-        """Take the maximum of one node's part. The sum is over the nodes, never over messages."""
-        key = entry.node, entry.name
-        if entry.node != self.node and entry.value > self._counts.get(key, 0):
-            self._set_count(key, entry.value)
-
-    def _new_counts(self, space: int) -> tuple[CountEntry, ...]:
-        found: list[CountEntry] = []
-        for key in list(self._hot_counts):
-            entry = CountEntry(*key, self._counts[key])
-            if entry.size > space or len(found) >= ENTRIES_MAX:
-                break
-            space -= entry.size
-            found.append(entry)
-            _sent(self._hot_counts, key)
-        return tuple(found)
 
     # ── Payloads ───────────────────────────────────────────────────────────────────────────────
 

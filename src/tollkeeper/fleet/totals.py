@@ -70,14 +70,14 @@ from tollkeeper.core.model import (
 from tollkeeper.decide.combine import combine
 from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
 from tollkeeper.decide.ledgers import exact_room, ledger_of, load, outcome
+from tollkeeper.fleet.datagrams import MEMBERS_MAX, PAYLOAD_BYTES_MAX
 
-PAYLOAD_BYTES_MAX: Final = 1_000
 STATES_MAX: Final = 10_000
 # Totals of others that are kept, over all subjects.
 SEEN_MAX: Final = 500_000
 GATES_MAX: Final = 4_096
 # This member, and as many others as gossip keeps.
-MEMBERS_MAX: Final = 1_001
+_SHARES_MAX: Final = MEMBERS_MAX + 1
 # Totals that were not accepted are sent again after this time.
 REPEAT_NS: Final = NS_PER_SECOND
 # A member without a share denies for this time; dead members are noticed sooner.
@@ -249,9 +249,9 @@ class Totals:
 
         `at_most` lowers the share of this member only; the others need not know it.
         """
-        if len(shares) > MEMBERS_MAX or self.member not in shares or sum(shares.values()) > 1:
+        if len(shares) > _SHARES_MAX or self.member not in shares or sum(shares.values()) > 1:
             raise ConfigError(
-                f"the shares of {len(shares)} members cannot be used: at most {MEMBERS_MAX:,} "
+                f"the shares of {len(shares)} members cannot be used: at most {_SHARES_MAX:,} "
                 f"members, this one ({self.member}) among them, and shares of at most 1 together"
             )
         target = min(shares[self.member], at_most or shares[self.member])

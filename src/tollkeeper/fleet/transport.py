@@ -170,16 +170,6 @@ class GossipTransport:
             self._machine.denied(gate, subject, cost, lasts_ns, boot_ns())
         self._wake_if_due()
 
-    def count(self, name: str, units: int) -> None:
-        """See `Gossip.count`."""
-        with self._lock:
-            self._machine.count(name, units)
-
-    def counted(self, name: str) -> int:
-        """See `Gossip.counted`."""
-        with self._lock:
-            return self._machine.counted(name)
-
     def publish(self, payload: bytes) -> int | None:
         """See `Gossip.publish`."""
         with self._lock:
