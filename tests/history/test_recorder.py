@@ -20,7 +20,7 @@ from tollkeeper.history import recorder as recorders
 from tollkeeper.history.events import UsageBuckets, recorded_subject
 from tollkeeper.history.live import ReportFolder
 from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
+from tollkeeper.history.recorder import EXCESS_MAX, Recorder
 from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
 from tollkeeper.rules.document.reading import read
 from tollkeeper.testing import ManualClock
@@ -64,7 +64,9 @@ def make(url: str) -> Make:
     def made(**options: Any) -> Recorder:
         options.setdefault("share", 0.0)
         return Recorder(
-            lambda row_of: Sink(Database(url), pace=QUICK, row_of=row_of),
+            lambda row_of: Sink(
+                Database(url), pace=QUICK, row_of=row_of, region=options.get("region", "")
+            ),
             Records(Database(url)),
             node="eu-1",
             **options,
@@ -355,3 +357,40 @@ async def test_a_full_batch_is_handed_over_at_once(
     await until_async(lambda: recorder._sink and recorder._sink.written == 1_000, "written")
     await recorder.stop()
     assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1_000,)]
+
+
+async def test_records_carry_the_region(make: Make, limiter: AsyncLimiter, url: str) -> None:
+    """Regions that share a database have rows of their own."""
+    for region in ("eu", "us"):
+        recorder = make(region=region)
+        await recorder.start()
+        await noted(recorder, limiter, ANN, ANN, ANN)
+        await recorder.stop()
+    usage = "SELECT region, subject, allowed, denied FROM tollkeeper_usage ORDER BY region"
+    assert await rows(url, usage) == [("eu", "user:ann", 2, 1), ("us", "user:ann", 0, 3)]
+    decisions = "SELECT region, count(*) FROM tollkeeper_decisions GROUP BY region ORDER BY region"
+    assert await rows(url, decisions) == [("eu", 1), ("us", 3)]
+
+
+async def test_an_excess_is_recorded_and_bounded(make: Make, url: str) -> None:
+    """From any thread, with the units above the limit; at most EXCESS_MAX in a second."""
+    recorder = make(region="eu", monotonic_s=lambda: 7.5)
+    recorder.note_excess("plan", "user:ann", "us", 1)  # it has not started: dropped
+    await recorder.start()
+    for _ in range(EXCESS_MAX + 5):
+        await asyncio.to_thread(recorder.note_excess, "plan", "user:ann", "us", 40)
+    await recorder.stop()
+    found = "SELECT DISTINCT outcome, rule, subject, cost, region, node FROM tollkeeper_decisions"
+    assert await rows(url, found) == [("excess", "plan", "user:ann", 40, "eu", "eu-1")]
+    count = await rows(url, "SELECT count(*) FROM tollkeeper_decisions")
+    assert (count, recorder.dropped()) == ([(EXCESS_MAX,)], 6)
+
+
+async def test_an_excess_has_the_recorded_form_of_the_subject(make: Make, url: str) -> None:
+    """A subject that is hashed in other records is hashed here."""
+    recorder = make(subjects="hashed")
+    await recorder.start()
+    recorder.note_excess("plan", "user:ann", "us", 40)
+    await recorder.stop()
+    [(subject,)] = await rows(url, "SELECT subject FROM tollkeeper_decisions")
+    assert "ann" not in subject

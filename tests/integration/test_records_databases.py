@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,10 @@ async def test_a_flood_of_random_keys_stays_below_the_bound(
         await each.close()
 
 
+# The usage of versions 1 and 2 had this key, without the region.
+KEY = "units NUMERIC NOT NULL, PRIMARY KEY (subject, rule, start_s, step_s)"
+
+
 async def test_records_of_the_first_version_are_kept(url: str, records: Records) -> None:
     """Columns are added; old rows are read with the values that are not known."""
     is_postgresql = url.startswith("postgresql")
@@ -319,7 +324,7 @@ async def test_records_of_the_first_version_are_kept(url: str, records: Records)
             text(tables._DECISIONS.format(serial=serial, partitioned=partitioned))
         )
         for statement in tables._TABLES:
-            await connection.execute(text(statement))
+            await connection.execute(text(statement.replace("units NUMERIC NOT NULL", KEY)))
         if is_postgresql:
             await tables.create_days(connection, [TODAY])
         for statement in (
@@ -345,7 +350,15 @@ async def test_records_of_the_first_version_are_kept(url: str, records: Records)
     assert (new.event.request_id, old.event.request_id) == ("req-1", "")
     assert (old.event.limit_units, old.event.used_units, old.rules) == (0, -1, {})
     [usage] = await records.usage(ALL, "minute", 10)
-    assert usage[4:] == (2, 2, 4, 4, 5)
+    assert usage[4:] == (2, 2, 4, 4, 5, "")
+    third = Sink(Database(url), now_ns=lambda: NOW_S * 10**9, region="eu")
+    third.usage.add(("user:1", "orders", NOW_S // 60), [7, 0, 7, 0, 0])
+    await third.finish()
+    await third.close()
+    in_regions = await records.usage(ALL, "minute", 10)
+    assert [(each.region, each.allowed) for each in in_regions] == [("", 2), ("eu", 7)]
+    assert await records.usage(replace(ALL, region="eu"), "minute", 10) == in_regions[1:]
+    assert await records.usage(ALL, "minute", 10, in_regions[0]) == in_regions[1:]
     await first.close()
     await second.close()
 

@@ -42,9 +42,13 @@ OutcomeOption = Annotated[
     str | None,
     typer.Option(
         "--outcome",
-        metavar="allowed|denied|shadow_denied",
-        help="shadow_denied: a rule in shadow mode would have denied; --rule is then that rule.",
+        metavar="allowed|denied|shadow_denied|excess",
+        help="shadow_denied: a rule in shadow mode would have denied; --rule is then that rule. "
+        "excess: regions together were above an eventual limit.",
     ),
+]
+RegionOption = Annotated[
+    str | None, typer.Option("--region", metavar="NAME", help="Only of the nodes of this region.")
 ]
 SubjectOption = Annotated[
     list[str] | None,
@@ -85,6 +89,7 @@ def decisions(
     subject: SubjectOption = None,
     rule: RuleOption = None,
     outcome: OutcomeOption = None,
+    region: RegionOption = None,
     from_: FromOption = None,
     to: ToOption = None,
     limit: LimitOption = 20,
@@ -101,7 +106,7 @@ def decisions(
     Example: tollkeeper records decisions --outcome shadow_denied --rule trial --from 2026-11-15
     """
     asked = {"tenant": tenant, "user": user, "request_id": request_id, "outcome": outcome}
-    query = _query(subject=subject, rule=rule, **asked, to=to, limit=str(limit))
+    query = _query(subject=subject, rule=rule, **asked, region=region, to=to, limit=str(limit))
     answer = _called(service, "/v1/admin/decisions", query, from_)
     _print(answer, as_json, _DECISION_HEADINGS, _decision)
 
@@ -113,6 +118,7 @@ def usage(
     subject: SubjectOption = None,
     rule: RuleOption = None,
     outcome: OutcomeOption = None,
+    region: RegionOption = None,
     step: Annotated[
         str, typer.Option("--step", metavar="minute|hour|day", help="The length of a row.")
     ] = "hour",
@@ -129,7 +135,8 @@ def usage(
 
     Example: tollkeeper records usage --subject tenant:initech --step day --from 2026-11-01
     """
-    query = _query(subject=subject, rule=rule, outcome=outcome, step=step, to=to, limit=str(limit))
+    asked = {"outcome": outcome, "region": region, "step": step, "to": to, "limit": str(limit)}
+    query = _query(subject=subject, rule=rule, **asked)
     answer = _called(service, "/v1/admin/usage", query, from_)
     _print(answer, as_json, _USAGE_HEADINGS, _usage)
 
@@ -201,10 +208,11 @@ def _print(answer: Mapping[str, Any], as_json: bool, headings: Sequence[str], ce
 
 _DECISION_HEADINGS: Final = (
     *("TIME", "OUTCOME", "RULE", "SUBJECT", "TENANT", "USER", "COUNT", "LIMIT", "WINDOW"),
-    *("REQUEST ID", "NODE", "SHADOW"),
+    *("REQUEST ID", "NODE", "REGION", "SHADOW"),
 )
 _USAGE_HEADINGS: Final = (
     *("START", "SECONDS", "SUBJECT", "RULE", "ALLOWED", "DENIED", "INDIRECT", "SHADOW", "UNITS"),
+    "REGION",
 )
 _TOP_HEADINGS: Final = ("SUBJECT", "RULE", "REQUESTS", "/S")
 
@@ -218,7 +226,7 @@ def _decision(each: Mapping[str, Any]) -> list[str]:
         *(_parts(each.get("subject")), _text(who.get("tenant")), _text(who.get("user"))),
         *(_text(each.get("count")), _text(each.get("limit"))),
         f"{window:g} s" if isinstance(window, int | float) else "-",
-        *(_text(each.get("request_id")), _text(each.get("node"))),
+        *(_text(each.get(name)) for name in ("request_id", "node", "region")),
         _parts(each.get("shadow_denied")),
     ]
 
@@ -229,6 +237,7 @@ def _usage(each: Mapping[str, Any]) -> list[str]:
         *(_text(each.get("start")), _text(each.get("seconds"))),
         *(_parts(each.get("subject")), _text(each.get("rule"))),
         *(_text(each.get(name)) for name in names),
+        _text(each.get("region")),
     ]
 
 

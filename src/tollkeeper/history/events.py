@@ -58,6 +58,8 @@ LISTED: Final = {"blocked": "(deny)", "exempt": "(allow)", "unlimited": "(none)"
 BUCKETS_MAX: Final = 50_000
 OTHERS_MAX: Final = 5_000
 OTHERS: Final = "(others)"
+# The outcome of a record that is no decision: regions together were above an eventual limit.
+EXCESS: Final = "excess"
 MINUTE_NS: Final = 60 * 10**9
 MINUTE_SECONDS: Final = 60
 
@@ -165,7 +167,9 @@ def rule_of(result: CheckResult) -> str:
     return result.applied[0].rule if result.applied else LISTED["unlimited"]
 
 
-def event_of(noted: NotedDecision, node: str, subjects: SubjectMode) -> DecisionEvent:
+def event_of(
+    noted: NotedDecision, node: str, subjects: SubjectMode, region: str = ""
+) -> DecisionEvent:
     """Return the row of a decision."""
     now_ns, result, cost, caller, endpoint, method, identity, request_id = noted
     decision = result.decision
@@ -193,12 +197,43 @@ def event_of(noted: NotedDecision, node: str, subjects: SubjectMode) -> Decision
         limit_units=decision.limit if has_limit else 0,
         window_ms=decision.policy.window_ns // 1_000_000 if has_limit else 0,
         used_units=decision.limit - decision.remaining if is_exact else -1,
+        region=region,
         user_id=recorded_value(user, subjects),
         tenant=recorded_value(tenant, subjects),
         api_key="" if subjects == "none" else recorded_value(api_key, "hashed"),
         ip=recorded_value(ip, subjects),
         request_id=cleaned(id_text, REQUEST_ID_LENGTH_MAX),
         rules=json.dumps(outcomes_of(result)),
+    )
+
+
+def excess_of(
+    now_ns: int,
+    node: str,
+    region: str,
+    rule: str,
+    subject: str,
+    units: int,
+    subjects: SubjectMode,
+) -> DecisionEvent:
+    """Return the row of an excess: regions together have admitted more than an eventual limit.
+
+    `units` is by how much, after a report of `region`.
+    """
+    return DecisionEvent(
+        at_us=now_ns // 1_000,
+        node=node,
+        rule=cleaned(rule, SUBJECT_LENGTH_MAX),
+        subject=recorded_subject(subject, subjects),
+        endpoint="",
+        method="",
+        outcome=EXCESS,
+        kind=EXCESS,
+        cost=min(units, NUMBER_MAX),
+        retry_after_ms=0,
+        degraded=0,
+        shadow_denied="[]",
+        region=region,
     )
 
 

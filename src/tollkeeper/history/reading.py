@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tollkeeper.control.database import Database
 
 UsageStep = Literal["minute", "hour", "day"]
-Outcome = Literal["allowed", "denied", "shadow_denied"]
+Outcome = Literal["allowed", "denied", "shadow_denied", "excess"]
 
 STEP_SECONDS: Final[Mapping[UsageStep, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
 # A whole list is queried in pages and returned in smaller pieces, so that other requests run
@@ -47,14 +47,16 @@ _USAGE: Final = """
 SELECT * FROM (
     SELECT start_s / :step * :step AS start_s,
            CASE WHEN step_s > :step THEN step_s ELSE :step END AS step_s,
-           subject, rule, sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units,
+           subject, rule, region,
+           sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units,
            sum(shadow_denied) AS shadow_denied, sum(denied_indirectly) AS denied_indirectly
     FROM tollkeeper_usage WHERE {where}
-    GROUP BY 1, 2, subject, rule {having}
-) AS found {after} ORDER BY start_s, subject, rule, step_s LIMIT :limit
+    GROUP BY 1, 2, subject, rule, region {having}
+) AS found {after} ORDER BY start_s, subject, rule, step_s, region LIMIT :limit
 """
 _AFTER: Final = (
-    "WHERE (start_s, subject, rule, step_s) > (:start_s, :after_subject, :after_rule, :after_step)"
+    "WHERE (start_s, subject, rule, step_s, region) > "
+    "(:start_s, :after_subject, :after_rule, :after_step, :after_region)"
 )
 # The counts of usage that an outcome selects.
 _COUNT_OF: Final = {
@@ -62,6 +64,7 @@ _COUNT_OF: Final = {
     "allowed": "allowed",
     "denied": "denied + denied_indirectly",
     "shadow_denied": "shadow_denied",
+    "excess": "0",  # it is no usage
 }
 _MOST: Final = """
 SELECT subject, rule, sum({count}) AS most FROM tollkeeper_usage WHERE {where}
@@ -86,6 +89,7 @@ class UsageRow(NamedTuple):
     units: int
     shadow_denied: int = 0
     denied_indirectly: int = 0
+    region: str = ""
 
 
 class MostRow(NamedTuple):
@@ -122,6 +126,7 @@ class RecordFilter:
     rule: str | None = None
     """The rule that decided; with the outcome `shadow_denied`, the rule in shadow mode."""
     outcome: Outcome | None = None
+    region: str | None = None
     user: str | None = None
     """Of decisions: the user, the tenant and the ID of the request."""
     tenant: str | None = None
@@ -181,6 +186,7 @@ class Records:
                 "after_subject": after.subject,
                 "after_rule": after.rule,
                 "after_step": after.step_s,
+                "after_region": after.region,
             }
         statement = _USAGE.format(
             where=" AND ".join(conditions),
@@ -188,7 +194,10 @@ class Records:
             having="" if count is None else f"HAVING sum({count}) > 0",
         )
         rows = await self._rows(statement, given)
-        return [UsageRow(row[0], row[1], row[2], row[3], *map(int, row[4:])) for row in rows]
+        return [
+            UsageRow._make([*row[:4], *map(int, row[5:]), row[4]])  # the region comes last
+            for row in rows
+        ]
 
     async def all_usage(
         self, wanted: RecordFilter, step: UsageStep
@@ -254,6 +263,9 @@ class Records:
         if wanted.subject is not None:
             conditions.append("subject = :subject")
             given["subject"] = recorded_subject(wanted.subject, self._subjects)
+        if wanted.region is not None:
+            conditions.append("region = :region")
+            given["region"] = wanted.region
         if wanted.rule is not None:
             given["rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
             if not of_decisions or wanted.outcome != "shadow_denied":

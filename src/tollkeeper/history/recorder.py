@@ -39,6 +39,7 @@ from tollkeeper.history.events import (
     UsageBuckets,
     caller_of,
     event_of,
+    excess_of,
     identity_of,
     recorded_subject,
     rule_of,
@@ -72,6 +73,8 @@ CLOSE_SECONDS_MAX: Final = 1.0
 # Items that the thread handles at a time, some 200 µs, and its pause after them.
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
+# Records of an excess in a second.
+EXCESS_MAX: Final = 100
 # Denied requests whose other subjects are kept: to find them takes two microseconds.
 INDIRECT_MAX: Final = 1_000
 
@@ -99,6 +102,7 @@ class Recorder:
         records: Records,
         *,
         node: str = "",
+        region: str = "",
         share: float = 0.01,
         subjects: SubjectMode = "plain",
         live: ReportFolder | None = None,
@@ -110,6 +114,7 @@ class Recorder:
 
         `sink`         creates the Sink, in the event loop of the thread; its argument makes a row
                        of a noted decision.
+        `node`, `region`  where the decisions are made, for the records.
         `records`      queries the same database, for the admin API.
         `share`        the share of the allowed requests that is logged; denials always are.
         `subjects`     how subjects are recorded.
@@ -122,6 +127,7 @@ class Recorder:
         self._make_sink = sink
         self._sink: Sink | None = None
         self._node = node
+        self._region = region
         self._share = share
         self._reports = live
         self._penalties = penalties
@@ -135,6 +141,7 @@ class Recorder:
         self._is_behind = False
         self._has_warned = False
         self._idle_ticks = 0
+        self._excess_second = self._excess_noted = 0
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="tollkeeper-record", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -219,6 +226,28 @@ class Recorder:
         minute = now_ns // MINUTE_NS
         for applied, (subject, each) in zip(result.applied, result.counted, strict=False):
             self._counts((subject, applied.rule, minute))[2] += units * each
+
+    def note_excess(self, rule: str, subject: str, region: str, units: int) -> None:  # noqa: ARG002 - as the listener of RegionMonitor.on_excess
+        """Record that regions together were above an eventual limit. For the thread of the sync.
+
+        At most EXCESS_MAX a second: after a long partition there may be one for each subject.
+        """
+        second = int(self._monotonic_s())
+        if second != self._excess_second:
+            self._excess_second, self._excess_noted = second, 0
+        loop = self._loop
+        if loop is None or self._excess_noted >= EXCESS_MAX:
+            self._dropped += 1
+            return
+        self._excess_noted += 1
+        now_ns = self._now_ns()
+        event = excess_of(now_ns, self._node, self._region, rule, subject, units, self.subjects)
+        with suppress(RuntimeError):  # the thread of the records has ended
+            loop.call_soon_threadsafe(self._offer, event)
+
+    def _offer(self, event: DecisionEvent) -> None:
+        if self._sink is not None:
+            self._sink.offer([event])
 
     def _note_several(self, result: CheckResult, allowed: bool, minute: int) -> None:
         rule = result.decision.rule
@@ -387,8 +416,10 @@ class Recorder:
             self._streaks.add(addresses, now_s)
         self._sink.offer(handed.noted)
 
-    def _row_of(self, noted: NotedDecision) -> DecisionEvent:
-        return event_of(noted, self._node, self.subjects)
+    def _row_of(self, noted: NotedDecision | DecisionEvent) -> DecisionEvent:
+        if isinstance(noted, DecisionEvent):
+            return noted
+        return event_of(noted, self._node, self.subjects, self._region)
 
     def _publish(self) -> None:
         """Publish a report for the other workers."""

@@ -101,7 +101,7 @@ _ADD_EVENT: Final = (
 )
 _ADD_USAGE: Final = (
     "INSERT INTO tollkeeper_usage AS kept "  # noqa: S608 - our own names
-    f"({', '.join(UsageIncrement._fields)}, step_s) "
+    f"({', '.join(UsageIncrement._fields)}, region, step_s) "
     f"VALUES ({{places}}, {MINUTE_SECONDS}) {tables.ADD_COUNTS}"
 )
 # Which of these subjects and rules have usage.
@@ -151,11 +151,14 @@ class Sink:
         pace: WritePace | None = None,
         now_ns: Callable[[], int] = time.time_ns,
         row_of: Callable[[Any], DecisionEvent] | None = None,
+        region: str = "",
     ) -> None:
         """Connect later, when `run` writes.
 
         `row_of` makes a row of an offered decision when it is written; None: it is a row already.
+        `region` is that of the node, for the usage.
         """
+        self._region = region
         self._database = database
         self._row_of = row_of
         self._pace = pace or WritePace()
@@ -172,7 +175,7 @@ class Sink:
         self._pending: RecordBatch | None = None
         self._days: set[date] = set()
         self._add_event = _with_placeholders(_ADD_EVENT, len(DecisionEvent._fields), database)
-        self._add_usage = _with_placeholders(_ADD_USAGE, len(UsageIncrement._fields), database)
+        self._add_usage = _with_placeholders(_ADD_USAGE, len(UsageIncrement._fields) + 1, database)
         self._has_tables = False
         self._room: Room | None = None
         self._room_left: list[int] = []
@@ -435,7 +438,8 @@ class Sink:
             for rows in _chunks(events):
                 await connection.exec_driver_sql(self._add_event, [tuple(row) for row in rows])
             for used in _chunks(batch.usage):
-                await connection.exec_driver_sql(self._add_usage, [_fitting(row) for row in used])
+                given = [(*_fitting(row), self._region) for row in used]
+                await connection.exec_driver_sql(self._add_usage, given)
 
     def _without_other_days(self, batch: RecordBatch) -> RecordBatch:
         """Drop the decisions of days without a partition: too old, or far ahead."""

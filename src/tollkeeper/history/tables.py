@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
     from tollkeeper.control.database import Database
 
-VERSION: Final = 2
+VERSION: Final = 3
 # Versions whose tables `create` extends.
-_EARLIER: Final = frozenset({1})
+_EARLIER: Final = frozenset({1, 2})
 # Partitions are created this many days ahead: enough for a database that fails over a weekend.
 DAYS_AHEAD: Final = 3
 DAY_US: Final = 86_400 * 10**6
@@ -92,7 +92,7 @@ CREATE TABLE IF NOT EXISTS tollkeeper_decisions (
     shadow_denied TEXT NOT NULL
 ) {partitioned}
 """
-# Added after the tables were created: version 1 did not have these columns.
+# Added after the tables were created: earlier versions did not have these columns.
 _ADDED: Final = (
     ("tollkeeper_decisions", "limit_units BIGINT NOT NULL DEFAULT 0"),
     ("tollkeeper_decisions", "window_ms BIGINT NOT NULL DEFAULT 0"),
@@ -106,6 +106,7 @@ _ADDED: Final = (
     ("tollkeeper_decisions", "rules TEXT NOT NULL DEFAULT '{}'"),
     ("tollkeeper_usage", "shadow_denied BIGINT NOT NULL DEFAULT 0"),
     ("tollkeeper_usage", "denied_indirectly BIGINT NOT NULL DEFAULT 0"),
+    ("tollkeeper_usage", "region TEXT NOT NULL DEFAULT ''"),
     ("tollkeeper_record_state", "measured BIGINT NOT NULL DEFAULT 0"),
     ("tollkeeper_record_state", "decision_rows BIGINT NOT NULL DEFAULT 0"),
     ("tollkeeper_record_state", "decision_bytes BIGINT NOT NULL DEFAULT 0"),
@@ -121,8 +122,7 @@ CREATE TABLE IF NOT EXISTS tollkeeper_usage (
     start_s BIGINT NOT NULL,
     allowed BIGINT NOT NULL,
     denied BIGINT NOT NULL,
-    units NUMERIC NOT NULL,
-    PRIMARY KEY (subject, rule, start_s, step_s)
+    units NUMERIC NOT NULL
 )""",
     """
 CREATE TABLE IF NOT EXISTS tollkeeper_record_writers (
@@ -153,6 +153,11 @@ _INDEXES: Final = (
         "tollkeeper_decisions (at_us, id) WHERE shadow_denied <> '[]'",
     ),
     ("tollkeeper_usage_at", "tollkeeper_usage (start_s)"),
+)
+# All writers of a region add to the same row.
+_USAGE_KEY: Final = (
+    "CREATE UNIQUE INDEX IF NOT EXISTS tollkeeper_usage_key "
+    "ON tollkeeper_usage (subject, rule, start_s, step_s, region)"
 )
 _VERSION_ROW: Final = f"""
 INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, {VERSION}, 0)
@@ -203,9 +208,37 @@ async def create(connection: AsyncConnection, *, is_postgresql: bool) -> None:
             await connection.execute(text(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {column}"))
         elif column.split()[0] not in await _columns(connection, table):
             await connection.execute(text(f"ALTER TABLE {table} ADD COLUMN {column}"))
+    await _drop_usage_key(connection, is_postgresql=is_postgresql)
+    await connection.execute(text(_USAGE_KEY))
     for name, columns in _INDEXES:
         await connection.execute(text(f"CREATE INDEX IF NOT EXISTS {name} ON {columns}"))
     await connection.execute(text(_VERSION_ROW))
+
+
+async def _drop_usage_key(connection: AsyncConnection, *, is_postgresql: bool) -> None:
+    """Drop the key of the usage that earlier versions had: it is without the region."""
+    if is_postgresql:
+        await connection.execute(
+            text("ALTER TABLE tollkeeper_usage DROP CONSTRAINT IF EXISTS tollkeeper_usage_pkey")
+        )
+        return
+    found = await connection.execute(text("PRAGMA table_info(tollkeeper_usage)"))
+    columns = [tuple(row) for row in found]
+    if not any(is_key for *_, is_key in columns):
+        return
+    # SQLite cannot drop the key of a table, so the rows move to a table without one.
+    names = ", ".join(str(column[1]) for column in columns)
+    kinds = ", ".join(
+        f"{name} {kind} NOT NULL{'' if default is None else f' DEFAULT {default}'}"
+        for _, name, kind, _, default, _ in columns
+    )
+    for statement in (
+        "ALTER TABLE tollkeeper_usage RENAME TO tollkeeper_usage_before",
+        f"CREATE TABLE tollkeeper_usage ({kinds})",
+        f"INSERT INTO tollkeeper_usage ({names}) SELECT {names} FROM tollkeeper_usage_before",  # noqa: S608 - our own names
+        "DROP TABLE tollkeeper_usage_before",
+    ):
+        await connection.execute(text(statement))
 
 
 async def _columns(connection: AsyncConnection, table: str) -> set[str]:
@@ -292,8 +325,9 @@ DAY_SECONDS: Final = 86_400
 WRITER_SECONDS: Final = 7 * DAY_SECONDS
 
 _COUNTS: Final = ("allowed", "denied", "units", "shadow_denied", "denied_indirectly")
-ADD_COUNTS: Final = "ON CONFLICT (subject, rule, start_s, step_s) DO UPDATE SET " + ", ".join(
-    f"{each} = kept.{each} + excluded.{each}" for each in _COUNTS
+ADD_COUNTS: Final = (
+    "ON CONFLICT (subject, rule, start_s, step_s, region) DO UPDATE SET "
+    + ", ".join(f"{each} = kept.{each} + excluded.{each}" for each in _COUNTS)
 )
 _COUNTED: Final = {
     "counts": ", ".join(_COUNTS),
@@ -308,11 +342,11 @@ WITH gone AS (
         ORDER BY start_s LIMIT :limit FOR UPDATE SKIP LOCKED))
     RETURNING *
 ), hours AS (
-    SELECT subject, rule, start_s / 3600 * 3600 AS hour_s, {sums}
-    FROM gone GROUP BY 1, 2, 3 ORDER BY subject = '(others)', 1, 2, 3
+    SELECT subject, rule, start_s / 3600 * 3600 AS hour_s, region, {sums}
+    FROM gone GROUP BY 1, 2, 3, 4 ORDER BY subject = '(others)', 1, 2, 3, 4
 ), added AS (
-    INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
-    SELECT subject, rule, 3600, hour_s, {counts} FROM hours {added}
+    INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, region, {counts})
+    SELECT subject, rule, 3600, hour_s, region, {counts} FROM hours {added}
 )
 SELECT count(*) FROM gone
 """.format(**_COUNTED)  # noqa: S608 - our own text
@@ -322,9 +356,9 @@ _OLD_MINUTES: Final = (
     "ORDER BY start_s, rowid LIMIT :limit"
 )
 _ADD_HOURS: Final = """
-INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, {counts})
-SELECT subject, rule, 3600, start_s / 3600 * 3600 AS hour_s, {sums}
-FROM tollkeeper_usage WHERE rowid IN ({old}) GROUP BY subject, rule, hour_s {added}
+INSERT INTO tollkeeper_usage AS kept (subject, rule, step_s, start_s, region, {counts})
+SELECT subject, rule, 3600, start_s / 3600 * 3600 AS hour_s, region, {sums}
+FROM tollkeeper_usage WHERE rowid IN ({old}) GROUP BY subject, rule, hour_s, region {added}
 """.format(old=_OLD_MINUTES, **_COUNTED)
 _REMOVE_MINUTES: Final = f"""
 DELETE FROM tollkeeper_usage WHERE rowid IN ({_OLD_MINUTES})

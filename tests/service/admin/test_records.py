@@ -111,6 +111,7 @@ async def test_usage_by_step(recording: Admin) -> None:
         "units": 8,
         "shadow_denied": 0,
         "denied_indirectly": 0,
+        "region": None,
     }
     days = (await fetched(recording, f"{path}&step=day"))["items"]
     assert [(each["allowed"], each["denied"], each["units"]) for each in days] == [(5, 2, 9)]
@@ -147,10 +148,10 @@ async def test_usage_as_csv(recording: Admin, query: str, headers: dict[str, str
     table = list(csv.reader(io.StringIO(answer.text)))
     assert table[0] == [
         *("start", "seconds", "subject", "rule", "allowed", "denied", "units"),
-        *("shadow_denied", "denied_indirectly"),
+        *("shadow_denied", "denied_indirectly", "region"),
     ]
     assert table[1] == [
-        *("2026-11-15T12:00:00Z", "60", "tenant:acme, user:7", "login", "5", "0", "5", "0", "0")
+        *("2026-11-15T12:00:00Z", "60", "tenant:acme, user:7", "login", "5", "0", "5", "0", "0", "")
     ]
     assert len(table) == 1 + len(USAGE)
     nothing = await recording.call("GET", "/usage?format=csv&subject=nobody")

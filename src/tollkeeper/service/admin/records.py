@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -67,7 +67,7 @@ _LOOKUPS_MAX: Final = 100
 
 _COLUMNS: Final = (
     *("start", "seconds", "subject", "rule", "allowed", "denied", "units"),
-    *("shadow_denied", "denied_indirectly"),
+    *("shadow_denied", "denied_indirectly", "region"),
 )
 
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────
@@ -103,6 +103,7 @@ class UsageOut(ApiOutput):
         description="Requests of this subject that the rule denied although it counts something "
         "else, for example all requests together. They are in `denied` of that subject."
     )
+    region: str | None = Field(description="The region of the nodes; null if they have none.")
 
 
 class UsagePage(ApiOutput):
@@ -140,7 +141,10 @@ class DecisionLogOut(ApiOutput):
     )
     endpoint: str
     method: str
-    outcome: Literal["allowed", "denied"]
+    outcome: Literal["allowed", "denied", "excess"] = Field(
+        description="`excess`: no decision; regions together were above an eventual limit, by "
+        "`cost` units."
+    )
     kind: str = Field(
         description="Whether limits or a penalty decided, or why they did not.",
         examples=["limited", "cooldown", "block", "blocked"],
@@ -276,8 +280,11 @@ OutcomeOf = Annotated[
     Outcome | None,
     Query(
         description="`shadow_denied`: a rule in shadow mode would have denied the request; `rule` "
-        "is then that rule."
+        "is then that rule. `excess`: regions together were above an eventual limit."
     ),
+]
+_Region = Annotated[
+    str | None, Query(max_length=32, description="The region of the nodes.", examples=["eu"])
 ]
 _When = Annotated[
     str | None,
@@ -314,6 +321,7 @@ def _asked(
     from_: _When = None,
     to: _Until = None,
     outcome: OutcomeOf = None,
+    region: _Region = None,
 ) -> RecordSelection:
     until = datetime.now(UTC) if to is None else moment(to, "to")
     since = _day_before(until) if from_ is None else moment(from_, "from")
@@ -329,6 +337,7 @@ def _asked(
         subject=None if subject is None else SEPARATOR.join(subject),
         rule=rule,
         outcome=outcome,
+        region=region,
         scope=viewer.scope,
     )
     return RecordSelection(wanted, since, until)
@@ -391,7 +400,7 @@ def wants_csv(accept: str) -> bool:
 
 def cursor_of(row: UsageRow) -> str:
     """Return a cursor for a row of usage, so that a page can start after it."""
-    key = [row.start_s, row.step_s, row.subject, row.rule]
+    key = [row.start_s, row.step_s, row.subject, row.rule, row.region]
     return base64.urlsafe_b64encode(json.dumps(key).encode()).decode().rstrip("=")
 
 
@@ -401,12 +410,13 @@ def row_of(cursor: str | None) -> UsageRow | None:
         return None
     with suppress(ValueError, TypeError, RecursionError):
         padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
-        start_s, step_s, subject, rule = json.loads(base64.b64decode(padded, b"-_", validate=True))
-        f"{subject}{rule}".encode()  # half of a surrogate pair is not valid text
+        found = json.loads(base64.b64decode(padded, b"-_", validate=True))
+        start_s, step_s, subject, rule, region = found
+        f"{subject}{rule}{region}".encode()  # half of a surrogate pair is not valid text
         numbers = all(type(each) is int and 0 <= each < 2**40 for each in (start_s, step_s))
-        texts = all(isinstance(each, str) and "\0" not in each for each in (subject, rule))
+        texts = all(isinstance(each, str) and "\0" not in each for each in (subject, rule, region))
         if numbers and texts and step_s < 2**31:
-            return UsageRow(start_s, step_s, subject, rule, 0, 0, 0)
+            return UsageRow(start_s, step_s, subject, rule, 0, 0, 0, region=region)
     raise AdminError(
         400, "INVALID_CURSOR", "after is not the `next` of the previous page; leave it out"
     )
@@ -494,6 +504,7 @@ async def list_usage(
             units=row.units,
             shadow_denied=row.shadow_denied,
             denied_indirectly=row.denied_indirectly,
+            region=row.region or None,
         )
         for row in rows[:limit]
     ]
@@ -589,7 +600,7 @@ def _decision(row: DecisionRow) -> DecisionLogOut:
         rules=row.rules,
         endpoint=event.endpoint,
         method=event.method,
-        outcome="allowed" if event.outcome == "allowed" else "denied",
+        outcome=cast("Literal['allowed', 'denied', 'excess']", event.outcome),
         kind=event.kind,
         cost=event.cost,
         limit=event.limit_units or None,

@@ -145,16 +145,22 @@ def recorder_of(
             for each in limiter.penalties()
         ]
 
-    return Recorder(
+    regions = limiter.store.regions
+    region = "" if regions is None else regions.region
+    recorder = Recorder(
         # A connection belongs to the event loop that opened it.
-        lambda row_of: Sink(database.again(), keep, row_of=row_of),
+        lambda row_of: Sink(database.again(), keep, row_of=row_of, region=region),
         Records(database, settings.record_subjects),
         node=settings.node_id,
+        region=region,
         share=settings.sample,
         subjects=settings.record_subjects,
         live=None if counters is None else ReportFolder(counters),
         penalties=penalties,
     )
+    if regions is not None:
+        regions.on_excess(recorder.note_excess)
+    return recorder
 
 
 def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceContext:
