@@ -112,7 +112,7 @@ def test_scopes_that_make_no_sense(scope: Any, across: Any, consistency: Any, sa
 def test_an_exact_limit_has_a_unit_for_each_region() -> None:
     """A region whose share is less than one unit could never admit a request."""
     regions = Regions("eu", STORES, {"eu": 0.9, "us": 0.1})
-    require_shares(regions, (Limit(10, per=60),), "api")
-    says = r"rule 'api': a limit of 9 is less than one unit for the region 'us'.*1/10.*at least 10"
+    require_shares(regions, (Limit(10, per=60),), "rule api")
+    says = r"rule api: a limit of 9 is less than one unit for the region 'us'.*1/10.*at least 10"
     with pytest.raises(ConfigError, match=says):
-        require_shares(regions, (Limit(100, per=60), Limit(9, per=3600)), "api")
+        require_shares(regions, (Limit(100, per=60), Limit(9, per=3600)), "rule api")

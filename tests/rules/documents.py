@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
+from tollkeeper.regions.settings import ACROSS_REGIONS
 from tollkeeper.rules.document.model import MODES, ON_FAILURES, SHARE_SOURCES
 
 Data = dict[str, Any]
@@ -154,22 +155,28 @@ def limits_of_one() -> st.SearchStrategy[object]:
 
 
 @st.composite
-def rules(draw: st.DrawFn, name: str, tiers: list[str]) -> Data:
+def rules(draw: st.DrawFn, name: str, tiers: dict[str, object]) -> Data:
     by = draw(st.lists(subjects, max_size=3, unique=True))
     rule: Data = {"id": name, "by": by[0] if len(by) == 1 and draw(st.booleans()) else by}
     if not tiers or draw(st.booleans()):
         rule["limits"] = draw(limits())
     if tiers:
-        by_tier = st.dictionaries(st.sampled_from(tiers), limits_of_one(), max_size=2)
+        by_tier = st.dictionaries(st.sampled_from(list(tiers)), limits_of_one(), max_size=2)
         rule |= draw(optional(tiers=by_tier))
     if len(by) == 1:
         by_key = st.dictionaries(st.sampled_from(GLOBS), limits_of_one(), max_size=2)
         rule |= draw(optional(keys=by_key))
+    if draw(st.booleans()):
+        rule |= draw(optional(consistency=st.sampled_from(CONSISTENCIES)))
+    elif not any(word in f"{rule} {tiers}" for word in ("leased", "eventual")):
+        rule |= {
+            "scope": "global",
+            **draw(optional(across_regions=st.sampled_from(ACROSS_REGIONS))),
+        }
     return rule | draw(
         optional(
             match=matches,
             cost=costs,
-            consistency=st.sampled_from(CONSISTENCIES),
             on_failure=st.sampled_from(ON_FAILURES),
             mode=st.sampled_from(MODES),
             rollout=st.integers(0, 100),
@@ -209,7 +216,7 @@ def documents(draw: st.DrawFn) -> Data:
             optional(assign=st.dictionaries(owners, st.sampled_from(list(tiers)), max_size=3))
         )
     if ids:
-        data["rules"] = [draw(rules(name, list(tiers))) for name in ids]
+        data["rules"] = [draw(rules(name, tiers)) for name in ids]
     entries = one_or_many(ENTRIES) | st.just([])
     return data | draw(
         optional(allow=entries, deny=entries, overrides=st.lists(overrides(ids), max_size=3))

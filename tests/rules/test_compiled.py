@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
 from tollkeeper.core.rates import scaled
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from tollkeeper.rules.document.model import Document, Match, Override, Rule
 from tollkeeper.rules.document.reading import read
@@ -24,10 +25,17 @@ NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 class PreparedLimits:
     """A stand-in for a gate. CompiledRules only returns it."""
 
-    def __init__(self, limits: Limits, rule: str, consistency: Consistency = "strict") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> None:
         self.limits = limits
         self.rule = rule
         self.consistency = consistency
+        self.across = across
 
 
 def compiled_of(
@@ -310,9 +318,14 @@ def test_the_number_of_gates_is_bounded_by_the_document() -> None:
     """Any number of subjects, tiers and loads reuses the same gates."""
     made: list[tuple[Limits, str]] = []
 
-    def make(limits: Limits, rule: str, consistency: Consistency = "strict") -> PreparedLimits:
+    def make(
+        limits: Limits,
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> PreparedLimits:
         made.append((limits, rule))
-        return PreparedLimits(limits, rule, consistency)
+        return PreparedLimits(limits, rule, consistency, across)
 
     rule = Rule("a", ("user",), parse_limits("1000/minute"))
     override = Override("tenant", "twice", multiply=2)
@@ -699,6 +712,36 @@ def test_the_most_specific_consistency_applies(
         assert rates(check) == [rate]
         assert check.choice.consistency == consistency
         assert check.gate.consistency == consistency  # type: ignore[union-attr]  # a stand-in
+
+
+@pytest.mark.parametrize(
+    ("fields", "across"),
+    [
+        ("", None),
+        ("scope: region", None),
+        ("scope: global", "eventual"),
+        ("scope: global, across_regions: eventual", "eventual"),
+        ("scope: global, across_regions: exact", "exact"),
+    ],
+)
+def test_the_gates_of_a_rule_have_its_scope(fields: str, across: str | None) -> None:
+    """Those of its tiers, keys, parts and overrides as well."""
+    document = """
+    version: 1
+    tiers: {pro: 9/s}
+    rules: [{id: r, by: user, limits: 80/s, tiers: {pro: 8/s}, keys: {k: 7/s}, split: 2, %s}]
+    overrides: [{for: {user: o}, limits: 5/s}, {for: {user: m}, multiply: 0.5}]
+    """
+    compiled = compiled_of(document % fields)
+    for request in (
+        Request(user="a"),
+        Request(user="a", tier="pro"),
+        Request(user="k"),
+        Request(user="o"),
+        Request(user="m"),
+    ):
+        [check] = compiled.plan(request, 1).enforced
+        assert [each.across for each, _ in check.parts] == [across] * 2  # type: ignore[union-attr]  # stand-ins
 
 
 def test_the_parts_of_a_split_rule_have_its_consistency() -> None:

@@ -67,7 +67,7 @@ from tollkeeper.limiter import Limiter
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.reading import schema as document_schema
-from tollkeeper.rules.document.safety import findings, hidden_tiers, new_findings
+from tollkeeper.rules.document.safety import advice, findings, new_findings
 from tollkeeper.rules.document.tree import (
     BYTES_MAX,
     TOO_LONG,
@@ -667,8 +667,8 @@ def apply(
     document = source.document()
     changed_by = author_of(author)
     nodes = _announce_store(announce_to)
-    for advice in hidden_tiers(document):
-        print_text(f"tollkeeper: warning: {advice}", to_stderr=True)
+    for each in advice(document):
+        print_text(f"tollkeeper: warning: {each}", to_stderr=True)
 
     async def change() -> RuleChange:
         async with open_repository(database, create=not dry_run) as repository:

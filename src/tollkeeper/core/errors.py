@@ -37,11 +37,12 @@ FindingCode = Literal[
     "no-limits",
     "no-default-tier",
     "hidden-tier",
+    "short-window",
     "unreachable",
 ]
 
 # Findings that are shown and reject nothing.
-_ADVICE: tuple[FindingCode, ...] = ("hidden-tier",)
+_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window")
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 

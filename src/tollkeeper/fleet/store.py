@@ -152,6 +152,11 @@ class FleetStore:
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
 
     @property
+    def wrapped(self) -> Store:
+        """The authority, or the store of a region that wraps it."""
+        return self._store
+
+    @property
     def is_private(self) -> bool:
         """True if no other process sees the counts."""
         return self._store.is_private

@@ -61,7 +61,7 @@ class AsyncLimiter(LimiterSetup):
             super()._prepare_limits(limits)
         else:
             self._gate = self._async_gate = self._async_store.async_gate(
-                limits, self._name, self._consistency
+                limits, self._name, self._consistency, self._across
             )
             self._limits = limits
 

@@ -42,10 +42,12 @@ from tollkeeper.decide.failure import (
     LocalLimits,
     uncounted_of,
 )
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.metrics.tally import RuleCounts, note_error
-from tollkeeper.rules.engine import RuleEngine, charge_limits
+from tollkeeper.regions.settings import Regions, limits_of_region
+from tollkeeper.rules.engine import RuleEngine, charge_limits, gates_of_limits
 
 Duration = float | timedelta
 
@@ -66,6 +68,10 @@ class LimiterPath:
     """The rules in force; None for a limiter without rules."""
     _gate: AnyGate
     """The limiter's own limits on the store; unset for a limiter from rules."""
+    _across: AcrossRegions | None = None
+    """How regions share the limiter's own limits; None: they are of this region."""
+    _regions: Regions | None = None
+    """The regions that share the global limits of the store."""
     _limits: Limits
     _applied: tuple[AppliedRule, ...]
     _clock: Clock
@@ -224,7 +230,8 @@ class LimiterPath:
     def _answer_of_policy(
         self, error: StoreError, key: Key | Request, subject: str, units: int, *, spend: bool
     ) -> Decision:
-        check = LocalCheck(self._limits, self._name, subject, units)
+        limits = limits_of_region(self._limits, self._across, self._regions)
+        check = LocalCheck(limits, self._name, subject, units)
         failed = FailedCheck(error, self._on_failure, check)
         address = key.ip if isinstance(key, Request) else None
         found = self._local.answer([failed], address, spend=spend)
@@ -315,7 +322,8 @@ class LimiterPath:
         if self._engine is not None:
             return (yield from self._engine.charge_steps(request_of(key), units, decision))
         subject = self._subject_of(key)
-        return (yield from charge_limits(self._make_gate, self._gate, self._name, subject, units))
+        gates = gates_of_limits(self._make_gate, self._gate, self._name, self._across)
+        return (yield from charge_limits(gates, subject, units))
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 

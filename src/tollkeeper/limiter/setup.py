@@ -35,13 +35,16 @@ from tollkeeper.decide.failure import (
     check_policy,
     local_fallback_of,
 )
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.fleet.settings import Fleet, fleet_of
-from tollkeeper.fleet.store import fleet_store_of, shared_counts_of
+from tollkeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
 from tollkeeper.limiter.path import LimiterPath
 from tollkeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from tollkeeper.metrics.tally import RuleCounts, Tally
+from tollkeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
+from tollkeeper.regions.store import RegionStore
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.model import Rules
 from tollkeeper.rules.engine import RuleEngine
@@ -79,6 +82,9 @@ class LimiterSetup(LimiterPath):
         local_fallback: LocalFallback | None = None,
         consistency: Consistency = "strict",
         fleet: Fleet | None = None,
+        regions: Regions | None = None,
+        scope: Scope = "region",
+        across_regions: AcrossRegions | None = None,
     ) -> None:
         """Prepare `limits` on a store.
 
@@ -94,10 +100,18 @@ class LimiterSetup(LimiterPath):
                           decides most checks, from units that it takes in advance; and eventual:
                           it decides while a key is far from its limit, and reports afterwards.
         `fleet`           how it does that, and which other nodes there are.
+        `regions`         the regions that share global limits, and the one that this node is in.
+                          Its Redis is then the store.
+        `scope`           region: the limits count what is spent in this region. global: in all.
+        `across_regions`  how regions share global limits. eventual (the default): the share of a
+                          region follows its demand; a region that is cut off goes on alone, and
+                          may exceed the limits. exact: each region has a fixed share, and the
+                          limits are never exceeded.
         """
         check_name("name", name)
         check_consistency(consistency)
         self._consistency = consistency
+        self._across = across_of(scope, across_regions, consistency)
         prepared = limits_of(limits)
         self._by = check_by(by) if by is not None else None
         self._name = name
@@ -107,8 +121,9 @@ class LimiterSetup(LimiterPath):
             clock,
             on_failure,
             local_fallback,
-            lambda: self._prepare_limits(prepared),
+            lambda: self._prepare_own(prepared),
             fleet_of(fleet) if uses_fleet else None,
+            regions,
         )
         LIMITERS[id(self)] = self
 
@@ -125,6 +140,7 @@ class LimiterSetup(LimiterPath):
         poll: float = 1.0,
         snapshot: str | PathLike[str] | None = None,
         fleet: Fleet | None = None,
+        regions: Regions | None = None,
     ) -> Self:
         """Return a limiter whose limits come from a rule document; `check` takes a Request.
 
@@ -138,6 +154,7 @@ class LimiterSetup(LimiterPath):
         `snapshot`    a file that keeps the last good rules, for a start while `rules` is
                       unavailable.
         `fleet`       how this node decides rules with `consistency: leased` or `eventual`.
+        `regions`     the regions that share rules with `scope: global`, as in the constructor.
 
         Blocks until the rules are read; a background thread follows them. Raises ConfigError for
         an invalid document, with every error in it, and for a database without rules;
@@ -155,7 +172,7 @@ class LimiterSetup(LimiterPath):
         options = FollowOptions(poll_s_of(poll), None if snapshot is None else Path(snapshot))
         loaded = load(rules, options.snapshot)
         LimiterSetup._start_from_rules(
-            limiter, loaded, store, clock, on_failure, local_fallback, fleet
+            limiter, loaded, store, clock, on_failure, local_fallback, fleet, regions
         )
         LimiterSetup._follow(
             limiter, Follower(limiter, rules, loaded, options, limiter.store), follow
@@ -170,6 +187,7 @@ class LimiterSetup(LimiterPath):
         on_failure: FailurePolicy,
         local_fallback: LocalFallback | None,
         fleet: Fleet | None,
+        regions: Regions | None,
     ) -> None:
         self._by = None
         self._name = ""
@@ -181,6 +199,7 @@ class LimiterSetup(LimiterPath):
             local_fallback,
             lambda: self._prepare_rules(loaded),
             fleet_of(fleet),
+            regions,
         )
 
     def _follow(self, follower: Follower, follow: bool) -> None:
@@ -197,18 +216,15 @@ class LimiterSetup(LimiterPath):
         local_fallback: LocalFallback | None,
         prepare: Callable[[], None],
         fleet: Fleet | None,
+        regions: Regions | None,
     ) -> None:
         check_policy(on_failure)
         self._on_failure = on_failure
         self._clock = clock_of(clock)
         self._local_fallback = local_fallback_of(local_fallback)
         self._local = LocalLimits(self._local_fallback, self._clock)
-        self._owns_store = isinstance(store, str)
-        self._store = store_of(store, self._clock)
-        if fleet is not None:
-            found = fleet_store_of(self._store, fleet, self._clock, owned=self._owns_store)
-            self._owns_store = self._owns_store or found is not self._store
-            self._store = found
+        self._store, self._owns_store = node_store_of(store, fleet, regions, self._clock)
+        self._regions = regions_in(self._store)
         self._local.monitor = self._store.monitor
         self._local.fleet = shared_counts_of(self._store)
         self._limits = (UNLIMITED,)
@@ -221,9 +237,15 @@ class LimiterSetup(LimiterPath):
             self._close()
             raise
 
+    def _prepare_own(self, limits: Limits) -> None:
+        if self._across == "exact" and self._regions is not None:
+            require_shares(self._regions, limits, f"limiter {self._name or DEFAULT_NAME}")
+        self._prepare_limits(limits)
+
     def _prepare_limits(self, limits: Limits) -> None:
         """Prepare the limiter's own limits."""
-        self._gate = gate = self._store.gate(limits, self._name, self._consistency)
+        gate = self._store.gate(limits, self._name, self._consistency, self._across)
+        self._gate = gate
         self._limits = limits
         check = partial(self._check_limits, gate.check, True)
         self._fast = gate.fast_check(check)
@@ -241,6 +263,7 @@ class LimiterSetup(LimiterPath):
             self._local,
             async_store=async_store,
             entries=loaded.entries,
+            regions=self._regions,
         )
         check = partial(self._check_rules, engine)
         self._check = engine.fast_check(check) or check
@@ -398,3 +421,58 @@ class LimiterSetup(LimiterPath):
         self._local.close()
         if self._owns_store:
             self._store.close()
+
+
+def node_store_of(
+    store: str | Store, fleet: Fleet | None, regions: Regions | None, clock: Clock
+) -> tuple[Store, bool]:
+    """Return the store of a node, and True if the caller has to close it.
+
+    It is opened if `store` is a URI, and wrapped for the node's region and fleet. Raises
+    ConfigError.
+    """
+    given = store
+    regions = regions_of(regions)
+    if regions is not None and isinstance(store, str):
+        store = _store_of_region(store, regions)
+    opened = store_of(store, clock)
+    is_opened = opened is not given
+    found = opened
+    try:
+        if regions is not None:
+            found = _in_region(found, regions, clock, owned=is_opened)
+        if fleet is not None:
+            found = fleet_store_of(found, fleet, clock, owned=found is not given)
+    except BaseException:
+        if is_opened:
+            found.close()
+        raise
+    return found, found is not given
+
+
+def _in_region(store: Store, regions: Regions, clock: Clock, *, owned: bool) -> Store:
+    """Return a store wrapped for its region. One that is wrapped already keeps its regions."""
+    known = regions_in(store)
+    if known is None and not isinstance(store, FleetStore):
+        return RegionStore(store, regions, clock, owns_store=owned)
+    if known != regions:
+        kind = "without" if known is None else "with other"
+        raise ConfigError(
+            f"this store belongs to a limiter {kind} regions; omit regions, or omit store"
+        )
+    return store
+
+
+def _store_of_region(store: str, regions: Regions) -> str:
+    if store not in ("memory://", regions.store):
+        raise ConfigError(
+            f"store has no effect with regions: the store is that of the region "
+            f"{regions.region!r} in the table of regions; omit store"
+        )
+    return regions.store
+
+
+def regions_in(store: Store) -> Regions | None:
+    """Return the regions of the store of a node, if it has any."""
+    wrapped = store.wrapped if isinstance(store, FleetStore) else store
+    return wrapped.settings if isinstance(wrapped, RegionStore) else None

@@ -15,6 +15,7 @@ from typing import Final, Literal, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Consistency, Limits
+from tollkeeper.core.rates import scaled
 from tollkeeper.decide.regional import REGIONS_MAX, AcrossRegions
 from tollkeeper.decide.store import require_strict_across
 from tollkeeper.decide.stores.redis.config import RedisConfig
@@ -188,13 +189,22 @@ def across_of(
     return across
 
 
-def require_shares(regions: Regions, limits: Limits, rule: str) -> None:
+def limits_of_region(
+    limits: Limits, across: AcrossRegions | None, regions: Regions | None
+) -> Limits:
+    """Return this region's share of global limits, for a node that cannot reach its store."""
+    if across is None or regions is None:
+        return limits
+    return scaled(limits, regions.fractions[regions.region])
+
+
+def require_shares(regions: Regions, limits: Limits, what: str) -> None:
     """Raise ConfigError if a region's share of an exact limit is less than one unit."""
     name, least = min(regions.fractions.items(), key=lambda each: each[1])
     for limit in limits:
         if limit.capacity * least < 1:
             raise ConfigError(
-                f"rule {rule!r}: a limit of {limit.capacity} is less than one unit for the region "
+                f"{what}: a limit of {limit.capacity} is less than one unit for the region "
                 f"{name!r}, whose share is {least}; write across_regions: eventual, or a limit of "
                 f"at least {-(-1 // least)}"
             )

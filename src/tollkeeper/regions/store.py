@@ -297,23 +297,6 @@ class RegionStore:
             store.close()
 
 
-def region_store_of(store: Store, regions: Regions, clock: Clock, *, owned: bool) -> Store:
-    """Return the store of a node in a region; `owned` is True if the limiter has opened it.
-
-    A store that already belongs to a region is returned as it is. Raises ConfigError if that is
-    another region.
-    """
-    known = store.regions
-    if known is None:
-        return RegionStore(store, regions, clock, owns_store=owned)
-    if (known.region, set(known.names)) != (regions.region, set(regions.stores)):
-        raise ConfigError(
-            f"this store belongs to the region {known.region!r} of {', '.join(known.names)}; "
-            f"omit regions, or pass the same ones"
-        )
-    return store
-
-
 def _has_global_gate(checks: Checks) -> bool:
     for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
         if isinstance(gate, GlobalGate):

@@ -94,12 +94,13 @@ class PreparedLimits:
         split: int,
         make_gate: MakeGate,
         consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
     ) -> None:
         self.limits = limits
         self.applied = AppliedRule(rule, limits)
         parts = part_count(limits, split)
         shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
-        self.gates = [make_gate(share, rule, consistency) for share in shares]
+        self.gates = [make_gate(share, rule, consistency, across) for share in shares]
 
 
 class LimitChoice:
@@ -444,6 +445,7 @@ class CompiledRules:
                 written.split,
                 self._make_gate,
                 choice.consistency,
+                written.across,
             )
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates

@@ -24,6 +24,7 @@ call.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,9 +55,11 @@ from tollkeeper.decide.failure import (
     decision_on_failure,
     uncounted_of,
 )
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import NEEDS_AUTHORITY, Answer, AnyGate, AsyncStore, Store
 from tollkeeper.fleet.store import FleetStore
 from tollkeeper.metrics.tally import RATE_SAMPLE_EVERY, RuleCounts, Tally
+from tollkeeper.regions.settings import Regions, limits_of_region, require_shares
 from tollkeeper.rules.compiled import (
     FACTOR_STEPS,
     CheckPlan,
@@ -67,12 +70,20 @@ from tollkeeper.rules.compiled import (
     factor_step,
     highest_step,
 )
-from tollkeeper.rules.document.model import Document
+from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.explain import Explanation, RuleAnswer, explain, with_answers
 from tollkeeper.rules.load import Factor, Loads, SourceFactor
 from tollkeeper.rules.penalties import Penalties
-from tollkeeper.rules.splitting import shares_of, sum_of_parts, whole_decision
+from tollkeeper.rules.splitting import (
+    part_count,
+    part_limits,
+    shares_of,
+    sum_of_parts,
+    whole_decision,
+)
+
+_log = logging.getLogger("tollkeeper.rules")
 
 _KINDS: Final[dict[str | None, ResultKind]] = {
     None: "unlimited",
@@ -152,6 +163,7 @@ class RuleEngine:
         *,
         async_store: AsyncStore | None = None,
         entries: EntryTable | None = None,
+        regions: Regions | None = None,
     ) -> None:
         """Put a document in force on a store.
 
@@ -160,6 +172,7 @@ class RuleEngine:
         `local`        decides in the store's place for rules that are `on_failure: local`.
         `async_store`  the store's awaited calls; if given, `run_async` drives the steps.
         `entries`      the assignments, overrides and list entries beside the document.
+        `regions`      the regions that share rules with `scope: global`.
         """
         self.loads = Loads(clock.now_ns)
         self.counts: dict[str, RuleCounts] = {}
@@ -172,6 +185,7 @@ class RuleEngine:
         )
         self._now_ns = clock.now_ns
         self._on_failure = on_failure
+        self._regions = regions
         self._local = local or LocalLimits(LocalFallback(), clock)
         self._use_lock = threading.Lock()
         self._factors: dict[str, Factor] = {}
@@ -196,6 +210,7 @@ class RuleEngine:
 
     def _compile(self, document: Document, version: str, entries: EntryTable) -> CompiledRules:
         self._require_consistency(document)
+        self._require_scope(document)
         factors: dict[str, Factor] = {}
         for rule in document.rules:
             if not rule.scale:
@@ -225,6 +240,35 @@ class RuleEngine:
                 f"{place}: consistency: {consistency} does not work here: {NEEDS_AUTHORITY}"
             )
         self._store.open_node()
+
+    def _require_scope(self, document: Document) -> None:
+        """Raise ConfigError if this store cannot count the document's global rules."""
+        found = [rule for rule in document.rules if rule.across is not None]
+        for rule in found:
+            try:
+                self._make_gate((UNLIMITED,), rule.id, across=rule.across)
+            except ConfigError as error:
+                raise ConfigError(f"rule {rule.id}: {error}") from None
+        exact = [rule for rule in found if rule.across == "exact"]
+        if exact and self._regions is not None:
+            self._require_exact(self._regions, document, exact)
+
+    @staticmethod
+    def _require_exact(regions: Regions, document: Document, rules: Sequence[Rule]) -> None:
+        """Raise ConfigError if a region's share of an exact rule is less than one unit."""
+        # Imported here: most documents have no exact rules.
+        from tollkeeper.rules.document.safety import (  # noqa: PLC0415 - see above
+            limit_sets,
+            short_windows,
+        )
+
+        for rule in rules:
+            for where, limits in limit_sets(document, f"rule {rule.id}", rule):
+                if limits:
+                    parts = part_count(limits, rule.split)
+                    require_shares(regions, part_limits(limits, parts, parts - 1), where)
+        for finding in short_windows(document, len(regions.stores)):
+            _log.warning("%s", finding)
 
     def factors(self) -> dict[str, float]:
         """Return the factor of its limits, for each rule that follows the load."""
@@ -778,9 +822,10 @@ class RuleEngine:
 
     def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
         # The whole limits, even if the rule is split: the share of each part would be rounded.
+        limits = limits_of_region(check.prepared.limits, check.rule.across, self._regions)
         is_split = len(check.prepared.gates) > 1
         part = (tuple(check.gate.limits), check.gate_subject) if is_split else None
-        local = LocalCheck(check.prepared.limits, check.rule.id, check.subject, check.units, part)
+        local = LocalCheck(limits, check.rule.id, check.subject, check.units, part)
         return FailedCheck(error, self._policy(check), local)
 
     def _note_failures(
@@ -868,9 +913,8 @@ class RuleEngine:
         most = 0
         for check, _ in self._charges_of(request, cost, decision):
             units = check.units_of(cost)
-            left = yield from charge_limits(
-                self._make_gate, check.gate, check.rule.id, check.gate_subject, units
-            )
+            gates = gates_of_limits(self._make_gate, check.gate, check.rule.id, check.rule.across)
+            left = yield from charge_limits(gates, check.gate_subject, units)
             if check.rule.mode != "shadow" and units:
                 most = max(most, -(-left * cost // units))  # rounded up: it did not fit whole
         return most
@@ -923,18 +967,27 @@ class RuleEngine:
         return with_answers(explanation, answers)
 
 
-def charge_limits(
-    make_gate: MakeGate, gate: AnyGate, rule: str, subject: str, units: int
-) -> Steps[int]:
-    """Charge units to each limit of a gate as far as it has room; return the most that did not fit.
+def gates_of_limits(
+    make_gate: MakeGate, gate: AnyGate, rule: str, across: AcrossRegions | None
+) -> list[AnyGate]:
+    """Return a gate for each limit of a rule.
 
-    A gate of one limit has the same counts as the gate of all of them. Units that the store cannot
-    count are not charged.
+    In one region, a gate of one limit has the same counts as the gate of all of them. The limits of
+    a global rule are counted together, so they have one gate.
+    """
+    if len(gate.limits) == 1 or across is not None:
+        return [gate]
+    return [make_gate((limit,), rule) for limit in gate.limits]
+
+
+def charge_limits(gates: Sequence[AnyGate], subject: str, units: int) -> Steps[int]:
+    """Charge units to each gate as far as it has room; return the most that did not fit.
+
+    Units that the store cannot count are not charged.
     """
     most = 0
-    for limit in gate.limits:
+    for alone in gates:
         left = units
-        alone = gate if len(gate.limits) == 1 else make_gate((limit,), rule)
         with suppress(StoreError):
             # Another request may spend in between: then there is less room, and soon none.
             for _ in range(CHARGE_ATTEMPTS_MAX):

@@ -72,6 +72,13 @@ def problems(text: str) -> list[str]:
         ("cost: {/a: 5, '*': 2}", {"cost": 2, "costs": {"/a": 5}}),
         ("consistency: strict", {"consistency": "strict"}),
         ("consistency: leased", {"consistency": "leased"}),
+        ("scope: region", {"scope": "region"}),
+        ("scope: global", {"scope": "global", "across_regions": None}),
+        ("scope: global\n    consistency: strict", {"scope": "global", "consistency": "strict"}),
+        (
+            "scope: global\n    across_regions: exact",
+            {"scope": "global", "across_regions": "exact"},
+        ),
         (
             "tiers: {pro: {limits: 7/s, consistency: eventual}}",
             {"tiers": {"pro": (Limit(7, per=1),)}, "tier_consistency": {"pro": "eventual"}},
@@ -265,6 +272,31 @@ def test_anchors_are_shared_limits() -> None:
             "consistency: strong",
             'consistency: unknown value "strong"; known: "strict", "leased", "eventual"',
         ),
+        ("scope: world", 'scope: unknown value "world"; known: "region", "global"'),
+        (
+            "scope: global\n    across_regions: strict",
+            'across_regions: unknown value "strict"; known: "exact", "eventual"',
+        ),
+        (
+            "across_regions: exact",
+            "across_regions: across_regions has no effect on a rule of one region; write scope",
+        ),
+        (
+            "scope: region\n    across_regions: eventual",
+            "across_regions: across_regions has no effect",
+        ),
+        (
+            "scope: global\n    consistency: leased",
+            "consistency: leased does not work with scope: global: the region's Redis decides ",
+        ),
+        (
+            "scope: global\n    keys: {a: {limits: 7/s, consistency: eventual}}",
+            'key "a" is eventual, which does not work with scope: global: the region\'s Redis',
+        ),
+        (
+            "scope: global\n    tiers: {pro: {limits: 7/s, consistency: leased}}",
+            'tier "pro" is leased, which does not work with scope: global',
+        ),
         (
             "tiers: {pro: {limits: 7/s, consistency: weak}}",
             'tiers.pro.consistency: unknown value "weak"; known: "strict", "leased", "eventual"',
@@ -326,7 +358,16 @@ def test_mistakes_in_a_rule(text: str, problem: str) -> None:
         f"{first.where}: {first.message}".removeprefix("rules[0]").lstrip(".").removeprefix(": ")
     )
     assert message.startswith(problem)
-    assert first.line in range(4, 8)
+    assert first.line in range(4, 9)
+
+
+def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:
+    """A tier of the document has a consistency of its own, and the rule takes its limits."""
+    text = "{version: 1, tiers: {pro: {limits: 9/s, consistency: leased}}, rules: [%s]}"
+    says = 'rules[0]: tier "pro" is leased, which does not work with scope: global'
+    assert says in problems(text % "{id: r, by: user, scope: global}")[0]
+    for fields in ("limits: 5/s", "tiers: {pro: 7/s}"):
+        read(text % f"{{id: r, by: user, scope: global, {fields}}}")
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,28 @@ def test_tiers_that_the_limits_of_rules_hide(rules: str, hidden: list[str] | Non
     assert not any("force" in str(each) for each in advice)
 
 
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ("limits: 5/s, scope: global, across_regions: exact", ["rules[0].limits"]),
+        ("limits: [5/minute, 9/3s], scope: global, across_regions: exact", ["rules[0].limits"]),
+        ("limits: 5/m, keys: {a: 7/s}, scope: global, across_regions: exact", ["rules[0].keys.a"]),
+        ("limits: 5/4s, scope: global, across_regions: exact", []),
+        ("limits: 5/s, scope: global", []),
+        ("limits: 5/s", []),
+        ("limits: 5/s, scope: global, across_regions: exact, mode: 'off'", []),
+    ],
+)
+def test_windows_that_are_too_short_for_regions(fields: str, where: list[str]) -> None:
+    """It is advice: such a rule delivers little beyond the shares, and is never exceeded."""
+    document = read(f"{{version: 1, rules: [{{id: a, by: user, {fields}}}]}}")
+    advice = findings(document)
+    assert [each.where for each in advice] == where
+    assert all(each.code == "short-window" and each.is_advice for each in advice)
+    assert all("scope: region" in each.remedy for each in advice)
+    assert new_findings(document, None) == ()
+
+
 # --------------------------------------------------------------------------------------- reaching
 
 

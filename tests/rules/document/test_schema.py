@@ -22,6 +22,7 @@ from tollkeeper.core.model import (
     UNITS_MAX,
 )
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
+from tollkeeper.regions.settings import ACROSS_REGIONS, SCOPES
 from tollkeeper.rules.document import grammar
 from tollkeeper.rules.document.model import (
     BY_MAX,
@@ -164,6 +165,8 @@ def test_the_choices_are_those_of_the_code() -> None:
     assert tuple(DEFS["limit"]["properties"]["algorithm"]["enum"]) == ALGORITHM_NAMES
     assert tuple(rule["mode"]["enum"]) == MODES
     assert tuple(DEFS["consistency"]["enum"]) == CONSISTENCIES
+    assert tuple(DEFS["scope"]["enum"]) == SCOPES
+    assert tuple(DEFS["acrossRegions"]["enum"]) == ACROSS_REGIONS
     assert tuple(rule["on_failure"]["enum"]) == ON_FAILURES
     shares = DEFS["scale"]["if"]["properties"]["source"]["enum"]
     assert tuple(shares) == SHARE_SOURCES
@@ -299,6 +302,9 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "cost", "/b"), -1),
         ((*RULE, "cost", "/b"), [5]),
         ((*RULE, "consistency"), "strong"),
+        ((*RULE, "scope"), "world"),
+        ((*RULE, "scope"), True),
+        ((*RULE, "across_regions"), "exact"),  # of a rule of one region
         ((*RULE, "on_failure"), None),
         ((*RULE, "mode"), False),
         ((*RULE, "mode"), "OFF"),

@@ -115,6 +115,8 @@ def test_every_other_value_is_written() -> None:
         cost=2,
         costs={"/a": 3},
         consistency="strict",
+        scope="global",
+        across_regions="exact",
         on_failure="closed",
         mode="shadow",
         rollout=5,

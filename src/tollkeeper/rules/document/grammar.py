@@ -9,7 +9,7 @@ grammar for editors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final, TypeVar, get_args
@@ -27,6 +27,7 @@ from tollkeeper.core.model import (
     request_field_like,
 )
 from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
+from tollkeeper.regions.settings import ACROSS_REGIONS, SCOPES
 from tollkeeper.rules.document.model import (
     BY_MAX,
     COOLDOWNS_MAX,
@@ -156,7 +157,8 @@ STALE_S_MAX: Final = 86_400.0
 _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
 _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
-    *("consistency", "on_failure", "mode", "replaces", "rollout", "scale", "split", "penalty"),
+    *("consistency", "scope", "across_regions", "on_failure", "mode", "replaces", "rollout"),
+    *("scale", "split", "penalty"),
 )
 _SCALE: Final = (*("source", "low", "high", "least", "smoothing", "most", "idle", "stale_after"),)
 _PENALTY: Final = (
@@ -189,7 +191,7 @@ def document_at(place: DocumentPlace) -> Document:
     tiers, tier_consistency = _limits_by_name(
         found.get("tiers"), "{free: [100/minute]}", _check_tier_name
     )
-    rules = _rules(found.get("rules"), tiers)
+    rules = _rules(found.get("rules"), tiers, tier_consistency)
     return Document(
         rules=rules,
         tiers=tiers,
@@ -285,7 +287,11 @@ def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------------- rules
 
 
-def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, ...]:
+def _rules(
+    place: DocumentPlace | None,
+    tiers: Collection[str],
+    tier_consistency: Mapping[str, Consistency],
+) -> tuple[Rule, ...]:
     if place is None:
         return ()
     items = place.items(f"[{_EXAMPLE_RULE}]", single=False)
@@ -294,7 +300,7 @@ def _rules(place: DocumentPlace | None, tiers: Collection[str]) -> tuple[Rule, .
         return ()
     rules: dict[str, Rule] = {}
     for item in items:
-        rule = _rule(item, tiers, rules)
+        rule = _rule(item, tiers, tier_consistency, rules)
         rules[rule.id] = rule
     pushed = {scale.source for rule in rules.values() for scale in rule.scale} - {*SHARE_SOURCES}
     if len(pushed) > PUSHED_SOURCES_MAX:
@@ -330,7 +336,12 @@ def _check_places(items: Sequence[DocumentPlace], rules: Sequence[Rule]) -> None
             )
 
 
-def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) -> Rule:
+def _rule(
+    place: DocumentPlace,
+    tiers: Collection[str],
+    tier_consistency_of: Mapping[str, Consistency],
+    taken: Collection[str],
+) -> Rule:
     found = place.fields(_RULE, _EXAMPLE_RULE)
     place.require(found, ("id", "orders"), ("by", "[api_key]"))
     if place.node.kind == "mapping" and "limits" not in found and not tiers:
@@ -345,7 +356,7 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         lambda place, name: _check_known_tier(place, name, tiers),
     )
     keys, key_consistency = _keys(found)
-    return Rule(
+    rule = Rule(
         id=_id(found["id"], taken) if "id" in found else "",
         match=_match(found["match"]) if "match" in found else Match(),
         by=_by(found["by"]) if "by" in found else (),
@@ -357,6 +368,8 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         cost=cost,
         costs=costs,
         consistency=_choice(found, "consistency", CONSISTENCIES, "strict"),
+        scope=_choice(found, "scope", SCOPES, "region"),
+        across_regions=_choice(found, "across_regions", ACROSS_REGIONS, None),
         on_failure=_choice(found, "on_failure", ON_FAILURES, None),
         mode=_choice(found, "mode", MODES, "enforce"),
         replaces=found["replaces"].line("api", NAME_LENGTH_MAX) if "replaces" in found else None,
@@ -365,6 +378,39 @@ def _rule(place: DocumentPlace, tiers: Collection[str], taken: Collection[str]) 
         split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,
         penalty=_penalty(found["penalty"]) if "penalty" in found else None,
     )
+    _check_scope(place, found, rule, tier_consistency_of)
+    return rule
+
+
+def _check_scope(
+    place: DocumentPlace,
+    found: dict[str, DocumentPlace],
+    rule: Rule,
+    tier_consistency: Mapping[str, Consistency],
+) -> None:
+    """Check that the scope of a rule makes sense with its other fields."""
+    if rule.scope != "global":
+        if "across_regions" in found:
+            found["across_regions"].fail(
+                "across_regions has no effect on a rule of one region; write scope: global too, "
+                "or remove it"
+            )
+        return
+    remedy = "the region's Redis decides every check of a global rule; write consistency: strict"
+    if rule.consistency != "strict":
+        found["consistency"].fail(
+            f"{rule.consistency} does not work with scope: global: {remedy}, or scope: region"
+        )
+    tiers = {} if rule.limits else tier_consistency
+    for what, name, each in (
+        *(("tier", *item) for item in rule.tier_consistency.items()),
+        *(("key", *item) for item in rule.key_consistency.items()),
+        *(("tier", *item) for item in tiers.items() if item[0] not in rule.tiers),
+    ):
+        if each != "strict":
+            place.fail(
+                f"{what} {quoted(name)} is {each}, which does not work with scope: global: {remedy}"
+            )
 
 
 def _id(place: DocumentPlace, taken: Collection[str]) -> str:

@@ -14,6 +14,8 @@ from os import PathLike
 from typing import Any, Final, Literal, get_args
 
 from tollkeeper.core.model import Consistency, Limits
+from tollkeeper.decide.regional import AcrossRegions
+from tollkeeper.regions.settings import Scope
 
 Mode = Literal["enforce", "shadow", "off"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
@@ -129,6 +131,10 @@ class Rule:
     costs: Mapping[str, int] = field(default_factory=dict)
     """The same for some endpoints; the first pattern that matches applies."""
     consistency: Consistency = "strict"
+    scope: Scope = "region"
+    """`global`: all regions share the limits."""
+    across_regions: AcrossRegions | None = None
+    """How regions share the limits of a global rule; None: `eventual`."""
     on_failure: OnFailure | None = None
     """None: the limiter's failure policy applies."""
     mode: Mode = "enforce"
@@ -141,6 +147,11 @@ class Rule:
     penalty: PenaltySettings | None = None
     replaces: str | None = None
     """The id of the next rule, whose place this rule takes when it is enforced."""
+
+    @property
+    def across(self) -> AcrossRegions | None:
+        """How regions share the limits; None for a rule that is not global."""
+        return (self.across_regions or "eventual") if self.scope == "global" else None
 
 
 @dataclass(frozen=True, slots=True)

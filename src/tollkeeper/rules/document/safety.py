@@ -3,7 +3,8 @@
 A finding is not an error: the document could be used. But a document that denies everyone, exempts
 everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
 rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
-that no rule uses is only advice: an author may add it before the rule that uses it.
+that no rule uses is only advice: an author may add it before the rule that uses it. So is an exact
+global rule whose window is too short for regions to share it well.
 
 Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
 counts as covered only if another certainly matches everything that it matches.
@@ -26,6 +27,7 @@ from itertools import chain, islice
 from math import ceil, floor
 from typing import Final
 
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
 from tollkeeper.core.model import REQUEST_FIELDS, Limit, Limits
 from tollkeeper.rules.document.model import DEFAULT_TIER, Document, Match, Override, Rule
@@ -43,6 +45,10 @@ from tollkeeper.rules.matching.patterns import (
 )
 
 FINDINGS_MAX: Final = 1_000
+# The least number of regions that share a global rule.
+REGIONS_MIN: Final = 2
+# An exact limit with a shorter window than this for each region delivers little beyond the shares.
+EXACT_NS_PER_REGION: Final = 2 * NS_PER_SECOND
 # Networks with a prefix this short are combined, to see whether together they cover all addresses.
 _WIDE_BITS: Final = 8
 
@@ -57,7 +63,7 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
         _orphaned_tiers(document, before),
         _no_limits(document),
         _no_default_tier(document),
-        hidden_tiers(document),
+        advice(document),
         _unreachable(document, before),
     )
     return tuple(islice(found, FINDINGS_MAX))
@@ -139,7 +145,7 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
         path = below("rules", place)
         costs = [("every request", rule.cost)]
         costs += [(f"every request to {quoted(at)}", units) for at, units in rule.costs.items()]
-        for where, limits in _limit_sets(document, path, rule):
+        for where, limits in limit_sets(document, path, rule):
             tightest = min(limits, key=lambda limit: limit.capacity, default=None)
             if tightest is None:
                 continue
@@ -149,7 +155,7 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
                     yield SafetyFinding("never-fits", where, what, why, _raise_to(cost), rule.id)
 
 
-def _limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str, Limits]]:
+def limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str, Limits]]:
     """Yield all limits that may apply under a rule, each with its path."""
     if rule.limits:
         yield below(path, "limits"), rule.limits
@@ -203,7 +209,7 @@ def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
 
 def _room(document: Document, rule: Rule) -> int:
     """Return the highest cost that fits the widest limits: the client's tier is not known here."""
-    sets = (limits for _, limits in _limit_sets(document, "", rule) if limits)
+    sets = (limits for _, limits in limit_sets(document, "", rule) if limits)
     return max((min(limit.capacity for limit in limits) for limits in sets), default=0)
 
 
@@ -291,7 +297,12 @@ def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
         )
 
 
-def hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
+def advice(document: Document) -> Iterator[SafetyFinding]:
+    """Yield the findings that reject nothing."""
+    return chain(_hidden_tiers(document), short_windows(document, REGIONS_MIN))
+
+
+def _hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
     """Find tiers that no rule uses, because every rule has limits of its own."""
     rules = [rule for rule in document.rules if rule.mode != "off"]
     if not rules or not all(rule.limits for rule in rules):
@@ -310,6 +321,26 @@ def hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
             f"the limits of rule {hiding}{others} apply to every tier and hide the limits here",
             f"remove `limits` from rule {hiding}, give it tiers: {{{tier}: …}}, or remove the tier",
         )
+
+
+def short_windows(document: Document, regions: int) -> Iterator[SafetyFinding]:
+    """Find exact global rules whose windows are too short for this number of regions."""
+    least_ns = regions * EXACT_NS_PER_REGION
+    for place, rule in enumerate(document.rules):
+        if rule.across != "exact" or rule.mode == "off":
+            continue
+        for where, limits in limit_sets(document, below("rules", place), rule):
+            if any(limit.window_ns < least_ns for limit in limits):
+                yield SafetyFinding(
+                    "short-window",
+                    where,
+                    f"a window is shorter than {least_ns // NS_PER_SECOND} s",
+                    f"regions need about 2 s each to tell each other what they have admitted, so "
+                    f"each of {regions} or more regions gets little beyond its share",
+                    "write scope: region with a part of the limit, across_regions: eventual, or a "
+                    "longer window",
+                    rule.id,
+                )
 
 
 def _unreachable(document: Document, before: Document | None) -> Iterator[SafetyFinding]:

@@ -140,7 +140,10 @@ def _by_name(limits: Mapping[str, Limits], consistency: Mapping[str, Consistency
 
 def _rule(rule: Rule) -> Data:
     usual = Rule(id="", by=())
-    changed = ("consistency", "on_failure", "mode", "replaces", "rollout", "split")
+    changed = (
+        *("consistency", "scope", "across_regions", "on_failure", "mode", "replaces"),
+        *("rollout", "split"),
+    )
     return {
         "id": rule.id,
         **_given(match=_match(rule.match)),

@@ -19,7 +19,7 @@ from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError, from_data, read
-from tollkeeper.rules.document.safety import hidden_tiers, new_findings
+from tollkeeper.rules.document.safety import advice, new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
 from tollkeeper.rules.entries import KEY_BYTES_MAX
@@ -247,7 +247,7 @@ def _validated(text: str, found: CurrentRules) -> ValidationOut:
         return ValidationOut(valid=False, safe=False, problems=problems, findings=[], diff="")
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
-    shown = [*unsafe, *hidden_tiers(document)][:LISTED_MAX]
+    shown = [*unsafe, *advice(document)][:LISTED_MAX]
     names = found.etag.strip('"') if before else "no version", "<body>"
     return ValidationOut(
         valid=True,
