@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ settings.load_profile("tollkeeper")
 settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=25)
 # `pytest --hypothesis-profile=thorough` takes an hour.
 settings.register_profile("thorough", settings.get_profile("tollkeeper"), max_examples=2_000)
+
+# On a busy machine, an answer may take longer than the five seconds that a command waits for it.
+os.environ["TOLLKEEPER_TIMEOUT"] = "60"
 
 # A shell starts a background command with SIGINT ignored. The processes that tests start would
 # inherit that, and a test that interrupts one would wait forever.

@@ -275,8 +275,12 @@ def ask_on(
 
 
 def run_to_end(arguments: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a `tollkeeper` command to its end; return its output and exit code."""
+    """Run a `tollkeeper` command to its end; return its output and exit code.
+
+    It waits for an answer of a service as long as `ServiceProcess.ask` does.
+    """
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
+    clean["TOLLKEEPER_TIMEOUT"] = f"{ASK_SECONDS_MAX:g}"
     return subprocess.run(
         [sys.executable, "-m", "tollkeeper", *arguments],
         capture_output=True,

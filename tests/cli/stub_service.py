@@ -93,9 +93,11 @@ def stub_service(status: int, body: object = None, *, location: str = "") -> Ite
 
 
 def run(*arguments: str, url: str | None = None, **environment: str) -> Result:
-    """Run a command; URL, TOKEN and CA become environment variables."""
+    """Run a command; URL, TOKEN, CA and TIMEOUT become environment variables."""
     names = ("URL", "TOKEN", "CA")
     given = {f"TOLLKEEPER_{name}": environment.get(name) for name in names}
+    if "TIMEOUT" in environment:
+        given["TOLLKEEPER_TIMEOUT"] = environment["TIMEOUT"]
     if url:
         given["TOLLKEEPER_URL"] = url
     return CliRunner().invoke(app, arguments, env=given, prog_name="tollkeeper")

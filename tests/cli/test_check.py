@@ -233,11 +233,13 @@ def test_redirect_is_not_followed() -> None:
 
 
 def test_timeout() -> None:
-    """A service that does not answer is given up after --timeout."""
+    """A service that does not answer is given up after --timeout, or TOLLKEEPER_TIMEOUT."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         url = f"http://127.0.0.1:{server.server_port}"  # it listens, but accepts no connection
         result = run("check", "--timeout", "0.05", url=url)
-    assert result.exit_code == 2
+        by_variable = run("check", url=url, TIMEOUT="0.05")
+    assert (result.exit_code, by_variable.exit_code) == (2, 2)
+    assert result.stderr == by_variable.stderr
     assert result.stderr == (
         f"tollkeeper: {url} did not answer within 0.05 s; raise --timeout to wait longer\n"
     )
@@ -452,7 +454,7 @@ def test_help_is_complete(command: str) -> None:
     for words in (
         *(("--limit", "--algorithm") if command == "limit" else (*fields, "--attribute")),
         *("--url", "--token", "--ca", "--timeout", "--json", "Exit code: 0"),
-        *("TOLLKEEPER_URL", "TOLLKEEPER_TOKEN", "TOLLKEEPER_CA"),
+        *("TOLLKEEPER_URL", "TOLLKEEPER_TOKEN", "TOLLKEEPER_CA", "TOLLKEEPER_TIMEOUT"),
         f"Example: tollkeeper {command} ",
     ):
         assert words in told, words
@@ -463,5 +465,6 @@ def test_help_is_complete(command: str) -> None:
 def test_documentation_is_complete() -> None:
     """The page has every command and variable."""
     page = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
-    for words in (*(f"`tollkeeper {each}" for each in COMMANDS), "TOLLKEEPER_URL", "TOLLKEEPER_CA"):
+    variables = ("TOLLKEEPER_URL", "TOLLKEEPER_CA", "TOLLKEEPER_TIMEOUT")
+    for words in (*(f"`tollkeeper {each}" for each in COMMANDS), *variables):
         assert words in page, words

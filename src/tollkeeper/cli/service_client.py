@@ -66,7 +66,13 @@ CaOption = Annotated[
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for an answer.")
+    float,
+    typer.Option(
+        "--timeout",
+        envvar="TOLLKEEPER_TIMEOUT",
+        metavar="SECONDS",
+        help="How long to wait for an answer.",
+    ),
 ]
 
 
