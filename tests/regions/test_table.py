@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.decide.regional import Shares
 from tollkeeper.regions.table import (
+    REGION_NOTE,
+    TABLE_NOTE,
     Membership,
+    newest_table,
     next_shares,
     parse_region,
     share_table,
@@ -56,6 +64,27 @@ def test_a_share_falls_at_once_and_rises_when_all_have_announced() -> None:
     assert us[:4] == (NEXT.epoch, Fraction(4, 5), Fraction(1, 2), 3)
 
 
+def test_a_region_that_has_skipped_a_table_is_not_counted_on() -> None:
+    """It has announced a later table, and may have a higher share than this one gives it."""
+    us = next_shares("us", HALF, None, {}, 0, (), first=True)
+    later = share_table(3, {"eu": 0.5, "us": 0.5})
+    assert next_shares("us", NEXT, us, {"eu": later.epoch}, 1, ()).share == Fraction(1, 2)
+
+
+def test_a_region_that_returns_goes_on_only_if_the_table_is_the_same() -> None:
+    """Its shares have expired while it was away. It does not use a share that others have now."""
+    first = Membership("us", HALF, [])
+    notes = {REGION_NOTE: first.plan({}, None, 5, ()).note}
+    again = Membership("us", HALF, []).plan(notes, None, 9, ()).shares
+    assert again is not None
+    assert again[1:4] == (Fraction(1, 2), Fraction(1, 2), 5)
+    for shares in ({"eu": 1.0}, {"eu": 0.5, "us": 0.5}):  # it was removed, and maybe added again
+        notes[TABLE_NOTE] = share_table(3, shares).text()
+        plan = Membership("us", HALF, []).plan(notes, None, 9, ())
+        assert plan.shares is not None
+        assert plan.shares.share == 0
+
+
 def test_the_first_start_and_an_empty_store() -> None:
     """The first start takes the share at once; a store that has lost its data rejoins."""
     first = Membership("us", HALF, ["eu"])
@@ -90,3 +119,166 @@ def test_a_region_is_added_once_and_the_last_one_stays() -> None:
         shares_without({"eu": Fraction(1)}, "eu")
     with pytest.raises(ConfigError, match="leaves nothing"):
         shares_with({"eu": Fraction(1)}, "us", Fraction(1))
+
+
+# ── Random changes ─────────────────────────────────────────────────────────────────────────────
+
+NAMES = ("ap", "eu", "us", "za")
+
+
+@dataclass
+class Region:
+    """The store of a region, and what its leader knows."""
+
+    name: str
+    notes: dict[str, str] = field(default_factory=dict)
+    shares: Shares | None = None
+    gone: bool = False
+    leader: Membership = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lead()
+
+    def lead(self) -> None:
+        """A new process leads: it knows nothing."""
+        first = share_table(1, dict.fromkeys(NAMES, Fraction(1, len(NAMES))))
+        self.leader = Membership(self.name, first, [each for each in NAMES if each != self.name])
+
+    def manage(self, now_ns: int, *, dies: bool = False) -> None:
+        """Do what the plan says; a leader may die between its two parts."""
+        plan = self.leader.plan(dict(self.notes), self.shares, now_ns, ())
+        if plan.shares is not None:
+            self.shares = plan.shares
+        if dies:
+            self.lead()
+        elif plan.note:
+            self.notes[REGION_NOTE] = plan.note
+
+    @property
+    def share(self) -> Fraction:
+        """The share in use."""
+        return Fraction(0) if self.shares is None or self.gone else self.shares.share
+
+
+class Regions:
+    """Four regions, of which some cannot reach others."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.now_ns = 1
+        self.all = {name: Region(name) for name in NAMES}
+        self.cuts: set[tuple[str, str]] = set()
+
+    @property
+    def here(self) -> list[Region]:
+        """The regions that are not gone."""
+        return [each for each in self.all.values() if not each.gone]
+
+    def greet(self, one: Region, other: Region) -> None:
+        """One region's leader reads the notes of another one."""
+        if other.gone or (one.name, other.name) in self.cuts:
+            one.leader.missed(other.name)
+        else:
+            one.leader.hear(other.name, dict(other.notes))
+
+    def greet_all(self, one: Region) -> None:
+        """Read the notes of all others."""
+        for other in self.all.values():
+            if other is not one:
+                self.greet(one, other)
+
+    def command(self) -> None:
+        """Write a new table into some of the stores. Regions that are gone are removed."""
+        draw = self.draw
+        names = [each.name for each in self.here]
+        parts = [draw.randint(1, 9) for _ in names]
+        shares = {name: Fraction(part, sum(parts)) for name, part in zip(names, parts, strict=True)}
+        reached = draw.sample(self.here, draw.randint(1, len(self.here)))
+        tables = [newest_table(each.notes) for each in reached]
+        version = max([1, *(each.version for each in tables if each is not None)]) + 1
+        for each in reached:
+            each.notes[TABLE_NOTE] = share_table(version, shares).text()
+
+    def go(self) -> None:
+        """A region is gone; the others are told so."""
+        if len(self.here) > 2:
+            self.draw.choice(self.here).gone = True
+            self.command()
+
+    def come(self) -> None:
+        """A region returns. Its shares have expired; its store may be lost."""
+        gone = [each for each in self.all.values() if each.gone]
+        if gone:
+            region = self.draw.choice(gone)
+            region.gone, region.shares = False, None
+            if self.draw.random() < 0.3:
+                region.notes.clear()
+            region.lead()
+            self.cuts = {cut for cut in self.cuts if region.name not in cut}
+            self.greet_all(region)
+            self.command()
+
+    def lose(self, region: Region) -> None:
+        """A store loses its data. Its leader reaches the other regions."""
+        region.shares = None
+        region.notes.clear()
+        self.cuts = {cut for cut in self.cuts if region.name not in cut}
+        self.greet_all(region)
+        region.manage(self.now_ns)
+
+    def step(self) -> None:
+        """Something happens."""
+        draw = self.draw
+        self.now_ns += 1
+        match draw.choices(
+            ["greet", "manage", "lead", "command", "cut", "heal", "go", "come", "lose"],
+            [40, 40, 4, 4, 6, 2, 1, 2, 1],
+        ):
+            case ["greet"]:
+                self.greet_all(draw.choice(self.here))
+            case ["manage"]:
+                draw.choice(self.here).manage(self.now_ns, dies=draw.random() < 0.1)
+            case ["lead"]:
+                draw.choice(self.here).lead()
+            case ["command"]:
+                self.command()
+            case ["cut"]:
+                self.cuts.add((draw.choice(NAMES), draw.choice(NAMES)))
+            case ["heal"]:
+                self.cuts.clear()
+            case ["go"]:
+                self.go()
+            case ["come"]:
+                self.come()
+            case ["lose"]:
+                self.lose(draw.choice(self.here))
+
+    def settle(self) -> None:
+        """All reach each other for a while."""
+        self.cuts.clear()
+        for _ in range(8):
+            for region in self.here:
+                self.greet_all(region)
+                region.manage(self.now_ns)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32))
+def test_shares_never_add_up_to_more_than_1(seed: int) -> None:
+    """Whatever leaders hear and when, and whenever they die; in the end all use one table.
+
+    A region that is removed is gone, and when it returns it reaches another one.
+    """
+    regions = Regions(random.Random(seed))
+    for _ in range(150):
+        regions.step()
+        total = sum((each.share for each in regions.all.values()), Fraction(0))
+        assert total <= 1, [(each.name, each.shares) for each in regions.here]
+    regions.settle()
+    regions.command()
+    regions.settle()
+    table = regions.here[0].leader.table
+    assert {each.leader.table for each in regions.here} == {table}
+    for each in regions.here:
+        assert each.share == table.share(each.name)
+    assert sum((each.share for each in regions.here), Fraction(0)) == 1

@@ -13,6 +13,10 @@ So shares never add up to more than 1, in whatever order leaders hear of a table
 in between. A region that is not in the table gets no share. The others cannot wait for it, because
 it may be gone for good: it must be gone, or hear of the table.
 
+The shares in a store expire if no leader sets them for a while (SHARES_NS). The next leader first
+asks the other regions, and goes on with the shares of its note if the table is still the same. So a
+region that was removed while it was away does not use its old share when it returns.
+
 A region whose store is empty has no share to start with, and gets one like a region that is added.
 Only the very first start is different: no region has announced anything, and each takes its share.
 
@@ -171,10 +175,16 @@ class RegionNote(NamedTuple):
     """The epoch that each region has announced last, this one included."""
     met: Mapping[str, str]
     """The id of the store that was found under the name of each other region."""
+    shares: Shares | None
+    """The shares that were set last: where the region goes on if they have expired."""
 
     def text(self) -> str:
         """Return the note."""
-        fields = {**self._asdict(), "table": self.table.fields()}
+        shares = None
+        if self.shares is not None:
+            epoch, share, before, changed_ns, _ = self.shares
+            shares = [epoch, str(share), str(before), changed_ns]
+        fields = {**self._asdict(), "table": self.table.fields(), "shares": shares}
         return json.dumps(fields)
 
 
@@ -194,10 +204,21 @@ def parse_region(text: str) -> RegionNote:
             _table_of(fields["table"]),
             {str(name): int(epoch) for name, epoch in fields["announced"].items()},
             {str(name): str(store) for name, store in fields["met"].items()},
+            _shares_of(fields["shares"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"the note of a region cannot be read: {show(text)}: {error}") from None
     return note
+
+
+def _shares_of(fields: Any) -> Shares | None:
+    if fields is None:
+        return None
+    epoch, share, before, changed_ns = fields
+    found = Shares(int(epoch), Fraction(share), Fraction(before), int(changed_ns), ())
+    if not 0 <= found.before <= found.share <= 1:
+        raise ValueError(f"{show(fields)} are not the shares of a region")
+    return found
 
 
 def _table_of(fields: Any) -> ShareTable:
@@ -373,20 +394,25 @@ class Membership:
             problem = self._cannot_start()
             if problem:
                 # The others read the id of this store, and say that it is the one they reach.
-                note = self._note(self._announced) if not self._untried else ""
+                note = "" if self._untried else self._note(self._announced, own and own.shares)
                 return Plan(None, note, problem)
+            # Another table may have been in use meanwhile that has given this share to others.
+            if own is not None and own.shares is not None and own.shares.epoch == table.epoch:
+                shares = own.shares
         is_first = own is None and table.version == 1 and not self._met_us
         chosen = tuple(sorted(each for each in live if each in table.regions))
         found = next_shares(
             self._region, table, shares, self._announced, now_ns, chosen, first=is_first
         )
-        note = self._note({**self._announced, self._region: table.epoch})
+        note = self._note({**self._announced, self._region: table.epoch}, found)
         return Plan(found, note, self._warning())
 
-    def _note(self, announced: Mapping[str, int]) -> str:
+    def _note(self, announced: Mapping[str, int], shares: Shares | None) -> str:
         self._store = self._store or self._new_id()
         met = dict(self._met)
-        return RegionNote(self._region, LAYOUT, self._store, self.table, announced, met).text()
+        return RegionNote(
+            self._region, LAYOUT, self._store, self.table, announced, met, shares
+        ).text()
 
     def _own_note(self, notes: Mapping[str, str]) -> tuple[RegionNote | None, str]:
         """Return the note in the own store, and why this region must not work with it."""
