@@ -11,9 +11,11 @@ import pytest
 from django.core.handlers.asgi import ASGIRequest
 from django.test import Client, RequestFactory, override_settings
 
+from tests.fleet.nodes import SharedStore
 from tests.web import django_site as views
-from tollkeeper import AsyncLimiter, ConfigError, Limiter
+from tollkeeper import AsyncLimiter, ConfigError, Fleet, Limiter
 from tollkeeper.django import RateLimitMiddleware
+from tollkeeper.testing import ManualClock
 from tollkeeper.web.django_site import (
     DjangoCharges,
     DjangoWebRequest,
@@ -55,6 +57,28 @@ def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
     """The message has the setting's name and suggests a correct value."""
     with override_settings(TOLLKEEPER=setting), pytest.raises(ConfigError, match=words):
         RateLimitMiddleware(views.hello)
+
+
+def test_both_enforcers_of_a_django_site_are_one_node() -> None:
+    """Views in threads and in the event loop spend from the same leases."""
+    clock = ManualClock(1_000)
+    store = SharedStore(clock)
+    setting = {
+        "limits": "100000/hour",
+        "store": store,
+        "clock": clock,
+        "consistency": "leased",
+        "fleet": Fleet(nodes=2),
+    }
+    with override_settings(TOLLKEEPER=setting):
+        site = site_limits()
+        for _ in range(40):
+            assert site.enforcer._limiter.check("a").allowed
+        leases = store.controlled.leases
+        assert 0 < leases <= 10
+        assert site.async_enforcer.store is site.enforcer.store
+        assert site.async_enforcer._limiter.check("a").allowed
+        assert store.controlled.leases <= leases + 1
 
 
 def test_a_site_without_the_setting_has_no_limits() -> None:

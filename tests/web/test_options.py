@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
-from django.test import override_settings
 from fastapi import FastAPI
 from flask import Flask
 from werkzeug.test import Client
@@ -17,7 +16,6 @@ from tests.web.asgi_driver import ask
 from tollkeeper import ConfigError, Fleet, Limiter, asgi, django, fastapi, flask, wsgi
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
-from tollkeeper.web.django_site import site_limits
 from tollkeeper.web.identity import Identity
 from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
 
@@ -187,28 +185,6 @@ def test_a_node_answers_most_requests_itself(framework: str) -> None:
     assert 0 < store.controlled.leases <= 20
     # Two rules of one node, in one table.
     assert len(store._tables) == (2 if framework in {"fastapi", "flask"} else 1)
-
-
-def test_both_enforcers_of_a_django_site_are_one_node() -> None:
-    """Views in threads and in the event loop spend from the same leases."""
-    clock = ManualClock(1_000)
-    store = SharedStore(clock)
-    setting = {
-        "limits": "100000/hour",
-        "store": store,
-        "clock": clock,
-        "consistency": "leased",
-        "fleet": Fleet(nodes=2),
-    }
-    with override_settings(TOLLKEEPER=setting):
-        site = site_limits()
-        for _ in range(40):
-            assert site.enforcer._limiter.check("a").allowed
-        leases = store.controlled.leases
-        assert 0 < leases <= 10
-        assert site.async_enforcer.store is site.enforcer.store
-        assert site.async_enforcer._limiter.check("a").allowed
-        assert store.controlled.leases <= leases + 1
 
 
 def test_a_route_can_be_strict_in_an_application_that_leases() -> None:
