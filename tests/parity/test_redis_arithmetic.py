@@ -18,7 +18,6 @@ from tests.promises.strategies import limit_of, promise
 from tests.redis_servers import running
 from tollkeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores.redis.codec import encode_limits
 from tollkeeper.testing import ManualClock
 
 pytestmark = pytest.mark.server
@@ -26,12 +25,14 @@ pytestmark = pytest.mark.server
 YEAR_US = WINDOW_NS_MAX // NS_PER_US
 CENTURY_US = REFILL_NS_MAX // NS_PER_US
 
-# The code that every script begins with, and then its most difficult function.
+# The code that every script begins with: its most difficult function.
 MULTIPLY_DIVIDE = (
-    files("tollkeeper.decide.stores.redis").joinpath("lua/state.lua").read_text(encoding="utf-8")
+    files("tollkeeper.decide.stores.redis")
+    .joinpath("lua/arithmetic.lua")
+    .read_text(encoding="utf-8")
     + """
     local answers = {}
-    for i = 4, #ARGV, 3 do
+    for i = 1, #ARGV, 3 do
         local whole, rest =
             multiply_divide(tonumber(ARGV[i]), tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]))
         answers[#answers + 1] = string.format('%.0f %.0f', whole, rest)
@@ -81,9 +82,8 @@ def borders(draw: st.DrawFn) -> tuple[int, int, int]:
 @promise(300, triples=st.lists(refills() | fadings() | borders(), min_size=1, max_size=100))
 def test_products_are_divided_exactly(triples: list[tuple[int, int, int]]) -> None:
     """Quotient and remainder of x × n / d are exact, although the product exceeds a double."""
-    gate = encode_limits([Limit(1, per=1)], "")
     numbers = [number for triple in triples for number in triple]
-    answers = running("single").admin.eval(MULTIPLY_DIVIDE, 1, "none", gate, 0, 0, *numbers)
+    answers = running("single").admin.eval(MULTIPLY_DIVIDE, 0, *numbers)
     expected = [divmod(x * n, d) for x, n, d in triples]
     assert answers == [f"{whole} {rest}" for whole, rest in expected]
 

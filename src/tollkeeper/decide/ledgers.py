@@ -114,6 +114,8 @@ class BucketLedger:
         return self._at(now_ns, share)[:2]
 
     def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
+        if not known and not own:  # each change rounds the drain down to a micro-unit
+            return
         was_known, was_own, self._last_ns = self._at(now_ns, share)
         self._known, self._own = was_known + known, was_own + own
 
@@ -147,6 +149,8 @@ class BucketLedger:
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
     ) -> None:
+        if not known and not own:  # see add
+            return
         was_known, was_own, self._last_ns = self._at(now_ns, share)
         self._known, self._own = max(was_known - known, 0), max(was_own - own, 0)
 

@@ -392,7 +392,7 @@ class MemoryRegional:
         """Decide a request; charge it if it is admitted and `spend` is True."""
         now_ns = self._clock.now_ns()
         shares = self._used_shares()
-        subject = self._opened(key, limits, across, now_ns, keep=spend and cost > 0)
+        subject = self._opened(key, limits, across, now_ns, keep=False)
         subject.use(limits, across)
         granted = subject.granted if now_ns < subject.grant_ends_ns else 0
         require_room(limits, shares.share if across == "exact" else WHOLE, cost - granted)
@@ -409,6 +409,7 @@ class MemoryRegional:
             # Units of a grant are not charged: `cost - short` are.
             self._admit(subject, share, now_ns, cost - short)
         if spend and cost and (allowed or across == "eventual"):
+            self._subjects[key] = subject
             self._due[key] = min(self._due.get(key, now_ns), now_ns)
         charged = spend and allowed and cost > 0
         return decision_of(

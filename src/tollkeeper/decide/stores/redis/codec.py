@@ -101,7 +101,7 @@ def _numbers_of(limits: Sequence[Limit]) -> list[int]:
             KINDS[limit.algorithm],
             number,
             limit.capacity,
-            *_refill_per_us(limit),
+            *refill_per_us(limit),
             limit.window_ns // NS_PER_US,
             _chunk_or_fill(limit),
             max(limit.refill_step_ns // NS_PER_US, 1),
@@ -156,12 +156,13 @@ class BucketPlaces:
         return key, b"%b%b%b" % (self._start, field.to_bytes(FIELD_BYTES), self._end)
 
 
-def encode_numbers(values: Sequence[int]) -> bytes:
-    """Return several numbers as one argument of a script."""
-    return b"".join((_array_head(len(values)), *map(_number, values)))
+def encode_numbers(values: Sequence[int], texts: Sequence[str] = ()) -> bytes:
+    """Return several numbers, and short texts after them, as one argument."""
+    head = _array_head(len(values) + len(texts))
+    return b"".join((head, *map(_number, values), *(_text(each.encode()) for each in texts)))
 
 
-def _refill_per_us(limit: Limit) -> tuple[int, int]:
+def refill_per_us(limit: Limit) -> tuple[int, int]:
     """Return the refill in lowest terms, as millionths of a unit over microseconds."""
     numerator, denominator = limit.micros_numerator, limit.ns_denominator
     for factor in (5, 5, 5, 2, 2, 2):
@@ -176,7 +177,7 @@ def _chunk_or_fill(limit: Limit) -> int:
     """Return a log's times per chunk, or the microseconds in which a bucket fills from empty."""
     if limit.algorithm == "sliding_window_log":
         return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)
-    numerator, denominator = _refill_per_us(limit)
+    numerator, denominator = refill_per_us(limit)
     return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
 
 
@@ -185,7 +186,9 @@ def _array_head(length: int) -> bytes:
 
 
 def _text(value: bytes) -> bytes:
-    return bytes((0xA0 | len(value),)) + value
+    """Return the msgpack form of up to 255 bytes."""
+    head = (0xA0 | len(value),) if len(value) < 32 else (0xD9, len(value))
+    return bytes(head) + value
 
 
 def _number(value: int) -> bytes:

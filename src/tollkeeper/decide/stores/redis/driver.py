@@ -46,15 +46,7 @@ from tollkeeper.decide.stores.redis.connections import (
     refusal_error,
 )
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
-from tollkeeper.decide.stores.redis.scripts import (
-    CHECK,
-    JOINT_CHECK,
-    REPORT,
-    SERVER_TIME,
-    RuleScripts,
-    ScriptCall,
-    pack,
-)
+from tollkeeper.decide.stores.redis.scripts import SERVER_TIME, RuleScripts, ScriptCall, pack
 from tollkeeper.decide.stores.redis.topology import Topology, slot_of
 
 Refusal = ReplyError | NotSent
@@ -377,8 +369,7 @@ def _redirection(
 
 def _valid(call: ScriptCall, reply: Any) -> Any:
     """Return a reply that the script can give, or a StoreError. Raises for any other reply."""
-    wanted = list if call.script in {CHECK, JOINT_CHECK, REPORT} else int
-    if type(reply) is not wanted and not isinstance(reply, StoreError):
+    if type(reply) is not call.script.reply and not isinstance(reply, StoreError):
         raise StoreUnavailable(
             f"not a reply of Redis: {show(reply)}; the call may have been counted once"
         )

@@ -1,8 +1,9 @@
 """The scripts that run inside Redis, and the calls of them.
 
-Each script is a `.lua` file behind the functions that all scripts share (`lua/state.lua`). A server
-identifies a script by the SHA-1 of its text, so two versions of Tollkeeper on one server never run
-each other's scripts.
+Each script is a `.lua` file behind the functions that it shares with others (`lua/arithmetic.lua`,
+`lua/state.lua`; for limits that regions share, `lua/regional.lua`). A server identifies a script
+by the SHA-1 of its text, so two versions of Tollkeeper on one server never run each other's
+scripts.
 
 The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
 there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
@@ -59,6 +60,8 @@ class LuaScript:
 
     text: bytes
     sha: bytes
+    reply: type[list[object] | int] = int
+    """What it replies with: an array or a number."""
 
 
 def _text_of(name: str) -> bytes:
@@ -82,26 +85,46 @@ def _without_constants(text: bytes) -> bytes:
     return re.sub(rb"\b[A-Z_]+\b", lambda name: values.get(name[0], name[0]), text)
 
 
-def _script_of(*parts: bytes) -> LuaScript:
+def _script_of(*parts: bytes, reply: type[list[object] | int] = int) -> LuaScript:
     text = _without_constants(b"\n".join(parts))
     # Redis identifies scripts by SHA-1; it protects no secret.
-    return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+    return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode(), reply)
 
 
-CHECK: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("check"))
-REFUND: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("refund"))
-GRANT: Final = _script_of(_text_of("state"), _text_of("grant"))
-RESET: Final = _script_of(_text_of("state"), _text_of("holds"), _text_of("reset"))
+def _script_named(*names: str, reply: type[list[object] | int] = int) -> LuaScript:
+    return _script_of(*map(_text_of, names), reply=reply)
+
+
+_STATE: Final = ("arithmetic", "state")
+CHECK: Final = _script_named(*_STATE, "holds", "check", reply=list)
+REFUND: Final = _script_named(*_STATE, "holds", "refund")
+GRANT: Final = _script_named(*_STATE, "grant")
+RESET: Final = _script_named(*_STATE, "holds", "reset")
 
 
 def _function_of(name: bytes, script: LuaScript) -> bytes:
     return b"\n".join((b"local function %b(redis, KEYS, ARGV)" % name, script.text, b"end"))
 
 
-JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"))
+JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"), reply=list)
 REPORT: Final = _script_of(
-    _function_of(b"check", CHECK), _function_of(b"refund", REFUND), _text_of("report")
+    _function_of(b"check", CHECK),
+    _function_of(b"refund", REFUND),
+    _text_of("report"),
+    reply=list,
 )
+
+# Of limits that regions share.
+_REGIONAL: Final = ("arithmetic", "regional")
+REGIONAL_CHECK: Final = _script_named(*_REGIONAL, "regional_check", reply=list)
+_GIVE: Final = ("regional_back", "regional_give")
+REGIONAL_CHANGE: Final = _script_named(*_REGIONAL, *_GIVE, "regional_change", reply=list)
+REGIONAL_USAGE: Final = _script_named(*_REGIONAL, "regional_usage", reply=list)
+REGIONAL_LEARN: Final = _script_named(*_REGIONAL, *_GIVE, "regional_learn", reply=list)
+REGIONAL_ACCEPT: Final = _script_named(*_REGIONAL, "regional_accept", reply=list)
+REGIONAL_REPORT: Final = _script_named(*_REGIONAL, "regional_back", "regional_report", reply=list)
+REGIONAL_GROUP: Final = _script_named("regional_group", reply=list)
+REGIONAL_LEADER: Final = _script_named("regional_leader", reply=list)
 
 
 def pack(*parts: str | bytes | int) -> bytes:
@@ -125,6 +148,11 @@ class ScriptCall:
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
         return pack("EVAL", self.script.text, *self._keys_and_arguments())
+
+    def size(self) -> int:
+        """Return about how many bytes the command has that names the script."""
+        parts = (self.key, *self.more_keys, *self.arguments)
+        return 80 + sum(6 + (len(each) if isinstance(each, bytes) else 8) for each in parts)
 
     def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
         return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)

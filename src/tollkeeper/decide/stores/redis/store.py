@@ -24,7 +24,7 @@ from tollkeeper.decide.leasing import (
     Report,
 )
 from tollkeeper.decide.region_monitor import RegionMonitor
-from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import (
     REGISTERED_MAX,
     Answer,
@@ -64,6 +64,7 @@ from tollkeeper.decide.stores.redis.pubsub import (
     registry_key,
     unregister,
 )
+from tollkeeper.decide.stores.redis.regional import RedisRegional
 from tollkeeper.decide.stores.redis.scripts import ReportAttempt, RuleScripts
 
 
@@ -110,8 +111,9 @@ class RedisStore:
         return self
 
     @property
-    def regional(self) -> RegionalCounts | None:
+    def regional(self) -> RedisRegional:
         """The counts of one region, of limits that regions share."""
+        return self._regional
 
     @property
     def regions(self) -> RegionMonitor | None:
@@ -129,6 +131,9 @@ class RedisStore:
         # The driver of each event loop. A loop that is garbage-collected takes its driver along.
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
             weakref.WeakKeyDictionary()
+        )
+        self._regional = RedisRegional(
+            config, self._clock, self._threads, self._driver_of_loop, self._checks, self._sample
         )
         _stores.add(self)
 

@@ -1,4 +1,5 @@
--- The beginning of every script: the time, exact arithmetic, and one rule's states of a subject.
+-- The beginning of the scripts of one subject: the time, and one rule's states. `arithmetic.lua` is
+-- before it.
 --
 -- KEYS[1] is the only key that a script accesses: a hash moves between the nodes of a cluster in one
 -- piece, two keys do not. A rule with a log has a field in the subject's own hash. Any other rule has
@@ -34,9 +35,7 @@
 --
 -- ARGV[1] is the gate: msgpack of the rule's field and eight numbers for each limit, KIND to STEP;
 -- for a bucket, one more number follows.
--- Lua's numbers are doubles. Every number below stays under 2^53, where doubles are exact.
 
-local call, fmod, floor, max, min = redis.call, math.fmod, math.floor, math.max, math.min
 local key = KEYS[1]
 local gate = cmsgpack.unpack(ARGV[1])
 local field = gate[1]
@@ -51,28 +50,6 @@ local TIME_BYTES, PIECE_BYTES = 7, 64
 local in_bucket = #gate % GATE_STEP == 2
 if in_bucket then
     gate[#gate] = nil
-end
-
--- Return floor(x * n / d) and the remainder, exactly, for x * n / d and n < 2^50 and d < 2^45.
-local function multiply_divide(x, n, d)
-    local product = x * n
-    if product < 9007199254740992 then -- 2^53
-        local rest = fmod(product, d)
-        return (product - rest) / d, rest
-    end
-    -- Long multiplication in base 128: rest * 128 and digit * x both stay below 2^52.
-    local whole = (x - fmod(x, d)) / d
-    x = x - whole * d
-    local quotient, rest, left, scale = 0, 0, n, 562949953421312 -- 128^7
-    while scale >= 1 do
-        local digit = floor(left / scale)
-        left = left - digit * scale
-        local part = rest * 128 + digit * x
-        rest = fmod(part, d)
-        quotient = quotient * 128 + (part - rest) / d
-        scale = scale / 128
-    end
-    return whole * n + quotient, rest
 end
 
 -- Return a window counter's time and its two counts as of now.

@@ -1,0 +1,56 @@
+-- Refund units, grant units, or reset the counts of one subject.
+--
+-- KEYS[3]  the state of the subject
+-- ARGV[2]  the gate
+-- ARGV[3]  'refund', 'grant' or 'reset'
+-- ARGV[4]  refund, grant: the units
+-- ARGV[5]  refund: the time at which they were charged, in microseconds; empty: not known
+--          grant: for how many microseconds; empty: the longest window
+-- ARGV[6]  grant: the most units that a grant can have
+--
+-- The reply is that of a check that finds no share or an unreadable state; otherwise 1 in an array.
+
+local what, units, time = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+if not shares then
+    return what == 'grant' and {} or {1}
+end
+local state, gate = opened(KEYS[3], what == 'grant' and ARGV[2] or nil, what == 'grant')
+if not state then
+    if gate and what == 'reset' then
+        call('DEL', KEYS[3]) -- nothing else can repair it
+        gate = nil
+    end
+    return {gate or 1}
+end
+local n, d = share_of(state, gate)
+
+if what == 'refund' then
+    local changed = false
+    for i, ledger in ipairs(state[LEDGERS]) do
+        local g = GATE_FIRST + (i - 1) * GATE_STEP
+        local micros = max(min(units, state[TOTAL] - state[RETURNED][i]), 0) * MICROS_PER_UNIT
+        if time and gate[g] == LOG then
+            micros = now - time < gate[g + WINDOW] and micros or 0
+        elseif time then
+            micros = certainly_left(gate, g, micros, time)
+        end
+        local back = floor(micros / MICROS_PER_UNIT)
+        local _, own = levels(gate, g, ledger, now, n, d)
+        local first = min(own, back * MICROS_PER_UNIT)
+        give_back(gate, g, ledger, n, d, back * MICROS_PER_UNIT - first, first, time)
+        state[RETURNED][i] = state[RETURNED][i] + back
+        changed = changed or back > 0
+    end
+    if not changed then
+        return {1}
+    end
+    now_due(KEYS[3])
+elseif what == 'grant' then
+    local left = now < state[GRANT_ENDS] and state[GRANTED] or 0
+    state[GRANTED] = min(left + units, tonumber(ARGV[6]))
+    state[GRANT_ENDS] = max(now + (time or longest_window(gate)), state[GRANT_ENDS])
+else
+    state[LEDGERS], state[GRANTED], state[PART] = empty_ledgers(gate), 0, {0, 0, 0}
+end
+save(KEYS[3], state, gate, n, d)
+return {1}

@@ -1,0 +1,66 @@
+-- Return what is due: without states, the subjects and since when; with states, their reports.
+--
+-- ARGV[2]  the leader's fencing token
+-- ARGV[3]  without states: the most subjects to return
+--
+-- The reply is an array. Without states: a subject and its time, for each. With states, for each: an
+-- empty array if there is nothing to report; otherwise the gate, the generation, total, demand, part, the
+-- time, and of each limit the units returned and the millionths that count. A subject is due again in
+-- REPEAT_US.
+
+local REPEAT_US, MISSED_US = 1000000, 10000000
+if not shares or tonumber(ARGV[2]) < shares[TOKEN] then
+    return {}
+end
+if #KEYS == 2 then
+    local since, after = string.format('%.0f', now), string.format('(%.0f', now + MISSED_US)
+    local found = call('ZRANGEBYSCORE', KEYS[2], '-inf', since, 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+    -- Nothing is noted for so late a time, unless the clock was set back since.
+    local late = call('ZRANGEBYSCORE', KEYS[2], after, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+    for i = 1, #late do
+        found[#found + 1] = late[i]
+    end
+    return found
+end
+
+local function report(key)
+    local member = string.sub(key, #KEYS[2] - 2)
+    local state, gate = opened(key)
+    if not state then
+        call('ZREM', KEYS[2], member)
+        return {}
+    end
+    local n, d = share_of(state, gate)
+    local demand = sum_of_slots(state[DEMAND], DEMAND_US)
+    local part = sum_of_slots(state[PART], longest_window(gate))
+    local found = {gate, state[GENERATION], state[TOTAL], demand, part, now}
+    local all = state[ACCEPTED] == state[TOTAL]
+    for i, ledger in ipairs(state[LEDGERS]) do
+        local g = GATE_FIRST + (i - 1) * GATE_STEP
+        local known, own = levels(gate, g, ledger, now, n, d)
+        if gate[1] ~= EXACT then
+            for _, seen in pairs(state[SEEN]) do
+                known = known - certainly_left(gate, g, seen[SEEN_LEFT][i], seen[SEEN_AT])
+            end
+            own = own + max(known, 0)
+        end
+        found[#found + 1], found[#found + 2] = state[RETURNED][i], own
+        all = all and state[RETURNED][i] == state[ACCEPTED_RETURNED][i]
+    end
+    if all then
+        call('ZREM', KEYS[2], member) -- only the demand was to be told, once
+    else
+        call('ZADD', KEYS[2], string.format('%.0f', now + REPEAT_US), member)
+    end
+    return found
+end
+
+local reports = {}
+for i = 3, #KEYS do
+    local done, found = pcall(report, KEYS[i])
+    if not done then
+        call('ZREM', KEYS[2], string.sub(KEYS[i], #KEYS[2] - 2))
+    end
+    reports[#reports + 1] = done and found or {}
+end
+return reports

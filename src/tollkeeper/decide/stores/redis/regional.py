@@ -1,0 +1,711 @@
+"""Limits that several regions share, in the Redis of one region.
+
+The scripts `lua/regional*.lua` agree with the reference (`decide/regional.py`), call for call. A
+subject has one key for each global rule, because its state is too long for a packed bucket:
+
+    <prefix>:{r<group>}:<rule number>:<subject>   the state, a string
+    <prefix>:{r<group>}:due                       the subjects of the group to report, by time
+    <prefix>:{r<group>}:shares                    the shares of this region, and the fencing token
+    <prefix>:{r}:leader, <prefix>:{r}:notes       the leader of the region, and its notes
+
+The keys of a group are in one slot, so a check is one script call, and always sees the shares in
+use. There are 64 groups, so that a cluster can spread them over its servers. The calls of a sync
+are one call for each group, or several if they are long, and all of them leave together.
+
+No denial is cached: an accepted total may give room at any moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+
+from tollkeeper.core.clock import Clock, SystemClock
+from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable, show
+from tollkeeper.core.model import (
+    MICROS_PER_UNIT,
+    UNITS_MAX,
+    AlgorithmName,
+    Decision,
+    Limit,
+    Limits,
+    decision_with,
+)
+from tollkeeper.core.steps import Steps, run, run_async
+from tollkeeper.decide.busiest import Busiest
+from tollkeeper.decide.ledgers import Ledger, ledger_of
+from tollkeeper.decide.regional import (
+    GROUPS,
+    LAYOUT,
+    NO_SHARE,
+    WHOLE,
+    Accepted,
+    AcrossRegions,
+    GlobalGate,
+    Learnt,
+    RegionalUsage,
+    RegionPart,
+    Report,
+    Shares,
+    SubjectKey,
+    decision_of,
+    require_room,
+    rule_number,
+)
+from tollkeeper.decide.stores.redis.codec import NS_PER_US, encode_numbers, refill_per_us
+from tollkeeper.decide.stores.redis.config import RedisConfig
+from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisDriver, ThreadDriver
+from tollkeeper.decide.stores.redis.scripts import (
+    REGIONAL_ACCEPT,
+    REGIONAL_CHANGE,
+    REGIONAL_CHECK,
+    REGIONAL_GROUP,
+    REGIONAL_LEADER,
+    REGIONAL_LEARN,
+    REGIONAL_REPORT,
+    REGIONAL_USAGE,
+    SERVER_TIME,
+    LuaScript,
+    ScriptCall,
+    ScriptTime,
+)
+
+T = TypeVar("T")
+
+# States in one call: a script holds up all other calls of its server.
+STATES_MAX: Final = 64
+# A share has at most this denominator; the scripts multiply two of them.
+SHARE_PARTS_MAX: Final = 1_000_000
+NOTES_MAX: Final = 64
+NOTE_BYTES_MAX: Final = 65_536
+# Numbers of a report are cut to this: above, the scripts could not count exactly.
+_NUMBER_MAX: Final = 9 * 10**15
+_DEMAND_MAX: Final = 10**12
+_RULE_CHARACTERS: Final = 16
+
+# The kinds of the gate, as in regional.lua.
+_KINDS: Final[dict[AlgorithmName, int]] = {
+    "token_bucket": 1,
+    "leaky_bucket": 2,
+    "fixed_window": 3,
+    "sliding_window_counter": 4,
+    "sliding_window_log": 5,
+}
+_ALGORITHMS: Final = {kind: name for name, kind in _KINDS.items()}
+_MODES: Final[tuple[AcrossRegions, ...]] = ("exact", "eventual")
+_GATE_STEP: Final = 6
+
+
+# ── Limits, states and replies ─────────────────────────────────────────────────────────────────
+
+
+@lru_cache(maxsize=1_024)
+def encode_gate(limits: Limits, across: AcrossRegions) -> bytes:
+    """Return the mode and the limits, as the scripts read them."""
+    numbers = [_MODES.index(across)]
+    for limit in limits:
+        numbers += [
+            _KINDS[limit.algorithm],
+            limit.capacity,
+            *refill_per_us(limit),
+            limit.window_ns // NS_PER_US,
+            max(limit.refill_step_ns // NS_PER_US, 1),
+        ]
+    return encode_numbers(numbers)
+
+
+@lru_cache(maxsize=1_024)
+def decode_gate(numbers: tuple[int, ...]) -> tuple[Limits, AcrossRegions]:
+    """Return the limits and the mode. The limits have no names: the scripts do not know them."""
+    limits = []
+    for at in range(1, len(numbers), _GATE_STEP):
+        kind, capacity, numerator, denominator, window_us, step_us = numbers[at : at + _GATE_STEP]
+        algorithm = _ALGORITHMS[kind]
+        units = numerator * window_us // (denominator * MICROS_PER_UNIT)
+        is_bucket = algorithm in {"token_bucket", "leaky_bucket"}
+        limits.append(
+            Limit(
+                units,
+                per=_seconds(window_us),
+                algorithm=algorithm,
+                capacity=capacity if is_bucket else 0,
+                refill_every=_seconds(step_us) if step_us > 1 else 0,
+            )
+        )
+    return tuple(limits), _MODES[numbers[0]]
+
+
+def _seconds(us: int) -> float:
+    return us // 1_000_000 if us % 1_000_000 == 0 else us / 1_000_000
+
+
+def _ledgers_of(limits: Sequence[Limit], numbers: Sequence[Sequence[int]]) -> list[Ledger]:
+    """Return the ledgers in a reply, whose times are microseconds."""
+    ledgers = []
+    for limit, found in zip(limits, numbers, strict=True):
+        ledger, values = ledger_of(limit), list(found)
+        if limit.algorithm == "sliding_window_log":
+            values[::3] = [each * NS_PER_US for each in values[::3]]
+        elif limit.algorithm in {"token_bucket", "leaky_bucket"}:
+            values[0] *= NS_PER_US
+        ledger.numbers = values
+        ledgers.append(ledger)
+    return ledgers
+
+
+def _invalid(reply: object) -> StoreUnavailable:
+    return StoreUnavailable(f"the server's reply is not one of the script: {show(reply)}")
+
+
+class _Keys:
+    """The keys of a region in its Redis."""
+
+    __slots__ = ("_heads", "leader", "notes")
+
+    def __init__(self, config: RedisConfig) -> None:
+        prefix = config.prefix.encode()
+        self._heads = [b"%b:{r%d}:" % (prefix, group) for group in range(GROUPS)]
+        self.leader = b"%b:{r}:leader" % prefix
+        self.notes = b"%b:{r}:notes" % prefix
+
+    def call(
+        self,
+        script: LuaScript,
+        group: int,
+        members: Iterable[bytes],
+        *arguments: bytes | int,
+    ) -> ScriptCall:
+        """Return a call on the states of some subjects of a group."""
+        head = self._heads[group]
+        states = [head + member for member in members]
+        return ScriptCall(script, head + b"shares", arguments, (head + b"due", *states))
+
+
+def _member(key: SubjectKey) -> bytes:
+    """Return the end of the key of a state."""
+    return f"{key.rule}:{key.subject}".encode()
+
+
+def _key_of(member: bytes) -> SubjectKey:
+    text = member.decode("utf-8", "replace")
+    return SubjectKey(text[:_RULE_CHARACTERS], text[_RULE_CHARACTERS + 1 :])
+
+
+# ── Gates ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _GlobalRule:
+    """One global rule's calls, and the decisions in their replies."""
+
+    __slots__ = ("_across", "_encoded", "_keys", "_now", "_number", "_rule", "limits")
+
+    def __init__(
+        self,
+        limits: Limits,
+        rule: str,
+        across: AcrossRegions,
+        keys: _Keys,
+        now: Callable[[], ScriptTime],
+    ) -> None:
+        self.limits = limits
+        self._rule = rule
+        self._across: AcrossRegions = across
+        self._number = rule_number(limits, rule)
+        self._encoded = encode_gate(limits, across)
+        self._keys = keys
+        self._now = now
+
+    def call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
+        key = SubjectKey(self._number, subject)
+        return self._keys.call(
+            script, key.group, [_member(key)], self._now(), self._encoded, *arguments
+        )
+
+    def checking(
+        self, driver: RedisDriver, subject: str, cost: int, *, spend: bool
+    ) -> Steps[Decision]:
+        """Decide a request; charge it if it is admitted and `spend` is True."""
+        look = () if spend else (b"look",)
+        call = self.call(REGIONAL_CHECK, subject, cost, *look)
+        reply = _readable((yield from driver.running(call)), call)
+        try:
+            decision = self._decision(reply, cost, spend=spend)
+        except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise _invalid(reply) from error
+        if decision.allowed is not (reply[0] >= 0):
+            raise StoreUnavailable(
+                f"the server and this library disagree about {show(reply)} at a cost of {cost}; "
+                f"this is a defect of Tollkeeper, please report it"
+            )
+        return decision
+
+    def _decision(self, reply: list[Any], cost: int, *, spend: bool) -> Decision:
+        passed, granted = reply[0] >= 0, reply[3]
+        share = Fraction(reply[1], reply[2])
+        if not passed:
+            require_room(self.limits, share if self._across == "exact" else WHOLE, cost - granted)
+        decision = decision_of(
+            self.limits,
+            _ledgers_of(self.limits, reply[4:]),
+            self._across,
+            share,
+            (reply[0] if passed else ~reply[0]) * NS_PER_US,
+            cost,
+            self._rule,
+            charged=spend and passed and cost > 0,
+            granted=granted,
+        )
+        # Rounded up to whole microseconds, because the server decides at these.
+        return decision_with(
+            decision,
+            retry_after_ns=decision.retry_after_ns // -NS_PER_US * -NS_PER_US,
+            reset_after_ns=decision.reset_after_ns // -NS_PER_US * -NS_PER_US,
+        )
+
+    def changing(
+        self, driver: RedisDriver, subject: str, what: bytes, *arguments: bytes | int
+    ) -> Steps[None]:
+        """Run a refund, a grant or a reset."""
+        call = self.call(REGIONAL_CHANGE, subject, what, *arguments)
+        _readable((yield from driver.running(call)), call)
+
+    def refunding(
+        self, driver: RedisDriver, subject: str, units: int, charged_ns: int | None
+    ) -> Steps[None]:
+        charged = b"" if charged_ns is None else max(charged_ns, 0) // NS_PER_US
+        return self.changing(driver, subject, b"refund", units, charged)
+
+    def granting(
+        self, driver: RedisDriver, subject: str, units: int, ttl_ns: int | None
+    ) -> Steps[None]:
+        # Rounded up: a grant never ends before the promised time.
+        ttl = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
+        return self.changing(driver, subject, b"grant", units, ttl, UNITS_MAX)
+
+    def resetting(self, driver: RedisDriver, subject: str) -> Steps[None]:
+        return self.changing(driver, subject, b"reset", 0, b"")
+
+
+def _readable(reply: list[Any], call: ScriptCall) -> list[Any]:
+    """Return a reply. Raises StoreUnavailable without a share, or if the state is unreadable."""
+    if not reply:
+        raise StoreUnavailable(NO_SHARE)
+    if isinstance(reply[0], bytes):
+        key = call.more_keys[1].decode("utf-8", "replace")
+        raise StoreUnavailable(
+            f"the value of the key {show(key)} cannot be used: {show(reply[0].decode())}; if no "
+            f"other version of Tollkeeper uses this Redis, reset the subject"
+        )
+    return reply
+
+
+class RedisGlobalGate(GlobalGate):
+    """One global rule's limits, for threads."""
+
+    __slots__ = ("_busiest", "_driver", "_rule", "_sample", "limits")
+
+    def __init__(
+        self,
+        rule: _GlobalRule,
+        driver: ThreadDriver,
+        busiest: Busiest,
+        sample: Callable[[str], None],
+    ) -> None:
+        self.limits = rule.limits
+        self._rule = rule
+        self._driver = driver
+        self._busiest = busiest
+        self._sample = sample
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: the server decides."""
+
+    def check(self, subject: str, cost: int) -> Decision:
+        """Spend `cost` units if every limit has room for this region. One round trip."""
+        self._busiest.next_in -= 1
+        if self._busiest.next_in <= 0:
+            self._sample(subject)
+        return run(self._rule.checking(self._driver, subject, cost, spend=True))
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return run(self._rule.checking(self._driver, subject, cost, spend=False))
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """Give units of this region back. The other regions learn it with the next report."""
+        run(self._rule.refunding(self._driver, subject, units, charged_ns))
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """Add extra units in this region."""
+        if units:
+            run(self._rule.granting(self._driver, subject, units, ttl_ns))
+
+    def reset(self, subject: str) -> None:
+        """Forget what this region knows of the subject."""
+        run(self._rule.resetting(self._driver, subject))
+
+
+class AsyncRedisGlobalGate(GlobalGate):
+    """`RedisGlobalGate` for asyncio."""
+
+    __slots__ = ("_busiest", "_driver_of_loop", "_rule", "_sample", "limits")
+
+    def __init__(
+        self,
+        rule: _GlobalRule,
+        driver_of_loop: Callable[[], AsyncioDriver],
+        busiest: Busiest,
+        sample: Callable[[str], None],
+    ) -> None:
+        self.limits = rule.limits
+        self._rule = rule
+        self._driver_of_loop = driver_of_loop
+        self._busiest = busiest
+        self._sample = sample
+
+    async def check(self, subject: str, cost: int) -> Decision:
+        """See RedisGlobalGate.check."""
+        self._busiest.next_in -= 1
+        if self._busiest.next_in <= 0:
+            self._sample(subject)
+        driver = self._driver_of_loop()
+        return await run_async(self._rule.checking(driver, subject, cost, spend=True))
+
+    async def peek(self, subject: str, cost: int) -> Decision:
+        """See RedisGlobalGate.peek."""
+        driver = self._driver_of_loop()
+        return await run_async(self._rule.checking(driver, subject, cost, spend=False))
+
+    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        """See RedisGlobalGate.refund."""
+        driver = self._driver_of_loop()
+        await run_async(self._rule.refunding(driver, subject, units, charged_ns))
+
+    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        """See RedisGlobalGate.grant."""
+        if units:
+            driver = self._driver_of_loop()
+            await run_async(self._rule.granting(driver, subject, units, ttl_ns))
+
+    async def reset(self, subject: str) -> None:
+        """See RedisGlobalGate.reset."""
+        await run_async(self._rule.resetting(self._driver_of_loop(), subject))
+
+
+# ── The calls of a sync ────────────────────────────────────────────────────────────────────────
+
+
+class RedisRegional:
+    """The counts of one region in its Redis. See RegionalCounts for its methods."""
+
+    def __init__(
+        self,
+        config: RedisConfig,
+        clock: Clock,
+        threads: ThreadDriver,
+        driver_of_loop: Callable[[], AsyncioDriver],
+        busiest: Busiest,
+        sample: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._keys = _Keys(config)
+        self._threads = threads
+        self._driver_of_loop = driver_of_loop
+        self._busiest = busiest
+        self._sample = sample
+        # The token that all groups have, of the lead that this object has taken last.
+        self._fenced = 0
+        self._sent_bytes = self._received_bytes = 0
+
+    def _now(self) -> ScriptTime:
+        """Return the time argument of a script: that of a test's clock."""
+        if type(self._clock) is SystemClock:
+            return SERVER_TIME
+        return max(self._clock.now_ns(), 0) // NS_PER_US
+
+    def _rule_of(self, limits: Limits, rule: str, across: AcrossRegions) -> _GlobalRule:
+        return _GlobalRule(tuple(limits), rule, across, self._keys, self._now)
+
+    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> RedisGlobalGate:
+        """See RegionalCounts."""
+        found = self._rule_of(limits, rule, across)
+        return RedisGlobalGate(found, self._threads, self._busiest, self._sample)
+
+    def global_async_gate(
+        self, limits: Limits, rule: str, across: AcrossRegions
+    ) -> AsyncRedisGlobalGate:
+        """See RegionalCounts."""
+        found = self._rule_of(limits, rule, across)
+        return AsyncRedisGlobalGate(found, self._driver_of_loop, self._busiest, self._sample)
+
+    async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
+        """Return the replies to all calls. Raises StoreError if one fails."""
+        replies = await self._run(calls)
+        for reply in replies:
+            if isinstance(reply, StoreError):
+                raise reply
+        return replies
+
+    async def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        replies = await run_async(self._driver_of_loop().running_all(calls))
+        self._sent_bytes += sum(each.size() for each in calls)
+        self._received_bytes += _size(replies)
+        return replies
+
+    def traffic(self) -> tuple[int, int]:
+        """See RegionalCounts. Without the bytes of TCP, TLS and calls that are sent again."""
+        return self._sent_bytes, self._received_bytes
+
+    async def _answered(self, calls: Mapping[T, ScriptCall]) -> dict[T, list[Any]]:
+        """Return the replies of the servers that answer. Raises StoreError if none does."""
+        if not calls:
+            return {}
+        replies = await self._run(list(calls.values()))
+        found = {
+            each: reply
+            for each, reply in zip(calls, replies, strict=True)
+            if not isinstance(reply, StoreError)
+        }
+        if not found:
+            raise replies[0]
+        return found
+
+    async def _of_groups(self, *arguments: bytes | int) -> list[list[Any]]:
+        """Run the script of the groups for each of them."""
+        return await self._all(
+            [self._keys.call(REGIONAL_GROUP, group, (), *arguments) for group in range(GROUPS)]
+        )
+
+    # ── Shares and the leader ──────────────────────────────────────────────────────────────────
+
+    async def shares(self) -> Shares | None:
+        """See RegionalCounts. The lowest epoch, if a call that sets others is under way."""
+        found = [_shares_of(reply) for reply in await self._of_groups(b"get")]
+        known = [each for each in found if each is not None]
+        return min(known, key=lambda each: each.epoch) if len(known) == GROUPS else None
+
+    async def set_shares(self, shares: Shares, token: int) -> bool:
+        """See RegionalCounts."""
+        replies = await self._of_groups(b"set", token, _encode_shares(shares, token))
+        return all(reply == [token] for reply in replies)
+
+    async def lead(self, name: str, lasts_ns: int) -> tuple[str, int]:
+        """See RegionalCounts. The first call of a leader tells its token to all groups."""
+        leader, token = await self._lead(name, lasts_ns, 0)
+        if leader == name and token != self._fenced:
+            later = max(reply[0] for reply in await self._of_groups(b"fence", token))
+            if later > token:  # the key of the leader was lost, and its tokens began again
+                leader, token = await self._lead(name, lasts_ns, later + 1)
+                await self._of_groups(b"fence", token)
+            self._fenced = token
+        return leader, token
+
+    async def _lead(self, name: str, lasts_ns: int, token_min: int) -> tuple[str, int]:
+        lasts_us = lasts_ns // NS_PER_US
+        leader, token = await self._of_region(b"lead", name.encode(), lasts_us, token_min)
+        return leader.decode("utf-8", "replace"), token
+
+    async def step_down(self, name: str) -> None:
+        """See RegionalCounts."""
+        await self._of_region(b"leave", name.encode())
+
+    async def note(self, name: str, text: str) -> None:
+        """See RegionalCounts. At most 64 names, and texts of 64 KiB."""
+        packed = text.encode()
+        if len(packed) > NOTE_BYTES_MAX:
+            raise ValueError(f"a note has at most {NOTE_BYTES_MAX} bytes, and this {len(packed)}")
+        if not await self._of_region(b"note", name.encode(), packed, NOTES_MAX):
+            raise StoreUnavailable(f"the region has {NOTES_MAX} notes already, which are the most")
+
+    async def notes(self) -> dict[str, str]:
+        """See RegionalCounts."""
+        found = [each.decode("utf-8", "replace") for each in await self._of_region(b"notes")]
+        return dict(zip(found[::2], found[1::2], strict=True))
+
+    async def now_ns(self) -> int:
+        """See RegionalCounts."""
+        (now_us,) = await self._of_region(b"time")
+        return int(now_us) * NS_PER_US
+
+    async def _of_region(self, *arguments: bytes | int) -> list[Any]:
+        keys = self._keys
+        given = (self._now(), *arguments)
+        (reply,) = await self._all([ScriptCall(REGIONAL_LEADER, keys.leader, given, (keys.notes,))])
+        return reply
+
+    # ── Reports ────────────────────────────────────────────────────────────────────────────────
+
+    async def due(self, most: int, token: int) -> list[Report]:
+        """See RegionalCounts. Two round trips: the subjects, and their reports.
+
+        If very many are due, each group gives about its part, the longest due first.
+        """
+        some = min(most, max(2 * most // GROUPS, STATES_MAX))
+        found = await self._answered(
+            {
+                group: self._keys.call(REGIONAL_REPORT, group, (), self._now(), token, some)
+                for group in range(GROUPS)
+            }
+        )
+        ready = sorted(
+            (float(score), member, group)
+            for group, reply in found.items()
+            for member, score in zip(reply[::2], reply[1::2], strict=True)
+        )[:most]
+        batches = _batches((group, member) for _, member, group in ready)
+        replies = await self._answered(
+            {
+                number: self._keys.call(REGIONAL_REPORT, group, members, self._now(), token)
+                for number, (group, members) in enumerate(batches)
+            }
+        )
+        reports: dict[bytes, Report] = {}
+        for number, reply in replies.items():
+            for member, numbers in zip(batches[number][1], reply, strict=True):
+                if numbers:
+                    reports[member] = _report_of(member, numbers)
+        return [reports[member] for _, member, _ in ready if member in reports]
+
+    async def learn(self, region: str, epoch: int, reports: Sequence[Report]) -> list[Learnt]:
+        """See RegionalCounts. One round trip.
+
+        A report whose state cannot be read, or whose server does not answer, is not accepted.
+        """
+        batches = _batches((each.key.group, at) for at, each in enumerate(reports))
+        name, now = region.encode(), self._now()
+        calls = {}
+        for number, (group, places) in enumerate(batches):
+            members = [_member(reports[at].key) for at in places]
+            encoded = [part for at in places for part in _encode_report(reports[at])]
+            calls[number] = self._keys.call(
+                REGIONAL_LEARN, group, members, now, name, epoch, *encoded
+            )
+        answers = [Learnt(False, 0)] * len(reports)
+        for number, reply in (await self._answered(calls)).items():
+            if not reply:
+                raise StoreUnavailable(NO_SHARE)
+            pairs = zip(reply[::2], reply[1::2], strict=True)
+            for at, (accepted, excess) in zip(batches[number][1], pairs, strict=True):
+                answers[at] = Learnt(accepted == 1, excess)
+        return answers
+
+    async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
+        """See RegionalCounts. One round trip. What fails is due again."""
+        batches = _batches((each.key.group, at) for at, each in enumerate(accepted))
+        calls = {}
+        for number, (group, places) in enumerate(batches):
+            members = [_member(accepted[at].key) for at in places]
+            encoded = [_encode_accepted(accepted[at]) for at in places]
+            calls[number] = self._keys.call(
+                REGIONAL_ACCEPT, group, members, self._now(), epoch, token, *encoded
+            )
+        await self._answered(calls)
+
+    async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
+        """See RegionalCounts."""
+        call = self._rule_of(limits, rule, "eventual").call(REGIONAL_USAGE, subject)
+        (reply,) = await self._all([call])
+        now_us, numerator, denominator, part, numbers, seen = _readable(reply, call)
+        share = Fraction(numerator, denominator)
+        levels = [each.levels(now_us * NS_PER_US, share) for each in _ledgers_of(limits, numbers)]
+        parts = [RegionPart("", part, 0)]
+        for region, units, at_us in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
+            age_ns = max(now_us - at_us, 0) * NS_PER_US
+            parts.append(RegionPart(region.decode("utf-8", "replace"), units, age_ns))
+        return RegionalUsage(
+            tuple(-(-(known + own) // MICROS_PER_UNIT) for known, own in levels),
+            tuple(-(-own // MICROS_PER_UNIT) for _, own in levels),
+            tuple(parts),
+        )
+
+    async def backlog(self) -> int:
+        """See RegionalCounts."""
+        return sum(reply[0] for reply in await self._of_groups(b"count"))
+
+
+def _size(reply: object) -> int:
+    """Return about how many bytes a reply has on the wire."""
+    if isinstance(reply, list):
+        return 6 + sum(map(_size, reply))
+    if isinstance(reply, bytes):
+        return 8 + len(reply)
+    return 3 + len(str(reply))
+
+
+def _batches(items: Iterable[tuple[int, T]]) -> list[tuple[int, list[T]]]:
+    """Return the items of each group, in batches of STATES_MAX."""
+    groups: dict[int, list[T]] = {}
+    for group, item in items:
+        groups.setdefault(group, []).append(item)
+    return [
+        (group, found[start : start + STATES_MAX])
+        for group, found in groups.items()
+        for start in range(0, len(found), STATES_MAX)
+    ]
+
+
+def _encode_report(report: Report) -> tuple[bytes, bytes]:
+    """Return the gate and the numbers of a report."""
+    numbers = [report.generation, report.total, min(report.demand, _DEMAND_MAX), report.part]
+    numbers.append(report.at_ns // NS_PER_US)
+    for returned, counts in zip(report.returned, report.counts, strict=True):
+        numbers += [returned, counts]
+    return encode_gate(report.limits, report.across), encode_numbers(_cut(numbers))
+
+
+def _encode_accepted(accepted: Accepted) -> bytes:
+    _, generation, total, returned, everywhere = accepted
+    return encode_numbers(_cut([generation, total, int(everywhere), *returned]))
+
+
+def _cut(numbers: Sequence[int]) -> list[int]:
+    """Return numbers that the scripts can count exactly."""
+    return [min(max(each, 0), _NUMBER_MAX) for each in numbers]
+
+
+def _report_of(member: bytes, numbers: Sequence[Any]) -> Report:
+    gate, generation, total, demand, part, now_us, *levels = numbers
+    limits, across = decode_gate(tuple(gate))
+    return Report(
+        _key_of(member),
+        limits,
+        across,
+        generation,
+        total,
+        tuple(levels[::2]),
+        tuple(levels[1::2]),
+        demand,
+        part,
+        now_us * NS_PER_US,
+    )
+
+
+def _encode_shares(shares: Shares, token: int) -> bytes:
+    for share in (shares.share, shares.before):
+        if not 0 <= share <= 1 or share.denominator > SHARE_PARTS_MAX:
+            raise ConfigError(
+                f"the share {share} is not a fraction from 0 to 1 with a denominator of at most "
+                f"{SHARE_PARTS_MAX:,}; for example 1/5"
+            )
+    changed_us = -(-max(shares.changed_ns, 0) // NS_PER_US)
+    numbers = [LAYOUT, token, shares.epoch]
+    numbers += [*shares.share.as_integer_ratio(), *shares.before.as_integer_ratio(), changed_us]
+    return encode_numbers(numbers, shares.live)
+
+
+def _shares_of(reply: Sequence[Any]) -> Shares | None:
+    """Return the shares of a group; None if it has only a token."""
+    _, _, *numbers = reply
+    if not numbers:
+        return None
+    epoch, numerator, denominator, lowest, parts, changed_us, *live = numbers
+    return Shares(
+        epoch,
+        Fraction(numerator, denominator),
+        Fraction(lowest, parts),
+        changed_us * NS_PER_US,
+        tuple(each.decode("utf-8", "replace") for each in live),
+    )
