@@ -77,6 +77,5 @@ def two_regions(clock: ManualClock) -> tuple[RegionStore, RegionalStore, Regiona
     """Return the store of a node in eu, and the stores of eu and us that it uses."""
     eu, us = RegionalStore(clock), RegionalStore(clock)
     regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
-    store = RegionStore(eu, regions, clock)
-    store._links["us"] = us
+    store = RegionStore(eu, regions, clock, links={"eu": eu, "us": us}, syncs=False)
     return store, eu, us

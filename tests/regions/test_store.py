@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.redis_servers.waiting import until
 from tests.regions.stores import RegionalStore, two_regions
 from tollkeeper import (
     CapacityError,
@@ -297,8 +299,10 @@ def test_closing_closes_what_the_store_has_opened() -> None:
         clock = ManualClock()
         eu, us = RegionalStore(clock), RegionalStore(clock)
         regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
-        store = RegionStore(eu, regions, clock, owns_store=owned)
-        store._links["us"] = us
+        links = {"eu": RegionalStore(clock), "us": us}
+        store = RegionStore(eu, regions, clock, owns_store=owned, links=links)
+        assert store.regions is not None
+        assert (store.regions.region, set(store.regions.names)) == ("eu", {"eu", "us"})
         store.close() if owned else asyncio.run(store.aclose())
         with pytest.raises(StoreUnavailable):
             us.stats()
@@ -307,6 +311,27 @@ def test_closing_closes_what_the_store_has_opened() -> None:
                 eu.stats()
         else:
             eu.stats()
+
+
+def test_the_sync_runs_from_the_start_to_the_end_of_the_store() -> None:
+    """It carries reports, and names rules as people know them. Closing ends its thread."""
+    clock = ManualClock(START_S)
+    links = {"eu": RegionalStore(clock), "us": RegionalStore(clock)}
+    table = {name: f"redis://{name}.internal" for name in links}
+    before = threading.active_count()
+    stores = {
+        name: RegionStore(links[name], Regions(name, table), clock, links=links) for name in links
+    }
+    excess: list[tuple[str, str, str, int]] = []
+    assert stores["eu"].regions is not None
+    stores["eu"].regions.on_excess(lambda *told: excess.append(told))
+    for store in stores.values():
+        store.gate(MINUTE, "orders", across="eventual").check(KEY, 8)
+    until(lambda: excess or None, "a report arrives", 30)
+    assert excess[0][:3] == ("orders", KEY, "us")
+    for store in stores.values():
+        store.close()
+    assert threading.active_count() == before
 
 
 KINDS = st.sampled_from([None, "exact", "eventual"])

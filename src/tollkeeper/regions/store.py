@@ -16,21 +16,20 @@ the others learn of it from reports (`exchange.py`).
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from tollkeeper.core.clock import Clock
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.core.model import Consistency, Decision, Limit
+from tollkeeper.core.model import DEFAULT_NAME, Consistency, Decision, Limit, Limits
 from tollkeeper.core.steps import Call, Steps, Together, Undo, run, run_async
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.combine import uncharged
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import Authority
 from tollkeeper.decide.region_monitor import RegionMonitor
-from tollkeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts
+from tollkeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts, rule_number
 from tollkeeper.decide.store import (
     Answer,
     AsyncGate,
@@ -45,10 +44,13 @@ from tollkeeper.decide.store import (
     require_strict_across,
 )
 from tollkeeper.decide.stores import open_fallback_store
+from tollkeeper.regions.exchange import RegionSync
 from tollkeeper.regions.settings import Regions
+from tollkeeper.regions.table import share_table
 
-# A call to the store of another region may take this long, unless its URI says otherwise.
-LINK_DEADLINE_MS: Final = 2_000
+# How the sync calls the stores of the regions: it is more patient than a request, and a link that
+# was cut is tried again every second.
+_LINK_OPTIONS: Final = {"deadline_ms": 2_000, "breaker_open_max_ms": 1_000}
 
 Checks = Sequence[tuple[Any, str, int]]
 # Opens the gates of the other regions: the resets, by region.
@@ -114,14 +116,25 @@ def resetting(
 
 
 class RegionStore:
-    """The store of a node that is in one of several regions; limiters can share it.
-
-    `owns_store` is True if closing this store also closes the one that it wraps.
-    """
+    """The store of a node that is in one of several regions; limiters can share it."""
 
     def __init__(
-        self, store: Store, regions: Regions, clock: Clock, *, owns_store: bool = True
+        self,
+        store: Store,
+        regions: Regions,
+        clock: Clock,
+        *,
+        owns_store: bool = True,
+        links: Mapping[str, Store] | None = None,
+        syncs: bool = True,
     ) -> None:
+        """Wrap the store of this node's region, and start the sync with the other regions.
+
+        `owns_store`  closing this store also closes the one that it wraps.
+        `links`       the stores of all regions, for the sync; by default they are opened. The sync
+                      has connections and breakers of its own, so it never delays a request.
+        `syncs`       False: this process reads and changes counts, and carries no reports.
+        """
         counts = store.regional
         if counts is None:
             raise ConfigError(
@@ -132,10 +145,18 @@ class RegionStore:
         self._store = store
         self._async_store = store.as_async
         self._counts = counts
-        self._clock = clock
         self._owns_store = owns_store
-        self._lock = threading.Lock()
-        self._links: dict[str, Store] = {}
+        self._links = dict(links or {})
+        for region, uri in regions.stores.items():
+            if region not in self._links:
+                self._links[region] = open_fallback_store(uri, clock, **_LINK_OPTIONS)
+        linked = {region: each.regional for region, each in self._links.items()}
+        self._linked = {region: each for region, each in linked.items() if each is not None}
+        self._sync: RegionSync | None = None
+        if syncs:
+            first = share_table(1, regions.fractions)
+            self._sync = RegionSync(regions.region, first, self._linked)
+            self._sync.start()
 
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
 
@@ -185,7 +206,7 @@ class RegionStore:
     @property
     def regions(self) -> RegionMonitor | None:
         """The regions that share global limits with this one."""
-        return None
+        return self._sync
 
     def sweep(self) -> int:
         """See Store.sweep."""
@@ -212,12 +233,12 @@ class RegionStore:
         if across is None:
             return self._store.gate(limits, rule, consistency)
         require_strict_across(consistency, across)
-        prepared = tuple(limits)
+        prepared = self._named(limits, rule)
         return ThreadGlobalGate(
             self._counts.global_gate(prepared, rule, across),
             lambda: {
-                region: counts.global_gate(prepared, rule, across).reset
-                for region, counts in self._linked()
+                region: self._linked[region].global_gate(prepared, rule, across).reset
+                for region in self.settings.others
             },
         )
 
@@ -233,25 +254,20 @@ class RegionStore:
         if across is None:
             return self._async_store.async_gate(limits, rule, consistency)
         require_strict_across(consistency, across)
-        prepared = tuple(limits)
+        prepared = self._named(limits, rule)
         return AsyncGlobalGate(
             self._counts.global_async_gate(prepared, rule, across),
             lambda: {
-                region: counts.global_async_gate(prepared, rule, across).reset
-                for region, counts in self._linked()
+                region: self._linked[region].global_async_gate(prepared, rule, across).reset
+                for region in self.settings.others
             },
         )
 
-    def _linked(self) -> Iterable[tuple[str, RegionalCounts]]:
-        """Return the counts of the other regions, and open their stores at the first call."""
-        with self._lock:
-            for region in self.settings.others:
-                if region not in self._links:
-                    self._links[region] = open_fallback_store(
-                        self.settings.stores[region], self._clock, deadline_ms=LINK_DEADLINE_MS
-                    )
-            found = [(region, store.regional) for region, store in self._links.items()]
-        return [(region, counts) for region, counts in found if counts is not None]
+    def _named(self, limits: Sequence[Limit], rule: str) -> Limits:
+        """Return the limits; the sync learns the name of their rule."""
+        if self._sync is not None:
+            self._sync.name_rule(rule_number(limits, rule), rule or DEFAULT_NAME)
+        return tuple(limits)
 
     # ── Several subjects ───────────────────────────────────────────────────────────────────────
 
@@ -291,9 +307,9 @@ class RegionStore:
                 await self._async_store.aclose()
 
     def _close_links(self) -> None:
-        with self._lock:
-            links, self._links = self._links, {}
-        for store in links.values():
+        if self._sync is not None:
+            self._sync.close()
+        for store in self._links.values():
             store.close()
 
 
