@@ -47,13 +47,14 @@ test: $(READY)  ## run the linters and all tests, also those on real servers
 bytecode: $(READY)
 	@$(BIN)/pytest --collect-only --quiet | tail -n 1
 
+# stubtest makes the cache of mypy useless, so it runs in a folder where it has its own.
 lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(KERNEL) $(wildcard tests/kernel/*.[ch])
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing_public_api.py
-	MYPYPATH=src $(BIN)/python -m mypy.stubtest tollkeeper.decide.kernel._kernel
+	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest tollkeeper.decide.kernel._kernel
 	$(BIN)/lint-imports
 
 bench: $(BENCH_READY)  ## compare the speed with other libraries

@@ -107,7 +107,7 @@ class Envoy(Gateway):
     def admin(self, path: str) -> str:
         """Return the text of a page of the admin interface."""
         address = (self.folder / "admin").read_text(encoding="ascii").strip()
-        with urllib.request.urlopen(f"http://{address}/{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/{path}", timeout=30) as answer:
             text: str = answer.read().decode()
             return text
 

@@ -17,9 +17,9 @@ from tollkeeper.rules.document.writing import to_yaml
 __all__ = ["repository", "url"]  # fixtures, found by name
 
 RULES = 10_000
-# On an idle machine it takes a fifth of this.
+# Each takes a fifth of this. Processor time does not depend on the load of the machine.
 APPLY_CPU_SECONDS_MAX = 60.0
-LOAD_SECONDS_MAX = 5.0
+LOAD_CPU_SECONDS_MAX = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ async def test_a_huge_document_is_applied_loaded_and_edited(
     await work
     assert time.process_time() - began_cpu < APPLY_CPU_SECONDS_MAX
     assert longest < (time.monotonic() - began) / 2
-    began = time.monotonic()
+    began_cpu = time.process_time()
     current = await repository.current()
-    assert time.monotonic() - began < LOAD_SECONDS_MAX
+    assert time.process_time() - began_cpu < LOAD_CPU_SECONDS_MAX
     assert current is not None
     if repository._database.is_postgresql:  # the rest does not depend on the database
         assert current.text == await asyncio.to_thread(to_yaml, huge)
