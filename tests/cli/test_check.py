@@ -468,3 +468,26 @@ def test_documentation_is_complete() -> None:
     variables = ("TOLLKEEPER_URL", "TOLLKEEPER_CA", "TOLLKEEPER_TIMEOUT")
     for words in (*(f"`tollkeeper {each}" for each in COMMANDS), *variables):
         assert words in page, words
+
+
+def test_the_quota_of_a_global_rule_has_the_regions() -> None:
+    """The usage of all regions, and each region's part with its age."""
+    limit = {"policy": "100 per 60 s (token_bucket)", "limit": 100, "remaining": 40, "used": 60}
+    rule = {
+        "rule": "plan",
+        "mode": "enforce",
+        "subject": "user:42",
+        "source": "default",
+        "cost": 1,
+        "limits": [{**limit, "reset_after": 36.0}],
+        "across_regions": "exact",
+        "regions": [
+            {"region": "eu", "units": 20, "age_seconds": 0.0},
+            {"region": "us", "units": 1_040, "age_seconds": 0.25},
+        ],
+    }
+    with stub_service(200, {"kind": "limited", "rules": [rule]}) as service:
+        found = run("quota", "--user", "42", url=service.url)
+    assert found.output.splitlines()[2:] == [
+        "plan in all regions (exact): 60 of 100 used; eu 20 (now), us 1,040 (0.25 s ago)"
+    ]

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tests.regions.stores import two_regions
 from tollkeeper import AsyncLimiter, Limiter, Request
 from tollkeeper.testing import ManualClock
 
@@ -231,3 +232,21 @@ rules:
 """)
     explained = limiter.explain(Request(user="ann", tier=tier)).rules
     assert {rule.id: (rule.applies, rule.why) for rule in explained} == found
+
+
+def test_a_global_rule_says_how_regions_share_it() -> None:
+    """Also if it does not apply, like its consistency."""
+    store, _, _ = two_regions(ManualClock())
+    limiter = Limiter.from_rules(
+        """
+version: 1
+rules:
+  - {id: plan, by: user, limits: 10/minute, scope: global, across_regions: exact}
+  - {id: search, match: {endpoint: /s}, by: ip, limits: 10/minute, scope: global}
+  - {id: burst, by: tenant, limits: 5/second}
+""",
+        store=store,
+    )
+    explained = limiter.explain(Request(user="ann")).rules
+    found = {rule.id: rule.across for rule in explained}
+    assert found == {"plan": "exact", "search": "eventual", "burst": None}

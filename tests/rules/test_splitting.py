@@ -12,8 +12,9 @@ from tests.promises.strategies import limits as any_limits
 from tests.redis_servers import running
 from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.decide.regional import RegionalUsage, RegionPart
 from tollkeeper.decide.store import Store
-from tollkeeper.rules.splitting import part_count, part_limits, shares_of
+from tollkeeper.rules.splitting import part_count, part_limits, shares_of, usage_of_parts
 from tollkeeper.testing import ManualClock
 
 RULES = "version: 1\nrules:\n  - {id: hot, by: user, limits: %s, split: %d}\n"
@@ -158,3 +159,14 @@ def test_the_steps_of_a_part_fit_its_capacity() -> None:
     parts = [part_limits([whole], 4, part)[0] for part in range(4)]
     assert [(each.limit, each.capacity) for each in parts] == [(3, 2), (3, 1), (2, 1), (2, 1)]
     assert [each.refill_every for each in parts] == [0.5, 0.333333, 0.5, 0.5]
+
+
+def test_the_usage_of_parts_is_that_of_the_whole() -> None:
+    """Units of a region are summed; its age is that of the oldest part."""
+    parts = [
+        RegionalUsage((3, 4), (1, 1), (RegionPart("", 3, 0), RegionPart("us", 2, 5))),
+        RegionalUsage((10, 20), (0, 2), (RegionPart("", 1, 0), RegionPart("us", 4, 9))),
+    ]
+    assert usage_of_parts(parts, "eu") == RegionalUsage(
+        (13, 24), (1, 3), (RegionPart("eu", 4, 0), RegionPart("us", 6, 9))
+    )

@@ -267,6 +267,9 @@ def quota(request: dict[str, Any], service: ServiceClient, as_json: JsonOption =
         print_json({"exit_code": OK, **answer})
     elif rows:
         print_table(_HEADINGS, rows)
+        for rule in json_objects(answer.get("rules")):
+            if rule.get("regions") is not None:
+                print_text(_regions_text(rule))
     else:
         print_text(_reason(answer))
 
@@ -399,6 +402,25 @@ def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, 
         left,
         "now" if reset_after == 0 else f"in {seconds_text(reset_after)}",
     )
+
+
+def _regions_text(rule: Mapping[str, Any]) -> str:
+    """Return the usage of a global rule on one line: of all regions, and each region's part."""
+    used = ", ".join(
+        f"{_count_text(limit.get('used'))} of {_count_text(limit.get('limit'))} used"
+        for limit in json_objects(rule.get("limits"))
+    )
+    parts = [
+        f"{part.get('region')} {_count_text(part.get('units'))} ({_age_text(part)})"
+        for part in json_objects(rule.get("regions"))
+    ]
+    kind = rule.get("across_regions")
+    return f"{rule.get('rule', '?')} in all regions ({kind}): {used}; {', '.join(parts) or 'none'}"
+
+
+def _age_text(part: Mapping[str, Any]) -> str:
+    age_s = part.get("age_seconds")
+    return f"{seconds_text(age_s)} ago" if age_s else "now"
 
 
 COMMANDS: Final = (check, limit, quota, reset, grant)

@@ -1075,6 +1075,8 @@ def _rule_data(rule: RuleExplained) -> dict[str, object]:
         "limits": [limit_data(limit) for limit in rule.limits],
         "source": rule.source or None,
         "consistency": rule.consistency,
+        "scope": "region" if rule.across is None else "global",
+        "across_regions": rule.across,
         "override": override
         and {
             "reason": override.reason,
@@ -1123,6 +1125,8 @@ def _rule_row(rule: RuleExplained) -> tuple[str, ...]:
         limits += f" (at {rule.factor:.0%}, by the load)"
     if rule.consistency != "strict":
         limits += f" ({rule.consistency})"
+    if rule.across is not None:
+        limits += f" (global, {rule.across})"
     return rule.id, applies, counts or "all", limits, _origin_text(rule), _now_text(rule), rule.why
 
 

@@ -13,6 +13,7 @@ from tollkeeper.core.errors import ConfigError, StoreError
 from tollkeeper.core.model import CheckResult, Decision, Limits, Request, units_of
 from tollkeeper.core.steps import Call, Steps, run_async
 from tollkeeper.core.subjects import Key
+from tollkeeper.decide.regional import RegionalUsage
 from tollkeeper.decide.store import AsyncGate, AsyncStore
 from tollkeeper.limiter.arguments import (
     CostSource,
@@ -28,6 +29,7 @@ from tollkeeper.limiter.setup import LimiterSetup
 from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.engine import RepeatedCheck, RuleCharge, RuleEngine
 from tollkeeper.rules.explain import Explanation
+from tollkeeper.rules.splitting import usage_of_parts
 
 if TYPE_CHECKING:
     from tollkeeper.control.follow import LoadedRules
@@ -182,6 +184,20 @@ class AsyncLimiter(LimiterSetup):
         Raises StoreError, and CapacityError for a cost that never fits.
         """
         return await run_async(self._rules().peek_rule_steps(check))
+
+    async def usage_of(self, check: RuleCheck) -> RegionalUsage | None:
+        """Return the usage of a global rule in all regions; None for a rule of one region.
+
+        It is what this region's store knows: no other region is asked. Raises StoreError.
+        """
+        counts = self._store.regional
+        if self._regions is None or counts is None or check.rule.across is None:
+            return None
+        found = [
+            await counts.usage(tuple(gate.limits), check.rule.id, subject)
+            for gate, subject in check.parts
+        ]
+        return usage_of_parts(found, self._regions.region)
 
     async def penalty_of(self, check: RuleCheck) -> Decision | None:
         """Return the denial of a cool-down or block that a rule has in force; None if it has none.

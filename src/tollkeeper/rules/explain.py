@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tollkeeper.core.model import Consistency, Decision, Limits, Request
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
 from tollkeeper.rules.document.model import Override
 from tollkeeper.rules.matching.table import CompiledRule
@@ -31,6 +32,8 @@ class RuleExplained:
     """Where the limits come from: `default`, `tier pro`, `key sk_vip_*` or `override user:42`."""
     consistency: Consistency = "strict"
     """The consistency of these limits: that of the rule, or of its tier or key."""
+    across: AcrossRegions | None = None
+    """How regions share the limits of a global rule; None for a rule of one region."""
     override: Override | None = None
     """The override in force, with its reason and author."""
     factor: float = 1.0
@@ -118,6 +121,7 @@ def _explained(
             limits=choice.limits,
             source=source,
             consistency=choice.consistency,
+            across=rule.rule.across,
             override=choice.override,
         )
     if check is not None:

@@ -15,11 +15,13 @@ to fit into one part.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from tollkeeper.core.model import BUCKETS, REFILL_NS_MAX, Decision, Limit, Limits, decision_with
 from tollkeeper.core.rates import with_numbers
 from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.decide.regional import RegionalUsage, RegionPart
 
 # Between a subject and the number of its part; no attribute's name starts with it.
 _PART: Final = SEPARATOR + "~"
@@ -92,6 +94,21 @@ def sum_of_parts(
         remaining=min(remaining, limit.capacity + granted),
         granted=granted,
         reset_after_ns=max(decision.reset_after_ns for decision in decisions),
+    )
+
+
+def usage_of_parts(parts: Sequence[RegionalUsage], region: str) -> RegionalUsage:
+    """Return the usage of the whole limit in all regions; `region` is the one of the store."""
+    units: dict[str, int] = {}
+    ages_ns: dict[str, int] = {}
+    for each in chain.from_iterable(usage.parts for usage in parts):
+        name = each.region or region
+        units[name] = units.get(name, 0) + each.part
+        ages_ns[name] = max(ages_ns.get(name, 0), each.age_ns)
+    return RegionalUsage(
+        tuple(map(sum, zip(*(each.used for each in parts), strict=True))),
+        tuple(map(sum, zip(*(each.unaccepted for each in parts), strict=True))),
+        tuple(RegionPart(name, units[name], ages_ns[name]) for name in units),
     )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.service.admin.client import Admin, admin, following, from_file, template
+from tests.regions.stores import two_regions
+from tests.service.admin.client import Admin, admin, admin_of, following, from_file, template
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.rules.document.reading import read
+from tollkeeper.testing import ManualClock
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
 
@@ -248,3 +252,44 @@ async def test_without_a_database_the_log_is_the_audit(
     await from_file.call("POST", "/quota/grant", json=body)
     assert "quota grant by admin-token; rules: orders; client: user:#" in caplog.text
     assert "reason: 'case 7'" in caplog.text
+
+
+GLOBAL = """
+version: 1
+rules:
+  - {id: plan, by: user, limits: 10/minute, scope: global, across_regions: exact}
+  - {id: burst, match: {tenant: "*"}, by: tenant, limits: 5/second}
+"""
+
+
+async def test_the_usage_of_a_global_rule_in_all_regions(tmp_path: Path) -> None:
+    """A quota and an explanation have it; a rule of one region has none."""
+    store, _, _ = two_regions(ManualClock())
+    asker = {"user": "ann", "tenant": "t"}
+    async with admin_of(tmp_path, read(GLOBAL), None, store=store) as admin:
+        await admin.context.limiter.check(Request(**asker), 3)
+        quota = (await admin.call("GET", "/quota?user=ann&tenant=t")).json()["rules"]
+        explained = (await admin.call("POST", "/explain", json=asker)).json()["rules"]
+    usage = {
+        "across_regions": "exact",
+        "used": [3],
+        "unaccepted": [3],
+        "regions": [{"region": "eu", "units": 3, "age_seconds": 0.0}],
+    }
+    assert {each["id"]: each["usage"] for each in quota} == {"plan": usage, "burst": None}
+    assert {each["id"]: each["usage"] for each in explained} == {"plan": usage, "burst": None}
+    assert {each["id"]: each["scope"] for each in explained} == {
+        "plan": "global",
+        "burst": "region",
+    }
+
+
+async def test_a_global_rule_without_shares_has_an_error(tmp_path: Path) -> None:
+    """The region has not started: the reply says so, and the other rule is still explained."""
+    store, eu, _ = two_regions(ManualClock())
+    eu.counts._shares = None
+    async with admin_of(tmp_path, read(GLOBAL), None, store=store) as admin:
+        found = (await admin.call("POST", "/explain", json={"user": "a", "tenant": "t"})).json()
+    plan, burst = found["rules"]
+    assert (plan["usage"], plan["decision"], burst["decision"]["allowed"]) == (None, None, True)
+    assert "no share of global limits" in plan["error"]

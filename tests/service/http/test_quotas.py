@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.regions.stores import two_regions
 from tests.service.http.client import PENALISED, http_service
 from tests.service.http.generated import FIELDS
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError, TollkeeperError
+from tollkeeper.core.rates import parse_limits
 from tollkeeper.service.http.quotas import request_of_query
 from tollkeeper.service.http.tokens import create_token
+from tollkeeper.testing import ManualClock
 
 
 @pytest.fixture
@@ -228,3 +231,73 @@ def test_an_invalid_query_names_the_field(query: bytes, said: str) -> None:
     """The error names the field, or the maximum."""
     with pytest.raises(ConfigError, match=said):
         request_of_query(query)
+
+
+GLOBAL: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {
+            "id": "plan",
+            "match": {"user": "*"},
+            "by": "user",
+            "limits": ["100/hour", "1000/day"],
+            "scope": "global",
+        },
+        {
+            "id": "pay",
+            "match": {"endpoint": "/pay"},
+            "by": "api_key",
+            "limits": "10/minute",
+            "scope": "global",
+            "across_regions": "exact",
+            "penalty": {"after": 1, "within": "1m", "cooldown": "10s"},
+        },
+        {"id": "burst", "match": {"tenant": "*"}, "by": "tenant", "limits": "50/second"},
+    ],
+}
+
+
+async def test_a_global_rule_shows_the_usage_of_all_regions() -> None:
+    """Each limit has the units of all regions, and each region its part and its age."""
+    clock = ManualClock(1_800_000_000)
+    store, eu, us = two_regions(clock)
+    gate = us.counts.global_gate(parse_limits("100/hour;1000/day"), "plan", "eventual")
+    assert gate.check("user:1", 7).allowed
+    await eu.counts.learn("us", 1, await us.counts.due(10, 0))
+    async with http_service(rules=GLOBAL, store=store) as http:
+        assert (await http.check(user="1", cost=3)).status == 200
+        clock.advance(2)
+        rules = (await http("GET", "/v1/quota?user=1&tenant=t")).data["rules"]
+    plan = next(each for each in rules if each["rule"] == "plan")
+    assert plan["across_regions"] == "eventual"
+    shown = [(each["limit"], each["used"], each["unaccepted"]) for each in plan["limits"]]
+    assert shown == [(100, 10, 3), (1000, 10, 3)]
+    # Rounded up: a small limit would otherwise be lost between the regions.
+    assert [each["remaining"] for each in plan["limits"]] == [91, 990]
+    assert {each["region"]: (each["units"], each["age_seconds"]) for each in plan["regions"]} == {
+        "eu": (3, 0.0),
+        "us": (7, 2.0),
+    }
+    burst = next(each for each in rules if each["rule"] == "burst")
+    assert (burst["across_regions"], burst["regions"]) == (None, None)
+    assert (burst["limits"][0]["used"], burst["limits"][0]["remaining"]) == (None, 50)
+
+
+async def test_an_exact_rule_shows_what_this_region_would_admit() -> None:
+    """Half of the limit belongs to the other region; a penalty leaves nothing."""
+    clock = ManualClock(1_800_000_000)
+    store, _, _ = two_regions(clock)
+    async with http_service(rules=GLOBAL, store=store) as http:
+
+        async def limit() -> tuple[int, int, int]:
+            answer = await http("GET", "/v1/quota?api_key=k&endpoint=/pay")
+            pay = next(each for each in answer.data["rules"] if each["rule"] == "pay")
+            [found] = pay["limits"]
+            return found["limit"], found["used"], found["remaining"]
+
+        assert await limit() == (10, 0, 5)
+        assert (await http.check(api_key="k", endpoint="/pay", cost=4)).status == 200
+        assert await limit() == (10, 4, 1)
+        for _ in range(3):
+            await http.check(api_key="k", endpoint="/pay", cost=2)
+        assert await limit() == (10, 4, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, cast
 
@@ -19,7 +20,9 @@ from tollkeeper.core.model import REQUEST_FIELDS, UNITS_MAX, Consistency, Decisi
 from tollkeeper.core.model import Request as LimiterRequest
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.core.version import __version__
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.regions.settings import Scope
 from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from tollkeeper.rules.document.model import Document, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
@@ -114,6 +117,25 @@ class DecisionOut(ApiOutput):
     )
 
 
+class RegionUsageOut(ApiOutput):
+    """One region's part in the usage of a global rule."""
+
+    region: str = Field(examples=["eu"])
+    units: int = Field(description="Units that it has admitted in the last window.")
+    age_seconds: float = Field(description="How long ago it said so; 0 for this region.")
+
+
+class GlobalUsageOut(ApiOutput):
+    """The usage of a global rule, as far as this region knows."""
+
+    across_regions: AcrossRegions
+    used: list[int] = Field(description="For each limit: units that count, of all regions.")
+    unaccepted: list[int] = Field(
+        description="For each limit: units of this region that not all others have accepted."
+    )
+    regions: list[RegionUsageOut] = Field(description="Those that have reported any.")
+
+
 class QuotaRuleOut(ApiOutput):
     """One rule that applies to a request, and its quota."""
 
@@ -129,6 +151,9 @@ class QuotaRuleOut(ApiOutput):
     factor: float = Field(description="The share of the limits that the present load leaves.")
     decision: DecisionOut | None = Field(description="Null if the store failed.")
     error: str | None = Field(description="Why there is no decision.")
+    usage: GlobalUsageOut | None = Field(
+        description="Null for a rule of one region, and if the store failed."
+    )
 
 
 class QuotaOut(ApiOutput):
@@ -146,6 +171,7 @@ class RuleExplainedOut(QuotaRuleOut):
     applies: bool
     why: str = Field(description="Why it applies or does not.")
     consistency: Consistency = Field(description="Who decides: the store, or the node.")
+    scope: Scope = Field(description="Whether a region has the limits for itself.")
     override: OverrideData | None = Field(description="The override in force.")
 
 
@@ -249,9 +275,30 @@ async def _quota(control: ControlPlane, request: LimiterRequest, cost: int = 1) 
     )
 
 
+async def _usage(limiter: AsyncLimiter, check: RuleCheck) -> GlobalUsageOut | None:
+    """Return the usage of a global rule. Raises StoreError."""
+    usage = await limiter.usage_of(check)
+    if usage is None or check.rule.across is None:
+        return None
+    return GlobalUsageOut(
+        across_regions=check.rule.across,
+        used=list(usage.used),
+        unaccepted=list(usage.unaccepted),
+        regions=[
+            RegionUsageOut(
+                region=each.region,
+                units=each.part,
+                age_seconds=round(each.age_ns / NS_PER_SECOND, 3),
+            )
+            for each in usage.parts
+        ],
+    )
+
+
 async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
-    decision, error = None, None
+    decision, error, usage = None, None, None
     try:
+        usage = await _usage(limiter, check)
         decision = _decision(await limiter.peek_rule(check))
     except (StoreError, CapacityError) as reason:
         error = str(reason)
@@ -267,6 +314,7 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
         factor=check.step / FACTOR_STEPS,
         decision=decision,
         error=error,
+        usage=usage,
     )
 
 
@@ -352,7 +400,12 @@ async def grant_quota(control: Control, signed: Signed, grant: GrantIn) -> Quota
 )
 async def explain(control: Control, request: ExplainIn) -> ExplanationOut:
     """Return every rule, whether it applies and why, and its decision. Spends nothing."""
-    explanation = await control.context.limiter.explain(_request_of(request), request.cost)
+    limiter, asker = control.context.limiter, _request_of(request)
+    explanation = await limiter.explain(asker, request.cost)
+    usages: dict[str, GlobalUsageOut | None] = {}
+    for check in control.compiled_rules().plan(asker, request.cost).checks:
+        with suppress(StoreError):  # the rule has an error, too
+            usages[check.rule.id] = await _usage(limiter, check)
     others = 0
     shown: list[RuleExplained] = []
     for rule in explanation.rules:
@@ -364,12 +417,12 @@ async def explain(control: Control, request: ExplainIn) -> ExplanationOut:
         version=explanation.version,
         tier=explanation.tier,
         listed=explanation.listed or None,
-        rules=[_explained(rule) for rule in shown],
+        rules=[_explained(rule, usages.get(rule.id)) for rule in shown],
         omitted=max(others - OTHERS_MAX, 0),
     )
 
 
-def _explained(rule: RuleExplained) -> RuleExplainedOut:
+def _explained(rule: RuleExplained, usage: GlobalUsageOut | None) -> RuleExplainedOut:
     override = None
     if rule.override is not None:
         override = to_data(Document(overrides=(rule.override,)))["overrides"][0]
@@ -384,9 +437,11 @@ def _explained(rule: RuleExplained) -> RuleExplainedOut:
         factor=rule.factor,
         decision=_decision(rule.decision),
         error=rule.error or None,
+        usage=usage,
         applies=rule.applies,
         why=rule.why,
         consistency=rule.consistency,
+        scope="region" if rule.across is None else "global",
         override=override,
     )
 

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta
 
+from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, quoted, show
 from tollkeeper.core.model import (
     REQUEST_FIELDS,
@@ -24,6 +25,7 @@ from tollkeeper.core.model import (
     Request,
 )
 from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.decide.regional import AcrossRegions, RegionalUsage
 from tollkeeper.decide.store import AsyncGate, Gate
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
@@ -93,6 +95,28 @@ class QuotaLimit(msgspec.Struct):
     ]
     remaining: Annotated[int, Meta(description="How many single requests would pass now.")]
     reset_after: Annotated[float, Meta(description="Seconds until the quota is whole again.")]
+    used: Annotated[
+        int | None,
+        Meta(
+            description="Of a global rule: the units that count, of all regions as far as this "
+            "region knows. `remaining` is what this region would admit now."
+        ),
+    ] = None
+    unaccepted: Annotated[
+        int | None,
+        Meta(
+            description="Of a global rule: units of this region that not all other regions have "
+            "accepted yet; part of `used`."
+        ),
+    ] = None
+
+
+class QuotaRegion(msgspec.Struct):
+    """One region's part in the usage of a global rule."""
+
+    region: Annotated[str, Meta(examples=["eu"])]
+    units: Annotated[int, Meta(description="Units that it has admitted in the last window.")]
+    age_seconds: Annotated[float, Meta(description="How long ago it said so; 0 for this region.")]
 
 
 class QuotaPenalty(msgspec.Struct):
@@ -115,6 +139,17 @@ class QuotaRule(msgspec.Struct):
         Meta(description="The penalty in force. Nothing remains of the limits until it ends."),
     ]
     limits: list[QuotaLimit]
+    across_regions: Annotated[
+        AcrossRegions | None,
+        Meta(description="How regions share the limits; null for a rule of one region."),
+    ] = None
+    regions: Annotated[
+        list[QuotaRegion] | None,
+        Meta(
+            description="Of a global rule: the part of each region that has reported any; null "
+            "for a rule of one region."
+        ),
+    ] = None
 
 
 class QuotaReply(msgspec.Struct):
@@ -156,11 +191,68 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
     penalty = None
     if denial is not None and denial.penalty is not None:
         penalty = QuotaPenalty(denial.penalty, denial.retry_after)
+    usage = await limiter.usage_of(check)
+    if usage is None:
+        limits = await _limits(single, check, penalty)
+    else:
+        # The limits of a global rule are counted together, so one look is at all of them.
+        look = await limiter.peek_rule(check._replace(units=0))
+        limits = _global_limits(look, usage, check, penalty)
+    return QuotaRule(
+        rule=rule.id,
+        mode=rule.mode,
+        subject=check.subject.replace(SEPARATOR, " "),
+        source=f"{check.choice.source} {check.choice.detail}".strip(),
+        cost=check.units,
+        penalty=penalty,
+        limits=limits,
+        across_regions=rule.across,
+        regions=None
+        if usage is None
+        else [
+            QuotaRegion(each.region, each.part, round(each.age_ns / NS_PER_SECOND, 3))
+            for each in usage.parts
+        ],
+    )
+
+
+def _global_limits(
+    look: Decision, usage: RegionalUsage, check: RuleCheck, penalty: QuotaPenalty | None
+) -> list[QuotaLimit]:
+    """Return the limits of a global rule. `look` has the numbers of the tightest one."""
+    limits = []
+    for limit, used, unaccepted in zip(
+        check.prepared.limits, usage.used, usage.unaccepted, strict=True
+    ):
+        remaining = look.remaining
+        if limit != look.policy:
+            remaining = max(limit.capacity + look.granted - used, remaining)
+        limits.append(
+            QuotaLimit(
+                policy=str(limit),
+                name=limit.name,
+                algorithm=limit.algorithm,
+                quota=limit.limit,
+                window_seconds=limit.window,
+                limit=limit.capacity + look.granted,
+                remaining=0 if penalty else remaining,
+                reset_after=look.reset_after,
+                used=used,
+                unaccepted=unaccepted,
+            )
+        )
+    return limits
+
+
+async def _limits(
+    single: _SingleLimits, check: RuleCheck, penalty: QuotaPenalty | None
+) -> list[QuotaLimit]:
     limits = []
     for place, limit in enumerate(check.prepared.limits):
         # Several if the rule splits its limits into parts; the parts make up the whole.
         looks = [
-            await single.peek(rule.id, gate.limits[place], subject) for gate, subject in check.parts
+            await single.peek(check.rule.id, gate.limits[place], subject)
+            for gate, subject in check.parts
         ]
         limits.append(
             QuotaLimit(
@@ -176,15 +268,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
                 ),
             )
         )
-    return QuotaRule(
-        rule=rule.id,
-        mode=rule.mode,
-        subject=check.subject.replace(SEPARATOR, " "),
-        source=f"{check.choice.source} {check.choice.detail}".strip(),
-        cost=check.units,
-        penalty=penalty,
-        limits=limits,
-    )
+    return limits
 
 
 class _SingleLimits:
