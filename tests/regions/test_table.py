@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.regional import Shares
 from tollkeeper.regions.table import (
+    BEFORE_NS,
     REGION_NOTE,
     TABLE_NOTE,
     Membership,
@@ -62,6 +63,19 @@ def test_a_share_falls_at_once_and_rises_when_all_have_announced() -> None:
     assert us.share == Fraction(1, 2)
     us = next_shares("us", NEXT, us, {"eu": NEXT.epoch}, 3, ())
     assert us[:4] == (NEXT.epoch, Fraction(4, 5), Fraction(1, 2), 3)
+
+
+def test_the_lowest_share_is_remembered_for_longer_than_a_month() -> None:
+    """Subjects that no client has touched since start with what the region had at least."""
+    us = Shares(HALF.epoch, Fraction(1, 2), Fraction(0), 0, ())  # added at 0
+    announced = {"eu": NEXT.epoch}
+    soon = next_shares("us", NEXT, us, announced, BEFORE_NS, ())
+    later = next_shares("us", NEXT, us, announced, BEFORE_NS + 1, ())
+    assert (soon.before, later.before) == (0, Fraction(1, 2))
+    down = share_table(2, {"eu": 0.8, "us": 0.2})
+    soon = next_shares("us", down, us, {}, BEFORE_NS, ())
+    later = next_shares("us", down, us, {}, BEFORE_NS + 1, ())
+    assert (soon.before, later.before) == (0, Fraction(1, 5))
 
 
 def test_a_region_that_has_skipped_a_table_is_not_counted_on() -> None:

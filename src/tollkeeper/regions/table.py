@@ -47,8 +47,8 @@ from tollkeeper.regions.settings import REGION_NAME, SHARE_PARTS_MAX, share_of
 REGION_NOTE: Final = "region"
 TABLE_NOTE: Final = "table"
 NOTE_CHARS_MAX: Final = 16_384
-# `Shares.before` is the lowest share in this time before a rise.
-BEFORE_NS: Final = 86_400 * NS_PER_SECOND
+# `Shares.before` is the lowest share in this time: longer than the window of a month.
+BEFORE_NS: Final = 32 * 86_400 * NS_PER_SECOND
 VERSION_MAX: Final = 2**32
 _DIGEST_BITS: Final = 16
 
@@ -260,12 +260,11 @@ def next_shares(
             return Shares(table.epoch, target, target, now_ns, live)
         shares = Shares(0, Fraction(0), Fraction(0), now_ns, live)
     share = min(shares.share, target)
-    before = min(shares.before, share)
+    is_recent = now_ns - shares.changed_ns <= BEFORE_NS
+    before = min(shares.before, share) if is_recent else share
     others = [each for each in table.regions if each != region]
     # The same epoch, not a later one: a region that has skipped this table may have a higher share.
     if share < target and all(announced.get(each) == table.epoch for each in others):
-        if now_ns - shares.changed_ns > BEFORE_NS:
-            before = share
         return Shares(table.epoch, target, before, now_ns, live)
     return Shares(table.epoch, share, before, shares.changed_ns, live)
 
