@@ -184,11 +184,14 @@ def schedule(seconds: float, chance: random.Random) -> list[tuple[float, str]]:
 
 
 async def drive(
-    nodes: Sequence[NodeClient], endpoint: str, requests: Sequence[tuple[float, str]]
+    nodes: Sequence[NodeClient],
+    endpoint: str,
+    requests: Sequence[tuple[float, str]],
+    seed: int = SEED,
 ) -> list[Sent]:
     """Send each request at its time to a random node."""
     await asyncio.gather(*(node.connect() for node in nodes))
-    chance = random.Random(SEED)
+    chance = random.Random(seed)
     began_s = time.monotonic()
     tasks = []
     for at_s, user in requests:
@@ -227,7 +230,7 @@ async def enforced_ms(nodes: Sequence[NodeClient], endpoint: str) -> list[float]
         subject = f"reached-{number}"
         count = round(1.5 * SMALL.limit)
         requests = [(place / REACHED_PER_SECOND, subject) for place in range(count)]
-        sent = await drive(nodes, endpoint, requests)
+        sent = await drive(nodes, endpoint, requests, SEED + number)
         first_ns = min(each.answered_ns for each in sent if not each.allowed)
         last_ns = max(each.answered_ns for each in sent if each.allowed)
         found.append(max(last_ns - first_ns, 0) / 1e6)
