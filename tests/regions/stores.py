@@ -76,6 +76,6 @@ class RegionalStore(PythonMemoryStore):
 def two_regions(clock: ManualClock) -> tuple[RegionStore, RegionalStore, RegionalStore]:
     """Return the store of a node in eu, and the stores of eu and us that it uses."""
     eu, us = RegionalStore(clock), RegionalStore(clock)
-    regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
-    store = RegionStore(eu, regions, clock, links={"eu": eu, "us": us}, syncs=False)
+    regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"}, sync=False)
+    store = RegionStore(eu, regions, clock, links={"eu": eu, "us": us})
     return store, eu, us

@@ -26,6 +26,8 @@ def test_shares_are_exact_fractions() -> None:
     regions = Regions("eu", STORES, {"eu": 0.4, "us": 0.6})
     assert regions.fractions == {"eu": Fraction(2, 5), "us": Fraction(3, 5)}
     stores = {name: f"redis://{name}" for name in "abc"}
+    assert Regions("eu", STORES, {"eu": Fraction(2, 5), "us": 0.6}) == regions
+    assert Regions("eu", STORES) != regions
     assert Regions("a", stores, dict.fromkeys("abc", 1 / 3)).fractions["a"] == Fraction(1, 3)
 
 

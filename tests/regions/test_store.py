@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -325,10 +326,18 @@ def test_the_sync_runs_from_the_start_to_the_end_of_the_store() -> None:
     excess: list[tuple[str, str, str, int]] = []
     assert stores["eu"].regions is not None
     stores["eu"].regions.on_excess(lambda *told: excess.append(told))
-    for store in stores.values():
-        store.gate(MINUTE, "orders", across="eventual").check(KEY, 8)
-    until(lambda: excess or None, "a report arrives", 30)
-    assert excess[0][:3] == ("orders", KEY, "us")
+    gates = [store.gate(MINUTE, "orders", across="eventual") for store in stores.values()]
+    subjects = (f"user:{number}" for number in count())
+
+    def exceeded() -> bool:
+        """Both regions admit 8 of 10 units, unless a report comes in between."""
+        subject = next(subjects)
+        for gate in gates:
+            gate.check(subject, 8)
+        return bool(excess)
+
+    until(exceeded, "a report brings a subject above its limit", 30)
+    assert (excess[0][0], excess[0][2]) == ("orders", "us")
     for store in stores.values():
         store.close()
     assert threading.active_count() == before

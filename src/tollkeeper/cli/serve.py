@@ -62,6 +62,33 @@ StoreOption = Annotated[
         "[default: a file in the data folder, shared by all workers]",
     ),
 ]
+RegionOption = Annotated[
+    str | None,
+    _option(
+        "--region",
+        metavar="NAME",
+        help="The region that this machine is in: one of --regions, which share the limits of "
+        "rules with `scope: global`. [default: no regions]",
+    ),
+]
+RegionsOption = Annotated[
+    list[str] | None,
+    _option(
+        "--regions",
+        metavar="NAME=URI",
+        help="The Redis of each region: eu=redis://eu.internal; can be repeated. The same in all "
+        "regions. For passwords, use the variable (separated by spaces) or the --config file.",
+    ),
+]
+RegionSharesOption = Annotated[
+    list[str] | None,
+    _option(
+        "--region-shares",
+        metavar="NAME=SHARE",
+        help="The share of each region in limits that are `across_regions: exact`: eu=0.4; can be "
+        "repeated. They add up to 1. [default: equal shares]",
+    ),
+]
 HostOption = Annotated[
     str | None, _option("--host", metavar="ADDRESS", help="[default: 127.0.0.1]")
 ]
@@ -409,6 +436,9 @@ def serve(
     rules: RulesOption = None,
     seed: SeedOption = None,
     store: StoreOption = None,
+    region: RegionOption = None,
+    regions: RegionsOption = None,
+    region_shares: RegionSharesOption = None,
     host: HostOption = None,
     port: PortOption = None,
     grpc: GrpcOption = None,

@@ -47,12 +47,15 @@ class Regions:
               16 have a share.
     `shares`  the share of each region in limits that are exact, for example {"eu": 0.4, "us": 0.6}.
               They add up to 1. By default all regions have the same share.
+    `sync`    False: this process counts, and leaves the exchange with other regions to the other
+              processes of its region. For commands and other processes that end soon.
     """
 
     region: str
     stores: Mapping[str, str] = field(repr=False)  # URIs may have passwords
-    shares: Mapping[str, float | Fraction] | None = None
-    fractions: Mapping[str, Fraction] = field(init=False, compare=False, repr=False)
+    shares: Mapping[str, float | Fraction] | None = field(default=None, compare=False)
+    sync: bool = field(default=True, compare=False)
+    fractions: Mapping[str, Fraction] = field(init=False, repr=False)
     """The share of each region; they add up to 1."""
 
     def __post_init__(self) -> None:

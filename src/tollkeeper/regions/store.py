@@ -126,14 +126,12 @@ class RegionStore:
         *,
         owns_store: bool = True,
         links: Mapping[str, Store] | None = None,
-        syncs: bool = True,
     ) -> None:
         """Wrap the store of this node's region, and start the sync with the other regions.
 
         `owns_store`  closing this store also closes the one that it wraps.
         `links`       the stores of all regions, for the sync; by default they are opened. The sync
                       has connections and breakers of its own, so it never delays a request.
-        `syncs`       False: this process reads and changes counts, and carries no reports.
         """
         counts = store.regional
         if counts is None:
@@ -153,7 +151,7 @@ class RegionStore:
         linked = {region: each.regional for region, each in self._links.items()}
         self._linked = {region: each for region, each in linked.items() if each is not None}
         self._sync: RegionSync | None = None
-        if syncs:
+        if regions.sync:
             first = share_table(1, regions.fractions)
             self._sync = RegionSync(regions.region, first, self._linked)
             self._sync.start()

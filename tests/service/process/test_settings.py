@@ -12,6 +12,7 @@ import pytest
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.fleet.settings import Fleet
+from tollkeeper.regions.settings import Regions
 from tollkeeper.service.process.settings import ServiceSettings, state_folder
 
 
@@ -83,7 +84,48 @@ FILES: list[tuple[str, str]] = [
     ("store: redis://h\ngossip: 0.0.0.0:7946", "openssl rand -hex 32"),
     ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: [store, a:1]", "give it alone"),
     ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: dns:nodes", "'nodes' is not HOST:PORT"),
+    ("regions: {eu: redis://h}", "--regions has no effect without --region, the name"),
+    ("region-shares: {eu: 1}", "--region-shares has no effect without --region"),
+    ("region: eu", "--region 'eu' needs the table of all regions.*--regions eu=redis://localhost"),
+    ("region: jp\nregions: {eu: redis://h}", "'jp' is not in the table of regions, which has eu"),
+    ("region: eu\nregions: [eu]", "--regions: a value without = is not NAME=VALUE"),
+    ("region: eu\nregions: ['eu=']", "--regions: 'eu' is not NAME=VALUE; for example"),
+    ("region: eu\nregions: [eu=redis://a, eu=redis://b]", "the region 'eu' occurs twice"),
+    ("region: eu\nregions: {eu: 'memory://'}", "the region 'eu' needs the URI of its Redis"),
+    ("region: eu\nregions: {eu: {store: redis://h}}", "the region 'eu' needs the URI"),
+    ("region: eu\nregions: 5", "regions is not a list of at most 100 strings"),
+    ("region: eu\nregions: {eu: redis://h}\nregion-shares: {eu: half}", "not a number such as 0.4"),
+    ("region: eu\nregions: {eu: redis://h}\nregion-shares: {eu: 1e9}", "not a number such as"),
+    ("region: eu\nregions: {eu: redis://h}\nregion-shares: {eu: 0.5}", "shares add up to 1"),
+    ("region: eu\nregions: {eu: redis://h}\nstore: redis://x", "--store has no effect with"),
 ]
+
+
+def test_the_table_of_regions(tmp_path: Path) -> None:
+    """A mapping in the file, NAME=URI elsewhere; the store is that of the region."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "region: us\nregions:\n  eu: redis://eu.internal\n  us: rediss://u:secret@us.internal/2\n"
+        "region-shares: {eu: 0.4, us: 3/5}\n"
+    )
+    settings = ServiceSettings.gather({}, str(config))
+    stores = {"eu": "redis://eu.internal", "us": "rediss://u:secret@us.internal/2"}
+    assert settings.region_table == Regions("us", stores, {"eu": 0.4, "us": 0.6})
+    assert settings.store == stores["us"]
+    assert settings.fleet is not None
+    given = {"region": "eu", "regions": [f"{name}={uri}" for name, uri in stores.items()]}
+    assert ServiceSettings.gather(given).region_table == Regions("eu", stores)
+    assert ServiceSettings.gather({}).region_table is None
+
+
+def test_a_wrong_table_shows_no_password(tmp_path: Path) -> None:
+    """Whatever is wrong with it."""
+    config = tmp_path / "config.yaml"
+    for table in ("'eu:secret'", "{eu: 'redis//u:secret@h'}", "{eu: {uri: secret}}", "[[secret]]"):
+        config.write_text(f"region: eu\nregions: {table}\n")
+        with pytest.raises(ConfigError) as caught:
+            ServiceSettings.gather({}, str(config))
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "message"), FILES)

@@ -304,6 +304,7 @@ def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
         url=url_of(settings),
         grpc=settings.grpc,
         gossip=settings.gossip,
+        region=settings.region,
         workers=settings.workers,
         rules=_shown(settings.rules),
         rules_version=version,
@@ -331,8 +332,9 @@ def started_line(settings: ServiceSettings, version: str) -> str:
         options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
     grpc = f", gRPC {settings.grpc}" if settings.grpc else ""
     gossip = f", gossip {settings.gossip}" if settings.gossip else ""
+    region = f", region {settings.region}" if settings.region else ""
     return (
-        f"tollkeeper {__version__} on {url}{grpc}{gossip}; workers: {settings.workers}; "
+        f"tollkeeper {__version__} on {url}{grpc}{gossip}{region}; workers: {settings.workers}; "
         f"rules {_shown(settings.rules)}, version {version}; store {_shown(settings.store)}; "
         f'try: curl {options}{url}/v1/check -d \'{{"user": "42"}}\''
     )

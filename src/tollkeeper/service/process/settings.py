@@ -11,8 +11,9 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args, get_type_hints
@@ -22,6 +23,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.fleet.settings import FLEET_NAME, Fleet, joined_address, split_address
 from tollkeeper.fleet.transport import own_address
+from tollkeeper.regions.settings import Regions
 from tollkeeper.rules.document.tree import suggestion
 
 LogFormat = Literal["auto", "json", "text"]
@@ -43,6 +45,9 @@ NO_RULES: Final = "none"
 # `--peers store`: nodes find each other through the store; `--peers dns:NAME:PORT`: by a name.
 _STORE_PEERS: Final = "store"
 _DNS_PEERS: Final = "dns:"
+# Settings that are a mapping in a file, and NAME=VALUE elsewhere.
+_TABLES: Final = ("regions", "region_shares")
+_SHARE: Final = re.compile(r"[0-9]{1,5}/[1-9][0-9]{0,4}|[0-9]?\.[0-9]{1,17}|[0-9]")
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -99,6 +104,12 @@ class ServiceSettings:
     """The folder for the store, the rules and the tokens; empty: `state_folder()`."""
     store: str = ""
     """A store URI; empty: a file in the data folder that all workers share."""
+    region: str = ""
+    """The region that this machine is in, one of `regions`; empty: there are no regions."""
+    regions: tuple[str, ...] = ()
+    """NAME=URI of each region's Redis; in the file also a mapping. They share global rules."""
+    region_shares: tuple[str, ...] = ()
+    """NAME=SHARE of each region, for rules that are exact; empty: equal shares."""
     on_failure: OnFailure = "open"
     nodes: int = 1
     """How many machines share the store, at least. Gossip may know of more."""
@@ -183,6 +194,12 @@ class ServiceSettings:
     def complete(self) -> Self:
         """Return the settings with the defaults that depend on the machine, checked."""
         data = _at_home(self.data).absolute() if self.data else state_folder()
+        table = self.region_table
+        if table is not None and self.store not in ("", table.store):
+            raise ConfigError(
+                f"--store has no effect with --region {self.region}: the store is that of the "
+                f"region in --regions; remove --store"
+            )
         settings = replace(
             self,
             # IPv6 addresses may have brackets, as in a URL and in --grpc.
@@ -190,7 +207,7 @@ class ServiceSettings:
             data=str(data),
             workers=self.workers or _processors(),
             rules=self.rules or f"sqlite:///{quote(str(data / 'rules.db'))}",
-            store=self.store or f"shared://{quote(str(data / 'limits'))}",
+            store=table.store if table else self.store or f"shared://{quote(str(data / 'limits'))}",
             node_id=self.node_id or default_node_id(),
             log_format=_log_format() if self.log_format == "auto" else self.log_format,
             record=self.record or f"sqlite:///{quote(str(data / 'records.db'))}",
@@ -315,6 +332,33 @@ class ServiceSettings:
         )
 
     @property
+    def region_table(self) -> Regions | None:
+        """The regions that share global rules; None if there are none. Raises ConfigError."""
+        if not self.region:
+            given = "--regions" if self.regions else "--region-shares" if self.region_shares else ""
+            if given:
+                raise ConfigError(
+                    f"{given} has no effect without --region, the name of the region that this "
+                    f"machine is in; for example --region eu"
+                )
+            return None
+        stores = _named("--regions", self.regions, "eu=redis://eu.internal")
+        if not stores:
+            raise ConfigError(
+                f"--region {show(self.region)} needs the table of all regions and their stores; "
+                f"for example --regions {self.region}=redis://localhost, or in the file of "
+                f"--config: regions: {{{self.region}: redis://localhost, …}}"
+            )
+        shares = {
+            name: _share(name, text)
+            for name, text in _named("--region-shares", self.region_shares, "eu=0.4").items()
+        }
+        try:
+            return Regions(self.region, stores, shares or None)
+        except ConfigError as error:
+            raise ConfigError(f"--region, --regions or --region-shares: {error}") from None
+
+    @property
     def database(self) -> str | None:
         """The URL of the rules database; None if the rules come from a file."""
         return self.rules if "://" in self.rules else None
@@ -364,6 +408,32 @@ class ServiceSettings:
                 )
             found.setdefault(field, []).append(source)
         return found
+
+
+def _named(option: str, given: Sequence[str], example: str) -> dict[str, str]:
+    """Return the values of NAME=VALUE by name. An error shows no value: it may be a password."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            shown = show(name) if equals else "a value without ="
+            raise ConfigError(
+                f"{option}: {shown} is not NAME=VALUE; for example {option} {example}"
+            )
+        if name in found:
+            raise ConfigError(f"{option}: the region {show(name)} occurs twice; remove one")
+        found[name] = value
+    return found
+
+
+def _share(region: str, text: str) -> Fraction:
+    """Return a share that was written as 0.4 or 2/5."""
+    if not _SHARE.fullmatch(text):
+        raise ConfigError(
+            f"--region-shares: the share of {show(region)} is {show(text)}, and not a number such "
+            f"as 0.4 or 2/5"
+        )
+    return Fraction(text)
 
 
 def free_udp(gossip: str) -> str:
@@ -444,10 +514,14 @@ def _checked(name: str, value: Any) -> Any:
             raise ConfigError(f"{shown} is not one of {', '.join(choices)}")
         return text
     if wanted == tuple[str, ...]:
+        if name in _TABLES and isinstance(value, dict):  # a mapping in the file
+            value = [f"{key}={each}" for key, each in value.items()]
         listed = [value] if isinstance(value, str) else value
         texts = isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed)
         if not texts or len(listed) > _LISTED_MAX:
-            raise ConfigError(f"{shown} is not a list of at most {_LISTED_MAX} strings")
+            # A table may have passwords.
+            what = name.replace("_", "-") if name in _TABLES else shown
+            raise ConfigError(f"{what} is not a list of at most {_LISTED_MAX} strings")
         return tuple(listed)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,7 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.history.live import ActivePenalty, ReportFolder
 from tollkeeper.limiter import AsyncLimiter
+from tollkeeper.regions.settings import Regions
 from tollkeeper.service.http.app import HttpService
 from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
 from tollkeeper.service.http.health import fold_dead
@@ -69,7 +71,8 @@ def open_limiter(
 ) -> AsyncLimiter:
     """Open the limiter of a worker. Blocks until the rules are loaded; raises as `from_rules` does.
 
-    A limiter that does not follow the rules is opened to try them, and takes no part in gossip.
+    A limiter that does not follow the rules is opened to try them. It takes no part in gossip and
+    in the sync between regions.
 
     The last good rules are saved in a snapshot. For a database, the snapshot is in the data folder
     and serves whenever the database is unavailable. For a file, it is in the folder of this run: a
@@ -83,9 +86,15 @@ def open_limiter(
         on_failure=settings.on_failure,
         local_fallback=settings.local_fallback,
         fleet=settings.fleet if follow else settings.without_gossip().fleet,
+        regions=_regions_of(settings, sync=follow),
         follow=follow,
         snapshot=None if folder is None else folder / "rules.snapshot",
     )
+
+
+def _regions_of(settings: ServiceSettings, *, sync: bool) -> Regions | None:
+    table = settings.region_table
+    return None if table is None else replace(table, sync=sync)
 
 
 def style_of(settings: ServiceSettings) -> Style:
