@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[Server]:
     """Run a server on loopback for one test."""
     server = Server()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield server

@@ -90,7 +90,7 @@ class Edge:
 def edge(tollkeeper_port: int, change: Mapping[str, str] | None = None) -> Iterator[Edge]:
     """Run the example's nginx with the service on this port, with some text replaced."""
     with Application() as application:
-        thread = threading.Thread(target=application.serve_forever, daemon=True)
+        thread = threading.Thread(target=application.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             text = example(application.server_address[1], tollkeeper_port)

@@ -388,11 +388,13 @@ class Provider(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}/jwks.json"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self._serving = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._serving.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.shutdown()
+        self._serving.join()
         self.server_close()
 
 
