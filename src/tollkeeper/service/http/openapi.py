@@ -60,6 +60,7 @@ TAGS: Final = [
     {"name": "entries", "description": "Import and export of assignments, overrides and lists."},
     {"name": "load", "description": "The load of the protected systems, which scales limits."},
     {"name": "fleet", "description": "The nodes that share the limits."},
+    {"name": "regions", "description": "The regions that share global limits, and their shares."},
     {"name": "versions", "description": "History, rollback, and the audit log."},
     {"name": "quotas", "description": "The quota of a subject under each rule, and why."},
     {"name": "records", "description": "Past decisions, usage, and the busiest subjects."},
