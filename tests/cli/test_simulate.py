@@ -74,7 +74,10 @@ def test_a_wrong_argument_says_what_is_right(arguments: tuple[str, ...], message
 def test_random_fleets_are_simulated() -> None:
     """Random fleets keep their promises; one seed is one fleet."""
     found = run("simulate", "random", "--seed", "5")
-    assert (found.exit_code, found.output) == (0, "1 random fleets simulated\n")
+    assert (found.exit_code, found.output) == (
+        0,
+        "1 random fleets, and as many sets of regions, simulated\n",
+    )
     as_json = json.loads(run("simulate", "random", "--seconds", "0", "--json").stdout)
     assert as_json == {"exit_code": 0, "fleets": 1}
 
@@ -85,7 +88,7 @@ def test_a_broken_promise_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPa
     found = run("simulate", "random", "--seed", "5")
     assert found.exit_code == 1
     assert found.output == (
-        "1 random fleets simulated\nPROBLEM: user: 1 units over\n"
+        "1 random fleets, and as many sets of regions, simulated\nPROBLEM: user: 1 units over\n"
         "To repeat it: tollkeeper simulate random --seed 5\n"
     )
     as_json = json.loads(run("simulate", "random", "--seed", "5", "--json").stdout)
@@ -97,3 +100,40 @@ def test_help_is_complete() -> None:
     found = run("simulate", "fleet", "--help").output
     for words in ("--limit", "--nodes", "--traffic", "--faults", "--warm", "Exit code", "Example"):
         assert words in found
+
+
+def test_regions_are_simulated_and_shown() -> None:
+    """The same seed gives the same results, as a table and as JSON."""
+    args = (
+        "simulate",
+        "regions",
+        "--regions",
+        "2",
+        "--nodes",
+        "1",
+        "--seconds",
+        "3",
+        "--seed",
+        "7",
+    )
+    found = run(*args, "--limit", "100/minute", "--across-regions", "exact")
+    assert found.exit_code == 0
+    assert "2 regions of 1 nodes, 100 per 60 s (token_bucket), exact, 3 s, seed 7" in found.output
+    as_json = [json.loads(run(*args, "--limit", "9/s", "--json").stdout) for _ in range(2)]
+    assert as_json[0] == as_json[1]
+    assert as_json[0]["subjects"]["tenfold"]["admitted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--across-regions", "maybe"), "choose exact or eventual"),
+        (("--partition", "half"), "choose one of none, pairs, one-way, alone, all"),
+        (("--latency-ms", "300", "100"), "write the least and the most of it"),
+    ],
+)
+def test_wrong_arguments_of_regions_are_explained(args: tuple[str, ...], message: str) -> None:
+    """Nothing is simulated."""
+    found = run("simulate", "regions", *args)
+    assert found.exit_code == 2
+    assert message in " ".join(found.output.split())

@@ -27,8 +27,18 @@ from tollkeeper.cli.common import (
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import ALGORITHM_NAMES, CONSISTENCIES, AlgorithmName, Consistency
 from tollkeeper.core.rates import parse_limits
+from tollkeeper.decide.regional import REGIONS_MAX, AcrossRegions
 from tollkeeper.lab.faults import NAMES, parse_faults
 from tollkeeper.lab.fleet import FleetPlan, SimulatedFleet
+from tollkeeper.lab.regions import (
+    PARTITIONS,
+    Partition,
+    RegionsPlan,
+    SimulatedRegions,
+    results_of,
+    rows_of_regions,
+    run_random_regions,
+)
 from tollkeeper.lab.summary import chart_of, rows_of, summary_of, svg_of
 from tollkeeper.lab.traffic import USUAL_MIX, read_traffic
 from tollkeeper.lab.trials import SEED_BITS, run_trial
@@ -42,6 +52,19 @@ app: Final = typer.Typer(
 )
 
 
+LimitOption = Annotated[
+    str, typer.Option("--limit", metavar="RATE", help="The limits of each subject.")
+]
+AlgorithmOption = Annotated[
+    str, typer.Option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHM_NAMES)}.")
+]
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", min=1, max=3_600, help="The simulated time.")
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="The same seed gives the same run. [default: at random]"),
+]
 TrafficOption = Annotated[
     Path | None,
     typer.Option(
@@ -69,9 +92,7 @@ def simulate() -> None:
 
 @app.command(cls=CliCommand)
 def fleet(
-    limit: Annotated[
-        str, typer.Option("--limit", metavar="RATE", help="The limits of each subject.")
-    ] = "1000/minute",
+    limit: LimitOption = "1000/minute",
     nodes: Annotated[
         int, typer.Option("--nodes", min=1, max=1_000, help="How many nodes share the limits.")
     ] = 100,
@@ -79,17 +100,10 @@ def fleet(
         str,
         typer.Option("--consistency", metavar="NAME", help=f"{', '.join(CONSISTENCIES)}."),
     ] = "eventual",
-    algorithm: Annotated[
-        str, typer.Option("--algorithm", metavar="NAME", help=f"{', '.join(ALGORITHM_NAMES)}.")
-    ] = "token_bucket",
+    algorithm: AlgorithmOption = "token_bucket",
     traffic: TrafficOption = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=1, max=3_600, help="The simulated time.")
-    ] = 60.0,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="The same seed gives the same run. [default: at random]"),
-    ] = None,
+    seconds: SecondsOption = 60.0,
+    seed: SeedOption = None,
     lease_seconds: Annotated[
         float, typer.Option("--lease-seconds", help="How long a lease lasts, at most.")
     ] = 1.0,
@@ -140,6 +154,77 @@ def fleet(
         raise typer.Exit(PROBLEMS)
 
 
+@app.command(cls=CliCommand)
+def regions(
+    limit: LimitOption = "1000/minute",
+    across: Annotated[
+        str, typer.Option("--across-regions", metavar="NAME", help="exact or eventual.")
+    ] = "eventual",
+    algorithm: AlgorithmOption = "token_bucket",
+    count: Annotated[
+        int, typer.Option("--regions", min=1, max=REGIONS_MAX, help="How many regions.")
+    ] = 5,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, max=100, help="Nodes of each region.")
+    ] = 20,
+    seconds: SecondsOption = 60.0,
+    seed: SeedOption = None,
+    latency: Annotated[
+        tuple[float, float],
+        typer.Option("--latency-ms", help="A round trip between regions: the least, the most."),
+    ] = (100, 300),
+    loss: Annotated[
+        float, typer.Option("--loss", min=0, max=0.9, help="The part of packets that is lost.")
+    ] = 0.0,
+    partition: Annotated[
+        str, typer.Option("--partition", metavar="NAME", help=f"{', '.join(PARTITIONS)}.")
+    ] = "none",
+    long: Annotated[
+        bool, typer.Option("--long", help="One partition as long as the traffic.")
+    ] = False,
+    kills: Annotated[int, typer.Option("--kills", min=0, help="Leaders that are killed.")] = 0,
+    stops: Annotated[int, typer.Option("--stops", min=0, help="Leaders that are stopped.")] = 0,
+    changes: Annotated[int, typer.Option("--changes", min=0, help="Changes of the shares.")] = 0,
+    removals: Annotated[
+        int, typer.Option("--removals", min=0, help="Regions that are lost, and added again.")
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate regions that share limits: what they admit, and how soon they know of each other.
+
+    The regions run the code of real ones, with a virtual clock and network. Six subjects ask: one
+    below its limit, one that moves to another region every 15 s, two at 2 and 10 times the limit in
+    all regions, one at 3 times in one region, and one that waits for retry_after when it is denied.
+
+    Exit code: 0 no promise was broken; 1 a promise was broken, which is a bug; 2 an argument is
+    wrong.
+
+    Example: tollkeeper simulate regions --limit 1000/minute --across-regions exact
+
+    Example: tollkeeper simulate regions --across-regions exact --partition one-way --kills 3
+    """
+    plan = RegionsPlan(
+        limits=parse_limits(limit, algorithm=_algorithm(algorithm)),
+        across=_across(across),
+        regions=count,
+        nodes=nodes,
+        seconds=seconds,
+        seed=secrets.randbits(SEED_BITS) if seed is None else seed,
+        latency_ms=latency,
+        loss=loss,
+        partition=_partition(partition),
+        is_long=long,
+        kills=kills,
+        stops=stops,
+        changes=changes,
+        removals=removals,
+    )
+    run = SimulatedRegions(plan)
+    with _bar(seconds, shown=not as_json) as progress:
+        run.run(progress)
+    _print_regions(run, as_json)
+
+
 @app.command("random", cls=CliCommand)
 def random_(
     seconds: Annotated[
@@ -150,9 +235,9 @@ def random_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate random fleets with random faults, and look for broken promises.
+    """Simulate random fleets and regions with random faults, and look for broken promises.
 
-    Each fleet follows from its seed, which is printed if a promise is broken.
+    Each seed is a fleet, and regions. It is printed if a promise is broken.
 
     Exit code: 0 none is broken; 1 a promise is broken, which is a bug; 2 an argument is wrong.
 
@@ -165,20 +250,39 @@ def random_(
     problems: list[str] = []
     while not problems and (trials == 0 or (seed is None and monotonic() < until_s)):
         chosen = secrets.randbits(SEED_BITS) if seed is None else seed
-        problems = run_trial(chosen)
+        problems = run_trial(chosen) + run_random_regions(chosen)
         trials += 1
     code = PROBLEMS if problems else OK
     if as_json:
         broken = {"seed": chosen, "problems": problems} if problems else {}
         print_json({"exit_code": code, "fleets": trials, **broken})
     else:
-        print_text(f"{trials:,} random fleets simulated")
+        print_text(f"{trials:,} random fleets, and as many sets of regions, simulated")
         for problem in problems:
             print_text(f"PROBLEM: {problem}")
         if problems:
             print_text(f"To repeat it: tollkeeper simulate random --seed {chosen}")
     if problems:
         raise typer.Exit(code)
+
+
+def _print_regions(run: SimulatedRegions, as_json: bool) -> None:
+    """Print the results. Exits with PROBLEMS if a promise was broken."""
+    plan = run.plan
+    problems = run.problems()
+    if as_json:
+        code = PROBLEMS if problems else OK
+        print_json({"exit_code": code, "seed": plan.seed, **results_of(run)})
+    else:
+        print_text(
+            f"{plan.regions} regions of {plan.nodes} nodes, {'; '.join(map(str, plan.limits))}, "
+            f"{plan.across}, {plan.seconds:g} s, seed {plan.seed}"
+        )
+        print_table(("RESULT", "VALUE"), rows_of_regions(run))
+        for problem in problems:
+            print_text(f"PROBLEM: {problem}")
+    if problems:
+        raise typer.Exit(PROBLEMS)
 
 
 def _consistency(text: str) -> Consistency:
@@ -188,6 +292,21 @@ def _consistency(text: str) -> Consistency:
             return found
     raise ConfigError(
         f"--consistency {show(text)} is not known; choose one of {', '.join(CONSISTENCIES)}"
+    )
+
+
+def _across(text: str) -> AcrossRegions:
+    if text in {"exact", "eventual"}:
+        return "exact" if text == "exact" else "eventual"
+    raise ConfigError(f"--across-regions {show(text)} is not known; choose exact or eventual")
+
+
+def _partition(text: str) -> Partition:
+    for name in PARTITIONS:
+        if name == text:
+            return name
+    raise ConfigError(
+        f"--partition {show(text)} is not known; choose one of {', '.join(PARTITIONS)}"
     )
 
 

@@ -389,8 +389,12 @@ class Exchange:
         first: ShareTable,
         stores: Mapping[str, RegionalCounts],
         name: str,
+        chance: random.Random | None = None,
     ) -> None:
-        """`first` is the table of the settings. `stores` has the store of every region."""
+        """`first` is the table of the settings. `stores` has the store of every region.
+
+        `chance` spreads the candidates; a simulation passes its own, to be repeatable.
+        """
         self.region = region
         self.first = first
         self.own = stores[region]
@@ -406,7 +410,7 @@ class Exchange:
         self._refused = ""
         self._working: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._random = random.Random()  # noqa: S311 - to spread the candidates
+        self._random = chance or random.Random()  # noqa: S311 - to spread the candidates
 
     @property
     def is_leader(self) -> bool:

@@ -171,13 +171,14 @@ class Sync:
 
         Each batch must be given to `answered` or `failed`.
         """
+        usable = sorted(self._usable)  # a simulation must be repeatable
         for report in reports:
             subject = self._noted(report)
-            for region in self._usable:
+            for region in usable:
                 if not _is_known(subject, region, report):
                     self._queue(region).add(report, now_ns)
             self._settle(report.key, subject)
-        taken = {region: self._queue(region).take(self.epoch) for region in self._usable}
+        taken = {region: self._queue(region).take(self.epoch) for region in usable}
         return {region: batch for region, batch in taken.items() if batch is not None}
 
     def answered(
