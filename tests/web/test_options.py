@@ -12,8 +12,9 @@ from flask import Flask
 from werkzeug.test import Client
 
 from tests.fleet.nodes import SharedStore
+from tests.regions.stores import two_regions
 from tests.web.asgi_driver import ask
-from tollkeeper import ConfigError, Fleet, Limiter, asgi, django, fastapi, flask, wsgi
+from tollkeeper import ConfigError, Fleet, Limiter, Regions, asgi, django, fastapi, flask, wsgi
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.identity import Identity
@@ -58,6 +59,16 @@ rules:
         ({"limits": "1/s", "consistency": "often"}, "consistency='often' is not known"),
         ({"limits": "1/s", "fleet": 20}, "fleet=20 is not a Fleet"),
         ({"rules": RULES, "consistency": "leased"}, "each rule has its own"),
+        ({"rules": RULES, "scope": "global"}, "scope='global' applies to limits only"),
+        ({"limits": "1/s", "regions": "eu"}, "regions='eu' is not a Regions"),
+        ({"limits": "1/s", "scope": "world"}, "scope='world' is not known"),
+        ({"limits": "1/s", "across_regions": "exact"}, "no effect on a limit of one region"),
+        (
+            {"limits": "1/s", "scope": "global", "consistency": "leased"},
+            "'leased' does not work with scope",
+        ),
+        ({"limiter": Limiter("1/s"), "scope": "global"}, "a scope"),
+        ({"limiter": Limiter("1/s"), "regions": Regions("eu", {"eu": "redis://h"})}, "regions"),
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
     ],
 )
@@ -185,6 +196,32 @@ def test_a_node_answers_most_requests_itself(framework: str) -> None:
     assert 0 < store.controlled.leases <= 20
     # Two rules of one node, in one table.
     assert len(store._tables) == (2 if framework in {"fastapi", "flask"} else 1)
+
+
+@pytest.mark.parametrize("framework", ASKING)
+def test_the_limits_of_an_application_can_be_global(framework: str) -> None:
+    """`scope` and `across_regions` as for Limiter: half of an exact limit is for this region."""
+    clock = ManualClock(6_000)
+    store, eu, _ = two_regions(clock)
+    asking = ASKING[framework](
+        limits="10/minute", store=store, clock=clock, scope="global", across_regions="exact"
+    )
+    assert [asking() for _ in range(6)].count(429) == 1
+    assert eu.counts._subjects
+    store.close()
+
+
+def test_a_route_has_a_scope_of_its_own() -> None:
+    """A global route of an application that leases is strict; a regional one is possible too."""
+    clock = ManualClock(6_000)
+    store, eu, _ = two_regions(clock)
+    app = FastAPI()
+    limit = fastapi.RateLimit(app, store=store, clock=clock, consistency="leased")
+    app.get("/all", dependencies=[limit("9/minute", scope="global")])(lambda: "in")
+    app.get("/here", dependencies=[limit("9/minute")])(lambda: "in")
+    assert {asyncio.run(ask(app, path)).status for path in ("/all", "/here")} == {200}
+    assert len(eu.counts._subjects) == 1
+    store.close()
 
 
 def test_a_route_can_be_strict_in_an_application_that_leases() -> None:

@@ -243,8 +243,14 @@ class EnforcerCore:
             "local_fallback": self._local_fallback,
         }
         if options.limits is not None:
-            consistency = options.consistency or "strict"
-            return kind(options.limits, name=options.name, consistency=consistency, **arguments)
+            return kind(
+                options.limits,
+                name=options.name,
+                consistency=options.consistency or "strict",
+                scope=options.scope or "region",
+                across_regions=options.across_regions,
+                **arguments,
+            )
         if options.rules is not None:
             return kind.from_rules(options.rules, **arguments)
         return None
@@ -314,6 +320,8 @@ class EnforcerCore:
 
     def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
         own = self.options
+        # A route that is global is strict, also in an application whose limits are leased.
+        usual = "strict" if options.scope == "global" else own.consistency
         return replace(
             options,
             store=self.store,
@@ -327,7 +335,9 @@ class EnforcerCore:
             style=self.style,
             on_failure=options.on_failure or self._on_failure,
             local_fallback=self._local_fallback,
-            consistency=options.consistency or own.consistency,
+            consistency=options.consistency or usual,
+            scope=options.scope or own.scope,
+            across_regions=options.across_regions if options.scope else own.across_regions,
             clock=self.clock,
         )
 

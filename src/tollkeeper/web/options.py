@@ -18,12 +18,13 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Consistency, check_consistency, check_name, units_of
 from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
+from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
 from tollkeeper.fleet.settings import Fleet, fleet_of
-from tollkeeper.fleet.store import fleet_store_of
 from tollkeeper.limiter import AsyncLimiter, Limiter
 from tollkeeper.limiter.arguments import kind_of, name_of
+from tollkeeper.limiter.setup import node_store_of
+from tollkeeper.regions.settings import Regions, Scope, across_of, regions_of
 from tollkeeper.rules.document.model import Rules
 from tollkeeper.web.answers import Denial, Style
 from tollkeeper.web.identity import Identity, IdentitySource, KeySource
@@ -54,6 +55,9 @@ class OptionArguments(TypedDict, total=False):
     local_fallback: LocalFallback | None
     consistency: Consistency | None
     fleet: Fleet | None
+    regions: Regions | None
+    scope: Scope | None
+    across_regions: AcrossRegions | None
     clock: Clock | None
 
 
@@ -71,6 +75,8 @@ class RouteArguments(TypedDict, total=False):
     count: Callable[[int], Any] | None
     on_failure: FailurePolicy | None
     consistency: Consistency | None
+    scope: Scope | None
+    across_regions: AcrossRegions | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,9 +91,11 @@ class EnforcerOptions:
 
     The others are optional:
 
-    `store`, `name`, `local_fallback`, `fleet` and `clock` as for `Limiter`.
+    `store`, `name`, `local_fallback`, `fleet`, `regions` and `clock` as for `Limiter`.
     `on_failure`       as for `Limiter`: by default "open"; on a route, that of the application.
     `consistency`      as for `Limiter`: by default "strict"; on a route, that of the application.
+    `scope`, `across_regions`  as for `Limiter`: by default "region"; on a route, those of the
+                       application, unless it has a scope of its own.
     `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
     `trusted_proxies`  the proxies whose forwarded addresses are believed, as for Identity.
     `key`              the subject that `limits` count: the first source that finds a value; by
@@ -124,6 +132,9 @@ class EnforcerOptions:
     local_fallback: LocalFallback | None = None
     consistency: Consistency | None = None
     fleet: Fleet | None = None
+    regions: Regions | None = None
+    scope: Scope | None = None
+    across_regions: AcrossRegions | None = None
     clock: Clock | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +148,8 @@ class EnforcerOptions:
         if self.consistency is not None:
             check_consistency(self.consistency)
         fleet_of(self.fleet)
+        regions_of(self.regions)
+        across_of(self.scope or "region", self.across_regions, self.consistency or "strict")
         clock_of(self.clock)
         for name in _EXAMPLES:
             hook = getattr(self, name)
@@ -175,12 +188,19 @@ class EnforcerOptions:
                 f"consistency={show(self.consistency)} applies to limits only; with rules, each "
                 f"rule has its own: {{id: users, consistency: leased, …}}"
             )
+        if self.rules is not None and self.scope is not None:
+            raise ConfigError(
+                f"scope={show(self.scope)} applies to limits only; with rules, each rule has its "
+                f"own: {{id: users, scope: global, …}}"
+            )
         if self.limiter is not None:
             given = (self.store, self.on_failure, self.local_fallback, self.clock)
-            if given != ("memory://", None, None, None) or self.consistency or self.fleet:
+            others = (self.consistency, self.fleet, self.regions, self.scope)
+            if given != ("memory://", None, None, None) or any(others):
                 raise ConfigError(
                     "the limiter that you pass already has a store, an on_failure, a "
-                    "local_fallback, a consistency, a fleet and a clock; give them to the limiter"
+                    "local_fallback, a consistency, a fleet, regions, a scope and a clock; give "
+                    "them to the limiter"
                 )
 
     def _check_without_limits(self) -> None:
@@ -235,18 +255,10 @@ _EXAMPLES: Final = {
 def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
     """Return the store that options name, and True if the caller has to close it.
 
-    A store that several machines share is that of a node: enforcers that get it share its leases.
+    A store that several machines share is that of a node: enforcers that get it share its leases
+    and its region.
     """
-    given = options.store
-    store = open_store(given, clock) if isinstance(given, str) else given
-    is_opened = store is not given
-    try:
-        found = fleet_store_of(store, fleet_of(options.fleet), clock, owned=is_opened)
-    except BaseException:
-        if is_opened:
-            store.close()
-        raise
-    return found, found is not given
+    return node_store_of(options.store, fleet_of(options.fleet), options.regions, clock)
 
 
 def default_node(environ: Mapping[str, str] = os.environ) -> str:
