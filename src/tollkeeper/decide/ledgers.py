@@ -98,6 +98,8 @@ class BucketLedger:
 
     def _at(self, now_ns: int, share: Fraction) -> tuple[int, int, int]:
         """Return the levels, and the time up to which they are drained."""
+        if now_ns == self._last_ns:  # the usual case right after a change
+            return self._known, self._own, now_ns
         limit = self.limit
         elapsed_ns = max(now_ns - self._last_ns, 0)
         elapsed_ns -= elapsed_ns % limit.refill_step_ns

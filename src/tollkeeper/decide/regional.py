@@ -118,8 +118,12 @@ class SubjectKey(NamedTuple):
     @property
     def group(self) -> int:
         """The group of its keys, 0 to GROUPS − 1."""
-        text = f"{self.rule}\x1f{self.subject}"
-        return int.from_bytes(blake2b(text.encode(), digest_size=2).digest()) % GROUPS
+        return int.from_bytes(blake2b(self.group_text.encode(), digest_size=2).digest()) % GROUPS
+
+    @property
+    def group_text(self) -> str:
+        """The text whose hash is the group. The subject is at its end."""
+        return f"{self.rule}\x1f{self.subject}"
 
 
 class Report(NamedTuple):
@@ -716,8 +720,12 @@ def decision_of(
     *,
     charged: bool,
     granted: int,
+    step_ns: int = 1,
 ) -> Decision:
-    """Return the decision by the levels after the check. `granted` units are left on top."""
+    """Return the decision by the levels after the check. `granted` units are left on top.
+
+    Waits are rounded up to whole steps of the store's clock.
+    """
     outcomes = []
     cost = max(cost - granted, 0)
     # Own units of an eventual limit are accepted soon, and then drain at the whole rate.
@@ -725,9 +733,11 @@ def decision_of(
     for ledger in ledgers:
         room = room_of(ledger, across, share, now_ns, cost)
         found = outcome(ledger, now_ns, drains, cost, room, charged=charged)
-        if across == "eventual" and found.retry_after_ns == 1:
-            found = found._replace(retry_after_ns=_ROUND_NS)
-        outcomes.append(found._replace(remaining=found.remaining + granted))
+        allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = found
+        if across == "eventual" and retry_ns == 1:
+            retry_ns = _ROUND_NS
+        retry_ns, reset_ns = retry_ns // -step_ns * -step_ns, reset_ns // -step_ns * -step_ns
+        outcomes.append((allowed, remaining + granted, retry_ns, reset_ns, delay_ns, charged_ns))
     return combine(limits, outcomes, rule, now_ns, [granted] * len(limits) if granted else ())
 
 

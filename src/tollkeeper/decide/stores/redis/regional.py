@@ -17,11 +17,14 @@ No denial is cached: an accepted total may give room at any moment.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Final, TypeVar
 
+from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable, show
 from tollkeeper.core.model import (
@@ -31,7 +34,6 @@ from tollkeeper.core.model import (
     Decision,
     Limit,
     Limits,
-    decision_with,
 )
 from tollkeeper.core.steps import Steps, run, run_async
 from tollkeeper.decide.busiest import Busiest
@@ -56,6 +58,7 @@ from tollkeeper.decide.regional import (
 )
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, encode_numbers, refill_per_us
 from tollkeeper.decide.stores.redis.config import RedisConfig
+from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisDriver, ThreadDriver
 from tollkeeper.decide.stores.redis.scripts import (
     REGIONAL_ACCEPT,
@@ -141,6 +144,9 @@ def _seconds(us: int) -> float:
     return us // 1_000_000 if us % 1_000_000 == 0 else us / 1_000_000
 
 
+_fraction = lru_cache(maxsize=1_024)(Fraction)
+
+
 def _ledgers_of(limits: Sequence[Limit], numbers: Sequence[Sequence[int]]) -> list[Ledger]:
     """Return the ledgers in a reply, whose times are microseconds."""
     ledgers = []
@@ -162,11 +168,13 @@ def _invalid(reply: object) -> StoreUnavailable:
 class _Keys:
     """The keys of a region in its Redis."""
 
-    __slots__ = ("_heads", "leader", "notes")
+    __slots__ = ("groups", "leader", "notes")
 
     def __init__(self, config: RedisConfig) -> None:
         prefix = config.prefix.encode()
-        self._heads = [b"%b:{r%d}:" % (prefix, group) for group in range(GROUPS)]
+        heads = [b"%b:{r%d}:" % (prefix, group) for group in range(GROUPS)]
+        # Of each group: the shares, the subjects that are due, and the beginning of the states.
+        self.groups = [(head + b"shares", head + b"due", head) for head in heads]
         self.leader = b"%b:{r}:leader" % prefix
         self.notes = b"%b:{r}:notes" % prefix
 
@@ -178,9 +186,9 @@ class _Keys:
         *arguments: bytes | int,
     ) -> ScriptCall:
         """Return a call on the states of some subjects of a group."""
-        head = self._heads[group]
+        shares, due, head = self.groups[group]
         states = [head + member for member in members]
-        return ScriptCall(script, head + b"shares", arguments, (head + b"due", *states))
+        return ScriptCall(script, shares, arguments, (due, *states))
 
 
 def _member(key: SubjectKey) -> bytes:
@@ -199,7 +207,18 @@ def _key_of(member: bytes) -> SubjectKey:
 class _GlobalRule:
     """One global rule's calls, and the decisions in their replies."""
 
-    __slots__ = ("_across", "_encoded", "_keys", "_now", "_number", "_rule", "limits")
+    __slots__ = (
+        "_across",
+        "_encoded",
+        "_groups",
+        "_hash",
+        "_head",
+        "_number",
+        "_rule",
+        "_tail",
+        "limits",
+        "now",
+    )
 
     def __init__(
         self,
@@ -212,27 +231,62 @@ class _GlobalRule:
         self.limits = limits
         self._rule = rule
         self._across: AcrossRegions = across
-        self._number = rule_number(limits, rule)
         self._encoded = encode_gate(limits, across)
-        self._keys = keys
-        self._now = now
+        self._groups = keys.groups
+        self.now = now
+        number = rule_number(limits, rule)
+        self._number = number.encode() + b":"
+        # The hash of SubjectKey.group, as far as the rule goes.
+        self._hash = blake2b(SubjectKey(number, "").group_text.encode(), digest_size=2)
+        # EVALSHA <sha> 3 <shares> <due> <state> <time> <gate> <cost>: without keys and cost.
+        self._head = b"*9\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n3\r\n$" % REGIONAL_CHECK.sha
+        self._tail = b"\r\n$0\r\n\r\n$%d\r\n%b\r\n$" % (len(self._encoded), self._encoded)
+
+    def _keys_of(self, subject: str) -> tuple[bytes, bytes, bytes]:
+        """Return the shares, the subjects that are due, and the state of the subject."""
+        name, hashed = subject.encode(), self._hash.copy()
+        hashed.update(name)
+        shares, due, head = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
+        return shares, due, b"%b%b%b" % (head, self._number, name)
 
     def call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
-        key = SubjectKey(self._number, subject)
-        return self._keys.call(
-            script, key.group, [_member(key)], self._now(), self._encoded, *arguments
-        )
+        """Return a call on the state of a subject."""
+        shares, due, state = self._keys_of(subject)
+        return ScriptCall(script, shares, (self.now(), self._encoded, *arguments), (due, state))
 
-    def checking(
-        self, driver: RedisDriver, subject: str, cost: int, *, spend: bool
-    ) -> Steps[Decision]:
-        """Decide a request; charge it if it is admitted and `spend` is True."""
-        look = () if spend else (b"look",)
-        call = self.call(REGIONAL_CHECK, subject, cost, *look)
-        reply = _readable((yield from driver.running(call)), call)
+    def check_payload(self, subject: str, cost: int) -> tuple[bytes, bytes]:
+        """Return the key and the bytes of a check."""
+        if self.now() != SERVER_TIME:
+            call = self.call(REGIONAL_CHECK, subject, cost)
+            return call.key, call.by_sha()
+        shares, due, state = self._keys_of(subject)
+        digits = b"%d" % cost
+        payload = b"%b%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b%b%d\r\n%b\r\n" % (
+            self._head,
+            len(shares),
+            shares,
+            len(due),
+            due,
+            len(state),
+            state,
+            self._tail,
+            len(digits),
+            digits,
+        )
+        return shares, payload
+
+    def peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
+        """Decide a request, but charge nothing."""
+        call = self.call(REGIONAL_CHECK, subject, cost, b"look")
+        reply = yield from driver.running(call)
+        return self.decision(subject, reply, cost, spend=False)
+
+    def decision(self, subject: str, reply: list[Any], cost: int, *, spend: bool) -> Decision:
+        """Return the decision in the reply to a check. Raises CapacityError, StoreUnavailable."""
+        self.require_readable(subject, reply)
         try:
             decision = self._decision(reply, cost, spend=spend)
-        except (IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
             raise _invalid(reply) from error
         if decision.allowed is not (reply[0] >= 0):
             raise StoreUnavailable(
@@ -241,12 +295,23 @@ class _GlobalRule:
             )
         return decision
 
+    def require_readable(self, subject: str, reply: list[Any]) -> None:
+        """Raise StoreUnavailable if the region has no share, or if the state is unreadable."""
+        if not reply:
+            raise StoreUnavailable(NO_SHARE)
+        if type(reply[0]) is bytes:
+            key = self._keys_of(subject)[2].decode("utf-8", "replace")
+            raise StoreUnavailable(
+                f"the value of the key {show(key)} cannot be used: {reply[0].decode()}; if no "
+                f"other version of Tollkeeper uses this Redis, reset the subject"
+            )
+
     def _decision(self, reply: list[Any], cost: int, *, spend: bool) -> Decision:
         passed, granted = reply[0] >= 0, reply[3]
-        share = Fraction(reply[1], reply[2])
+        share = _fraction(reply[1], reply[2])
         if not passed:
             require_room(self.limits, share if self._across == "exact" else WHOLE, cost - granted)
-        decision = decision_of(
+        return decision_of(
             self.limits,
             _ledgers_of(self.limits, reply[4:]),
             self._across,
@@ -256,12 +321,7 @@ class _GlobalRule:
             self._rule,
             charged=spend and passed and cost > 0,
             granted=granted,
-        )
-        # Rounded up to whole microseconds, because the server decides at these.
-        return decision_with(
-            decision,
-            retry_after_ns=decision.retry_after_ns // -NS_PER_US * -NS_PER_US,
-            reset_after_ns=decision.reset_after_ns // -NS_PER_US * -NS_PER_US,
+            step_ns=NS_PER_US,
         )
 
     def changing(
@@ -269,7 +329,7 @@ class _GlobalRule:
     ) -> Steps[None]:
         """Run a refund, a grant or a reset."""
         call = self.call(REGIONAL_CHANGE, subject, what, *arguments)
-        _readable((yield from driver.running(call)), call)
+        self.require_readable(subject, (yield from driver.running(call)))
 
     def refunding(
         self, driver: RedisDriver, subject: str, units: int, charged_ns: int | None
@@ -286,19 +346,6 @@ class _GlobalRule:
 
     def resetting(self, driver: RedisDriver, subject: str) -> Steps[None]:
         return self.changing(driver, subject, b"reset", 0, b"")
-
-
-def _readable(reply: list[Any], call: ScriptCall) -> list[Any]:
-    """Return a reply. Raises StoreUnavailable without a share, or if the state is unreadable."""
-    if not reply:
-        raise StoreUnavailable(NO_SHARE)
-    if isinstance(reply[0], bytes):
-        key = call.more_keys[1].decode("utf-8", "replace")
-        raise StoreUnavailable(
-            f"the value of the key {show(key)} cannot be used: {show(reply[0].decode())}; if no "
-            f"other version of Tollkeeper uses this Redis, reset the subject"
-        )
-    return reply
 
 
 class RedisGlobalGate(GlobalGate):
@@ -327,11 +374,19 @@ class RedisGlobalGate(GlobalGate):
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
-        return run(self._rule.checking(self._driver, subject, cost, spend=True))
+        due_ns = self._driver.due_ns()
+        try:
+            reply = self._driver.send(*self._rule.check_payload(subject, cost))
+        except NotSent as error:
+            reply = error
+        if type(reply) is not list:
+            call = self._rule.call(REGIONAL_CHECK, subject, cost)
+            reply = self._driver.settle(call, due_ns, reply)
+        return self._rule.decision(subject, reply, cost, spend=True)
 
     def peek(self, subject: str, cost: int) -> Decision:
         """Return the answer of `check`, with the remaining quota as it is now."""
-        return run(self._rule.checking(self._driver, subject, cost, spend=False))
+        return run(self._rule.peeking(self._driver, subject, cost))
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
         """Give units of this region back. The other regions learn it with the next report."""
@@ -350,7 +405,7 @@ class RedisGlobalGate(GlobalGate):
 class AsyncRedisGlobalGate(GlobalGate):
     """`RedisGlobalGate` for asyncio."""
 
-    __slots__ = ("_busiest", "_driver_of_loop", "_rule", "_sample", "limits")
+    __slots__ = ("_busiest", "_driver", "_driver_of_loop", "_rule", "_sample", "limits")
 
     def __init__(
         self,
@@ -362,6 +417,7 @@ class AsyncRedisGlobalGate(GlobalGate):
         self.limits = rule.limits
         self._rule = rule
         self._driver_of_loop = driver_of_loop
+        self._driver: AsyncioDriver | None = None
         self._busiest = busiest
         self._sample = sample
 
@@ -370,13 +426,22 @@ class AsyncRedisGlobalGate(GlobalGate):
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
-        driver = self._driver_of_loop()
-        return await run_async(self._rule.checking(driver, subject, cost, spend=True))
+        driver = self._driver
+        if driver is None or driver.loop is not asyncio.get_running_loop():
+            driver = self._driver = self._driver_of_loop()
+        due_ns = driver.due_ns()
+        try:
+            reply = await driver.send(*self._rule.check_payload(subject, cost))
+        except NotSent as error:
+            reply = error
+        if type(reply) is not list:
+            call = self._rule.call(REGIONAL_CHECK, subject, cost)
+            reply = await driver.settle(call, due_ns, reply)
+        return self._rule.decision(subject, reply, cost, spend=True)
 
     async def peek(self, subject: str, cost: int) -> Decision:
         """See RedisGlobalGate.peek."""
-        driver = self._driver_of_loop()
-        return await run_async(self._rule.checking(driver, subject, cost, spend=False))
+        return await run_async(self._rule.peeking(self._driver_of_loop(), subject, cost))
 
     async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
         """See RedisGlobalGate.refund."""
@@ -411,6 +476,7 @@ class RedisRegional:
     ) -> None:
         self._config = config
         self._clock = clock
+        self._by_server_clock = type(clock) is SystemClock
         self._keys = _Keys(config)
         self._threads = threads
         self._driver_of_loop = driver_of_loop
@@ -422,7 +488,7 @@ class RedisRegional:
 
     def _now(self) -> ScriptTime:
         """Return the time argument of a script: that of a test's clock."""
-        if type(self._clock) is SystemClock:
+        if self._by_server_clock and switches.clock is None:
             return SERVER_TIME
         return max(self._clock.now_ns(), 0) // NS_PER_US
 
@@ -606,10 +672,11 @@ class RedisRegional:
 
     async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
         """See RegionalCounts."""
-        call = self._rule_of(limits, rule, "eventual").call(REGIONAL_USAGE, subject)
-        (reply,) = await self._all([call])
-        now_us, numerator, denominator, part, numbers, seen = _readable(reply, call)
-        share = Fraction(numerator, denominator)
+        found = self._rule_of(limits, rule, "eventual")
+        (reply,) = await self._all([found.call(REGIONAL_USAGE, subject)])
+        found.require_readable(subject, reply)
+        now_us, numerator, denominator, part, numbers, seen = reply
+        share = _fraction(numerator, denominator)
         levels = [each.levels(now_us * NS_PER_US, share) for each in _ledgers_of(limits, numbers)]
         parts = [RegionPart("", part, 0)]
         for region, units, at_us in zip(seen[::3], seen[1::3], seen[2::3], strict=True):

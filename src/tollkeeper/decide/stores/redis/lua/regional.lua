@@ -6,20 +6,23 @@
 -- KEYS[1]  the shares of this region: msgpack of VERSION, the leader's fencing token, epoch, share
 --          (two numbers), lowest share of late (two numbers), when it rose, and the regions that are live
 -- KEYS[2]  the subjects that are due: a sorted set by time. A member is the end of a state's key
--- KEYS     from the third on: the state of each subject, msgpack of VERSION to SEEN. SHARE has the share
---          that the ledgers were last used with, as two numbers, and its epoch
+-- KEYS     from the third on: the state of each subject, msgpack of an array, VERSION to LEDGERS
 -- ARGV[1]  the time in microseconds; empty: the server's
 --
 -- A gate is msgpack of the mode (0: exact, 1: eventual) and six numbers for each limit, KIND to STEP. It
--- is part of the state, because a report needs it. A ledger is the array `Ledger.numbers`, with times in
--- microseconds.
+-- is part of the state, because a report needs it. RETURNED is empty or msgpack of two numbers for each
+-- limit: the units returned, and those accepted by all other regions. SHARE is the share that the state
+-- was last used with, as two numbers, and its epoch. DEMAND and PART have three numbers each: see
+-- `add_to_slots`. SEEN is empty or msgpack of SEEN_STEP and twice as many elements as limits for each
+-- other region: SEEN_NAME to SEEN_PART, and for each limit the units returned and the millionths that
+-- certainly counted at SEEN_AT. At last, each limit has the array `Ledger.numbers`, with times in
+-- microseconds. A check unpacks neither RETURNED nor the SEEN of an exact limit.
 
 local VERSION, EXACT, MICROS_PER_UNIT, DEMAND_US, PARTS = 1, 0, 1000000, 2000000, 1000
-local GATE, GENERATION, TOTAL, RETURNED, ACCEPTED, ACCEPTED_RETURNED = 2, 3, 4, 5, 6, 7
-local SHARE, DEMAND, PART, GRANTED, GRANT_ENDS, LEDGERS, SEEN = 8, 11, 12, 13, 14, 15, 16
+local GATE, GENERATION, TOTAL, ACCEPTED, RETURNED, SHARE = 2, 3, 4, 5, 6, 7
+local DEMAND, PART, GRANTED, GRANT_ENDS, SEEN, LEDGERS = 10, 13, 16, 17, 18, 18
 local TOKEN, EPOCH, SHARE_NOW, BEFORE, CHANGED, LIVE_FIRST = 2, 3, 4, 6, 8, 9
-local SEEN_GENERATION, SEEN_TOTAL, SEEN_AT, SEEN_DEMAND, SEEN_PART = 1, 2, 3, 4, 5
-local SEEN_RETURNED, SEEN_LEFT = 6, 7
+local SEEN_NAME, SEEN_GENERATION, SEEN_TOTAL, SEEN_AT, SEEN_DEMAND, SEEN_PART, SEEN_STEP = 1, 2, 3, 4, 5, 6, 6
 -- The offsets of a limit's numbers in the gate, and its kinds: up to LEAKY it is a bucket.
 local CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, STEP = 1, 2, 3, 4, 5
 local GATE_FIRST, GATE_STEP = 2, 6
@@ -173,77 +176,56 @@ end
 
 -- Units are counted in slots of time: the number of the current slot, its units, and those of the one
 -- before, which fade.
-local function add_to_slots(slots, slot, units)
+local function add_to_slots(state, p, slot, units)
     local number = floor(now / slot)
-    if number > slots[1] then
-        slots[3] = number == slots[1] + 1 and slots[2] or 0
-        slots[1], slots[2] = number, 0
+    if number > state[p] then
+        state[p + 2] = number == state[p] + 1 and state[p + 1] or 0
+        state[p], state[p + 1] = number, 0
     end
-    slots[2] = slots[2] + units
+    state[p + 1] = state[p + 1] + units
 end
 
 -- Return the units of the last slot of time, rounded up.
-local function sum_of_slots(slots, slot)
-    local number = max(floor(now / slot), slots[1])
-    if number > slots[1] + 1 then
+local function sum_of_slots(state, p, slot)
+    local number = max(floor(now / slot), state[p])
+    if number > state[p] + 1 then
         return 0
     end
     local left = min((number + 1) * slot - now, slot)
-    local faded, rest = multiply_divide(left, number > slots[1] and slots[2] or slots[3], slot)
-    return faded + (rest > 0 and 1 or 0) + (number > slots[1] and 0 or slots[2])
+    local faded, rest = multiply_divide(left, number > state[p] and state[p + 1] or state[p + 2], slot)
+    return faded + (rest > 0 and 1 or 0) + (number > state[p] and 0 or state[p + 1])
 end
 
 -- Return the share that the subject uses now, as two numbers.
 local function share_of(state, gate)
     if gate[1] == EXACT then
         return shares[SHARE_NOW], shares[SHARE_NOW + 1]
+    elseif state[SEEN] == '' then
+        return 1, 1
     end
-    local others = 0
-    for i = LIVE_FIRST, #shares do
-        local seen = state[SEEN][shares[i]]
-        if seen and now >= seen[SEEN_AT] then -- otherwise the clock was set back
-            local left = max(DEMAND_US - (now - seen[SEEN_AT]), 0)
-            local faded, rest = multiply_divide(left, seen[SEEN_DEMAND], DEMAND_US)
-            others = others + faded + (rest > 0 and 1 or 0)
+    local all, others = cmsgpack.unpack(state[SEEN]), 0
+    for p = 1, #all, SEEN_STEP + (#gate - 1) / GATE_STEP * 2 do
+        -- A later time: the clock was set back.
+        local left = DEMAND_US - (now - all[p + SEEN_AT - 1])
+        if left > 0 and left <= DEMAND_US then
+            for i = LIVE_FIRST, #shares do
+                if shares[i] == all[p] then
+                    local faded, rest = multiply_divide(left, all[p + SEEN_DEMAND - 1], DEMAND_US)
+                    others = others + faded + (rest > 0 and 1 or 0)
+                end
+            end
         end
     end
     if others == 0 then
         return 1, 1
     end
-    local own = sum_of_slots(state[DEMAND], DEMAND_US)
+    local own = sum_of_slots(state, DEMAND, DEMAND_US)
     local part, rest = multiply_divide(PARTS, own, own + others)
     return max(part + (rest > 0 and 1 or 0), 1), PARTS
 end
 
-local function zeros(count)
-    local found = {}
-    for i = 1, count do
-        found[i] = 0
-    end
-    return found
-end
-
-local function empty_ledgers(gate)
-    local ledgers = {}
-    for i = 1, (#gate - 1) / GATE_STEP do
-        local kind = gate[GATE_FIRST + (i - 1) * GATE_STEP]
-        ledgers[i] = zeros(kind == LOG and 0 or kind <= LEAKY and 3 or 5)
-    end
-    return ledgers
-end
-
--- Use the limits and the mode of this region's rule, which have changed.
-local function use(state, gate, packed)
-    local before = cmsgpack.unpack(state[GATE])
-    local empty = empty_ledgers(gate)
-    for i = 1, #empty do
-        local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local kind, old = gate[g], before[g]
-        if (kind <= LEAKY) ~= (old <= LEAKY) or (kind == LOG) ~= (old == LOG) then
-            state[LEDGERS][i] = empty[i] -- counts of another algorithm mean nothing
-        end
-    end
-    state[GATE] = packed
+local function empty_ledger(kind)
+    return kind == LOG and {} or kind <= LEAKY and {0, 0, 0} or {0, 0, 0, 0, 0}
 end
 
 -- Return the state of a subject, its gate, and whether it is to be written in any case; or nothing and the
@@ -265,11 +247,11 @@ local function opened(key, packed, own)
         return
     else
         gate = cmsgpack.unpack(packed)
-        local count = (#gate - 1) / GATE_STEP
-        state = {VERSION, packed, now, 0, zeros(count), 0, zeros(count)}
-        state[SHARE], state[SHARE + 1], state[SHARE + 2] = shares[BEFORE], shares[BEFORE + 1], -1
-        state[DEMAND], state[PART], state[GRANTED], state[GRANT_ENDS] = zeros(3), zeros(3), 0, 0
-        state[LEDGERS], state[SEEN] = empty_ledgers(gate), {}
+        local n, d = shares[BEFORE], shares[BEFORE + 1]
+        state = {VERSION, packed, now, 0, 0, '', n, d, -1, 0, 0, 0, 0, 0, 0, 0, 0, ''}
+        for g = GATE_FIRST, #gate, GATE_STEP do
+            state[#state + 1] = empty_ledger(gate[g])
+        end
     end
     if not packed then
         return state, gate
@@ -282,18 +264,26 @@ local function opened(key, packed, own)
         end
         local rise = n * parts - before * d
         if rise > 0 and gate[1] == EXACT then -- a share that rose gives no units at once
-            for i, ledger in ipairs(state[LEDGERS]) do
+            for i = 1, #state - LEDGERS do
                 local g = GATE_FIRST + (i - 1) * GATE_STEP
                 local micros = gate[g + CAPACITY] * MICROS_PER_UNIT
                 local taken, rest = multiply_divide(micros, rise, n * parts)
-                add(gate, g, ledger, shares[CHANGED], before, parts, taken + (rest > 0 and 1 or 0), 0)
+                taken = taken + (rest > 0 and 1 or 0)
+                add(gate, g, state[LEDGERS + i], shares[CHANGED], before, parts, taken, 0)
             end
         end
         state[SHARE], state[SHARE + 1], state[SHARE + 2] = n, d, shares[EPOCH]
     end
-    if own and state[GATE] ~= packed then
-        gate, changed = cmsgpack.unpack(packed), raw
-        use(state, gate, packed)
+    if own and state[GATE] ~= packed then -- the limits or the mode of the rule have changed
+        local used = cmsgpack.unpack(packed)
+        for i = 1, #state - LEDGERS do
+            local kind = used[GATE_FIRST + (i - 1) * GATE_STEP]
+            local old = gate[GATE_FIRST + (i - 1) * GATE_STEP]
+            if (kind <= LEAKY) ~= (old <= LEAKY) or (kind == LOG) ~= (old == LOG) then
+                state[LEDGERS + i] = empty_ledger(kind) -- counts of another algorithm mean nothing
+            end
+        end
+        gate, changed, state[GATE] = used, raw, packed
     end
     return state, gate, changed
 end
@@ -309,8 +299,8 @@ end
 -- Write a state. It expires when its levels are empty, plus the longest window and 10 s.
 local function save(key, state, gate, n, d)
     local ends = state[GRANT_ENDS]
-    for i, ledger in ipairs(state[LEDGERS]) do
-        local g = GATE_FIRST + (i - 1) * GATE_STEP
+    for i = 1, #state - LEDGERS do
+        local g, ledger = GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i]
         if gate[g] <= LEAKY then
             local level = ledger[2] + ledger[3] / max(n, 1) * d
             ends = max(ends, ledger[1] + level / gate[g + NUMERATOR] * gate[g + DENOMINATOR])
@@ -323,10 +313,10 @@ local function save(key, state, gate, n, d)
     local need = max(ends - now, 0) + longest_window(gate) + 10000000
     -- A test's clock may stand still while the server's runs, so then it is an hour.
     local need_ms = min(max(math.ceil(need / 1000), given and 3600000 or 0), 3155760000000)
-    call('SET', key, cmsgpack.pack(state), 'PX', string.format('%.0f', need_ms))
+    call('SET', key, cmsgpack.pack(state), 'PX', need_ms)
 end
 
 -- Note that the totals of a subject are to be reported.
 local function now_due(key)
-    call('ZADD', KEYS[2], 'LT', string.format('%.0f', now), string.sub(key, #KEYS[2] - 2))
+    call('ZADD', KEYS[2], 'LT', now, string.sub(key, #KEYS[2] - 2))
 end

@@ -36,22 +36,27 @@ local function accept(key, accepted)
     local total = min(accepted[2], state[TOTAL]) -- less, if the store has lost the last ones
     if total > state[ACCEPTED] then
         state[ACCEPTED] = total
-        for i, ledger in ipairs(state[LEDGERS]) do
+        for i = 1, #state - LEDGERS do
             local g = GATE_FIRST + (i - 1) * GATE_STEP
-            move(gate, g, ledger, n, d, (state[TOTAL] - total) * MICROS_PER_UNIT)
+            move(gate, g, state[LEDGERS + i], n, d, (state[TOTAL] - total) * MICROS_PER_UNIT)
         end
     end
     local all = state[ACCEPTED] == state[TOTAL]
-    for i, returned in ipairs(state[RETURNED]) do
-        local known = max(state[ACCEPTED_RETURNED][i], min(accepted[3 + i], returned))
-        state[ACCEPTED_RETURNED][i], all = known, all and known == returned
+    if state[RETURNED] ~= '' then
+        local returned = returned_of(state)
+        for i = 1, #state - LEDGERS do
+            local r = 2 * i
+            returned[r] = max(returned[r], min(accepted[3 + i], returned[r - 1]))
+            all = all and returned[r] == returned[r - 1]
+        end
+        state[RETURNED] = cmsgpack.pack(returned)
     end
     save(key, state, gate, n, d)
     local member = string.sub(key, #KEYS[2] - 2)
     if all and accepted[3] == 1 then
         call('ZREM', KEYS[2], member)
     elseif all then
-        call('ZADD', KEYS[2], string.format('%.0f', now + MISSED_US), member)
+        call('ZADD', KEYS[2], now + MISSED_US, member)
     end
     return 1
 end

@@ -1,3 +1,27 @@
+-- Return two numbers for each limit: the units returned, and those accepted by all other regions.
+local function returned_of(state)
+    if state[RETURNED] ~= '' then
+        return cmsgpack.unpack(state[RETURNED])
+    end
+    local found = {}
+    for i = 1, 2 * (#state - LEDGERS) do
+        found[i] = 0
+    end
+    return found
+end
+
+-- Return what other regions have reported, the place of one of them, and the length of each.
+local function seen_of(state, name)
+    local all = state[SEEN] ~= '' and cmsgpack.unpack(state[SEEN]) or {}
+    local step = SEEN_STEP + 2 * (#state - LEDGERS)
+    for p = 1, #all, step do
+        if all[p] == name then
+            return all, p - 1, step
+        end
+    end
+    return all, nil, step
+end
+
 -- Return how many of the millionths that counted at a time certainly count now.
 local function certainly_left(gate, g, micros, since)
     local window = gate[g + WINDOW]

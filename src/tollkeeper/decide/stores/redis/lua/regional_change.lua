@@ -25,10 +25,10 @@ end
 local n, d = share_of(state, gate)
 
 if what == 'refund' then
-    local changed = false
-    for i, ledger in ipairs(state[LEDGERS]) do
-        local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local micros = max(min(units, state[TOTAL] - state[RETURNED][i]), 0) * MICROS_PER_UNIT
+    local changed, returned = false, returned_of(state)
+    for i = 1, #state - LEDGERS do
+        local g, ledger = GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i]
+        local micros = max(min(units, state[TOTAL] - returned[2 * i - 1]), 0) * MICROS_PER_UNIT
         if time and gate[g] == LOG then
             micros = now - time < gate[g + WINDOW] and micros or 0
         elseif time then
@@ -38,19 +38,23 @@ if what == 'refund' then
         local _, own = levels(gate, g, ledger, now, n, d)
         local first = min(own, back * MICROS_PER_UNIT)
         give_back(gate, g, ledger, n, d, back * MICROS_PER_UNIT - first, first, time)
-        state[RETURNED][i] = state[RETURNED][i] + back
+        returned[2 * i - 1] = returned[2 * i - 1] + back
         changed = changed or back > 0
     end
     if not changed then
         return {1}
     end
+    state[RETURNED] = cmsgpack.pack(returned)
     now_due(KEYS[3])
 elseif what == 'grant' then
     local left = now < state[GRANT_ENDS] and state[GRANTED] or 0
     state[GRANTED] = min(left + units, tonumber(ARGV[6]))
     state[GRANT_ENDS] = max(now + (time or longest_window(gate)), state[GRANT_ENDS])
 else
-    state[LEDGERS], state[GRANTED], state[PART] = empty_ledgers(gate), 0, {0, 0, 0}
+    state[GRANTED], state[PART], state[PART + 1], state[PART + 2] = 0, 0, 0, 0
+    for i = 1, #state - LEDGERS do
+        state[LEDGERS + i] = empty_ledger(gate[GATE_FIRST + (i - 1) * GATE_STEP])
+    end
 end
 save(KEYS[3], state, gate, n, d)
 return {1}

@@ -17,21 +17,25 @@ local state, gate, changed = opened(KEYS[3], ARGV[2], true)
 if not state then
     return {gate}
 end
-local eventual, ledgers = gate[1] ~= EXACT, state[LEDGERS]
+local eventual = gate[1] ~= EXACT
 local granted = now < state[GRANT_ENDS] and state[GRANTED] or 0
 local fits = true -- whether the cost can ever fit
 for g = GATE_FIRST, #gate, GATE_STEP do
     local capacity = gate[g + CAPACITY]
-    fits = fits and cost - granted <= (eventual and capacity or shares[SHARE_NOW] * capacity / shares[SHARE_NOW + 1])
+    if eventual then
+        fits = fits and cost - granted <= capacity
+    else
+        fits = fits and (cost - granted) * shares[SHARE_NOW + 1] <= shares[SHARE_NOW] * capacity
+    end
 end
 if spend and eventual and fits then
-    add_to_slots(state[DEMAND], DEMAND_US, cost)
+    add_to_slots(state, DEMAND, DEMAND_US, cost)
 end
 local n, d = share_of(state, gate)
 local room, need = math.huge, max(cost - granted, 0)
-for i = 1, #ledgers do
+for i = 1, #state - LEDGERS do
     local g = GATE_FIRST + (i - 1) * GATE_STEP
-    local known, own = levels(gate, g, ledgers[i], now, n, d)
+    local known, own = levels(gate, g, state[LEDGERS + i], now, n, d)
     room = min(room, room_of(gate, g, known, own, n, d, need))
 end
 local short = max(cost - max(room, 0), 0)
@@ -41,12 +45,12 @@ if charges and allowed then
     granted = granted - short
     state[GRANTED] = granted
     local units = cost - short -- units of a grant are not charged
-    for i = 1, #ledgers do
+    for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
-        add(gate, g, ledgers[i], now, n, d, 0, units * MICROS_PER_UNIT)
+        add(gate, g, state[LEDGERS + i], now, n, d, 0, units * MICROS_PER_UNIT)
     end
     state[TOTAL] = state[TOTAL] + units
-    add_to_slots(state[PART], longest_window(gate), units)
+    add_to_slots(state, PART, longest_window(gate), units)
 end
 charges = charges and (allowed or eventual)
 if charges or changed then
@@ -55,4 +59,4 @@ end
 if charges then
     now_due(KEYS[3])
 end
-return {allowed and now or -1 - now, n, d, granted, unpack(ledgers)}
+return {allowed and now or -1 - now, n, d, granted, unpack(state, LEDGERS + 1)}

@@ -30,30 +30,32 @@ local function behind(gate, g, ledger, at)
     return max(floor(now / window), ledger[1]) - floor(at / window)
 end
 
--- Make room for a region: the one that was silent for the longest time goes.
-local function make_room(all)
-    local count, oldest = 0, nil
-    for name, each in pairs(all) do
-        count = count + 1
-        if not oldest or each[SEEN_AT] < all[oldest][SEEN_AT] then
-            oldest = name
+-- Return the place of a region that reports for the first time. If there are too many, it takes the place
+-- of the one that was silent for the longest time.
+local function new_place(all, step)
+    if #all < REGIONS_MAX * step then
+        return #all
+    end
+    local oldest = 0
+    for p = step, #all - 1, step do
+        if all[p + SEEN_AT] < all[oldest + SEEN_AT] then
+            oldest = p
         end
     end
-    if count >= REGIONS_MAX then
-        all[oldest] = nil
-    end
+    return oldest
 end
 
 -- Add the units of a report to `known`, without those returned; return the excess.
-local function learn_units(state, gate, seen, report, n, d)
-    local new, excess = max(report[2] - seen[SEEN_TOTAL], 0) * MICROS_PER_UNIT, 0
-    for i, ledger in ipairs(state[LEDGERS]) do
-        local g = GATE_FIRST + (i - 1) * GATE_STEP
+local function learn_units(state, gate, all, p, report, n, d)
+    local new, excess = max(report[2] - all[p + SEEN_TOTAL], 0) * MICROS_PER_UNIT, 0
+    for i = 1, #state - LEDGERS do
+        local g, ledger = GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i]
+        local r, l = p + SEEN_STEP + 2 * i - 1, p + SEEN_STEP + 2 * i
         local before = excess_of(gate, g, ledger, n, d)
         local returned, counts = report[REPORTED + 2 * i - 1], report[REPORTED + 2 * i]
-        local added, left = min(new, counts), certainly_left(gate, g, seen[SEEN_LEFT][i], seen[SEEN_AT])
-        local back = max(returned - seen[SEEN_RETURNED][i], 0) * MICROS_PER_UNIT
+        local added, left = min(new, counts), certainly_left(gate, g, all[l], all[p + SEEN_AT])
         -- A unit that does not count any more may be one of those that were returned.
+        local back = max(returned - all[r], 0) * MICROS_PER_UNIT
         back = min(max(back - (new - added), 0), left)
         give_back(gate, g, ledger, n, d, back, 0)
         local late = behind(gate, g, ledger, report[5])
@@ -61,8 +63,7 @@ local function learn_units(state, gate, seen, report, n, d)
         if late == 1 and gate[g] == COUNTER then
             ledger[4] = min(ledger[4] + added, LEVEL_MAX)
         end
-        seen[SEEN_LEFT][i] = left + (late > 0 and 0 or added) - back
-        seen[SEEN_RETURNED][i] = max(returned, seen[SEEN_RETURNED][i])
+        all[r], all[l] = max(returned, all[r]), left + (late > 0 and 0 or added) - back
         excess = max(excess, excess_of(gate, g, ledger, n, d) - before)
     end
     return math.ceil(excess / MICROS_PER_UNIT)
@@ -74,36 +75,38 @@ local function learn(key, packed, report)
         return -1, 0
     end
     local n, d = share_of(state, gate)
-    local seen, exact, fits, early = state[SEEN][region], gate[1] == EXACT, true, false
-    for i, ledger in ipairs(state[LEDGERS]) do
-        local late = behind(gate, GATE_FIRST + (i - 1) * GATE_STEP, ledger, report[5])
+    local all, p, step = seen_of(state, region)
+    local exact, fits, early = gate[1] == EXACT, true, false
+    for i = 1, #state - LEDGERS do
+        local late = behind(gate, GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i], report[5])
         fits, early = fits and late == 0, early or late < 0
     end
-    local older = seen and report[1] < seen[SEEN_GENERATION]
-    if older and now >= seen[SEEN_AT] and now - seen[SEEN_AT] <= SILENT_US or exact and early then
+    local silent = p and now - all[p + SEEN_AT]
+    local older = p and report[1] < all[p + SEEN_GENERATION] and silent >= 0 and silent <= SILENT_US
+    if older or exact and early then
         save(key, state, gate, n, d)
         return 0, 0
     end
-    if not seen or seen[SEEN_GENERATION] ~= report[1] then
-        if not seen then
-            make_room(state[SEEN])
+    if not p or all[p + SEEN_GENERATION] ~= report[1] then
+        p = p or new_place(all, step)
+        for i = p + 1, p + step do
+            all[i] = 0
         end
-        local count = #state[LEDGERS]
-        seen = {report[1], 0, 0, 0, 0, zeros(count), zeros(count)}
-        state[SEEN][region] = seen
+        all[p + SEEN_NAME], all[p + SEEN_GENERATION] = region, report[1]
     end
-    local excess = learn_units(state, gate, seen, report, n, d)
-    if report[2] >= seen[SEEN_TOTAL] then -- it is not a late one
-        seen[SEEN_DEMAND], seen[SEEN_PART] = report[3], report[4]
+    local excess = learn_units(state, gate, all, p, report, n, d)
+    if report[2] >= all[p + SEEN_TOTAL] then -- it is not a late one
+        all[p + SEEN_DEMAND], all[p + SEEN_PART] = report[3], report[4]
     end
-    seen[SEEN_TOTAL], seen[SEEN_AT] = max(report[2], seen[SEEN_TOTAL]), now
+    all[p + SEEN_TOTAL], all[p + SEEN_AT] = max(report[2], all[p + SEEN_TOTAL]), now
+    state[SEEN] = cmsgpack.pack(all)
     save(key, state, gate, n, d)
     if not exact then
         return 1, excess
     end
-    for i, ledger in ipairs(state[LEDGERS]) do
+    for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local known, own = levels(gate, g, ledger, now, n, d)
+        local known, own = levels(gate, g, state[LEDGERS + i], now, n, d)
         fits = fits and room_of(gate, g, known, own, n, d, 0) >= 0
     end
     return fits and epoch == shares[EPOCH] and 1 or 0, 0

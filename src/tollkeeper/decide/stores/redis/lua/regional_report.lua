@@ -13,8 +13,8 @@ if not shares or tonumber(ARGV[2]) < shares[TOKEN] then
     return {}
 end
 if #KEYS == 2 then
-    local since, after = string.format('%.0f', now), string.format('(%.0f', now + MISSED_US)
-    local found = call('ZRANGEBYSCORE', KEYS[2], '-inf', since, 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+    local after = string.format('(%.0f', now + MISSED_US)
+    local found = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[3])
     -- Nothing is noted for so late a time, unless the clock was set back since.
     local late = call('ZRANGEBYSCORE', KEYS[2], after, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
     for i = 1, #late do
@@ -31,26 +31,27 @@ local function report(key)
         return {}
     end
     local n, d = share_of(state, gate)
-    local demand = sum_of_slots(state[DEMAND], DEMAND_US)
-    local part = sum_of_slots(state[PART], longest_window(gate))
+    local demand = sum_of_slots(state, DEMAND, DEMAND_US)
+    local part = sum_of_slots(state, PART, longest_window(gate))
     local found = {gate, state[GENERATION], state[TOTAL], demand, part, now}
-    local all = state[ACCEPTED] == state[TOTAL]
-    for i, ledger in ipairs(state[LEDGERS]) do
+    local done, returned = state[ACCEPTED] == state[TOTAL], returned_of(state)
+    local all, _, step = seen_of(state)
+    for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local known, own = levels(gate, g, ledger, now, n, d)
+        local known, own = levels(gate, g, state[LEDGERS + i], now, n, d)
         if gate[1] ~= EXACT then
-            for _, seen in pairs(state[SEEN]) do
-                known = known - certainly_left(gate, g, seen[SEEN_LEFT][i], seen[SEEN_AT])
+            for p = 0, #all - 1, step do
+                known = known - certainly_left(gate, g, all[p + SEEN_STEP + 2 * i], all[p + SEEN_AT])
             end
             own = own + max(known, 0)
         end
-        found[#found + 1], found[#found + 2] = state[RETURNED][i], own
-        all = all and state[RETURNED][i] == state[ACCEPTED_RETURNED][i]
+        found[#found + 1], found[#found + 2] = returned[2 * i - 1], own
+        done = done and returned[2 * i - 1] == returned[2 * i]
     end
-    if all then
+    if done then
         call('ZREM', KEYS[2], member) -- only the demand was to be told, once
     else
-        call('ZADD', KEYS[2], string.format('%.0f', now + REPEAT_US), member)
+        call('ZADD', KEYS[2], now + REPEAT_US, member)
     end
     return found
 end

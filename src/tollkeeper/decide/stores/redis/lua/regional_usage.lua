@@ -18,8 +18,11 @@ local n, d = share_of(state, gate)
 if changed then
     save(KEYS[3], state, gate, n, d)
 end
-local seen = {}
-for region, each in pairs(state[SEEN]) do
-    seen[#seen + 1], seen[#seen + 2], seen[#seen + 3] = region, each[SEEN_PART], each[SEEN_AT]
+local seen, all, _, step = {}, seen_of(state)
+for p = 0, #all - 1, step do
+    for _, place in ipairs({SEEN_NAME, SEEN_PART, SEEN_AT}) do
+        seen[#seen + 1] = all[p + place]
+    end
 end
-return {now, n, d, sum_of_slots(state[PART], longest_window(gate)), state[LEDGERS], seen}
+local part = sum_of_slots(state, PART, longest_window(gate))
+return {now, n, d, part, {unpack(state, LEDGERS + 1)}, seen}
