@@ -4,7 +4,8 @@
 
 It prints how far its wall clock is ahead, and sends checks until it reads a line. Each answer is
 in the file before the next check, so a node that is killed has lost none. With `fleet`, the
-settings of a fleet, it also writes how many live nodes it knows, whenever that changes.
+settings of a fleet, it also writes how many live nodes it knows, whenever that changes. With
+`regions`, the settings of a region, the store is that of the region.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.faults.load import (
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
 from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, Fleet
+from tollkeeper import AsyncLimiter, Fleet, Regions
 from tollkeeper.decide.failure import LocalFallback
 
 ENDS_S_MAX = 30.0
@@ -46,8 +47,9 @@ _LOOK_S = 0.02
 class NodeProcess(Startable):
     """One node, for the length of a `with` block.
 
-    `fleet`  the settings of a fleet, if the rules have a consistency
-    `env`    further environment variables, for example of a wrong clock
+    `fleet`    the settings of a fleet, if the rules have a consistency
+    `regions`  the settings of a region, if the rules are global
+    `env`      further environment variables, for example of a wrong clock
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class NodeProcess(Startable):
         rules: str = RULES_TEXT,
         nodes: int = 1,
         fleet: Mapping[str, Any] | None = None,
+        regions: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._answers = scratch().new_folder("node") / "answers"
@@ -70,6 +73,7 @@ class NodeProcess(Startable):
             "rules": rules,
             "nodes": nodes,
             "fleet": fleet,
+            "regions": regions,
             "answers": str(self._answers),
         }
         self._env = {**os.environ, EPOCH_VARIABLE: str(EPOCH_NS), **(env or {})}
@@ -85,6 +89,12 @@ class NodeProcess(Startable):
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    @property
+    def pid(self) -> int:
+        """The ID of the process."""
+        assert self._process is not None
+        return self._process.pid
 
     def ready(self) -> float:
         """Wait until the node sends checks; return how many seconds its clock is ahead of ours."""
@@ -170,12 +180,13 @@ def _answered(limiter: AsyncLimiter) -> dict[str, int]:
 
 async def _run(options: Mapping[str, Any], record: WrittenRecord) -> dict[str, int]:
     keys = [Key(*each) for each in options["keys"]]
-    fleet = options["fleet"]
+    fleet, regions = options["fleet"], options["regions"]
     async with AsyncLimiter.from_rules(
         options["rules"],
         store=options["uri"],
         local_fallback=LocalFallback(nodes=options["nodes"]),
         fleet=None if fleet is None else Fleet(**fleet),
+        regions=None if regions is None else Regions(**regions),
     ) as limiter:
         tasks = [
             asyncio.create_task(ask_in_tasks(limiter, record, keys, options["name"])),
