@@ -268,6 +268,33 @@ def test_no_share_rises_while_a_region_of_the_table_is_away() -> None:
     run(main())
 
 
+def test_a_region_that_was_removed_while_it_was_away_checks_nothing_before_it_knows() -> None:
+    """Its processes wait for the leader, and the leader asks the other regions first."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap")
+        *_, ap = await world.started()
+        await asyncio.sleep(2)
+        ap.stopped = True
+        await change(world, {"eu": 0.5, "us": 0.5}, ("eu", "us"))
+        await asyncio.sleep(10)
+        assert [await world.share(region) for region in ("eu", "ap")] == [
+            Fraction(1, 2),
+            Fraction(1, 3),
+        ]
+        started = [world.start("ap", f"ap-{at}") for at in (2, 3)]
+        shares = set()
+        for process in started:
+            assert await until(process.exchange.settled.is_set) < 2
+            shares.add(await world.share("ap"))
+        assert shares == {Fraction(0)}
+        world.cuts = {("us", "eu"), ("us", "ap")}
+        late = world.start("us", "us-2")  # a region that is led: no process waits for links
+        assert await until(late.exchange.settled.is_set) < 0.2
+
+    run(main())
+
+
 def test_a_store_that_has_lost_its_data_starts_without_units() -> None:
     """What the region has spent is unknown, so it starts as if all was spent."""
 
@@ -493,7 +520,8 @@ def test_the_thread_leads_and_steps_down() -> None:
         sync.start()
         sync.start()
     assert len(threads()) == 2
-    wait_for(lambda: all(sync.here() is not None for sync in syncs))
+    assert all(sync.wait(10) for sync in syncs)
+    assert all(sync.here() is not None for sync in syncs)
     assert {sync.counts().keys() == {"eu", "us"} - {sync.region} for sync in syncs} == {True}
     for sync in syncs:
         started_s = monotonic()

@@ -65,7 +65,7 @@ DUE_MAX: Final = 2_000
 BUSY_S_MAX: Final = 0.5
 # How often the leader reads the notes of another region, and of its own.
 GREET_S: Final = 1.0
-# A region that has no shares yet is in a hurry, for a time.
+# A process that has just started, and may not check yet, is in a hurry for a time.
 START_S: Final = 0.1
 START_FOR_S: Final = 5.0
 # A link that has not answered for this time is down. Eventual limits go on without that region.
@@ -77,6 +77,10 @@ LINK_S: Final = 2.0
 SHARES_S: Final = 10.0
 # Clocks that differ by more are reported.
 CLOCK_NS_MAX: Final = NS_PER_SECOND
+# Problems of a link that change, such as how far clocks differ, are logged once in this time.
+LOG_S: Final = 60.0
+# A process that starts waits this long for the leader of its region.
+WAIT_S_MAX: Final = 1.0
 # After an error of the own store, or a defect, the leader waits this long.
 ERROR_S: Final = 0.5
 # A process that must not lead, because its settings are wrong, tries again after this time.
@@ -120,6 +124,10 @@ class Link:
         self.clock_ns: int | None = None
         """The clock of its store minus that of this process."""
 
+    def works(self) -> bool:
+        """Return True if totals can be exchanged, as far as it is known."""
+        return self.usable
+
     def state(self, now_s: float) -> LinkState:
         """Return whether totals are exchanged."""
         if self.heard_s is None or now_s - self.heard_s > LIVE_S:
@@ -144,21 +152,22 @@ class Term:
         self.membership = Membership(exchange.region, exchange.first, exchange.others)
         self.links = {peer: Link(peer, store) for peer, store in exchange.others.items()}
         self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
         self._ready = asyncio.Event()
         self._answered = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
         self._used_s = thread_time()
         self._set_at_s: float | None = None
-        self._logged: dict[str, tuple[str, str]] = {}
+        self._logged: dict[str, tuple[str, str, float]] = {}
 
     async def run(self) -> None:
         """Lead until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for link in self.links.values():
-                    group.create_task(self._forever(partial(self._greet, link), GREET_S))
-                group.create_task(self._forever(self._manage, GREET_S))
+                    greet = partial(self._greet, link)
+                    group.create_task(self._forever(greet, GREET_S, link.works))
+                settled = self._exchange.settled
+                group.create_task(self._forever(self._manage, GREET_S, settled.is_set))
                 await self._ready.wait()
                 group.create_task(self._forever(self._work, TICK_S))
                 group.create_task(self._forever(self._accept, 0.0))
@@ -166,11 +175,16 @@ class Term:
             for task in self._sending:
                 task.cancel()
 
-    async def _forever(self, step: Callable[[], Awaitable[None]], every_s: float) -> None:
-        """Repeat a step while this process has the lead."""
+    async def _forever(
+        self,
+        step: Callable[[], Awaitable[None]],
+        every_s: float,
+        has_started: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Repeat a step while this process has the lead; until it has started, more often."""
         while True:
             started_s = self._loop.time()
-            wait_s = every_s if self._ready.is_set() else min(every_s, self._start_s(started_s))
+            wait_s = every_s if has_started() else min(every_s, self._exchange.start_s())
             if not self._exchange.is_leader:  # the lead is prolonged late, or this term ends
                 wait_s = ERROR_S
             else:
@@ -180,10 +194,6 @@ class Term:
                     self.problem = str(error)
                     wait_s = max(wait_s, ERROR_S)
             await asyncio.sleep(max(wait_s - (self._loop.time() - started_s), 0.0))
-
-    def _start_s(self, now_s: float) -> float:
-        """Return how often steps are repeated at first: the region has no shares yet."""
-        return START_S if now_s - self._began_s < START_FOR_S else GREET_S
 
     # ── Links ──────────────────────────────────────────────────────────────────────────────────
 
@@ -222,13 +232,15 @@ class Term:
         return link.clock_ns - self.own_clock_ns
 
     def _log_link(self, link: Link) -> None:
-        """Log changes of a link's state."""
-        state = link.state(self._loop.time())
-        before = self._logged.get(link.peer, ("up", ""))
-        self._logged[link.peer] = now = (state, link.problem)
-        if now != before:
+        """Log changes of a link's state, and another problem of the same state once a minute."""
+        now_s = self._loop.time()
+        state = link.state(now_s)
+        logged, problem, logged_s = self._logged.get(link.peer, ("up", "", now_s))
+        is_new = (state, bool(link.problem)) != (logged, bool(problem))
+        if is_new or (link.problem != problem and now_s - logged_s > LOG_S):
+            self._logged[link.peer] = (state, link.problem, now_s)
             level = logging.WARNING if link.problem else logging.INFO
-            log.log(level, "regions: link to %s: %s: %s", link.peer, state, now[1] or "works")
+            log.log(level, "regions: link to %s: %s: %s", link.peer, state, link.problem or "works")
 
     def live(self) -> tuple[str, ...]:
         """Return the regions that answer."""
@@ -267,9 +279,13 @@ class Term:
             self._ready.set()
         if plan.note and plan.note != notes.get(REGION_NOTE):
             await in_time(own.note(REGION_NOTE, plan.note), OWN_S)
+        if not self.membership.has_asked_all:
+            return
         self.backlog = await in_time(own.backlog(), OWN_S)
         self.latest = self.status()
         await in_time(own.note(STATUS_NOTE, status_text(self.latest, now_ns)), OWN_S)
+        if plan.shares is not None:
+            self._exchange.settled.set()
 
     def _trust(self, live: Iterable[str]) -> None:
         """Believe the leader before: these regions were live a moment ago.
@@ -402,11 +418,14 @@ class Exchange:
         self.name = name
         self.sync = Sync()
         self.term: Term | None = None
+        self.settled = threading.Event()
+        """Set when the leader has asked the other regions, or the own store does not answer."""
         self.listeners: list[OnExcess] = []
         self.rule_names: dict[str, str] = {}
         self._leads_until_s = 0.0
         self._asking = False
         self._asks_at_s = 0.0
+        self._began_s = 0.0
         self._refused = ""
         self._working: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -420,13 +439,15 @@ class Exchange:
     async def run(self) -> None:
         """Take part until cancelled; then step down."""
         self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
         try:
             while True:
                 if self._loop.time() >= self._asks_at_s:
                     await self._ask()
                 if not self.is_leader:
                     await self._end_term()
-                await asyncio.sleep(LEAD_S * self._random.uniform(0.8, 1.2))
+                every_s = LEAD_S if self.settled.is_set() or self.is_leader else self.start_s()
+                await asyncio.sleep(every_s * self._random.uniform(0.8, 1.2))
         finally:
             may_lead = self.is_leader or self._asking
             await self._end_term()
@@ -442,7 +463,10 @@ class Exchange:
         self._asking = True  # until it is known: a call that is cancelled may take the lead
         try:
             leader, token = await in_time(self.own.lead(self.name, lasts_ns), OWN_S)
+            if leader != self.name and not self.settled.is_set():
+                await self._follow(leader)
         except StoreError as error:
+            self.settled.set()
             if self.term is not None:
                 self.term.problem = str(error)
         else:
@@ -451,6 +475,18 @@ class Exchange:
             if self.is_leader and (self.term is None or self.term.token != token):
                 await self._end_term()
                 self._begin_term(token)
+
+    async def _follow(self, leader: str) -> None:
+        """Find out whether the leader has asked the other regions: then it notes its status."""
+        notes = await in_time(self.own.notes(), OWN_S)
+        with suppress(ConfigError):
+            if parse_status(self.region, notes.get(STATUS_NOTE), 0, is_self=True).leader == leader:
+                self.settled.set()
+
+    def start_s(self) -> float:
+        """Return how often things are repeated at first: this process may not check yet."""
+        assert self._loop is not None, "run has set it"  # noqa: S101 - ours
+        return START_S if self._loop.time() - self._began_s < START_FOR_S else LEAD_S
 
     def _begin_term(self, token: int) -> None:
         assert self._loop is not None, "run has set it"  # noqa: S101 - ours
@@ -550,6 +586,15 @@ class RegionSync:
                 self._thread = _SyncThread(self._exchange)
                 # Also at the end of the interpreter, and if this object is garbage.
                 weakref.finalize(self, self._thread.close)
+
+    def wait(self, seconds: float = WAIT_S_MAX) -> bool:
+        """Wait until the leader of the region has asked the other ones for the table of shares.
+
+        Before that, a region has no shares when it starts for the first time, and may have a share
+        that others have now when it was removed. Returns False after `seconds`. Returns at once if
+        the region's store does not answer.
+        """
+        return self._exchange.settled.wait(seconds)
 
     def close(self) -> None:
         """Step down and end the thread. Takes at most CLOSE_S_MAX."""

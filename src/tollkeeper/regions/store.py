@@ -262,9 +262,14 @@ class RegionStore:
         )
 
     def _named(self, limits: Sequence[Limit], rule: str) -> Limits:
-        """Return the limits; the sync learns the name of their rule."""
+        """Return the limits; the sync learns the name of their rule.
+
+        The first global rule of a process waits for the leader of the region, for a second at most:
+        the region may have no shares yet, or shares that are out of date.
+        """
         if self._sync is not None:
             self._sync.name_rule(rule_number(limits, rule), rule or DEFAULT_NAME)
+            self._sync.wait()
         return tuple(limits)
 
     # ── Several subjects ───────────────────────────────────────────────────────────────────────

@@ -13,9 +13,10 @@ So shares never add up to more than 1, in whatever order leaders hear of a table
 in between. A region that is not in the table gets no share. The others cannot wait for it, because
 it may be gone for good: it must be gone, or hear of the table.
 
-The shares in a store expire if no leader sets them for a while (SHARES_NS). The next leader first
-asks the other regions, and goes on with the shares of its note if the table is still the same. So a
-region that was removed while it was away does not use its old share when it returns.
+A process that starts waits until the leader of its region has asked the others (`RegionSync.wait`).
+So a region that was removed while it was away does not use its old share when it returns. A store
+that has lost its shares, and not its notes, goes on with those of the note, unless there is another
+table.
 
 A region whose store is empty has no share to start with, and gets one like a region that is added.
 Only the very first start is different: no region has announced anything, and each takes its share.
@@ -366,6 +367,11 @@ class Membership:
         if note.table.epoch != self.table.epoch:
             return Heard(True, f"{peer} has not adopted the table of version {self.table.version}")
         return Heard(True, "")
+
+    @property
+    def has_asked_all(self) -> bool:
+        """True if each other region has answered, or could not be reached."""
+        return not self._untried
 
     def missed(self, peer: str) -> None:
         """Note that another region's store could not be read."""
