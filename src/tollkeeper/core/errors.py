@@ -141,18 +141,24 @@ class InvalidCost(ConfigError):
 
 
 class CapacityError(TollkeeperError):
-    """The cost is higher than the limit's capacity, so waiting does not help."""
+    """The cost is higher than the limit's capacity, so waiting does not help.
 
-    def __init__(self, cost: int, limit: Limit) -> None:
+    `most` is the highest cost that fits: the capacity, or a region's share of it.
+    """
+
+    def __init__(self, cost: int, limit: Limit, most: int | None = None) -> None:
         self.cost = cost
         self.limit = limit
+        self.most = limit.capacity if most is None else most
+        share = "" if most is None else " in this region, which has a share of it"
         super().__init__(
-            f"a cost of {show(cost)} can never fit {limit}, which holds {limit.capacity} at most; "
-            f"split the request, or raise the limit's capacity to at least that cost"
+            f"a cost of {show(cost)} can never fit {limit}, which holds {self.most} at most"
+            f"{share}; split the request, or raise the limit's capacity to at least that cost"
         )
 
-    def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit]]:
-        return type(self), (self.cost, self.limit)
+    def __reduce__(self) -> tuple[type[CapacityError], tuple[int, Limit, int | None]]:
+        most = None if self.most == self.limit.capacity else self.most
+        return type(self), (self.cost, self.limit, most)
 
 
 class ChangeRefused(TollkeeperError):

@@ -745,7 +745,8 @@ def require_room(limits: Sequence[Limit], share: Fraction, cost: int) -> None:
     """Raise CapacityError for a cost that never fits this region's share of an exact limit."""
     for limit in limits:
         if cost * share.denominator > share.numerator * limit.capacity:
-            raise CapacityError(cost, limit)
+            whole = share == 1
+            raise CapacityError(cost, limit, None if whole else int(limit.capacity * share))
 
 
 def micros_left(limit: Limit, micros: int, now_ns: int, charged_ns: int) -> int:

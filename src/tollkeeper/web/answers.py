@@ -597,12 +597,12 @@ class Denial:
 def capacity_answer(error: CapacityError) -> HttpAnswer:
     """Return a 422: the cost exceeds the capacity. It has no Retry-After, as no wait helps."""
     limit = error.limit
-    details: dict[str, object] = {"limit": limit.capacity, **_rate_details(limit)}
+    details: dict[str, object] = {"limit": error.most, **_rate_details(limit)}
     if isinstance(error.cost, int) and abs(error.cost) <= _NUMBER_MAX:
         details["cost"] = error.cost
     detail = (
-        f"This request costs {show(error.cost)}, but its limit holds at most {limit.capacity}, so "
-        f"waiting does not help; split it into requests that cost at most {limit.capacity} each."
+        f"This request costs {show(error.cost)}, but its limit holds at most {error.most}, so "
+        f"waiting does not help; split it into requests that cost at most {error.most} each."
     )
     return problem_answer(problem(422, "COST_EXCEEDS_CAPACITY", detail, details=details), [])
 
