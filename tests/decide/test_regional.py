@@ -372,9 +372,20 @@ def test_two_regions_that_were_alone_learn_what_still_counts_once() -> None:
     admitted(here, "eventual", 1)
     admitted(there, "eventual", 1)
     (learnt,) = done(there.learn("here", 1, [reported(here)]))
-    assert 98 <= learnt.excess <= 100
+    assert 93 <= learnt.excess <= 95
     (learnt,) = done(here.learn("there", 1, [reported(there)]))
-    assert 98 <= learnt.excess <= 100
+    assert 93 <= learnt.excess <= 95
+
+
+def test_a_few_units_over_are_no_excess() -> None:
+    """Two busy regions are over by a unit now and then; an operator hears of partitions only."""
+    clock = ManualClock(START_S)
+    here, there = both(clock)
+    assert admitted(here, "eventual", 100) == 100
+    assert admitted(there, "eventual", 5) == 5
+    (learnt,) = done(there.learn("here", 1, [reported(here)]))
+    assert learnt.excess == 0
+    assert used(there) == (105,)
 
 
 def test_a_cost_above_the_limit_never_fits() -> None:

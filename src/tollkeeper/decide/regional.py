@@ -80,6 +80,9 @@ _SILENT_NS: Final = 10 * NS_PER_SECOND
 # A request that only the share of an eventual limit denies can pass when the other regions have
 # accepted what this one has admitted: about a round of the sync and two trips later.
 _ROUND_NS: Final = NS_PER_SECOND // 2
+# By so much an eventual limit is over without a partition: a part of it, or some units.
+_USUAL_PART: Final = 100
+_USUAL_UNITS: Final = 5
 # The keys of a region are divided into so many groups, each of which is in one slot of a Cluster.
 GROUPS: Final = 64
 
@@ -153,7 +156,11 @@ class Learnt(NamedTuple):
 
     accepted: bool
     excess: int
-    """Units by which the report has brought the subject above an eventual limit."""
+    """Units by which the report has brought the subject above an eventual limit.
+
+    1 % of the limit, or 5 units, do not count: regions that are busy at the same time are over by
+    so much for a moment, without any partition.
+    """
 
 
 class Accepted(NamedTuple):
@@ -793,7 +800,9 @@ def _report_of(key: SubjectKey, subject: _Counts, share: Fraction, now_ns: int) 
 
 
 def _excess(ledger: Ledger, now_ns: int, share: Fraction) -> int:
-    return max(sum(ledger.levels(now_ns, share)) - ledger.limit.capacity * MICROS_PER_UNIT, 0)
+    capacity = ledger.limit.capacity
+    usual = (capacity + max(capacity // _USUAL_PART, _USUAL_UNITS)) * MICROS_PER_UNIT
+    return max(sum(ledger.levels(now_ns, share)) - usual, 0)
 
 
 class MemoryRegionalGate(GlobalGate):

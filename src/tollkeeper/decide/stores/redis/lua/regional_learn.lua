@@ -18,7 +18,8 @@ local region, epoch = ARGV[2], tonumber(ARGV[3])
 
 local function excess_of(gate, g, ledger, n, d)
     local known, own = levels(gate, g, ledger, now, n, d)
-    return max(known + own - gate[g + CAPACITY] * MICROS_PER_UNIT, 0)
+    local capacity = gate[g + CAPACITY]
+    return max(known + own - (capacity + max(floor(capacity / 100), 5)) * MICROS_PER_UNIT, 0)
 end
 
 -- Return by how many windows a time is before the current one.
