@@ -98,6 +98,7 @@ def test_the_verbs_of_a_leased_limiter() -> None:
     limiter.reset(KEY)
     assert limiter.peek(KEY).remaining == 1000
     clock.advance(1)
+    limiter.close()
 
 
 @pytest.mark.parametrize("uri", ["memory://", "shared:///{path}/limits"])
