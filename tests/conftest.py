@@ -50,7 +50,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
 # The tests that take longest run first, so that no worker starts one when the others are done.
-_LONGEST = ("tests/integration/test_schemathesis.py", "tests/kernel/test_drivers.py")
+_LONGEST = (
+    "tests/faults/",
+    "tests/integration/test_propagation.py",
+    "tests/integration/test_records_service.py",
+    "tests/integration/test_repository_huge.py",
+    "tests/integration/test_schemathesis.py",
+    "tests/kernel/test_drivers.py",
+    "tests/lab/test_trials.py",
+)
 # The long suites that need no server: thousands of random traces, sanitizers, shells.
 _LONG_SUITES = (
     "tests/kernel/",
