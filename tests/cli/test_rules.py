@@ -340,6 +340,7 @@ def test_documentation_has_every_option(command: str) -> None:
     assert f"tollkeeper rules {command}" in page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_closed_pipe_ends_it_quietly(unbuffered: str) -> None:
     """Exit code 141 and no message, for much or little output."""

@@ -184,6 +184,7 @@ def test_abandoned_temporary_files_are_removed(path: Path) -> None:
     assert sorted(path.parent.iterdir()) == sorted([path, new, other])
 
 
+@pytest.mark.long
 def test_a_killed_writer_leaves_a_complete_snapshot(path: Path) -> None:
     """After SIGKILL at any moment, the file holds the last saved version or the next."""
     chance = random.Random(5)

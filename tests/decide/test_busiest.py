@@ -69,6 +69,7 @@ def test_memory_is_bounded_and_the_busiest_stay(store: Store) -> None:
     assert "loud" in known
 
 
+@pytest.mark.long
 def test_recent_checks_count_more_than_old_ones(store: Store) -> None:
     """Counts are halved every million checks, so today's client replaces yesterday's."""
     check(store, "yesterday", times=SAMPLE_EVERY * HALVE_EVERY * 11 // 10)

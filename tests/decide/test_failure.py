@@ -174,6 +174,7 @@ def _admit(path: str, times: int, results: Any) -> None:
     results.put(passed(counts, times))
 
 
+@pytest.mark.long
 def test_the_workers_of_a_machine_count_together(tmp_path: Path) -> None:
     """Four processes on one file admit as much as one process."""
     context = multiprocessing.get_context("spawn")

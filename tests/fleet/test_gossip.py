@@ -75,6 +75,7 @@ def test_nodes_join_through_any_peer() -> None:
     assert (net.run(10, until=lambda: complete(net, 20)) or 99) < 2
 
 
+@pytest.mark.long
 def test_a_fleet_grows_from_20_to_200_nodes_in_under_two_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -365,6 +366,7 @@ def test_a_hint_of_a_node_that_is_short_of_bytes_is_relayed_at_once() -> None:
     assert "dropped_budget" not in net.nodes[address_of(0)].counters()
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), lost=st.sets(st.integers(1, 39)), dead=st.integers(0, 8))
 def test_rounds_repair_hints_whose_relays_are_lost(seed: int, lost: set[int], dead: int) -> None:
