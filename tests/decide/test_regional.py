@@ -412,3 +412,20 @@ def test_a_grant_is_spent_by_units_that_do_not_fit(across: AcrossRegions) -> Non
     gate.grant("ann", 30, None)
     assert sum(gate.check("ann", 1).allowed for _ in range(50)) == 30
     assert reported(store).total in {50, 100}
+
+
+def test_a_total_that_a_region_has_missed_is_due_until_it_has_learnt_it() -> None:
+    """Also if the leader that has read the report dies before it can give it to that region."""
+    clock = ManualClock(START_S)
+    store = region(clock)
+    assert admitted(store, "eventual", 1) == 1
+    report = reported(store)
+    missed = Accepted(report.key, report.generation, report.total, report.returned, False)
+    done(store.accept(1, [missed], 1))
+    assert not done(store.due(10, 1))
+    for seconds in (10, 1, 1):
+        clock.advance(seconds)
+        assert reported(store).total == 1  # it was not accepted since
+    accept(store, report)
+    clock.advance(20)
+    assert not done(store.due(10, 1))

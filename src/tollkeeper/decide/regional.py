@@ -526,10 +526,7 @@ class MemoryRegional:
             subject = self._subjects[key]
             share = self._share_of(subject, self._shares, now_ns)
             reports.append(_report_of(key, subject, share, now_ns))
-            if _is_accepted(subject):
-                del self._due[key]  # only the demand was to be told, once
-            else:
-                self._due[key] = now_ns + REPEAT_NS
+            self._due[key] = now_ns + REPEAT_NS
         return reports
 
     async def learn(self, region: str, epoch: int, reports: Sequence[Report]) -> list[Learnt]:

@@ -34,7 +34,7 @@ local function report(key)
     local demand = sum_of_slots(state, DEMAND, DEMAND_US)
     local part = sum_of_slots(state, PART, longest_window(gate))
     local found = {gate, state[GENERATION], state[TOTAL], demand, part, now}
-    local done, returned = state[ACCEPTED] == state[TOTAL], returned_of(state)
+    local returned = returned_of(state)
     local all, _, step = seen_of(state)
     for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
@@ -46,13 +46,8 @@ local function report(key)
             own = own + max(known, 0)
         end
         found[#found + 1], found[#found + 2] = returned[2 * i - 1], own
-        done = done and returned[2 * i - 1] == returned[2 * i]
     end
-    if done then
-        call('ZREM', KEYS[2], member) -- only the demand was to be told, once
-    else
-        call('ZADD', KEYS[2], now + REPEAT_US, member)
-    end
+    call('ZADD', KEYS[2], now + REPEAT_US, member)
     return found
 end
 
