@@ -17,9 +17,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from fractions import Fraction
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
 import typer
@@ -57,6 +58,7 @@ from tollkeeper.core.errors import (
 )
 from tollkeeper.core.model import Decision, Limit, Request
 from tollkeeper.core.subjects import SEPARATOR
+from tollkeeper.decide.regional import MemoryRegional, RegionalCounts, Shares
 from tollkeeper.decide.store import Store
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
@@ -64,6 +66,7 @@ from tollkeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from tollkeeper.fleet.settings import Fleet
 from tollkeeper.fleet.store import FleetStore
 from tollkeeper.limiter import Limiter
+from tollkeeper.regions.store import only_region
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.reading import schema as document_schema
@@ -94,6 +97,8 @@ _HISTORY_MAX: Final = 1_000
 _SHOWN_MAX: Final = 10
 # A person waits for the answer, and a first connection takes longer than a check.
 _EXPLAIN_DEADLINE_MS: Final = 2_000
+# Without a store, a global rule is explained as if there were one region.
+_ONLY_SHARE: Final = Shares(1, Fraction(1), Fraction(1), 0, ())
 
 FileArgument = Annotated[
     str, typer.Argument(metavar="FILE", help="A rule document; - is the standard input.")
@@ -1024,12 +1029,16 @@ def explain(
 
 def _open_existing(uri: str) -> Store:
     scheme = uri.partition("://")[0].lower()
+    clock = SystemClock()
     if scheme in REDIS_SCHEMES:
-        return open_store(uri, deadline_ms=_EXPLAIN_DEADLINE_MS)
+        return only_region(open_store(uri, clock, deadline_ms=_EXPLAIN_DEADLINE_MS), clock)
     if scheme == "memory":
-        # Nothing is counted here, and rules of any consistency can be explained.
-        clock = SystemClock()
-        return FleetStore(PythonMemoryStore(clock), Fleet(), clock)
+        # Nothing is counted here, and rules of any consistency and scope can be explained.
+        store = PythonMemoryStore(clock)
+        counts = MemoryRegional(clock)
+        asyncio.run(counts.set_shares(_ONLY_SHARE, 0))
+        store.regional = cast("RegionalCounts", counts)  # without gates for asyncio
+        return FleetStore(only_region(store, clock), Fleet(), clock)
     if scheme == "shared" and not Path(unquote(urlsplit(uri).path)).exists():
         # Opening it would create it, with this user as its owner.
         raise ConfigError("the file of --store does not exist; start the service first")

@@ -316,6 +316,13 @@ class RegionStore:
             store.close()
 
 
+def only_region(store: Store, clock: Clock) -> RegionStore:
+    """Return a store whose global limits can be read as those of a region. Nothing is exchanged."""
+    # The URI is not used, because the store is given.
+    regions = Regions("here", {"here": "redis://localhost"}, sync=False)
+    return RegionStore(store, regions, clock, links={"here": store}, owns_store=False)
+
+
 def _has_global_gate(checks: Checks) -> bool:
     for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
         if isinstance(gate, GlobalGate):
