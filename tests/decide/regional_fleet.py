@@ -134,6 +134,8 @@ class RandomRegions:
         self.cut: set[tuple[str, str]] = set()
         self.charged: list[tuple[RandomRegion, int, int]] = []
         self.asked = self.admitted = 0
+        self.gained = Fraction(0)
+        """Seconds that clocks were set forward, times the share of the region."""
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -271,6 +273,7 @@ def run_random(
     seconds: float = 30,
     refunds: bool = True,
     shares: bool = True,
+    clocks: tuple[float, float] | None = None,
     store: Callable[[ManualClock], MemoryRegional] = MemoryRegional,
 ) -> RandomRegions:
     """Run a random fleet and return it."""
@@ -312,12 +315,22 @@ def run_random(
             fleet.change_shares(epochs[0], change_to)
         fleet.later(random.uniform(3, 10), change)
 
+    def step() -> None:
+        """Set the clock of a store: seconds between these two."""
+        assert clocks is not None
+        region, seconds = random.choice(list(fleet.regions.values())), random.uniform(*clocks)
+        region.clock.advance(seconds)
+        fleet.gained += region.share * Fraction(max(seconds, 0))
+        fleet.later(random.uniform(1, 4), step)
+
     epochs = [1]
     fleet.later(0, ask)
     for region in fleet.regions.values():
         fleet.later(random.random() * 0.1, partial(sync, region))
     if random.random() < 0.8:
         fleet.later(0, cut)
+    if clocks is not None:
+        fleet.later(1, step)
     if shares and random.random() < 0.5:
         fleet.later(3, change)
     fleet.run(seconds)

@@ -128,6 +128,26 @@ def test_exact_is_never_over(algorithm: AlgorithmName, seed: int) -> None:
     assert fleet.admitted
 
 
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 2**32), algorithm=st.sampled_from(["token_bucket", "sliding_window_log"])
+)
+def test_a_clock_that_is_set_back_puts_nothing_over(seed: int, algorithm: AlgorithmName) -> None:
+    """Levels do not drain until the clock is where it was."""
+    limit = Limit(60, per=5, algorithm=algorithm)
+    fleet = run_random(seed, (limit,), seconds=12, refunds=False, shares=False, clocks=(-3, 0))
+    assert fleet.central[0].over <= 0, f"over with the seed {seed}"
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32))
+def test_a_clock_that_is_set_forward_gives_the_units_of_that_time(seed: int) -> None:
+    """The share of the region, of what the limit refills in that time; no more."""
+    limit = Limit(60, per=5)
+    fleet = run_random(seed, (limit,), seconds=12, refunds=False, shares=False, clocks=(-3, 3))
+    assert fleet.central[0].over <= fleet.gained * 12, f"over with the seed {seed}"
+
+
 def test_a_region_without_room_does_not_accept() -> None:
     """The case of ADR 14: a region that has spent its share leaves no room for others."""
     here, there = both(ManualClock(START_S))

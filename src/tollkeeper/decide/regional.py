@@ -14,7 +14,7 @@ grow, so a report that is lost, repeated, late or out of order does no harm.
     accept   it tells its own store which totals all others have accepted; these own units move to
              `known`
 
-**exact** (`across_regions: exact`): never over, in any partition (ADR 16). A region has a fixed
+**exact** (`across_regions: exact`): never over, in any partition (ADR 17). A region has a fixed
 share w of the limit, Σ w = 1. It admits a request if w × known + own + cost <= w × C, and accepts a
 total only while w × known + own <= w × C holds, with that total in `known`.
 
