@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
+from tests.stub_regions import StubRegions
 from tollkeeper import (
     CapacityError,
     ConfigError,
@@ -75,6 +76,18 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     assert store.authority is shared.authority
     assert store.allowances is one.node.table
     assert store.fleet.reports() is one.node.counters
+
+
+def test_a_node_says_its_region() -> None:
+    """Other nodes, the admin API and `tollkeeper fleet` show it."""
+    clock = ManualClock()
+    shared = SharedStore(clock)
+    shared.regions = StubRegions()
+    store = FleetStore(shared, Fleet(), clock)
+    store.gate(limits_of("5/minute"), "r", "leased")  # opens the node
+    assert store.fleet is not None
+    assert [each.region for each in store.fleet.nodes()] == ["eu"]
+    store.close()
 
 
 def test_a_store_that_no_other_machine_sees_is_not_wrapped() -> None:

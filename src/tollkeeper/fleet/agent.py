@@ -109,13 +109,15 @@ class NodeAgent:
         node: Node,
         *,
         name: str = "",
+        region: str = "",
         registry: Channel | None = None,
         open_gossip: OpenGossip = GossipTransport,
     ) -> None:
         """`registry` counts the nodes. With gossip and without peers, they find each other there.
 
-        `name` is that of this node, for operators; by default the host name.
+        `name` is that of this node, for operators; by default the host name. So is `region`.
         """
+        self._region = region
         self.name = name or socket.gethostname()
         self.on_payloads: Callable[[list[ReceivedPayload]], None] | None = None
         self.on_changes: Callable[[list[MemberChange]], None] | None = None
@@ -457,6 +459,7 @@ class NodeAgent:
             rules_version=self._rules_version[:32],
             leases=table.leased_units,
             pending=table.pending_units,
+            region=self._region,
         )
 
     def _encoded_nodes(self) -> bytes:

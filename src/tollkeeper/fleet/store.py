@@ -127,7 +127,9 @@ class FleetStore:
 
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
-        agent = NodeAgent(node, registry=self._store.channel)
+        regions = self._store.regions
+        region = "" if regions is None else regions.region
+        agent = NodeAgent(node, region=region, registry=self._store.channel)
         if node.fleet.gossip is not None:
             totals = NodeTotals(
                 agent, node.now_ns, node.fleet.nodes, node.note_admitted, self._table_store
