@@ -17,7 +17,7 @@ from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import holds as holds_
 from tollkeeper.decide.algorithms.holds import Holds
-from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (last_ns, count)
 _Plain = tuple[int, int]
@@ -48,8 +48,9 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             state = (at_ns, count)
         remaining = max(limit.limit - count, 0)
         reset_ns = window_left_ns if count else 0
-        return state, Outcome(True, remaining, 0, reset_ns, 0, at_ns if cost else None)
-    return state, Outcome(False, max(limit.limit - count, 0), window_left_ns, window_left_ns, 0)
+        return state, outcome_of((True, remaining, 0, reset_ns, 0, at_ns if cost else None))
+    remaining = max(limit.limit - count, 0)
+    return state, outcome_of((False, remaining, window_left_ns, window_left_ns, 0, None))
 
 
 def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms import token_bucket
-from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 State = token_bucket.State
 
@@ -33,7 +33,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     if delay_ns <= 0:
         return after, outcome
     _, remaining, _, reset_ns, _, charged_ns = outcome
-    return after, Outcome(True, remaining, 0, reset_ns, delay_ns, charged_ns)
+    return after, outcome_of((True, remaining, 0, reset_ns, delay_ns, charged_ns))
 
 
 refund = token_bucket.refund

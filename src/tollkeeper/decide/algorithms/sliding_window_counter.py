@@ -22,7 +22,7 @@ from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import fixed_window
 from tollkeeper.decide.algorithms import holds as holds_
 from tollkeeper.decide.algorithms.holds import Holds
-from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (last_ns, previous, current)
 _Plain = tuple[int, int, int]
@@ -50,7 +50,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             state = (at_ns, previous, current)
         reset_ns = _whole_at(start_ns, window_ns, previous, current, now_ns) - now_ns
         charged_ns = at_ns if cost else None
-        return state, Outcome(True, max(room - cost, 0), 0, reset_ns, 0, charged_ns)
+        return state, outcome_of((True, max(room - cost, 0), 0, reset_ns, 0, charged_ns))
     need = limit.limit - current - cost
     if need >= 0:
         # It fits in this window, once previous × (window − elapsed) <= need × window; at the latest
@@ -61,7 +61,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         # It fits in the next window, in which `current` fades.
         fits_ns = start_ns + 2 * window_ns - (limit.limit - cost) * window_ns // current
     reset_ns = _whole_at(start_ns, window_ns, previous, current, now_ns) - now_ns
-    return state, Outcome(False, max(room, 0), fits_ns - now_ns, reset_ns, 0)
+    return state, outcome_of((False, max(room, 0), fits_ns - now_ns, reset_ns, 0, None))
 
 
 def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:

@@ -24,7 +24,7 @@ from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.algorithms import holds as holds_
 from tollkeeper.decide.algorithms.holds import Holds
-from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (times, start, end)
 _Plain = tuple["array[int]", int, int]
@@ -60,11 +60,14 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         # The unit that must leave the window first: without it, exactly `cost` fit.
         blocking = end - limit.limit + cost - 1
         retry_ns = times[blocking] + window_ns - now_ns
-        return state, Outcome(False, remaining if remaining > 0 else 0, retry_ns, reset_ns, 0)
+        return state, outcome_of(
+            (False, remaining if remaining > 0 else 0, retry_ns, reset_ns, 0, None)
+        )
     if cost == 0:
         return state, Outcome(True, remaining if remaining > 0 else 0, 0, reset_ns, 0)
     after = _append(times, live, end, at_ns, cost)
-    return after, Outcome(True, remaining - cost, 0, at_ns + window_ns - now_ns, 0, at_ns)
+    reset_ns = at_ns + window_ns - now_ns
+    return after, outcome_of((True, remaining - cost, 0, reset_ns, 0, at_ns))
 
 
 def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> _Plain:

@@ -6,11 +6,12 @@ depends on the rate: after a change from 1/s to 10/s, a client that owed 9 s sti
 units *used* do not depend on the limit, so a changed limit applies at once (docs/adr/0001).
 
 A bucket is refilled continuously, or in steps: with `refill_every`, the units of a whole step are
-added at its end. A continuous refill is one in steps of a nanosecond, so one formula serves both.
-The steps count from the first admission of a full bucket, not from the epoch. So the buckets of
-many clients are not all refilled at the same instant, and a client that empties a full bucket waits
-for a whole step. The state needs no further number: `last_ns` is the end of the last step that was
-refilled. An admission from a full bucket sets it to the admission's own time, as for a new bucket.
+added at its end. A continuous refill is one in steps of a nanosecond: a time is rounded to whole
+nanoseconds first, and then to longer steps if there are any. The steps count from the first
+admission of a full bucket, not from the epoch. So the buckets of many clients are not all refilled
+at the same instant, and a client that empties a full bucket waits for a whole step. The state needs
+no further number: `last_ns` is the end of the last step that was refilled. An admission from a full
+bucket sets it to the admission's own time, as for a new bucket.
 
 Between two steps there is at least `refill_every`. So within any interval of T ns there are at most
 ⌈T / refill_every⌉ steps, and at most capacity + ⌈T / refill_every⌉ × refill_every × limit / window
@@ -53,16 +54,11 @@ Otherwise follow the group that has them: it ends after s, and makes its steps f
 
 from __future__ import annotations
 
-from typing import Final
-
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import MICROS_PER_UNIT, Limit
 from tollkeeper.decide.algorithms import holds as holds_
 from tollkeeper.decide.algorithms.holds import Holds
-from tollkeeper.decide.algorithms.outcome import Outcome
-
-# Twice as fast as calling Outcome, whose constructor is written in Python.
-_new: Final = tuple.__new__
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (last_ns, used_micros)
 _Plain = tuple[int, int]
@@ -90,7 +86,9 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         used_now = used
         if now_ns > last_ns:
             # Rounds down: neither a part of a step nor a part of a micro-unit can be spent.
-            elapsed_ns = (now_ns - last_ns) // step_ns * step_ns
+            elapsed_ns = now_ns - last_ns
+            if step_ns > 1:
+                elapsed_ns -= elapsed_ns % step_ns
             used_now -= elapsed_ns * numerator // denominator
             if used_now < 0:
                 used_now = 0
@@ -106,15 +104,23 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         reset_ns = 0
         if used_now or cost:
             # Rounds up to whole steps, as all waits do: -(-a // b) is a / b rounded up.
-            reset_ns = last_ns - -used * denominator // (numerator * step_ns) * step_ns - now_ns
-        allowed = (True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns)
-        return state, _new(Outcome, allowed)
+            whole_ns = -used * denominator // numerator
+            if step_ns > 1:
+                whole_ns -= whole_ns % step_ns
+            reset_ns = last_ns - whole_ns - now_ns
+        return state, outcome_of((True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns))
     # Computed from the written state, not from the refilled one: the refill is rounded once, so the
-    # result is the same instant at whatever time it is computed.
-    rate = numerator * step_ns
-    retry_ns = last_ns - (capacity - used - cost_micros) * denominator // rate * step_ns - now_ns
-    reset_ns = last_ns - -used * denominator // rate * step_ns - now_ns
-    return state, Outcome(False, (free + cost_micros) // MICROS_PER_UNIT, retry_ns, reset_ns, 0)
+    # result is the same instant at whatever time it is computed. Both times are negative, so that
+    # rounding down makes the waits longer.
+    fits_ns = (capacity - used - cost_micros) * denominator // numerator
+    whole_ns = -used * denominator // numerator
+    if step_ns > 1:
+        fits_ns -= fits_ns % step_ns
+        whole_ns -= whole_ns % step_ns
+    retry_ns = last_ns - fits_ns - now_ns
+    reset_ns = last_ns - whole_ns - now_ns
+    remaining = (free + cost_micros) // MICROS_PER_UNIT
+    return state, outcome_of((False, remaining, retry_ns, reset_ns, 0, None))
 
 
 def refund(

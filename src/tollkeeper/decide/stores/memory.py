@@ -244,6 +244,12 @@ class PythonMemoryStore:
         if self._closed:
             raise StoreUnavailable("the store is closed; open another one")
 
+    def count_check(self, subject: str) -> None:
+        """Count a check for `busiest`. Raises StoreUnavailable if the store is closed."""
+        if self._closed:
+            self.require_open()
+        self.checks.note(subject)
+
     def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
         """Make room for an entry of `subject` in each of the tables. Raises StoreFull."""
         wanted = 0
@@ -324,8 +330,7 @@ class MemoryGate:
         if len(self._parts) == 1:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
-            self._store.require_open()
-            self._store.checks.note(subject)
+            self._store.count_check(subject)
             outcomes, entries = self._decide(subject, cost, now_ns)
             decision = self._combine(subject, cost, now_ns, outcomes, entries)
             if cost and decision.allowed:
@@ -338,8 +343,7 @@ class MemoryGate:
         """Check a gate with one limit, the usual case, in half the time."""
         limit, algorithm, table = self._parts[0]
         with self._lock:
-            self._store.require_open()
-            self._store.checks.note(subject)
+            self._store.count_check(subject)
             entry = table.entries.get(subject)
             state, _, credit = entry or _ABSENT
             if credit is None:

@@ -506,10 +506,12 @@ class RuleTable:
             matched += _matching(candidates, path, values) if candidates else ()
         if len(paths) > 1:
             matched = _different(matched)
-        if all(value is None or len(value) <= MEMO_VALUE_LENGTH_MAX for value in key):
-            if len(self._memo) >= MEMO_MAX:
-                self._memo.clear()
-            self._memo[key] = matched
+        for value in key:
+            if value is not None and len(value) > MEMO_VALUE_LENGTH_MAX:
+                return matched
+        if len(self._memo) >= MEMO_MAX:
+            self._memo.clear()
+        self._memo[key] = matched
         return matched
 
     def _require_texts(self, values: Sequence[object]) -> None:
