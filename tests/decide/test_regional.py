@@ -207,6 +207,17 @@ def test_a_report_with_other_numbers_or_another_mode_changes_no_rule() -> None:
     assert admitted(there, "exact", 100, (Limit(200, per=60),)) == 50
 
 
+def test_a_report_of_another_number_of_limits_is_not_learnt() -> None:
+    """It cannot be of this rule; the regions go on."""
+    here, there = both(ManualClock(START_S))
+    admitted(here, "exact", 10)
+    admitted(there, "exact", 1)
+    report = reported(here)
+    wrong = report._replace(counts=(*report.counts, 5), returned=(0, 0))
+    assert done(there.learn("here", 1, [wrong])) == [(False, 0)]
+    assert used(there) == (1,)
+
+
 # ── Refunds ────────────────────────────────────────────────────────────────────────────────────
 
 

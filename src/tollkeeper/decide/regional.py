@@ -539,6 +539,8 @@ class MemoryRegional:
         subject = self._opened(report.key, report.limits, report.across, now_ns, keep=True)
         exact = subject.across == "exact"
         share = self._share_of(subject, shares, now_ns)
+        if len(report.counts) != len(subject.limits):
+            return Learnt(False, 0)  # it is not of this rule: two rules have one number
         nothing = (0,) * len(subject.limits)
         seen = subject.seen.setdefault(region, _Seen(nothing, nothing))
         if report.generation < seen.generation and 0 <= now_ns - seen.at_ns <= _SILENT_NS:

@@ -155,7 +155,7 @@ class Term:
         self._ready = asyncio.Event()
         self._answered = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
-        self._used_s = thread_time()
+        self._used_s = exchange.processor_s()
         self._set_at_s: float | None = None
         self._logged: dict[str, tuple[str, str, float]] = {}
 
@@ -347,7 +347,7 @@ class Term:
     async def _work(self) -> None:
         """Send what is due. Leave half of the processor to the requests of this process."""
         self._send(await in_time(self._own.due(DUE_MAX, self.token), OWN_S))
-        used_s = thread_time()
+        used_s = self._exchange.processor_s()
         spent_s, self._used_s = used_s - self._used_s, used_s
         await asyncio.sleep(min(spent_s, BUSY_S_MAX))
 
@@ -406,16 +406,19 @@ class Exchange:
         stores: Mapping[str, RegionalCounts],
         name: str,
         chance: random.Random | None = None,
+        processor_s: Callable[[], float] = thread_time,
     ) -> None:
         """`first` is the table of the settings. `stores` has the store of every region.
 
-        `chance` spreads the candidates; a simulation passes its own, to be repeatable.
+        `chance` spreads the candidates, and `processor_s` is the processor time that this thread
+        has used. A simulation passes its own, to be repeatable.
         """
         self.region = region
         self.first = first
         self.own = stores[region]
         self.others = {peer: store for peer, store in sorted(stores.items()) if peer != region}
         self.name = name
+        self.processor_s = processor_s
         self.sync = Sync()
         self.term: Term | None = None
         self.settled = threading.Event()
