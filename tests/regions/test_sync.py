@@ -118,6 +118,32 @@ def test_an_eventual_total_needs_the_live_regions_only() -> None:
     assert [each.everywhere for each in sync.accepted()] == [True]
 
 
+def test_an_older_total_is_not_accepted_again() -> None:
+    """The store has accepted the newer one without a region that was away and is back now."""
+    sync = Sync()
+    sync.use(("us",), ("us",), 1)
+    batch = sync.sending([report(total=5, across="eventual")], 0)["us"]
+    sync.answered("us", batch, [YES], 1)
+    assert [each.everywhere for each in sync.accepted()] == [True]
+    batch = sync.sending([report(total=6, across="eventual")], 2)["us"]
+    sync.answered("us", batch, [YES], 3)
+    sync.accepted()
+    first = sync.sending([report(total=7, across="eventual")], 4)["us"]
+    sync.answered("us", first, [YES], 5)
+    sync.accepted()
+    older = sync.sending([report(total=8, across="eventual")], 6)["us"]
+    sync.use(("us",), (), 1)
+    sync.sending([report(total=9, across="eventual")], 7)
+    assert [(each.total, each.everywhere) for each in sync.accepted()] == [(9, False)]
+    sync.use(("us",), ("us",), 1)
+    sync.answered("us", older, [YES], 8)
+    assert not sync.accepted()
+    batch = sync.sending([report(total=9, across="eventual")], 9)["us"]
+    assert not sync.accepted()
+    sync.answered("us", batch, [YES], 10)
+    assert [(each.total, each.everywhere) for each in sync.accepted()] == [(9, True)]
+
+
 def test_a_region_alone_accepts_eventual_totals_itself() -> None:
     """Without live regions, eventual totals are accepted at once, and exact ones never."""
     sync = started(live=())

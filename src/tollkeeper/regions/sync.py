@@ -72,7 +72,9 @@ class _Reported:
     returned: tuple[int, ...]
     accepted: dict[str, _Totals] = field(default_factory=dict)
     done: _Totals | None = None
-    """The total and returned units that were given to `accept` since the last report."""
+    """The total and the returned units that were given to `accept` last."""
+    again: bool = False
+    """The store reports this total again, so `accept` has not reached it, or a region missed it."""
     unaccepted: int = 0
 
 
@@ -264,7 +266,7 @@ class Sync:
             subject = _Reported(report.generation, report.across, 0, ())
             self._subjects[report.key] = subject
         subject.total, subject.returned = report.total, report.returned
-        subject.done = None
+        subject.again = subject.done == (report.total, report.returned)
         units = min(-(-max(report.counts) // MICROS_PER_UNIT), report.total)
         self.unaccepted_units += units - subject.unaccepted
         subject.unaccepted = units
@@ -279,11 +281,13 @@ class Sync:
         """Accept what all regions have accepted that are needed for it."""
         needed = self._others if subject.across == "exact" else self._live
         done = _least(subject, needed)
-        if done is None or done == subject.done:
+        if done is None or (done == subject.done and not subject.again):
             return
-        subject.done = done
+        if subject.done is not None and (done[0] < subject.done[0] or done[1] < subject.done[1]):
+            return  # a region that was away is back, and has not learnt what the others have
+        subject.done, subject.again = done, False
         last = (subject.total, subject.returned)
-        everywhere = needed == self._others or _least(subject, self._others) == last
+        everywhere = _least(subject, self._others) == last
         self._accepted.append(Accepted(key, subject.generation, *done, everywhere))
         if done != last:
             return
