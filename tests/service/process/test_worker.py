@@ -6,10 +6,15 @@ import asyncio
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from tests.history.databases import rows
+from tests.stub_regions import StubRegions, store_with_regions
+from tollkeeper import AsyncLimiter
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.process import worker
 from tollkeeper.service.process.settings import ServiceSettings
@@ -105,3 +110,18 @@ def test_a_worker_without_records_does_not_import_sqlalchemy() -> None:
         "import sys; sys.modules['sqlalchemy'] = None; import tollkeeper.service.process.worker"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+async def test_the_recorder_of_a_region(tmp_path: Path, settings: ServiceSettings) -> None:
+    """Its records have the region, and it records every excess that the sync reports."""
+    store = store_with_regions()
+    async with AsyncLimiter("5/minute", store=store) as limiter:
+        given = replace(settings, record=f"sqlite:///{tmp_path / 'records.db'}")
+        recorder = worker.recorder_of(given, limiter, None)
+    assert recorder is not None
+    await recorder.start()
+    [listener] = cast("StubRegions", store.regions).listeners
+    listener("plan", "user:42", "us", 40)
+    await recorder.stop()
+    found = await rows(given.record, "SELECT outcome, region, cost FROM tollkeeper_decisions")
+    assert found == [("excess", "eu", 40)]
