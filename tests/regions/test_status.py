@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -46,6 +47,20 @@ def test_a_text_that_is_no_status(text: str) -> None:
     """It raises a ConfigError, and nothing else."""
     with pytest.raises(ConfigError):
         parse_status("eu", text, 0, is_self=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("state", "confused"), ("lag_s", "soon"), ("heard_s", []), ("peer", None)],
+)
+def test_a_link_of_another_kind_is_no_status(field: str, value: object) -> None:
+    """Another release, or another program, may have written it; the admin API must not fail."""
+    fields = json.loads(status_text(STATUS, 0))
+    del fields["links"][0][field]
+    if value is not None:
+        fields["links"][0][field] = value
+    with pytest.raises(ConfigError):
+        parse_status("eu", json.dumps(fields), 0, is_self=False)
 
 
 def test_the_status_of_most_regions_fits_into_a_note() -> None:

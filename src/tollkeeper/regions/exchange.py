@@ -335,9 +335,10 @@ class Term:
         now_s = self._loop.time()
         offset_ns = self.clock_offset_ns(link)
         since_ns = self._sync.waits_since_ns(link.peer)
+        is_removed = link.peer not in self.membership.table.regions
         return LinkStatus(
             link.peer,
-            link.state(now_s),
+            "removed" if is_removed else link.state(now_s),
             link.problem[:PROBLEM_CHARS_MAX],
             0.0 if since_ns is None else max(self._now_ns() - since_ns, 0) / NS_PER_SECOND,
             None if link.heard_s is None else now_s - link.heard_s,
