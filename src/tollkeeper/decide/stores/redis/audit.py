@@ -36,7 +36,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from tollkeeper.decide.stores.redis.codec import FIELD_BYTES, TIME_BYTES, is_bucket
+from tollkeeper.decide.stores.redis.codec import (
+    FIELD_BYTES,
+    TIME_BYTES,
+    is_bucket,
+    is_regional_state,
+    regional_type,
+)
 from tollkeeper.decide.stores.redis.config import Address
 from tollkeeper.decide.stores.redis.topology import (
     REDIS_PY_ERRORS,
@@ -61,6 +67,8 @@ HOLDERS_KEPT: Final = 5_000
 SEEN_MAX: Final = 2_000_000
 TTL_SLACK_MS: Final = 3_600_000
 EXPIRY_MS_MIN: Final = 60_000
+# For the state of a global limit that has none: its windows are not known here.
+REGIONAL_EXPIRY_MS: Final = 86_400_000
 
 _PERMISSIONS: Final = (
     "; an audit needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
@@ -496,7 +504,9 @@ class _ServerAudit:
             if not isinstance(kind, bytes) or not isinstance(ttl_ms, int) or kind == b"none":
                 continue  # the key has expired, or moved to another node
             self._count(key, weight)
-            if not key.endswith(b"}"):
+            if (wanted := regional_type(key)) is not None:
+                self._judge_regional(key, kind, wanted, ttl_ms)
+            elif not key.endswith(b"}"):
                 self._note(
                     KeyDefect(
                         "not ours", self._node, key, "its name does not have the form of our keys"
@@ -511,6 +521,21 @@ class _ServerAudit:
         reads = self._read_all([key for key, _ in hashes], sizes)
         for key, ttl_ms in hashes:
             self._judge(key, ttl_ms, reads[key], now_us)
+
+    def _judge_regional(self, key: bytes, kind: bytes, wanted: bytes, ttl_ms: int) -> None:
+        """Look at a key of global limits. Its value is not read: a check reports what it cannot."""
+        if not wanted:
+            why = "its name does not have the form of our keys"
+            self._note(KeyDefect("not ours", self._node, key, why))
+        elif kind != wanted:
+            text = kind.decode(errors="replace")
+            self._note(KeyDefect("wrong type", self._node, key, f"it is a {text}", type=text))
+        elif is_regional_state(key):
+            self._found.states += 1
+            if ttl_ms == -1:
+                lasts_ms = max(self._pace.ttl_ms_max or 0, REGIONAL_EXPIRY_MS)
+                why = "it never expires"
+                self._note(KeyDefect("no expiry", self._node, key, why, needed_ms=round(lasts_ms)))
 
     @property
     def _node(self) -> str:

@@ -55,6 +55,15 @@ _CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
 BUCKETS: Final = 2**18
 _BUCKET_NAME: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
+# Global limits have keys of their own: see regional.py. No subject's tag begins with one % alone.
+_REGIONAL_KEY: Final = re.compile(rb"[^{]*:\{%r[0-9]{0,2}\}:(.+)", re.DOTALL)
+_REGIONAL_STATE: Final = re.compile(rb"[0-9a-f]{16}:")
+_REGIONAL_TYPES: Final = {
+    b"due": b"zset",
+    b"shares": b"string",
+    b"leader": b"string",
+    b"notes": b"hash",
+}
 FIELD_BYTES: Final = 8  # of a field in a bucket; the name of a piece is longer
 _FIELD_BITS: Final = 8 * FIELD_BYTES
 _IN_BUCKET: Final = b"\x00"  # ends the gate of a rule whose states are in buckets
@@ -118,6 +127,24 @@ def bucket_name(number: int) -> bytes:
     """Return the name of a bucket: three characters, as in base64."""
     names = _BUCKET_NAME
     return b"%c%c%c" % (names[number >> 12], names[number >> 6 & 63], names[number & 63])
+
+
+def regional_type(key: bytes) -> bytes | None:
+    """Return the type of a key of global limits; empty if it is another program's.
+
+    None for any other key. A state has the number of a rule and a subject.
+    """
+    found = _REGIONAL_KEY.fullmatch(key)
+    if found is None:
+        return None
+    name = found[1]
+    return _REGIONAL_TYPES.get(name, b"string" if _REGIONAL_STATE.match(name) else b"")
+
+
+def is_regional_state(key: bytes) -> bool:
+    """Return True for the state of a subject of a global rule."""
+    found = _REGIONAL_KEY.fullmatch(key)
+    return found is not None and _REGIONAL_STATE.match(found[1]) is not None
 
 
 def is_bucket(key: bytes) -> bool:

@@ -164,7 +164,7 @@ def _sum(counted: Sequence[_Counted]) -> StateCounts:
 
 
 def _count(topology: Topology, address: Address, prefix: str, keys_max: int) -> _Counted:
-    with store_errors(address, "; to count, the user needs +scan +eval +evalsha +hkeys +hget"):
+    with store_errors(address, "; to count, the user needs +scan +eval +evalsha +hkeys +hget +get"):
         return _Scan(topology.client(address), f"{prefix}:{{*", keys_max).counted()
 
 

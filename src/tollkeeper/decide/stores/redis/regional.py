@@ -3,10 +3,10 @@
 The scripts `lua/regional*.lua` agree with the reference (`decide/regional.py`), call for call. A
 subject has one key for each global rule, because its state is too long for a packed bucket:
 
-    <prefix>:{r<group>}:<rule number>:<subject>   the state, a string
-    <prefix>:{r<group>}:due                       the subjects of the group to report, by time
-    <prefix>:{r<group>}:shares                    the shares of this region, and the fencing token
-    <prefix>:{r}:leader, <prefix>:{r}:notes       the leader of the region, and its notes
+    <prefix>:{%r<group>}:<rule number>:<subject>  the state, a string
+    <prefix>:{%r<group>}:due                      the subjects of the group to report, by time
+    <prefix>:{%r<group>}:shares                   the shares of this region, and the fencing token
+    <prefix>:{%r}:leader, <prefix>:{%r}:notes     the leader of the region, and its notes
 
 The keys of a group are in one slot, so a check is one script call, and always sees the shares in
 use. There are 64 groups, so that a cluster can spread them over its servers. The calls of a sync
@@ -172,11 +172,11 @@ class _Keys:
 
     def __init__(self, config: RedisConfig) -> None:
         prefix = config.prefix.encode()
-        heads = [b"%b:{r%d}:" % (prefix, group) for group in range(GROUPS)]
+        heads = [b"%b:{%%r%d}:" % (prefix, group) for group in range(GROUPS)]
         # Of each group: the shares, the subjects that are due, and the beginning of the states.
         self.groups = [(head + b"shares", head + b"due", head) for head in heads]
-        self.leader = b"%b:{r}:leader" % prefix
-        self.notes = b"%b:{r}:notes" % prefix
+        self.leader = b"%b:{%%r}:leader" % prefix
+        self.notes = b"%b:{%%r}:notes" % prefix
 
     def call(
         self,

@@ -1,4 +1,4 @@
--- Count the states in KEYS[1], a subject's hash or a bucket. It only reads, and does not use state.lua,
+-- Count the states in KEYS[1]: a subject's hash, a bucket, or a key of global limits. It only reads, and does not use state.lua,
 -- which explains the layout: that reads one rule of one subject, and this all of them.
 --
 -- A key {%...} whose next character is no % and no } is a bucket. In a subject's hash, a field that
@@ -6,8 +6,15 @@
 -- long chunks, so only their names are read. In a bucket, a field that continues another has more than
 -- 8 bytes. Of a long bucket, the first 1,000 fields are read.
 
-local PIECE_BYTES, FIELDS_MAX = 64, 1000
+local PIECE_BYTES, FIELDS_MAX, LEDGERS = 64, 1000, 18
 local key = KEYS[1]
+local name = string.match(key, '^[^{]*:{%%r%d?%d?}:(.+)')
+if name then
+    -- The state of a global limit is an array; see regional.lua. The other keys have no states.
+    local raw = string.match(name, '^' .. string.rep('%x', 16) .. ':') and redis.call('GET', key)
+    local done, state = pcall(cmsgpack.unpack, raw or '')
+    return done and type(state) == 'table' and math.max(#state - LEDGERS, 0) or 0
+end
 local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]')
 local fields, states, read = redis.call('HKEYS', key), 0, 0
 for _, field in ipairs(fields) do

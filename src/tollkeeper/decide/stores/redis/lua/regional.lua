@@ -241,6 +241,8 @@ local function opened(key, packed, own)
             return nil, 'it is not a state of Tollkeeper'
         elseif state[1] ~= VERSION then
             return nil, 'its layout has the version ' .. state[1] .. ' and this library knows ' .. VERSION
+        elseif type(state[GATE]) ~= 'string' or #state <= LEDGERS then
+            return nil, 'it is damaged'
         end
         gate = cmsgpack.unpack(state[GATE])
     elseif not packed then

@@ -14,12 +14,36 @@ local what, units, time = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 if not shares then
     return what == 'grant' and {} or {1}
 end
+
+-- Forget what counts. Totals stay: they only grow. Return False if the state is damaged.
+local function reset()
+    local state, gate = opened(KEYS[3])
+    if not state then
+        return not gate
+    end
+    for place = GENERATION, GRANT_ENDS do
+        if type(state[place]) ~= (place == RETURNED and 'string' or 'number') then
+            return false
+        end
+    end
+    state[GRANTED], state[PART], state[PART + 1], state[PART + 2] = 0, 0, 0, 0
+    for i = 1, #state - LEDGERS do
+        state[LEDGERS + i] = empty_ledger(gate[GATE_FIRST + (i - 1) * GATE_STEP])
+    end
+    local n, d = share_of(state, gate)
+    save(KEYS[3], state, gate, n, d)
+    return #returned_of(state) == 2 * (#state - LEDGERS) and type(seen_of(state)) == 'table'
+end
+
+if what == 'reset' then
+    local done, whole = pcall(reset)
+    if not (done and whole) then
+        call('PEXPIRE', KEYS[3], 0) -- deletes it: nothing else can repair it
+    end
+    return {1}
+end
 local state, gate = opened(KEYS[3], what == 'grant' and ARGV[2] or nil, what == 'grant')
 if not state then
-    if gate and what == 'reset' then
-        call('DEL', KEYS[3]) -- nothing else can repair it
-        gate = nil
-    end
     return {gate or 1}
 end
 local n, d = share_of(state, gate)
@@ -46,15 +70,10 @@ if what == 'refund' then
     end
     state[RETURNED] = cmsgpack.pack(returned)
     now_due(KEYS[3])
-elseif what == 'grant' then
+else
     local left = now < state[GRANT_ENDS] and state[GRANTED] or 0
     state[GRANTED] = min(left + units, tonumber(ARGV[6]))
     state[GRANT_ENDS] = max(now + (time or longest_window(gate)), state[GRANT_ENDS])
-else
-    state[GRANTED], state[PART], state[PART + 1], state[PART + 2] = 0, 0, 0, 0
-    for i = 1, #state - LEDGERS do
-        state[LEDGERS + i] = empty_ledger(gate[GATE_FIRST + (i - 1) * GATE_STEP])
-    end
 end
 save(KEYS[3], state, gate, n, d)
 return {1}

@@ -12,7 +12,10 @@ if ARGV[1] == 'count' then
     return {redis.call('ZCARD', KEYS[2])}
 end
 local packed = redis.call('GET', KEYS[1])
-local shares = packed and cmsgpack.unpack(packed) or {VERSION, 0}
+local done, shares = pcall(cmsgpack.unpack, packed or '')
+if not done or type(shares) ~= 'table' or type(shares[TOKEN]) ~= 'number' then
+    shares = {VERSION, 0} -- there are none, or they are damaged: the leader sets them again
+end
 if ARGV[1] == 'get' then
     return shares
 end

@@ -19,17 +19,24 @@ local what, name = ARGV[2], ARGV[3]
 if what == 'time' then
     return {now}
 elseif what == 'notes' then
-    return redis.call('HGETALL', KEYS[2])
+    local found = {}
+    for _, each in ipairs(redis.call('HKEYS', KEYS[2])) do
+        found[#found + 1], found[#found + 2] = each, redis.call('HGET', KEYS[2], each)
+    end
+    return found
 elseif what == 'note' then
-    local is_new = redis.call('HEXISTS', KEYS[2], name) == 0
-    if is_new and redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[5]) then
+    local is_new = not redis.call('HGET', KEYS[2], name)
+    if is_new and #redis.call('HKEYS', KEYS[2]) >= tonumber(ARGV[5]) then
         return {}
     end
     redis.call('HSET', KEYS[2], name, ARGV[4])
     return {1}
 end
 local packed = redis.call('GET', KEYS[1])
-local leader = packed and cmsgpack.unpack(packed) or {'', 0, 0}
+local done, leader = pcall(cmsgpack.unpack, packed or '')
+if not done or type(leader) ~= 'table' or not (leader[1] and leader[2] and leader[3]) then
+    leader = {'', 0, 0} -- there is none, or it is damaged
+end
 if what == 'lead' then
     local left, lasts = leader[3] - now, tonumber(ARGV[4])
     if name ~= leader[1] and (left <= 0 or left > lasts) then -- more: the clock was set back

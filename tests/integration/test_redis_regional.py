@@ -1,0 +1,362 @@
+"""Global limits on a real Redis: damaged states, leaders, bounds, and what operators see."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from contextlib import closing
+from fractions import Fraction
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from tests.conformance.stores import PATIENCE
+from tests.redis_servers import Single, User, running
+from tollkeeper.core.errors import StoreError, StoreUnavailable
+from tollkeeper.core.model import Limit, Limits
+from tollkeeper.decide.regional import Accepted, Report, Shares, SubjectKey, rule_number
+from tollkeeper.decide.stores.redis.audit import AuditPace, audit
+from tollkeeper.decide.stores.redis.config import parse
+from tollkeeper.decide.stores.redis.regional import RedisRegional
+from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.testing import ManualClock
+
+pytestmark = pytest.mark.server
+T = TypeVar("T")
+
+LIMITS: Limits = (Limit(100, per=60), Limit(1_000, per=3_600, algorithm="sliding_window_counter"))
+HALF = Fraction(1, 2)
+SHARES = Shares(1, HALF, HALF, 0, ("us",))
+_numbers = count()
+
+
+def awaited(call: Coroutine[Any, Any, T]) -> T:
+    """Run one call of a sync."""
+    return asyncio.run(call)
+
+
+def opened(uri: str, clock: ManualClock | None = None, prefix: str = "") -> RedisStore:
+    """Return a store with its own prefix."""
+    options = "&".join(f"{name}={value}" for name, value in PATIENCE.items())
+    joint = "&" if "?" in uri else "?"
+    prefix = prefix or f"g{next(_numbers)}"
+    return RedisStore(parse(f"{uri}{joint}{options}&prefix={prefix}"), clock)
+
+
+@pytest.fixture
+def server() -> Single:
+    return cast("Single", running("single"))
+
+
+@pytest.fixture
+def raw(server: Single) -> Iterator[Any]:
+    """A client whose replies are bytes."""
+    client = server.client()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def store(server: Single) -> Iterator[RedisStore]:
+    found = opened(server.uri)
+    lead(found.regional)
+    yield found
+    found.close()
+
+
+def lead(regional: RedisRegional, name: str = "leader", shares: Shares = SHARES) -> int:
+    """Take the lead and set the shares; return the token."""
+
+    async def calls() -> int:
+        leader, token = await regional.lead(name, 10**12)
+        assert leader == name
+        assert await regional.set_shares(shares, token)
+        return token
+
+    return awaited(calls())
+
+
+def key_of(store: RedisStore, subject: str, rule: str = "api") -> bytes:
+    """Return the key of a subject's state."""
+    key = SubjectKey(rule_number(LIMITS, rule), subject)
+    return f"{store.config.prefix}:{{%r{key.group}}}:{key.rule}:{subject}".encode()
+
+
+def packed(raw: Any, lua: str) -> bytes:
+    """Return msgpack of a value in Lua."""
+    return cast("bytes", raw.eval(f"return cmsgpack.pack({lua})", 0))
+
+
+# ── Damaged states ─────────────────────────────────────────────────────────────────────────────
+
+
+def damaged(raw: Any, whole: bytes) -> list[bytes]:
+    """Return values that no script has written."""
+    random = Random(1)
+    found = [b"", b"x", b"\xdc\x00\x10", random.randbytes(200), whole[:-9], whole + b"\x01"]
+    found += [packed(raw, each) for each in ("1", "'text'", "{}", "{1}", "{2, 3}", "{9}")]
+    found += [packed(raw, "{1, 'x', 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19}")]
+    for _ in range(40):
+        place = random.randrange(len(whole))
+        found.append(whole[:place] + random.randbytes(1) + whole[place + 1 :])
+    return found
+
+
+def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) -> None:
+    """Whatever bytes are there, a check decides or raises StoreError, and a reset repairs it."""
+    regional = store.regional
+    gate = regional.global_gate(LIMITS, "api", "exact")
+    gate.check("ann", 1)
+    key, bob = key_of(store, "ann"), SubjectKey(rule_number(LIMITS, "api"), "ann")
+    whole = raw.get(key)
+    report = Report(bob, LIMITS, "exact", 1, 5, (0, 0), (5_000_000, 5_000_000), 0, 5, 10**18)
+
+    async def sync() -> None:
+        await regional.due(100, 1)
+        await regional.learn("us", 1, [report])
+        await regional.accept(1, [Accepted(bob, 1, 1, (0, 0))], 1)
+
+    failed = 0
+    for value in damaged(raw, whole):
+        raw.set(key, value)
+        for call in (gate.check, gate.peek, gate.grant):
+            try:
+                call("ann", 1, None) if call == gate.grant else call("ann", 1)  # type: ignore[call-arg]
+            except StoreError:
+                failed += 1
+        awaited(sync())
+        gate.reset("ann")
+        try:
+            gate.check("ann", 1)
+        except StoreError as error:
+            pytest.fail(f"{value!r}: {error}")
+    assert failed > 30
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("{7, 'x'}", "its layout has the version 7 and this library knows 1"),
+        ("'x'", "it is not a state of Tollkeeper"),
+    ],
+)
+def test_an_unreadable_state_is_named(raw: Any, store: RedisStore, value: str, why: str) -> None:
+    """The error names the key, says what is wrong with it, and what to do. Nothing is written."""
+    gate = store.regional.global_gate(LIMITS, "api", "eventual")
+    before = packed(raw, value)
+    raw.set(key_of(store, "ann"), before)
+    with pytest.raises(StoreUnavailable, match=f"ann.*{why}.*reset the subject"):
+        gate.check("ann", 1)
+    assert raw.get(key_of(store, "ann")) == before
+    gate.reset("ann")
+    assert gate.check("ann", 1).allowed
+
+
+def test_a_key_of_another_type_is_not_overwritten(raw: Any, store: RedisStore) -> None:
+    """Another program's list under the name of a state fails the checks of that subject."""
+    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    raw.rpush(key_of(store, "ann"), "x")
+    with pytest.raises(StoreUnavailable, match="it is not a state"):
+        gate.check("ann", 1)
+    assert gate.check("bob", 1).allowed
+    gate.reset("ann")
+    assert gate.check("ann", 1).allowed
+
+
+def test_one_damaged_state_does_not_hold_up_the_reports_of_others(
+    raw: Any, store: RedisStore
+) -> None:
+    """The sync drops a subject that it cannot report, and goes on with the others."""
+    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    subjects = [f"user{number}" for number in range(200)]  # several in each group
+    for subject in subjects:
+        gate.check(subject, 1)
+    raw.set(key_of(store, "user7"), b"x")
+    token = lead(store.regional)
+    reports = awaited(store.regional.due(1_000, token))
+    assert {each.key.subject for each in reports} == {*subjects} - {"user7"}
+    assert awaited(store.regional.backlog()) == 199
+    answers = awaited(store.regional.learn("us", 1, reports))
+    assert all(each.accepted for each in answers)
+
+
+# ── Leaders ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
+    """From the moment at which another leads, `due`, `accept` and `set_shares` do nothing."""
+    regional, gate = store.regional, store.regional.global_gate(LIMITS, "api", "exact")
+    gate.check("ann", 3)
+    old = lead(regional)
+    (report,) = awaited(regional.due(10, old))
+    awaited(regional.step_down("leader"))
+    other = opened(server.uri, prefix=store.config.prefix)
+    leader, new = awaited(other.regional.lead("other", 10**12))
+    assert (leader, new) == ("other", old + 1)
+    gate.check("bob", 1)
+    assert awaited(regional.due(10, old)) == []
+    assert not awaited(regional.set_shares(SHARES._replace(epoch=2), old))
+    assert awaited(regional.shares()) == SHARES
+    accepted = Accepted(report.key, report.generation, report.total, report.returned)
+    awaited(regional.accept(1, [accepted], old))
+    assert awaited(regional.usage(LIMITS, "api", "ann")).unaccepted == (3, 3)
+    awaited(other.regional.accept(1, [accepted], new))
+    assert awaited(regional.usage(LIMITS, "api", "ann")).unaccepted == (0, 0)
+    other.close()
+
+
+def test_tokens_go_on_if_the_key_of_the_leader_is_lost(store: RedisStore, raw: Any) -> None:
+    """A leader that would begin with the first token again could change nothing."""
+    for name in ("a", "b", "c"):
+        awaited(store.regional.step_down("leader"))
+        lead(store.regional, name)
+        awaited(store.regional.step_down(name))
+    raw.delete(f"{store.config.prefix}:{{%r}}:leader")
+    assert lead(store.regional, "d") > 4
+
+
+def test_a_leader_repairs_damaged_shares(store: RedisStore, raw: Any) -> None:
+    """Checks of the group fail until the leader sets the shares again."""
+    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    group = SubjectKey(rule_number(LIMITS, "api"), "ann").group
+    for value in (b"x", b"", packed(raw, "{1}"), packed(raw, "7")):
+        raw.set(f"{store.config.prefix}:{{%r{group}}}:shares", value)
+        with pytest.raises(StoreUnavailable):
+            gate.check("ann", 1)
+        assert awaited(store.regional.shares()) is None
+        raw.set(f"{store.config.prefix}:{{%r}}:leader", value)
+        lead(store.regional)
+        assert gate.check("ann", 1).allowed
+
+
+def test_without_shares_a_check_says_what_is_missing(server: Single) -> None:
+    """A region whose sync has never run decides nothing."""
+    with closing(opened(server.uri)) as store:
+        gate = store.regional.global_gate(LIMITS, "api", "exact")
+        with pytest.raises(StoreUnavailable, match="this region has no share"):
+            gate.check("ann", 1)
+        assert awaited(store.regional.shares()) is None
+        gate.refund("ann", 1, None)
+        gate.reset("ann")
+
+
+# ── Bounds ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_state_knows_sixteen_regions_at_most() -> None:
+    """Names of regions come from other machines. The one that was silent longest makes room."""
+    clock = ManualClock(1_800_000_000)
+    with closing(opened(running("single").uri, clock)) as timed:
+        lead(timed.regional)
+        key = SubjectKey(rule_number(LIMITS, "api"), "ann")
+        for number in range(20):
+            report = Report(
+                key, LIMITS, "eventual", 1, 1, (0, 0), (10**6, 10**6), 1, 1, clock.now_ns()
+            )
+            awaited(timed.regional.learn(f"region-{number}", 1, [report]))
+            clock.advance(0.001)
+        parts = awaited(timed.regional.usage(LIMITS, "api", "ann")).parts
+    assert {each.region for each in parts} == {"", *(f"region-{n}" for n in range(4, 20))}
+
+
+def test_states_expire_and_are_forgotten(raw: Any, store: RedisStore) -> None:
+    """A client with many subjects leaves nothing behind: neither states nor members of `due`."""
+    limits = (Limit(10, per=0.001),)
+    gate = store.regional.global_gate(limits, "short", "exact")
+    for number in range(100):
+        gate.check(f"user{number}", 1)
+    keys = list(raw.scan_iter(f"{store.config.prefix}:{{%r*:{rule_number(limits, 'short')}:*"))
+    assert len(keys) == 100
+    assert all(9_000 < raw.pttl(key) <= 11_000 for key in keys)
+    raw.delete(*keys)  # as if they had expired
+    token = lead(store.regional)
+    assert awaited(store.regional.due(1_000, token)) == []
+    assert awaited(store.regional.backlog()) == 0
+
+
+def test_notes_are_bounded(store: RedisStore) -> None:
+    """A region keeps 64 short texts."""
+
+    async def write() -> dict[str, str]:
+        for number in range(64):
+            await store.regional.note(str(number), "x")
+        await store.regional.note("7", "ä")
+        with pytest.raises(StoreUnavailable, match="64 notes"):
+            await store.regional.note("more", "x")
+        with pytest.raises(ValueError, match="65536 bytes"):
+            await store.regional.note("7", "x" * 65_537)
+        return await store.regional.notes()
+
+    found = awaited(write())
+    assert (len(found), found["7"]) == (64, "ä")
+
+
+# ── What operators see ─────────────────────────────────────────────────────────────────────────
+
+
+def test_stats_and_audits_know_the_keys(raw: Any, store: RedisStore) -> None:
+    """States are counted by limit, no key is another program's, and wrong types are found."""
+    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    store.gate(LIMITS, "api").check("ann", 1)
+    # A subject like the end of a key of the other kind.
+    for subject in ("ann", "bob:{x}", "}"):
+        gate.check(subject, 1)
+    awaited(store.regional.note("a", "b"))
+    assert store.stats().states == 2 + 3 * 2
+
+    def defects() -> list[tuple[str, bytes]]:
+        pace = AuditPace(pause_seconds=0)
+        (found,) = audit(store._servers.topology, store.config.prefix, pace)
+        return [(each.kind, each.key) for each in found.defects]
+
+    assert defects() == []
+    head = f"{store.config.prefix}:{{%r1}}:".encode()
+    raw.set(head + b"other", "x")
+    raw.delete(head + b"due")
+    raw.set(head + b"due", "x")
+    raw.persist(key_of(store, "bob:{x}"))
+    assert sorted(defects()) == [
+        ("no expiry", key_of(store, "bob:{x}")),
+        ("not ours", head + b"other"),
+        ("wrong type", head + b"due"),
+    ]
+
+
+def test_the_documented_permissions_are_enough() -> None:
+    """Every call works for the user of the checklist in docs/redis.md."""
+    text = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
+    found = re.search(r"ACL SETUSER tollkeeper on >secret (~tk:\* [^`]+)`", text)
+    assert found is not None
+    with (
+        Single(password="root", users=[User("tollkeeper", "pw", found[1])]) as server,
+        closing(opened(server.uri, prefix="tk")) as store,
+    ):
+        regional = store.regional
+        token = lead(regional)
+        gate = regional.global_gate(LIMITS, "api", "eventual")
+        decision = gate.check("ann", 2)
+        gate.refund("ann", 1, decision.charged_ns)
+        gate.grant("ann", 1, None)
+        gate.peek("ann", 1)
+
+        async def sync() -> None:
+            (report,) = await regional.due(10, token)
+            await regional.learn("us", 1, [report])
+            accepted = Accepted(report.key, report.generation, report.total, report.returned)
+            await regional.accept(1, [accepted], token)
+            await regional.note("a", "b")
+            await regional.notes()
+            await regional.usage(LIMITS, "api", "ann")
+            await regional.backlog()
+            await regional.shares()
+            await regional.now_ns()
+            await regional.step_down("leader")
+
+        awaited(sync())
+        server.admin.set(key_of(store, "ann"), "x")
+        gate.reset("ann")
+        assert store.stats().states == 0
