@@ -244,6 +244,8 @@ class WindowLedger:
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
     ) -> None:
+        if not known and not own:
+            return
         self._number, counts = self._at(now_ns)
         was_known, was_own, known_before, own_before = counts
         self._counts = (

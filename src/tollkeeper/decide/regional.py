@@ -407,14 +407,15 @@ class MemoryRegional:
         subject.use(limits, across)
         granted = subject.granted if now_ns < subject.grant_ends_ns else 0
         require_room(limits, shares.share if across == "exact" else WHOLE, cost - granted)
-        if spend and across == "eventual":
+        if spend and cost and across == "eventual":
             subject.demand.add(now_ns, DEMAND_NS, cost)
         share = self._share_of(subject, shares, now_ns)
         need = max(cost - granted, 0)
         room = min(room_of(each, across, share, now_ns, need) for each in subject.ledgers)
         short = max(cost - max(room, 0), 0)
         allowed = short <= granted
-        if spend and allowed:
+        charged = spend and allowed and cost > 0
+        if charged:
             granted -= short
             subject.granted = granted
             # Units of a grant are not charged: `cost - short` are.
@@ -422,7 +423,6 @@ class MemoryRegional:
         if spend and cost and (allowed or across == "eventual"):
             self._subjects[key] = subject
             self._due[key] = min(self._due.get(key, now_ns), now_ns)
-        charged = spend and allowed and cost > 0
         return decision_of(
             limits,
             subject.ledgers,

@@ -675,16 +675,15 @@ class RedisRegional:
         found = self._rule_of(limits, rule, "eventual")
         (reply,) = await self._all([found.call(REGIONAL_USAGE, subject)])
         found.require_readable(subject, reply)
-        now_us, numerator, denominator, part, numbers, seen = reply
-        share = _fraction(numerator, denominator)
-        levels = [each.levels(now_us * NS_PER_US, share) for each in _ledgers_of(limits, numbers)]
+        now_us, part, seen, *levels = reply
         parts = [RegionPart("", part, 0)]
         for region, units, at_us in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
             age_ns = max(now_us - at_us, 0) * NS_PER_US
             parts.append(RegionPart(region.decode("utf-8", "replace"), units, age_ns))
+        pairs = list(zip(levels[::2], levels[1::2], strict=True))
         return RegionalUsage(
-            tuple(-(-(known + own) // MICROS_PER_UNIT) for known, own in levels),
-            tuple(-(-own // MICROS_PER_UNIT) for _, own in levels),
+            tuple(-(-(known + own) // MICROS_PER_UNIT) for known, own in pairs),
+            tuple(-(-own // MICROS_PER_UNIT) for _, own in pairs),
             tuple(parts),
         )
 

@@ -1,7 +1,7 @@
 -- Take units off the levels of a limit, as far as they are there. A log takes units off that are not
 -- newer than `charged`, the newest of them first; without a time, the oldest first.
 local function give_back(gate, g, ledger, n, d, known, own, charged)
-    if known == 0 and own == 0 and gate[g] <= LEAKY then
+    if known == 0 and own == 0 then
         return -- as in `add`
     end
     bring(gate, g, ledger, now, n, d)

@@ -19,7 +19,9 @@ local region, epoch = ARGV[2], tonumber(ARGV[3])
 local function excess_of(gate, g, ledger, n, d)
     local known, own = levels(gate, g, ledger, now, n, d)
     local capacity = gate[g + CAPACITY]
-    return max(known + own - (capacity + max(floor(capacity / 100), 5)) * MICROS_PER_UNIT, 0)
+    -- Regions that are busy at the same time are over by so much for a moment.
+    local usual = capacity + max(floor(capacity / 100), 5)
+    return max(known + own - usual * MICROS_PER_UNIT, 0)
 end
 
 -- Return by how many windows a time is before the current one.
@@ -76,6 +78,9 @@ local function learn(key, packed, report)
         return -1, 0
     end
     local n, d = share_of(state, gate)
+    if #report ~= REPORTED + 2 * (#state - LEDGERS) then
+        return 0, 0 -- it is not of this rule: two rules have one number
+    end
     local all, p, step = seen_of(state, region)
     local exact, fits, early = gate[1] == EXACT, true, false
     for i = 1, #state - LEDGERS do

@@ -3,9 +3,9 @@
 -- KEYS[3]  the state of the subject
 -- ARGV[2]  the gate
 --
--- The reply is an array: the time; the share, as two numbers; the units of this region in the last
--- window; the ledgers; and an array of region, units, and when it said so, for each region. It is empty
--- if this region has no share, and has one text if the state cannot be read.
+-- The reply is an array: the time; the units of this region in the last window; an array of region,
+-- units, and when it said so, for each other region; and the two levels of each limit. It is empty if
+-- this region has no share, and has one text if the state cannot be read.
 
 if not shares or shares[SHARE_NOW] == 0 then
     return {}
@@ -24,5 +24,9 @@ for p = 0, #all - 1, step do
         seen[#seen + 1] = all[p + place]
     end
 end
-local part = sum_of_slots(state, PART, longest_window(gate))
-return {now, n, d, part, {unpack(state, LEDGERS + 1)}, seen}
+local found = {now, sum_of_slots(state, PART, longest_window(gate)), seen}
+for i = 1, #state - LEDGERS do
+    local known, own = levels(gate, GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i], now, n, d)
+    found[#found + 1], found[#found + 2] = known, own
+end
+return found
