@@ -128,6 +128,7 @@ class Sent:
     sent_ns: int
     answered_ns: int
     allowed: bool
+    retry_after_s: float = 0.0
 
 
 class NodeClient:
@@ -157,13 +158,14 @@ class NodeClient:
         )
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-        await reader.readexactly(length)
+        answer = await reader.readexactly(length)
         answered_ns = time.time_ns()
         self._idle.put_nowait((reader, writer))
         status = int(head.split(b" ", 2)[1])
         if status not in (200, 429):
             raise RuntimeError(f"a service answered {status}")
-        return Sent(user, sent_ns, answered_ns, status == 200)
+        retry_after_s = 0.0 if status == 200 else json.loads(answer)["retry_after"]
+        return Sent(user, sent_ns, answered_ns, status == 200, retry_after_s)
 
     def close(self) -> None:
         """Close the connections."""

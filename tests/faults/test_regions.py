@@ -18,7 +18,7 @@ from itertools import permutations
 
 import pytest
 
-from tests.faults.load import GAP_S, Key, Record, exact_excess, now_ns
+from tests.faults.load import GAP_S, SLACK_S, Key, Record, exact_excess, now_ns, watch_lag
 from tests.faults.nodes import NodeProcess
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers.single import Single
@@ -228,12 +228,12 @@ async def test_partitions(running: Running) -> None:
     for what, cuts in PARTITIONS.items():
         keys = [key._replace(user=what) for key in (*EXACT, EVENTUAL[1])]
         async with running.load(keys):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
             for cut in cuts:
                 running.servers.cut(*cut)
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(1.2)
             running.servers.heal()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
         running.verify(what, keys)
         for key in keys:
             if key.case == TOTAL:
@@ -355,8 +355,11 @@ class Nodes:
             return await known() > units
 
         took_s += await until(works, "its units are known")
-        print(f"another leader worked after {took_s:.2f} s")
-        assert took_s < TAKEOVER_S_MAX
+        late_s = self.record.lag_ns / 1e9  # the time that a busy machine adds
+        print(
+            f"another leader worked after {took_s:.2f} s, of which at most {late_s:.2f} s are late"
+        )
+        assert took_s < TAKEOVER_S_MAX + SLACK_S + late_s
 
     def finish(self, killed: int) -> None:
         """End all nodes, and record their answers."""
@@ -373,6 +376,7 @@ async def test_leaders_are_killed_stopped_and_cut_off() -> None:
     keys = [Key("exact", TOTAL), Key("eventual", TOTAL), Key("exact", LONG)]
     with RegionServers((EU, US)) as servers, ExitStack() as stack:
         nodes = Nodes(stack, servers, keys)
+        watching = asyncio.create_task(watch_lag(nodes.record))
         await until(nodes.leader, "a process leads")
         killed = await nodes.leader()
         nodes.here[killed].signal(signal.SIGKILL)
@@ -385,7 +389,8 @@ async def test_leaders_are_killed_stopped_and_cut_off() -> None:
         nodes.ways[cut_off].mode = "hold"
         await nodes.until_another_works(cut_off)
         nodes.ways[cut_off].mode = "pass"
-        nodes.finish(killed)
+        watching.cancel()
+        await asyncio.to_thread(nodes.finish, killed)
         # New leaders carry the last units.
         running = Running(servers)
         for region in servers.names:
