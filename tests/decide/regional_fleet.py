@@ -78,7 +78,7 @@ class CentralCount:
         """Take off units that a region has taken back."""
         left = micros_left(self.limit, units * MICROS_PER_UNIT, now_ns, charged_ns)
         self._used(now_ns)
-        self._level = max(self._level - left // MICROS_PER_UNIT, Fraction(0))
+        self._level = max(self._level - Fraction(left, MICROS_PER_UNIT), Fraction(0))
         for each in self._entries:
             if each[0] == charged_ns and left:
                 each[1] -= left // MICROS_PER_UNIT

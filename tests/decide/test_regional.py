@@ -270,6 +270,21 @@ def test_each_limit_gets_back_what_time_has_not_returned() -> None:
     assert used(here, limits) == used(there, limits) == (0, 10)
 
 
+@pytest.mark.parametrize("across", ["exact", "eventual"])
+def test_a_refund_of_one_unit_returns_it(across: AcrossRegions) -> None:
+    """Time has returned a thousandth of it already; the rest is returned here and elsewhere."""
+    clock = ManualClock(START_S)
+    limits = (Limit(100, per=100),)
+    here, there, gate, _ = gates(clock, across, limits)
+    for _ in range(20):
+        decision = gate.check("ann", 1)
+        clock.advance(0.001)
+        gate.refund("ann", 1, decision.charged_ns)
+    assert exchange(here, there)
+    clock.advance(0.1)
+    assert used(here, limits) == used(there, limits) == (0,)
+
+
 def test_a_log_gives_back_the_entries_of_the_charge() -> None:
     """A newer entry stays: without it, the log would admit more than the limit later on."""
     clock = ManualClock(START_S)

@@ -140,7 +140,10 @@ class Report(NamedTuple):
     total: int
     """Units that the region has admitted so far."""
     returned: tuple[int, ...]
-    """Of each limit: units of the total that were returned so far."""
+    """Of each limit: micro-units of the total that were returned so far.
+
+    Not whole units: time has returned a part of the last one, however soon a refund comes.
+    """
     counts: tuple[int, ...]
     """Of each limit: micro-units. Of the total, only the newest so many still count there."""
     demand: int
@@ -450,13 +453,12 @@ class MemoryRegional:
         share = self._share_of(subject, self._shares, now_ns)
         returned = []
         for ledger, before in zip(subject.ledgers, subject.returned, strict=True):
-            micros = min(units, subject.total - before) * MICROS_PER_UNIT
+            back = max(min(units * MICROS_PER_UNIT, subject.total * MICROS_PER_UNIT - before), 0)
             if charged_ns is not None:
-                micros = micros_left(ledger.limit, micros, now_ns, charged_ns)
-            back = micros // MICROS_PER_UNIT
+                back = micros_left(ledger.limit, back, now_ns, charged_ns)
             _, own = ledger.levels(now_ns, share)
-            first = min(own, back * MICROS_PER_UNIT)
-            ledger.give_back(now_ns, share, back * MICROS_PER_UNIT - first, first, charged_ns)
+            first = min(own, back)
+            ledger.give_back(now_ns, share, back - first, first, charged_ns)
             returned.append(before + back)
         if tuple(returned) != subject.returned:
             subject.returned = tuple(returned)
@@ -687,7 +689,7 @@ def _learn_units(
     for place, ledger in enumerate(ledgers):
         before = _excess(ledger, now_ns, share)
         added = min(new, report.counts[place])
-        returned = max(report.returned[place] - seen.returned[place], 0) * MICROS_PER_UNIT
+        returned = max(report.returned[place] - seen.returned[place], 0)
         back = min(max(returned - (new - added), 0), left[place])
         ledger.give_back(now_ns, share, back, 0)
         ledger.learn(now_ns, share, added, report.at_ns)

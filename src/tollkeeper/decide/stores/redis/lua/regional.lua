@@ -11,10 +11,10 @@
 --
 -- A gate is msgpack of the mode (0: exact, 1: eventual) and six numbers for each limit, KIND to STEP. It
 -- is part of the state, because a report needs it. RETURNED is empty or msgpack of two numbers for each
--- limit: the units returned, and those accepted by all other regions. SHARE is the share that the state
+-- limit: the millionths returned, and those accepted by all other regions. SHARE is the share that the state
 -- was last used with, as two numbers, and its epoch. DEMAND and PART have three numbers each: see
 -- `add_to_slots`. SEEN is empty or msgpack of SEEN_STEP and twice as many elements as limits for each
--- other region: SEEN_NAME to SEEN_PART, and for each limit the units returned and the millionths that
+-- other region: SEEN_NAME to SEEN_PART, and for each limit the millionths returned and those that
 -- certainly counted at SEEN_AT. At last, each limit has the array `Ledger.numbers`, with times in
 -- microseconds. A check unpacks neither RETURNED nor the SEEN of an exact limit.
 

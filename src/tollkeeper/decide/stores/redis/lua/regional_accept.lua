@@ -3,7 +3,7 @@
 -- ARGV[2]  the epoch
 -- ARGV[3]  the leader's fencing token
 -- ARGV     from the fourth on, for each state: msgpack of the generation, the total, 1 if all regions have
---          learnt it and 0 if some were not live, and of each limit the units returned
+--          learnt it and 0 if some were not live, and of each limit the millionths returned
 --
 -- The reply is the number of states that were changed, in an array.
 

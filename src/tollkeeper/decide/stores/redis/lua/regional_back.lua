@@ -1,4 +1,4 @@
--- Return two numbers for each limit: the units returned, and those accepted by all other regions.
+-- Return two numbers for each limit: the millionths returned, and those accepted by all other regions.
 local function returned_of(state)
     if state[RETURNED] ~= '' then
         return cmsgpack.unpack(state[RETURNED])

@@ -52,16 +52,16 @@ if what == 'refund' then
     local changed, returned = false, returned_of(state)
     for i = 1, #state - LEDGERS do
         local g, ledger = GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i]
-        local micros = max(min(units, state[TOTAL] - returned[2 * i - 1]), 0) * MICROS_PER_UNIT
+        local back = min(units * MICROS_PER_UNIT, state[TOTAL] * MICROS_PER_UNIT - returned[2 * i - 1])
+        back = max(back, 0)
         if time and gate[g] == LOG then
-            micros = now - time < gate[g + WINDOW] and micros or 0
+            back = now - time < gate[g + WINDOW] and back or 0
         elseif time then
-            micros = certainly_left(gate, g, micros, time)
+            back = certainly_left(gate, g, back, time)
         end
-        local back = floor(micros / MICROS_PER_UNIT)
         local _, own = levels(gate, g, ledger, now, n, d)
-        local first = min(own, back * MICROS_PER_UNIT)
-        give_back(gate, g, ledger, n, d, back * MICROS_PER_UNIT - first, first, time)
+        local first = min(own, back)
+        give_back(gate, g, ledger, n, d, back - first, first, time)
         returned[2 * i - 1] = returned[2 * i - 1] + back
         changed = changed or back > 0
     end

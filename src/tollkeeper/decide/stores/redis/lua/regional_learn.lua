@@ -3,7 +3,7 @@
 -- ARGV[2]  the name of that region
 -- ARGV[3]  its epoch
 -- ARGV     from the fourth on, for each state: the gate; and msgpack of the report: generation, total,
---          demand, part, its time, and of each limit the units returned and the millionths that still
+--          demand, part, its time, and of each limit the millionths returned and those that still
 --          count in that region
 --
 -- The reply has two numbers for each report: 1 if its total is accepted, 0 if not, -1 if the state cannot
@@ -58,7 +58,7 @@ local function learn_units(state, gate, all, p, report, n, d)
         local returned, counts = report[REPORTED + 2 * i - 1], report[REPORTED + 2 * i]
         local added, left = min(new, counts), certainly_left(gate, g, all[l], all[p + SEEN_AT])
         -- A unit that does not count any more may be one of those that were returned.
-        local back = max(returned - all[r], 0) * MICROS_PER_UNIT
+        local back = max(returned - all[r], 0)
         back = min(max(back - (new - added), 0), left)
         give_back(gate, g, ledger, n, d, back, 0)
         local late = behind(gate, g, ledger, report[5])

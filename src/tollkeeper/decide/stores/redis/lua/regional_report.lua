@@ -5,7 +5,7 @@
 --
 -- The reply is an array. Without states: a subject and its time, for each. With states, for each: an
 -- empty array if there is nothing to report; otherwise the gate, the generation, total, demand, part, the
--- time, and of each limit the units returned and the millionths that count. A subject is due again in
+-- time, and of each limit the millionths returned and those that count. A subject is due again in
 -- REPEAT_US.
 
 local REPEAT_US, MISSED_US = 1000000, 10000000
