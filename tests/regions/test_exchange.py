@@ -159,6 +159,51 @@ def test_a_leader_that_stops_orderly_is_replaced_at_once() -> None:
     run(main())
 
 
+def test_a_defect_in_the_leader_is_logged_and_it_begins_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An exception that is not a StoreError ends neither the thread nor the lead."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        first, _ = await world.started()
+        store = world.stores["eu"]
+        due = store.due
+        store.due = None  # type: ignore[method-assign, assignment]  # a call of it raises TypeError
+        await until(lambda: "a defect" in caplog.text)
+        store.due = due  # type: ignore[method-assign]  # it works again
+        assert world.gate("eu").check("ann", 10)
+
+        async def is_known() -> bool:
+            return await world.used("us") >= 10
+
+        await until_found(is_known, 10)
+        assert first.exchange.is_leader
+
+    run(main())
+
+
+def test_a_store_that_does_not_answer_for_a_while() -> None:
+    """The leader loses its lead and gets it back; what was due meanwhile arrives."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        first, _ = await world.started()
+        first.stopped = True
+        await until(lambda: not first.exchange.is_leader)
+        assert world.gate("eu").check("ann", 10)
+        await asyncio.sleep(10)
+        assert await world.used("us") == 0
+        first.stopped = False
+
+        async def is_known() -> bool:
+            return await world.used("us") >= 10
+
+        await until_found(is_known, 10)
+
+    run(main())
+
+
 def test_the_live_regions_survive_a_change_of_leaders() -> None:
     """A new leader does not leave out regions that it has not asked yet."""
 
@@ -526,7 +571,7 @@ def test_the_thread_leads_and_steps_down() -> None:
     for sync in syncs:
         started_s = monotonic()
         sync.close()
-        assert monotonic() - started_s < 1
+        assert monotonic() - started_s < 5
         sync.close()
         sync.start()  # closed for good
         assert sync.here() is None
@@ -560,7 +605,7 @@ def test_closing_is_quick_if_the_store_does_not_answer() -> None:
     wait_for(lambda: sync.is_leader)
     started_s = monotonic()
     sync.close()
-    assert monotonic() - started_s < 2
+    assert monotonic() - started_s < 5
     assert not threads()
 
 

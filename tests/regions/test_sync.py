@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tollkeeper.core.model import Limit
 from tollkeeper.decide.regional import Accepted, AcrossRegions, Learnt, Report, SubjectKey
 from tollkeeper.regions import sync as sync_module
-from tollkeeper.regions.sync import Excess, Sync
+from tollkeeper.regions.sync import Batch, Excess, Sync
 
 LIMITS = (Limit(100, per=60),)
 YES, NO = Learnt(True, 0), Learnt(False, 0)
@@ -205,3 +209,78 @@ def test_the_newest_report_of_a_subject_waits() -> None:
     sync.sending([report("ann", total=6)], 2)
     queue = sync._queues["us"]
     assert [(at_ns, each.total) for at_ns, each in queue.waiting.values()] == [(0, 5), (1, 6)]
+
+
+OTHERS = ("us", "ap", "za")
+
+
+def settles(sync: Sync, last: Report) -> None:
+    """Check that a total is accepted in the end, when all regions are live and answer."""
+    batches = sync.sending([last], 0)
+    assert batches.keys() == set(OTHERS)
+    for region, batch in batches.items():
+        sync.answered(region, batch, [YES] * len(batch.reports), 0)
+    found = sync.accepted()[-1]
+    assert (found.total, found.everywhere) == (last.total, True)
+    assert sync.unaccepted_units == 0
+
+
+@given(seed=st.integers(0, 2**32))
+def test_only_what_all_have_accepted_is_accepted(seed: int) -> None:
+    """Whatever is lost, late, refused or reported again, and whichever regions are live."""
+    draw = random.Random(seed)
+    across: AcrossRegions = draw.choice(("exact", "eventual"))
+    sync, epoch, live = Sync(), 1, set(OTHERS)
+    sync.use(OTHERS, live, epoch)
+    flying: list[tuple[str, Batch]] = []
+    known: set[tuple[int, str, int, int]] = set()  # epoch, region, generation, total
+    generation, total = 1, 0
+
+    def check() -> None:
+        for each in sync.accepted():
+            has = {
+                name: max(
+                    (t for e, n, g, t in known if (e, n, g) == (epoch, name, each.generation)),
+                    default=0,
+                )
+                for name in OTHERS
+            }
+            needed = OTHERS if across == "exact" or each.everywhere else tuple(live)
+            assert all(has[name] >= each.total for name in needed), (each, has)
+
+    def send() -> None:
+        reports = [report(total=total, across=across, generation=generation)] if total else []
+        flying.extend(sync.sending(reports, 0).items())
+        check()
+
+    def answer(region: str, batch: Batch, learnt: Learnt) -> None:
+        if learnt.accepted:
+            known.update(
+                (batch.epoch, region, each.generation, each.total) for each in batch.reports
+            )
+        sync.answered(region, batch, [learnt] * len(batch.reports), 0)
+        check()
+
+    for _ in range(60):
+        match draw.choice(("spend", "send", "send", "answer", "answer", "fail", "live", "change")):
+            case "spend":
+                total += draw.randint(1, 3)
+            case "send":
+                send()
+            case "answer" if flying:
+                answer(*flying.pop(draw.randrange(len(flying))), draw.choice((YES, YES, NO)))
+            case "fail" if flying:
+                sync.failed(*flying.pop(draw.randrange(len(flying))))
+            case "live":
+                live = {name for name in OTHERS if draw.random() < 0.7}
+                sync.use(OTHERS, live, epoch)
+            case "change" if draw.random() < 0.3:
+                if draw.random() < 0.5:
+                    epoch += 1
+                    sync.use(OTHERS, live, epoch)
+                else:
+                    generation, total = generation + 1, 0
+    for region, batch in flying:
+        sync.failed(region, batch)
+    sync.use(OTHERS, OTHERS, epoch)
+    settles(sync, report(total=total + 1, across=across, generation=generation))
