@@ -177,8 +177,8 @@ def _rotated(turns: Sequence[Turn], number: int) -> Sequence[Turn]:
 
 def _run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> None:
     sessions = {server.session, *(each.session for each in contender.beside)}
-    before_us = _processor_us(sessions)
     with server.turn():
+        before_us = _processor_us(sessions)
         rate = wrk(server.port, contender.requests, seconds)
     row.rates.append(rate)
     row.cpu_us.append((_processor_us(sessions) - before_us) / (rate * seconds))

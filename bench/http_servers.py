@@ -112,9 +112,13 @@ class Serving:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Resume the server in this block; errors get its name and the last lines of its log."""
+        """Resume the server in this block; errors get its name and the last lines of its log.
+
+        The block begins when the server answers again: on a busy machine that takes a while.
+        """
         self._signal(signal.SIGCONT)
         try:
+            until(self._ready, f"{self.name} answers again", READY_SECONDS_MAX)
             yield
         except Exception as error:
             error.add_note(f"{self.name}: {self._tail()}")

@@ -303,6 +303,23 @@ def test_diff_of_different_documents_is_1() -> None:
     assert (as_json.exit_code, found["equal"], found["diff"] + "\n") == (1, False, result.stdout)
 
 
+def test_the_scope_of_a_rule_is_shown_and_compared() -> None:
+    """`validate` needs no regions; `show` and `diff` have the fields; `schema` knows them."""
+    text = GOOD.replace("limits: 10/second", "limits: 10/m, scope: global, across_regions: exact")
+    name, before = file("a.yaml", text), file("b.yaml", GOOD)
+    assert run("validate", name).exit_code == 0
+    shown = run("show", name).stdout
+    assert "scope: global" in shown
+    assert "across_regions: exact" in shown
+    result = run("diff", before, name)
+    assert result.exit_code == 1
+    assert "+  scope: global" in result.stdout
+    assert json.loads(run("schema").stdout)["$defs"]["scope"]["enum"] == ["region", "global"]
+    rule = explained(name, "--user", "7")["rules"]["all"]
+    assert (rule["scope"], rule["across_regions"]) == ("global", "exact")
+    assert rule["decision"]["allowed"]
+
+
 def test_diff_of_an_invalid_document_is_2() -> None:
     """1 would mean that they differ."""
     result = run("diff", file("a.yaml", GOOD), file("bad.yaml", BAD))

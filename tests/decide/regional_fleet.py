@@ -60,7 +60,7 @@ class CentralCount:
         if limit.algorithm == "sliding_window_log":
             self._entries = [each for each in self._entries if each[0] > now_ns - window_ns]
             return Fraction(sum(units for _, units in self._entries))
-        self._entries = [each for each in self._entries if each[0] // window_ns >= number - 1]
+        self._entries = [each for each in self._entries if each[0] // window_ns >= number - 3]
         used = Fraction(sum(units for at, units in self._entries if at // window_ns == number))
         if limit.algorithm == "sliding_window_counter":
             before = sum(units for at, units in self._entries if at // window_ns == number - 1)
@@ -175,7 +175,9 @@ class RandomRegions:
         if decision:
             self.admitted += cost
             for central in self.central:
-                central.admit(self.now_ns, cost)
+                # A fixed window is that of the region's clock.
+                fixed = central.limit.algorithm == "fixed_window"
+                central.admit(region.clock.now_ns() if fixed else self.now_ns, cost)
             self.charged.append((region, cost, self.now_ns))
         return decision
 
@@ -274,11 +276,14 @@ def run_random(
     refunds: bool = True,
     shares: bool = True,
     clocks: tuple[float, float] | None = None,
+    ahead_s: float = 0.0,
     store: Callable[[ManualClock], MemoryRegional] = MemoryRegional,
 ) -> RandomRegions:
     """Run a random fleet and return it."""
     fleet = RandomRegions(seed, limits, across, store=store)
     random = fleet.random
+    for region in fleet.regions.values() if ahead_s else ():
+        region.clock.advance(random.uniform(0, ahead_s))
     rate = max(limit.limit / limit.window for limit in limits) * random.choice([1, 3, 20])
     costs: Sequence[int] = random.choice([[1], [1, 2, 3]])
     smallest = min(region.share for region in fleet.regions.values())

@@ -141,6 +141,15 @@ def test_a_clock_that_is_set_back_puts_nothing_over(seed: int, algorithm: Algori
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
+def test_clocks_that_differ_put_no_fixed_window_over(seed: int) -> None:
+    """The windows of all regions are counted by their numbers; clocks differ by up to 3 s."""
+    limit = Limit(60, per=5, algorithm="fixed_window")
+    fleet = run_random(seed, (limit,), seconds=12, refunds=False, shares=False, ahead_s=3)
+    assert fleet.central[0].over <= 0, f"over with the seed {seed}"
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32))
 def test_a_clock_that_is_set_forward_gives_the_units_of_that_time(seed: int) -> None:
     """The share of the region, of what the limit refills in that time; no more."""
     limit = Limit(60, per=5)

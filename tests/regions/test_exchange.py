@@ -273,6 +273,7 @@ def test_a_region_is_removed_and_added_and_shares_are_set() -> None:
         assert shares is not None
         assert shares.before == Fraction(1, 3)
         assert "has no share" in problem(processes[0], "ap")
+        assert problem(processes[0], "ap").startswith("removed")
         await change(world, {"eu": 0.2, "us": 0.3, "ap": 0.5})
         await until_found(lambda: has(eu=0.2, us=0.3, ap=0.5), 10)
         shares = await world.stores["ap"].shares()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.region_monitor import LinkStatus, RegionStatus
+from tollkeeper.decide.regional import REGIONS_MAX
+from tollkeeper.regions.exchange import PROBLEM_CHARS_MAX
 from tollkeeper.regions.status import parse_status, status_text
 
 STATUS = RegionStatus(
@@ -43,3 +47,25 @@ def test_a_text_that_is_no_status(text: str) -> None:
     """It raises a ConfigError, and nothing else."""
     with pytest.raises(ConfigError):
         parse_status("eu", text, 0, is_self=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("state", "confused"), ("lag_s", "soon"), ("heard_s", []), ("peer", None)],
+)
+def test_a_link_of_another_kind_is_no_status(field: str, value: object) -> None:
+    """Another release, or another program, may have written it; the admin API must not fail."""
+    fields = json.loads(status_text(STATUS, 0))
+    del fields["links"][0][field]
+    if value is not None:
+        fields["links"][0][field] = value
+    with pytest.raises(ConfigError):
+        parse_status("eu", json.dumps(fields), 0, is_self=False)
+
+
+def test_the_status_of_most_regions_fits_into_a_note() -> None:
+    """Each link may have a long problem."""
+    link = LinkStatus("r" * 32, "refused", "x" * PROBLEM_CHARS_MAX, 1.5, 2.5, -3.5)
+    status = replace(STATUS, problem=link.problem, links=(link,) * REGIONS_MAX)
+    text = status_text(status, 0)
+    assert len(parse_status("eu", text, 0, is_self=True).links) == REGIONS_MAX

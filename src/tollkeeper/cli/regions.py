@@ -156,7 +156,7 @@ def _row(region: Mapping[str, Any]) -> tuple[str, ...]:
     age_s = region.get("age_seconds")
     if age_s is None:
         return (name, *["-"] * (len(_HEADINGS) - 2), here)
-    links = json_objects(region.get("links"))
+    links = [each for each in json_objects(region.get("links")) if each.get("state") != "removed"]
     up = sum(each.get("state") == "up" for each in links)
     lag_s = max((float(each.get("lag_seconds", 0)) for each in links), default=0.0)
     target = region.get("target_share")

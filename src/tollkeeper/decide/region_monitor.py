@@ -15,9 +15,10 @@ from typing import Literal, Protocol
 
 from tollkeeper.core.histogram import LENGTH
 
-LinkState = Literal["up", "down", "refused"]
+LinkState = Literal["up", "down", "refused", "removed"]
 """`up`: totals are exchanged. `down`: the store of the other region does not answer. `refused`: it
-answers, but it would be unsafe to exchange totals: another region, layout or store is there."""
+answers, but it would be unsafe to exchange totals: another region, layout or store is there, or it
+has not started. `removed`: the other region has no share, so there is nothing to exchange."""
 
 
 @dataclass(frozen=True, slots=True)

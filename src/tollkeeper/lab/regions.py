@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, ConfigError, StoreError, StoreUnavailable
-from tollkeeper.core.model import ALGORITHM_NAMES, Decision, Limit, Limits
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Decision, Limit, Limits
 from tollkeeper.decide.regional import (
     REGIONS_MAX,
     Accepted,
@@ -737,12 +737,16 @@ class SimulatedRegions:
         return max(best - self.subjects[subject].admitted, 0) / best if best else 0.0
 
     def delivered(self, subject: str) -> float:
-        """Return the least part of its share of the rate that a region has delivered."""
+        """Return the least part of its share of the rate that a region has delivered.
+
+        Of a subject that always asks for more. A bucket's capacity, which it has once, is left out.
+        """
         parts = []
         for limit in self.plan.limits:
             units = limit.limit * self.plan.seconds / limit.window / len(self.names)
+            once = limit.capacity / len(self.names) if limit.algorithm in BUCKETS else 0
             by_region = self.subjects[subject].by_region
-            parts += [by_region.get(name, 0) / units for name in self.names]
+            parts += [max(by_region.get(name, 0) - once, 0) / units for name in self.names]
         return min(parts)
 
     def known_s(self, share: float) -> float:
@@ -765,7 +769,7 @@ def rows_of_regions(run: SimulatedRegions) -> list[tuple[str, str]]:
     rows.append(("known in other regions", _milliseconds(run)))
     if run.takeovers_s:
         rows.append(("another leader works after", f"{max(run.takeovers_s):.1f} s at most"))
-    rows.append(("excess after partitions", f"{run.excess_units:,} units"))
+    rows.append(("excess, all regions together", f"{run.excess_units:,} units"))
     return rows
 
 

@@ -160,7 +160,11 @@ FAMILIES: Final = (
     ),
     MetricFamily("region_unaccepted_units", "gauge", "Units of these totals.", ("region",), "max"),
     MetricFamily(
-        "region_link_state", "gauge", "0 up, 1 down, 2 refused.", ("region", "peer"), "max"
+        "region_link_state",
+        "gauge",
+        "0 up, 1 down, 2 refused, 3 removed.",
+        ("region", "peer"),
+        "max",
     ),
     MetricFamily(
         "region_lag_seconds",
@@ -475,7 +479,7 @@ def _put_gossip(found: MetricsSnapshot, gossip: GossipCounts) -> None:
     found.histograms["gossip_hint_seconds"] = {"": list(gossip.hint_seconds)}
 
 
-_LINKS: Final = {"up": 0, "down": 1, "refused": 2}
+_LINKS: Final = {"up": 0, "down": 1, "refused": 2, "removed": 3}
 
 
 def regions_snapshot(regions: RegionMonitor) -> MetricsSnapshot:

@@ -88,6 +88,8 @@ REFUSED_S: Final = 10.0
 # Closing waits this long for the thread, of which this for the store to take back the lead.
 CLOSE_S_MAX: Final = 2.0
 STEP_DOWN_S: Final = 0.5
+# The status of 16 regions fits into a note.
+PROBLEM_CHARS_MAX: Final = 400
 RULES_MAX: Final = 10_000
 LISTENERS_MAX: Final = 16
 
@@ -319,7 +321,7 @@ class Term:
             is_self=True,
             leader=exchange.name,
             age_s=0.0,
-            problem=self.problem,
+            problem=self.problem[:PROBLEM_CHARS_MAX],
             epoch=0 if shares is None else shares.epoch,
             share=share,
             target=None if share == target else target,
@@ -333,10 +335,11 @@ class Term:
         now_s = self._loop.time()
         offset_ns = self.clock_offset_ns(link)
         since_ns = self._sync.waits_since_ns(link.peer)
+        is_removed = link.peer not in self.membership.table.regions
         return LinkStatus(
             link.peer,
-            link.state(now_s),
-            link.problem,
+            "removed" if is_removed else link.state(now_s),
+            link.problem[:PROBLEM_CHARS_MAX],
             0.0 if since_ns is None else max(self._now_ns() - since_ns, 0) / NS_PER_SECOND,
             None if link.heard_s is None else now_s - link.heard_s,
             None if offset_ns is None else offset_ns / NS_PER_SECOND,

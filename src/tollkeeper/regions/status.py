@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final, get_args
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.decide.region_monitor import LinkStatus, RegionStatus
+from tollkeeper.decide.region_monitor import LinkState, LinkStatus, RegionStatus
 from tollkeeper.regions.table import note_fields
 
 STATUS_NOTE: Final = "status"
 # A leader that has noted nothing for this time is gone, and no other process leads.
 SILENT_S: Final = 5.0
+
+
+_NUMBERS: Final = ("epoch", "backlog", "unaccepted_units", "excess_units")
 
 
 def status_text(status: RegionStatus, now_ns: int) -> str:
@@ -29,7 +32,9 @@ def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -
     fields = note_fields(text)
     try:
         age_s = max(now_ns - int(fields.pop("noted_ns")), 0) / NS_PER_SECOND
-        links = tuple(LinkStatus(**link) for link in fields.pop("links"))
+        links = tuple(map(_link_of, fields.pop("links")))
+        fields |= {name: int(fields[name]) for name in _NUMBERS}
+        fields |= {name: str(fields[name]) for name in ("leader", "problem")}
         share, target = Fraction(fields.pop("share")), fields.pop("target")
         if fields["region"] != region:
             wrong = f"the store that is set up for {region} is that of {show(fields['region'])}"
@@ -42,3 +47,18 @@ def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -
         return RegionStatus(**fields)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"the status of {region} cannot be read: {error}") from None
+
+
+def _link_of(fields: dict[str, Any]) -> LinkStatus:
+    """Return a link of a note. Raises KeyError, TypeError or ValueError for other fields."""
+    if fields["state"] not in get_args(LinkState):
+        raise ValueError(f"the state of a link is {show(fields['state'])}")
+    heard_s, offset_s = fields["heard_s"], fields["clock_offset_s"]
+    return LinkStatus(
+        str(fields["peer"]),
+        fields["state"],
+        str(fields["problem"]),
+        float(fields["lag_s"]),
+        None if heard_s is None else float(heard_s),
+        None if offset_s is None else float(offset_s),
+    )

@@ -296,6 +296,40 @@ async def test_a_patch_changes_some_fields_of_a_rule(admin: Admin) -> None:
     )
 
 
+async def test_the_scope_of_a_rule_is_edited(admin: Admin) -> None:
+    """It is kept by every other edit. A combination that makes no sense is rejected."""
+    shared = {"by": ["tenant"], "limits": ["5/minute"], "scope": "global"}
+    await admin.call("PUT", "/rules/shared", json=shared)
+    await admin.call("PATCH", "/rules/shared", json={"across_regions": "exact"}, headers=MERGE)
+    exact = {"id": "shared", **shared, "across_regions": "exact"}
+    assert await rule(admin, "shared") == exact
+    await admin.call("PATCH", "/rules/shared", json={"limits": ["6/minute"]}, headers=MERGE)
+    assert await rule(admin, "shared") == {**exact, "limits": ["6/minute"]}
+    (found,) = [each for each in (await document(admin)).rules if each.id == "shared"]
+    assert (found.scope, found.across_regions, found.across) == ("global", "exact", "exact")
+    for patch, where in (
+        ({"scope": None}, "across_regions"),
+        ({"scope": "region"}, "across_regions"),
+        ({"consistency": "leased"}, "consistency"),
+        ({"scope": "world"}, "scope"),
+    ):
+        problem = await admin.rejected("PATCH", "/rules/shared", 422, json=patch, headers=MERGE)
+        assert problem["problems"][0]["where"] == f"rule.{where}"
+    await admin.call(
+        "PATCH", "/rules/shared", json={"scope": None, "across_regions": None}, headers=MERGE
+    )
+    assert "scope" not in await rule(admin, "shared")
+
+
+async def test_a_tier_of_a_global_rule_stays_strict(admin: Admin) -> None:
+    """A tier that a global rule uses cannot be leased."""
+    await admin.call("PUT", "/tiers/default", json={"limits": ["7/minute"]})
+    await admin.call("PUT", "/rules/shared", json={"by": ["tenant"], "scope": "global"})
+    leased = {"limits": ["7/minute"], "consistency": "leased"}
+    problem = await admin.rejected("PUT", "/tiers/default", 422, json=leased)
+    assert 'tier "default" is leased, which does not work with scope: global' in str(problem)
+
+
 async def test_a_patch_that_changes_nothing_makes_no_version(admin: Admin) -> None:
     """An empty patch, or the values that the rule has."""
     for patch in ({}, {"limits": "10/second"}, {"comment": None}):

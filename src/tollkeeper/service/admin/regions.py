@@ -43,7 +43,8 @@ class LinkOut(ApiOutput):
     peer: str = Field(description="The other region.", examples=["us"])
     state: LinkState = Field(
         description="`up`: totals are exchanged; `down`: the other store does not answer; "
-        "`refused`: it answers, but it would be unsafe to exchange totals."
+        "`refused`: it answers, but it would be unsafe to exchange totals; `removed`: the other "
+        "region has no share."
     )
     problem: str = Field(description="What is wrong; empty if nothing is.")
     lag_seconds: float = Field(description="The age of the oldest total that was not told yet.")
