@@ -267,6 +267,11 @@ class RandomRegions:
             self.later(self._delay(), partial(lower, region))
 
 
+def _random_shares(random: Random, names: Sequence[str]) -> dict[str, Fraction]:
+    weights = [random.randint(1, 4) for _ in names]
+    return {name: Fraction(each, sum(weights)) for name, each in zip(names, weights, strict=True)}
+
+
 def run_random(
     seed: int,
     limits: tuple[Limit, ...],
@@ -309,13 +314,8 @@ def run_random(
         fleet.later(random.uniform(0.5, 10), cut)
 
     def change() -> None:
-        names = list(fleet.regions)
-        weights = [random.randint(1, 4) for _ in names]
-        total = sum(weights)
-        change_to = {n: Fraction(w, total) for n, w in zip(names, weights, strict=True)}
-        if all(
-            share * min(limit.capacity for limit in limits) >= 3 for share in change_to.values()
-        ):
+        change_to = _random_shares(random, list(fleet.regions))
+        if min(change_to.values()) * min(limit.capacity for limit in limits) >= 3:
             epochs[0] += 1
             fleet.change_shares(epochs[0], change_to)
         fleet.later(random.uniform(3, 10), change)
