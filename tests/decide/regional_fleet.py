@@ -165,6 +165,12 @@ class RandomRegions:
             region.clock.advance((at_ns - self.now_ns) / NS_PER_SECOND)
         self.now_ns = at_ns
 
+    def costs(self) -> Sequence[int]:
+        """Return costs that fit the smallest share twice."""
+        smallest = min(region.share for region in self.regions.values())
+        room = min(limit.capacity for limit in self.limits) * smallest
+        return [cost for cost in self.random.choice([[1], [1, 2, 3]]) if cost <= room / 2] or [1]
+
     # ── Traffic ────────────────────────────────────────────────────────────────────────────────
 
     def check(self, region: RandomRegion, cost: int) -> Decision:
@@ -290,10 +296,7 @@ def run_random(
     for region in fleet.regions.values() if ahead_s else ():
         region.clock.advance(random.uniform(0, ahead_s))
     rate = max(limit.limit / limit.window for limit in limits) * random.choice([1, 3, 20])
-    costs: Sequence[int] = random.choice([[1], [1, 2, 3]])
-    smallest = min(region.share for region in fleet.regions.values())
-    room = min(limit.capacity for limit in limits) * smallest
-    costs = [cost for cost in costs if cost <= room / 2] or [1]
+    costs = fleet.costs()
     busy = random.choices(list(fleet.regions.values()), k=3) + list(fleet.regions.values())
     pace = max(rate, 10.0)
 
