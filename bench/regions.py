@@ -83,7 +83,7 @@ class Got(NamedTuple):
 
 def short_limit(algorithm: str) -> Limit:
     """Return the limit of the partitions, by one algorithm."""
-    return Limit(SHORT_LIMIT, per=SHORT_PER_S, algorithm=algorithm)  # type: ignore[arg-type]
+    return Limit(SHORT_LIMIT, per=SHORT_PER_S, algorithm=algorithm)  # type: ignore[arg-type]  # known
 
 
 def document() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) 
         raw.set(key, value)
         for call in (gate.check, gate.peek, gate.grant):
             try:
-                call("ann", 1, None) if call == gate.grant else call("ann", 1)  # type: ignore[call-arg]
+                call("ann", 1, None) if call == gate.grant else call("ann", 1)  # type: ignore[call-arg]  # of each
             except StoreError:
                 failed += 1
         awaited(sync())
