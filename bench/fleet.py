@@ -129,14 +129,17 @@ class Sent:
     answered_ns: int
     allowed: bool
     retry_after_s: float = 0.0
+    failed: bool = False
+    """The service could not decide: its Redis did not answer in time."""
 
 
 class NodeClient:
     """Requests to one service, on a few connections."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, may_fail: bool = False) -> None:
         found = urlsplit(url)
         self._at = (found.hostname or "", found.port or 0)
+        self._may_fail = may_fail
         self._idle: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
             asyncio.Queue()
         )
@@ -162,6 +165,8 @@ class NodeClient:
         answered_ns = time.time_ns()
         self._idle.put_nowait((reader, writer))
         status = int(head.split(b" ", 2)[1])
+        if status == 503 and self._may_fail:
+            return Sent(user, sent_ns, answered_ns, allowed=False, failed=True)
         if status not in (200, 429):
             raise RuntimeError(f"a service answered {status}")
         retry_after_s = 0.0 if status == 200 else json.loads(answer)["retry_after"]
