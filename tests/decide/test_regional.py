@@ -384,6 +384,29 @@ def test_a_rise_drains_own_units_at_the_share_of_before() -> None:
     assert done(store.usage(HUNDRED, "api", "ann")).unaccepted == (5,)
 
 
+@pytest.mark.parametrize("first", ["refund", "due", "accept", "check"])
+def test_whichever_call_is_the_first_after_a_rise_counts_it(first: str) -> None:
+    """Own units drained at the lower share until then, and others learn all of them."""
+    clock = ManualClock(START_S)
+    store = region(clock, share=Fraction(1, 10))
+    gate = store.global_gate(HUNDRED, "api", "exact")
+    assert admitted(store, "exact", 100) == 10
+    (before,) = done(store.due(10, 1))
+    clock.advance(30)
+    use(store, clock, Fraction(1, 2), Fraction(1, 10))
+    if first == "refund":
+        gate.refund("ann", 1, clock.now_ns())
+    elif first == "due":
+        (report,) = done(store.due(10, 1))
+        assert report.counts == (5_000_000,)
+    elif first == "accept":
+        done(store.accept(1, [Accepted(before.key, before.generation, 5, (0,))], 1))
+    left = 4 if first == "refund" else 5
+    assert done(store.usage(HUNDRED, "api", "ann")).unaccepted == (left,)
+    # 80 of 100 may have been spent by another region, which are 40 of this one's 50.
+    assert admitted(store, "exact", 100) == 10 - left
+
+
 def test_eventual_limits_take_no_part_in_a_change_of_shares() -> None:
     """Their share follows the demand."""
     clock = ManualClock(START_S)

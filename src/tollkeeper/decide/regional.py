@@ -450,6 +450,7 @@ class MemoryRegional:
         if subject is None or self._shares is None:
             return
         now_ns = self._clock.now_ns()
+        _raise_share(subject, self._shares)
         share = self._share_of(subject, self._shares, now_ns)
         returned = []
         for ledger, before in zip(subject.ledgers, subject.returned, strict=True):
@@ -478,7 +479,8 @@ class MemoryRegional:
     def reset(self, key: SubjectKey) -> None:
         """Forget what counts in this region. Totals stay: they only grow."""
         subject = self._subjects.get(key)
-        if subject is not None:
+        if subject is not None and self._shares is not None:
+            _raise_share(subject, self._shares)
             subject.ledgers = [ledger_of(limit) for limit in subject.limits]
             subject.granted, subject.part = 0, _Slots()
 
@@ -526,6 +528,7 @@ class MemoryRegional:
         reports = []
         for _, key in ready[:most]:
             subject = self._subjects[key]
+            _raise_share(subject, self._shares)
             share = self._share_of(subject, self._shares, now_ns)
             reports.append(_report_of(key, subject, share, now_ns))
             self._due[key] = now_ns + REPEAT_NS
@@ -572,6 +575,7 @@ class MemoryRegional:
             subject = self._subjects.get(each.key)
             if subject is None or subject.generation != each.generation:
                 continue
+            _raise_share(subject, self._shares)
             share = self._share_of(subject, self._shares, now_ns)
             total = min(each.total, subject.total)  # less, if the store has lost the last ones
             if total > subject.accepted:
@@ -645,16 +649,7 @@ class MemoryRegional:
             )
             if keep:
                 self._subjects[key] = subject
-        before = subject.share
-        if subject.epoch != shares.epoch:  # its share may have been lower in between
-            before = min(before, shares.before)
-        if before < shares.share and subject.across == "exact":
-            rise = 1 - before / shares.share
-            for ledger in subject.ledgers:
-                micros = ledger.limit.capacity * MICROS_PER_UNIT
-                taken = -(-micros * rise.numerator // rise.denominator)
-                ledger.add(shares.changed_ns, before, taken, 0)
-        subject.share, subject.epoch = shares.share, shares.epoch
+        _raise_share(subject, shares)
         return subject
 
     @staticmethod
@@ -672,6 +667,24 @@ class MemoryRegional:
         if not others:
             return WHOLE
         return Fraction(max(-(-own * _PARTS // (own + others)), 1), _PARTS)
+
+
+def _raise_share(subject: _Counts, shares: Shares) -> None:
+    """Use the share of now, and add what a share that rose adds.
+
+    Every call does this before it looks at the levels: until the share rose, they drained at the
+    lower one.
+    """
+    before = subject.share
+    if subject.epoch != shares.epoch:  # its share may have been lower in between
+        before = min(before, shares.before)
+    if before < shares.share and subject.across == "exact":
+        rise = 1 - before / shares.share
+        for ledger in subject.ledgers:
+            micros = ledger.limit.capacity * MICROS_PER_UNIT
+            taken = -(-micros * rise.numerator // rise.denominator)
+            ledger.add(shares.changed_ns, before, taken, 0)
+    subject.share, subject.epoch = shares.share, shares.epoch
 
 
 def _learn_units(

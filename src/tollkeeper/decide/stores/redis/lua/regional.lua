@@ -229,8 +229,8 @@ local function empty_ledger(kind)
 end
 
 -- Return the state of a subject, its gate, and whether it is to be written in any case; or nothing and the
--- reason why it cannot be read. With `packed`, a state that is absent is made, and a share that rose
--- counts; if `own` is true, its limits are used.
+-- reason why it cannot be read. With `packed`, a state that is absent is made; if `own` is true, its limits
+-- are used.
 local function opened(key, packed, own)
     local raw = redis.pcall('GET', key)
     local state, gate, changed
@@ -255,9 +255,7 @@ local function opened(key, packed, own)
             state[#state + 1] = empty_ledger(gate[g])
         end
     end
-    if not packed then
-        return state, gate
-    end
+    -- A share that rose counts before anything else: until then, the levels drained at the lower one.
     local n, d, before, parts = shares[SHARE_NOW], shares[SHARE_NOW + 1], state[SHARE], state[SHARE + 1]
     if state[SHARE + 2] ~= shares[EPOCH] or before * d ~= n * parts then
         changed = raw

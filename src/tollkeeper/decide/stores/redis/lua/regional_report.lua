@@ -25,12 +25,15 @@ end
 
 local function report(key)
     local member = string.sub(key, #KEYS[2] - 2)
-    local state, gate = opened(key)
+    local state, gate, changed = opened(key)
     if not state then
         call('ZREM', KEYS[2], member)
         return {}
     end
     local n, d = share_of(state, gate)
+    if changed then
+        save(key, state, gate, n, d)
+    end
     local demand = sum_of_slots(state, DEMAND, DEMAND_US)
     local part = sum_of_slots(state, PART, longest_window(gate))
     local found = {gate, state[GENERATION], state[TOTAL], demand, part, now}
