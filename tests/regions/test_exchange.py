@@ -6,7 +6,7 @@ import asyncio
 import gc
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from fractions import Fraction
 from threading import Event
 from threading import enumerate as enumerate_threads
@@ -19,7 +19,15 @@ from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.regional import LAYOUT, MemoryRegional
 from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.table import REGION_NOTE, TABLE_NOTE, ShareTable, parse_region, share_table
+from tollkeeper.regions.table import (
+    REGION_NOTE,
+    TABLE_NOTE,
+    Heard,
+    Membership,
+    ShareTable,
+    parse_region,
+    share_table,
+)
 
 
 def leaders(processes: list[Process]) -> list[str]:
@@ -365,7 +373,77 @@ def test_a_store_that_has_lost_its_data_starts_without_units() -> None:
     run(main())
 
 
+def test_a_store_that_has_lost_its_data_alone_starts_without_units() -> None:
+    """Nobody can tell its new leader that this is not the first start."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        _, us = await world.started()
+        world.cut("eu", "us")
+        us.task.cancel()
+        lost, new = world.stores["us"], MemoryRegional(world.clocks["us"])
+        lost.__dict__.update(new.__dict__)
+        world.start("us", "us-2")
+
+        async def has_shares() -> bool:
+            return await world.share("us") == Fraction(1, 2)
+
+        assert await until_found(has_shares) < 10
+        assert not world.gate("us").check("ann", 10)
+
+    run(main())
+
+
+def test_a_batch_that_is_cancelled_before_it_begins_is_not_on_its_way() -> None:
+    """Otherwise eight changes of the lead could stop a link for good."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        eu, us = await world.started()
+        assert world.gate("eu").check("ann", 10)
+        us.stopped = True
+        term = eu.exchange.term
+        assert term is not None
+        term._send(await world.stores["eu"].due(10, term.token))
+        assert eu.exchange.sync.flying("us") == 1
+        for task in term._sending:
+            task.cancel()
+        await until(lambda: not eu.exchange.sync.flying("us"), 1)
+
+    run(main())
+
+
 # ── Mistakes ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_defect_with_one_region_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leader goes on with the other links, and logs the defect once."""
+    hear = Membership.hear
+
+    def hears(self: Membership, peer: str, notes: Mapping[str, str]) -> Heard:
+        if peer == "ap":
+            raise RuntimeError("a note that nobody has thought of")
+        return hear(self, peer, notes)
+
+    async def main() -> None:
+        world = World("ap", "eu", "us")
+        _, eu, _ = await world.started()
+        term = eu.exchange.term
+        monkeypatch.setattr(Membership, "hear", hears)
+        await asyncio.sleep(5)
+        assert eu.exchange.term is term
+        assert usable(eu) == ("us",)
+        assert world.gate("eu", across="eventual").check("ann", 10)
+
+        async def is_known() -> bool:
+            return await world.used("us") == 10
+
+        assert await until_found(is_known) < 1
+
+    run(main())
+    assert sum("a defect" in each.message for each in caplog.records) == 2  # in eu and us
 
 
 def test_a_store_of_another_region_is_refused() -> None:

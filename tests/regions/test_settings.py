@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_a_wrong_table_is_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         Regions(**{"region": "eu", "stores": STORES, **arguments})
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda uri: regions_of({"eu": uri}),
+        lambda uri: Regions("eu", {uri: "eu"}),
+        lambda uri: Regions("eu", {"eu": uri + ":port"}),
+    ],
+)
+def test_no_mistake_shows_a_password(mistake: Callable[[str], object]) -> None:
+    """A table where Regions belong, and a table the other way round, have URIs."""
+    with pytest.raises(ConfigError) as error:
+        mistake("redis://app:hunter2@eu.internal")
+    assert "hunter2" not in str(error.value)
 
 
 def test_a_limiter_takes_nothing_but_regions() -> None:

@@ -42,7 +42,9 @@ def test_a_silent_leader_is_none() -> None:
     assert parse_status("eu", None, 0, is_self=False).problem
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"noted_ns": 1, "links": 3}', "1" * 20_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"noted_ns": 1, "links": 3}', "1" * 20_000, '{"noted_ns": 1e999}']
+)
 def test_a_text_that_is_no_status(text: str) -> None:
     """It raises a ConfigError, and nothing else."""
     with pytest.raises(ConfigError):

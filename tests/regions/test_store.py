@@ -28,6 +28,7 @@ from tollkeeper import (
 from tollkeeper.decide.regional import GlobalGate
 from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 from tollkeeper.fleet.store import FleetStore
+from tollkeeper.regions.exchange import RegionSync
 from tollkeeper.regions.store import RegionStore
 from tollkeeper.testing import ManualClock
 
@@ -102,6 +103,21 @@ def test_a_store_that_cannot_be_a_region_is_refused() -> None:
     regions = Regions("eu", {"eu": "redis://eu.internal"})
     with pytest.raises(ConfigError, match=r"'eu' cannot count global limits; use a Redis"):
         RegionStore(PythonMemoryStore(clock), regions, clock)
+
+
+def test_only_the_first_global_rule_waits_for_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests prepare limits, too: a region without a leader must not delay each of them."""
+    clock = ManualClock(START_S)
+    eu, us = RegionalStore(clock), RegionalStore(clock)
+    regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
+    waited: list[float] = []
+    monkeypatch.setattr(RegionSync, "start", lambda _: None)
+    monkeypatch.setattr(RegionSync, "wait", lambda _: waited.append(1.0))
+    store = RegionStore(eu, regions, clock, links={"eu": eu, "us": us})
+    for rule in ("a", "b", "c"):
+        store.gate(MINUTE, rule, across="exact")
+    store.close()
+    assert waited == [1.0]
 
 
 def test_a_global_gate_has_all_verbs(drive: Drive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -86,12 +87,13 @@ def test_a_region_that_has_skipped_a_table_is_not_counted_on() -> None:
 
 
 def test_a_region_that_returns_goes_on_only_if_the_table_is_the_same() -> None:
-    """Its shares have expired while it was away. It does not use a share that others have now."""
+    """Its store has lost the shares. It does not use a share that others have now, nor counts
+    that may be lost with the shares."""
     first = Membership("us", HALF, [])
     notes = {REGION_NOTE: first.plan({}, None, 5, ()).note}
     again = Membership("us", HALF, []).plan(notes, None, 9, ()).shares
     assert again is not None
-    assert again[1:4] == (Fraction(1, 2), Fraction(1, 2), 5)
+    assert again[1:4] == (Fraction(1, 2), 0, 9)
     for shares in ({"eu": 1.0}, {"eu": 0.5, "us": 0.5}):  # it was removed, and maybe added again
         notes[TABLE_NOTE] = share_table(3, shares).text()
         plan = Membership("us", HALF, []).plan(notes, None, 9, ())
@@ -103,12 +105,41 @@ def test_the_first_start_and_an_empty_store() -> None:
     """The first start takes the share at once; a store that has lost its data rejoins."""
     first = Membership("us", HALF, ["eu"])
     assert first.plan({}, None, 5, ()).shares is None  # eu was not asked yet
-    first.missed("eu")
+    first.hear("eu", {})
     plan = first.plan({}, None, 5, ())
     assert plan.shares is not None
     assert (plan.shares.share, plan.shares.before) == (Fraction(1, 2), Fraction(1, 2))
     note = parse_region(plan.note)
     assert note.announced == {"us": HALF.epoch}
+
+
+def test_a_first_start_without_the_others_gives_no_units_at_once() -> None:
+    """The store may have lost its data, and nobody who knows of it can be reached."""
+    first = Membership("us", HALF, ["eu"])
+    first.missed("eu")
+    plan = first.plan({}, None, 5, ())
+    assert plan.shares is not None
+    assert (plan.shares.share, plan.shares.before) == (Fraction(1, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layout", "Infinity"),
+        ("table", '{"version": 1e999, "shares": {"us": "1"}}'),
+        ("table", '{"version": 1, "shares": {"us": "1e999999999"}}'),
+        ("shares", '[1, "1e999999999", "0", 0]'),
+        ("shares", "[1, Infinity, 0, 0]"),
+        ("announced", '{"eu": Infinity}'),
+    ],
+)
+def test_no_number_of_a_note_stops_the_leader(field: str, value: str) -> None:
+    """Such a note cannot be read, at once and with that reason."""
+    note = json.loads(Membership("us", HALF, []).plan({}, None, 5, ()).note)
+    text = json.dumps({**note, field: "?"}).replace('"?"', value)
+    heard = Membership("eu", HALF, ["us"]).hear("us", {REGION_NOTE: text})
+    assert not heard.usable
+    assert "cannot be read" in heard.problem or "not a table" in heard.problem
 
 
 def test_a_region_is_added_and_removed_in_proportion() -> None:

@@ -160,6 +160,7 @@ class Term:
         self._used_s = exchange.processor_s()
         self._set_at_s: float | None = None
         self._logged: dict[str, tuple[str, str, float]] = {}
+        self._defect = ""
 
     async def run(self) -> None:
         """Lead until cancelled."""
@@ -194,6 +195,13 @@ class Term:
                     await step()
                 except StoreError as error:
                     self.problem = str(error)
+                    wait_s = max(wait_s, ERROR_S)
+                except Exception as error:
+                    # The other steps go on: what one region notes must not stop the others.
+                    if self._defect != repr(error):
+                        self._defect = repr(error)
+                        log.exception("regions: a defect; the leader tries again")
+                    self.problem = f"a defect ({type(error).__name__}); the log has more"
                     wait_s = max(wait_s, ERROR_S)
             await asyncio.sleep(max(wait_s - (self._loop.time() - started_s), 0.0))
 
@@ -363,8 +371,13 @@ class Term:
             for peer, batch in batches.items():
                 task = self._loop.create_task(self._learn(self.links[peer], batch))
                 self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+                task.add_done_callback(partial(self._sent, peer, batch))
         self._answered.set()  # a region alone accepts at once
+
+    def _sent(self, peer: str, batch: Batch, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if task.cancelled():  # maybe before it began
+            self._sync.failed(peer, batch)
 
     async def _learn(self, link: Link, batch: Batch) -> None:
         """Give reports to another region."""
@@ -376,10 +389,8 @@ class Term:
             link.problem = str(error)
         except Exception:
             log.exception("regions: a defect; %s gets these reports again", link.peer)
-        finally:
-            if answers is None:
-                self._sync.failed(link.peer, batch)
         if answers is None:
+            self._sync.failed(link.peer, batch)
             return
         link.heard_s = self._loop.time()
         for excess in self._sync.answered(link.peer, batch, answers, self._now_ns()):

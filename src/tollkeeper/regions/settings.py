@@ -91,7 +91,7 @@ def _checked_stores(stores: object) -> dict[str, str]:
     for name, uri in stores.items():
         if not isinstance(name, str) or REGION_NAME.fullmatch(name) is None:
             raise ConfigError(
-                f"stores: the region {show(name)} is not a name of up to 32 characters of a-z, "
+                f"stores: the region {_shown(name)} is not a name of up to 32 characters of a-z, "
                 f'0-9 and "-"; for example "eu" or "us-east-1"'
             )
         try:
@@ -108,6 +108,11 @@ def _checked_stores(stores: object) -> dict[str, str]:
             )
         known[config] = name
     return dict(stores)
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error message. URIs may have passwords."""
+    return "(a URI)" if "://" in str(value) else show(value)
 
 
 def _equal(stores: Mapping[str, str]) -> dict[str, Fraction]:
@@ -166,7 +171,7 @@ def regions_of(regions: object) -> Regions | None:
     """Return the argument of a limiter. Raises ConfigError for anything but Regions or None."""
     if regions is None or isinstance(regions, Regions):
         return regions
-    raise ConfigError(f"regions={show(regions)} is not a Regions; {_EXAMPLE}")
+    raise ConfigError(f"regions={_shown(regions)} is not a Regions; {_EXAMPLE}")
 
 
 def across_of(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from fractions import Fraction
 from typing import Any, Final, get_args
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.region_monitor import LinkState, LinkStatus, RegionStatus
-from tollkeeper.regions.table import note_fields
+from tollkeeper.regions.table import NOTE_ERRORS, note_fields, parse_share
 
 STATUS_NOTE: Final = "status"
 # A leader that has noted nothing for this time is gone, and no other process leads.
@@ -35,17 +34,17 @@ def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -
         links = tuple(map(_link_of, fields.pop("links")))
         fields |= {name: int(fields[name]) for name in _NUMBERS}
         fields |= {name: str(fields[name]) for name in ("leader", "problem")}
-        share, target = Fraction(fields.pop("share")), fields.pop("target")
+        share, target = parse_share(fields.pop("share")), fields.pop("target")
         if fields["region"] != region:
             wrong = f"the store that is set up for {region} is that of {show(fields['region'])}"
             return RegionStatus(region, is_self=is_self, problem=wrong)
         fields |= {"region": region, "is_self": is_self, "age_s": age_s, "links": links}
-        fields |= {"share": share, "target": None if target is None else Fraction(target)}
+        fields |= {"share": share, "target": None if target is None else parse_share(target)}
         if age_s > SILENT_S:
             silent = f"no process has led the region for {age_s:.0f} s"
             fields |= {"leader": "", "problem": silent}
         return RegionStatus(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except NOTE_ERRORS as error:
         raise ConfigError(f"the status of {region} cannot be read: {error}") from None
 
 

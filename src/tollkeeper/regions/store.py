@@ -151,6 +151,7 @@ class RegionStore:
         linked = {region: each.regional for region, each in self._links.items()}
         self._linked = {region: each for region, each in linked.items() if each is not None}
         self._sync: RegionSync | None = None
+        self._waits = True
         if regions.sync:
             first = share_table(1, regions.fractions)
             self._sync = RegionSync(regions.region, first, self._linked)
@@ -265,11 +266,14 @@ class RegionStore:
         """Return the limits; the sync learns the name of their rule.
 
         The first global rule of a process waits for the leader of the region, for a second at most:
-        the region may have no shares yet, or shares that are out of date.
+        the region may have no shares yet, or shares that are out of date. No other one waits:
+        requests prepare limits, too.
         """
         if self._sync is not None:
             self._sync.name_rule(rule_number(limits, rule), rule or DEFAULT_NAME)
-            self._sync.wait()
+            if self._waits:
+                self._waits = False
+                self._sync.wait()
         return tuple(limits)
 
     # ── Several subjects ───────────────────────────────────────────────────────────────────────

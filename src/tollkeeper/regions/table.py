@@ -16,10 +16,12 @@ it may be gone for good: it must be gone, or hear of the table.
 A process that starts waits until the leader of its region has asked the others (`RegionSync.wait`).
 So a region that was removed while it was away does not use its old share when it returns. A store
 that has lost its shares, and not its notes, goes on with those of the note, unless there is another
-table.
+table. Subjects that it does not know any more start as if the limit was used up.
 
 A region whose store is empty has no share to start with, and gets one like a region that is added.
 Only the very first start is different: no region has announced anything, and each takes its share.
+If another region cannot be reached then, the store may as well have lost its data. So the region
+takes its share, and all subjects start as if the limit was used up.
 
 Each leader also notes the id of its own store, and of each store that it reaches under the name of
 another region. So a region whose nodes use another store than the others believe is found out, and
@@ -32,6 +34,7 @@ second: `hear` the notes of each other region, `plan`, `set_shares`, `note`.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -51,6 +54,11 @@ NOTE_CHARS_MAX: Final = 16_384
 # `Shares.before` is the lowest share in this time: longer than the window of a month.
 BEFORE_NS: Final = 32 * 86_400 * NS_PER_SECOND
 VERSION_MAX: Final = 2**32
+# What can happen with fields that are missing, or have other values than a leader notes.
+NOTE_ERRORS: Final = (
+    *(KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError),
+)
+_SHARE: Final = re.compile(r"\d{1,9}(/\d{1,9}|\.\d{1,9})?", re.ASCII)
 _DIGEST_BITS: Final = 16
 
 
@@ -177,7 +185,7 @@ class RegionNote(NamedTuple):
     met: Mapping[str, str]
     """The id of the store that was found under the name of each other region."""
     shares: Shares | None
-    """The shares that were set last: where the region goes on if they have expired."""
+    """The shares that were set last: where the region goes on if the store has lost them."""
 
     def text(self) -> str:
         """Return the note."""
@@ -207,7 +215,7 @@ def parse_region(text: str) -> RegionNote:
             {str(name): str(store) for name, store in fields["met"].items()},
             _shares_of(fields["shares"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except NOTE_ERRORS as error:
         raise ConfigError(f"the note of a region cannot be read: {show(text)}: {error}") from None
     return note
 
@@ -216,7 +224,7 @@ def _shares_of(fields: Any) -> Shares | None:
     if fields is None:
         return None
     epoch, share, before, changed_ns = fields
-    found = Shares(int(epoch), Fraction(share), Fraction(before), int(changed_ns), ())
+    found = Shares(int(epoch), parse_share(share), parse_share(before), int(changed_ns), ())
     if not 0 <= found.before <= found.share <= 1:
         raise ValueError(f"{show(fields)} are not the shares of a region")
     return found
@@ -224,10 +232,20 @@ def _shares_of(fields: Any) -> Shares | None:
 
 def _table_of(fields: Any) -> ShareTable:
     try:
-        shares = {str(name): Fraction(share) for name, share in fields["shares"].items()}
+        shares = {str(name): parse_share(share) for name, share in fields["shares"].items()}
         return share_table(int(fields["version"]), shares)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+    except NOTE_ERRORS as error:
         raise ConfigError(f"this is not a table of shares: {show(fields)}: {error}") from None
+
+
+def parse_share(text: object) -> Fraction:
+    """Return a share in a note, such as 2/5. Raises ValueError.
+
+    A fraction of any other text could have a billion digits: 1e999999999.
+    """
+    if _SHARE.fullmatch(str(text)) is None:
+        raise ValueError(f"{show(text)} is not a share, such as 2/5")
+    return Fraction(str(text))
 
 
 def note_fields(text: str) -> Any:
@@ -306,6 +324,7 @@ class Membership:
         self._first = first
         self._noted: ShareTable | None = None
         self._untried = set(peers)
+        self._unheard = set(peers)
         self._new_id = new_id
         self._announced: dict[str, int] = {}
         self._met: dict[str, str] = {}
@@ -320,6 +339,7 @@ class Membership:
     def hear(self, peer: str, notes: Mapping[str, str]) -> Heard:
         """Take the notes of another region's store."""
         self._untried.discard(peer)
+        self._unheard.discard(peer)
         text = notes.get(REGION_NOTE)
         if text is None:
             return Heard(False, f"the region {peer} has not started yet: it has no leader so far")
@@ -403,12 +423,16 @@ class Membership:
                 return Plan(None, note, problem)
             # Another table may have been in use meanwhile that has given this share to others.
             if own is not None and own.shares is not None and own.shares.epoch == table.epoch:
-                shares = own.shares
+                # The counts may be lost with the shares: a part of a cluster was replaced.
+                shares = own.shares._replace(before=Fraction(0), changed_ns=now_ns)
         is_first = own is None and table.version == 1 and not self._met_us
         chosen = tuple(sorted(each for each in live if each in table.regions))
         found = next_shares(
             self._region, table, shares, self._announced, now_ns, chosen, first=is_first
         )
+        if is_first and self._unheard:
+            # This may be a store that has lost its data: the region that knows it cannot say so.
+            found = found._replace(before=Fraction(0))
         note = self._note({**self._announced, self._region: table.epoch}, found)
         return Plan(found, note, self._warning())
 
