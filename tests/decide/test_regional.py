@@ -279,6 +279,18 @@ def test_each_limit_gets_back_what_time_has_not_returned() -> None:
     assert used(here, limits) == used(there, limits) == (0, 10)
 
 
+def test_a_region_that_asks_alone_is_not_over() -> None:
+    """An eventual limit of 5 admits 5, also when its first units were accepted elsewhere."""
+    clock = ManualClock(START_S)
+    here, there, gate, _ = gates(clock, "eventual", (Limit(5, per=3_600),))
+    admitted = 0
+    for _ in range(10):
+        admitted += gate.check("ann", 1).allowed
+        exchange(here, there)
+        clock.advance(3)
+    assert admitted == 5
+
+
 @pytest.mark.parametrize("across", ["exact", "eventual"])
 def test_a_refund_of_one_unit_returns_it(across: AcrossRegions) -> None:
     """Time has returned a thousandth of it already; the rest is returned here and elsewhere."""

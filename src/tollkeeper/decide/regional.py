@@ -719,7 +719,8 @@ def room_of(ledger: Ledger, across: AcrossRegions, share: Fraction, now_ns: int,
     A region with nothing but accepted units may admit one request of an eventual limit, whatever
     its share is: a share is often too small for a single request of many units.
     """
-    if across == "exact":
+    # If no other region asks, rounding down loses nothing.
+    if across == "exact" or share == 1:
         return exact_room(ledger, now_ns, share)
     known, own = ledger.levels(now_ns, share)
     left = ledger.limit.capacity * MICROS_PER_UNIT - known

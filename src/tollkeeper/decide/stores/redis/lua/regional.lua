@@ -154,7 +154,7 @@ end
 -- but accepted units may admit one request of an eventual limit, whatever its share is.
 local function room_of(gate, g, known, own, n, d, cost)
     local left = gate[g + CAPACITY] * MICROS_PER_UNIT - known
-    if gate[1] == EXACT then
+    if gate[1] == EXACT or n == d then -- if no other region asks, rounding down loses nothing
         local part, rest = multiply_divide(left < 0 and -left or left, n, d)
         if left < 0 then
             part = rest > 0 and -part - 1 or -part
