@@ -416,6 +416,25 @@ def test_a_batch_that_is_cancelled_before_it_begins_is_not_on_its_way() -> None:
 # ── Mistakes ───────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_candidate_survives_an_answer_that_it_does_not_understand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks again; otherwise a region could be without a leader until its nodes restart."""
+
+    async def strange(*_: object) -> None:
+        raise IndexError("an empty reply")
+
+    async def main() -> None:
+        world = World("eu", "us")
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryRegional, "lead", strange)
+            eu = world.start("eu")
+            await asyncio.sleep(3)
+        await until(lambda: eu.exchange.is_leader, 5)
+
+    run(main())
+
+
 def test_a_defect_with_one_region_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -486,6 +486,9 @@ class Exchange:
             self.settled.set()
             if self.term is not None:
                 self.term.problem = str(error)
+        except Exception:
+            self.settled.set()
+            log.exception("regions: a defect; this process asks for the lead again")
         else:
             self._asking = False
             self._leads_until_s = asked_s + LASTS_S if leader == self.name else 0.0
