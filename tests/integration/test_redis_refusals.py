@@ -214,7 +214,7 @@ def test_a_missing_permission_names_the_permissions_to_add(key: str, wire: str) 
             assert isinstance(error, StoreUnavailable)
             assert "NOPERM" in str(error)
         rights = str(error).partition("the user needs ")[2].replace("<prefix>", "tk").split()
-        rights = [right for right in rights if right[0] in "~+"]
+        rights = [right.rstrip(",") for right in rights if right[0] in "~+"]
         server.admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">pw", *rights)
         limits = [Limit(100, per=YEAR, algorithm="sliding_window_log"), Limit(100, per=YEAR)]
         with client(wire, server.uri, limits) as api:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fleet.nodes import SharedStore
 from tests.stub_fleet import StubFleet, store_with_fleet
 from tests.stub_regions import EU, StubRegions, store_with_regions
-from tollkeeper import Limiter, Request
+from tollkeeper import Fleet, Limiter, Request
 from tollkeeper.core.histogram import LENGTH
 from tollkeeper.core.model import ResultKind
 from tollkeeper.decide.fleet_monitor import NodeAnswers
@@ -236,6 +237,20 @@ def test_all_limiters_of_a_process_are_read_together() -> None:
     assert _of_name("together", reading.snapshot()) == expected
     first.check("k")
     assert sum(_of_name("together", reading.snapshot()).values()) == 4
+
+
+def test_a_node_whose_limiter_is_closed_can_be_read() -> None:
+    """An application may keep a limiter that it has closed. A scrape must not fail."""
+    clock = ManualClock(1_000)
+    limiter = Limiter(
+        "10000/hour", store=SharedStore(clock), clock=clock, consistency="leased", fleet=Fleet()
+    )
+    limiter.check("k")
+    reading = ProcessMetrics()
+    reading.snapshot()
+    limiter.close()
+    limiter.store.fleet._stats = None  # type: ignore[union-attr]  # as if a second had passed
+    assert reading.snapshot().values["fleet_checks"]
 
 
 def test_metrics_read_no_limiter_that_is_still_being_made(monkeypatch: pytest.MonkeyPatch) -> None:

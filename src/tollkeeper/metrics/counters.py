@@ -28,6 +28,7 @@ from time import monotonic
 from typing import Any, Final, Literal, NamedTuple
 from weakref import ReferenceType, WeakValueDictionary, proxy, ref
 
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.histogram import LENGTH, Histogram, added
 from tollkeeper.core.model import DEFAULT_NAME, CheckResult, Limit
 from tollkeeper.decide.allowances import AllowanceStats
@@ -752,8 +753,11 @@ class _Source:
     last: MetricsSnapshot = field(default_factory=MetricsSnapshot)
 
     def snapshot(self) -> MetricsSnapshot:
-        """Read the counts, unless the object has just been deleted."""
+        """Read the counts, unless the object has just been deleted or its store is closed."""
         alive = self.of()
         if alive is not None:
-            self.last = self.read()
+            try:
+                self.last = self.read()
+            except StoreUnavailable:
+                self.last = self.last.lasting()
         return self.last
