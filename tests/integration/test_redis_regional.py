@@ -23,6 +23,7 @@ from tollkeeper.decide.stores.redis.audit import AuditPace, audit
 from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.regional import RedisRegional
 from tollkeeper.decide.stores.redis.store import RedisStore
+from tollkeeper.regions.table import EPOCH_MAX
 from tollkeeper.testing import ManualClock
 
 pytestmark = pytest.mark.server
@@ -207,6 +208,23 @@ def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
     awaited(other.regional.accept(1, [accepted], new))
     assert awaited(regional.usage(LIMITS, "api", "ann")).unaccepted == (0, 0)
     other.close()
+
+
+def test_the_highest_epochs_are_told_apart(store: RedisStore) -> None:
+    """The numbers of a script are exact up to 2**53, also after they were stored."""
+    regional, gate = store.regional, store.regional.global_gate(LIMITS, "api", "exact")
+    token = lead(regional)
+    last = SHARES._replace(epoch=EPOCH_MAX)
+    assert awaited(regional.set_shares(last, token))
+    assert awaited(regional.shares()) == last
+    gate.check("ann", 3)
+    (report,) = awaited(regional.due(10, token))
+    accepted = Accepted(report.key, report.generation, report.total, report.returned)
+    for epoch, left in ((EPOCH_MAX - 1, 3), (EPOCH_MAX, 0)):
+        (learnt,) = awaited(regional.learn("us", epoch, [report]))
+        assert learnt.accepted == (epoch == EPOCH_MAX)
+        awaited(regional.accept(epoch, [accepted], token))
+        assert awaited(regional.usage(LIMITS, "api", "ann")).unaccepted == (left, left)
 
 
 def test_tokens_go_on_if_the_key_of_the_leader_is_lost(store: RedisStore, raw: Any) -> None:

@@ -7,17 +7,19 @@ import gc
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from threading import Event
 from threading import enumerate as enumerate_threads
 from time import monotonic
+from typing import cast
 
 import pytest
 
 from tests.regions.virtual import Process, World, run, until, usable
 from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.regional import LAYOUT, MemoryRegional
+from tollkeeper.core.errors import ChangeRefused, ConfigError, StoreError
+from tollkeeper.decide.regional import LAYOUT, MemoryRegional, RegionalCounts
 from tollkeeper.regions.exchange import RegionSync
 from tollkeeper.regions.table import (
     REGION_NOTE,
@@ -394,6 +396,31 @@ def test_a_store_that_has_lost_its_data_alone_starts_without_units() -> None:
     run(main())
 
 
+def test_a_removed_region_that_has_lost_its_data_alone_adds_its_share_of_the_rate() -> None:
+    """This is not guaranteed, as docs/regions.md says: until it reaches another region."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        _, us = await world.started()
+        us.task.cancel()
+        world.cut("eu", "us")
+        await change(world, {"eu": 1.0}, ("eu",))
+
+        async def has(eu: Fraction, us: Fraction) -> bool:
+            return [await world.share(region) for region in ("eu", "us")] == [eu, us]
+
+        await until_found(lambda: has(Fraction(1), Fraction(1, 2)))
+        lost, new = world.stores["us"], MemoryRegional(world.clocks["us"])
+        lost.__dict__.update(new.__dict__)
+        world.start("us", "us-2")
+        await until_found(lambda: has(Fraction(1), Fraction(1, 2)))
+        assert not world.gate("us").check("ann", 10)
+        world.cuts.clear()
+        assert await until_found(lambda: has(Fraction(1), Fraction(0))) < 10
+
+    run(main())
+
+
 def test_a_batch_that_is_cancelled_before_it_begins_is_not_on_its_way() -> None:
     """Otherwise eight changes of the lead could stop a link for good."""
 
@@ -578,6 +605,49 @@ def test_settings_with_different_shares_are_reported() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("apart_s", [0.0, 0.1, 0.2, 0.3])
+def test_different_shares_at_a_simultaneous_first_start(apart_s: float) -> None:
+    """No region takes a share before all have one table, and no limit is exceeded."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        tables = [share_table(1, {"eu": 0.9, "us": 0.1}), share_table(1, {"eu": 0.1, "us": 0.9})]
+        processes = []
+        for region, table in zip(world.stores, tables, strict=True):
+            world.table = table
+            processes.append(world.start(region))
+            await asyncio.sleep(apart_s)
+        admitted, problems = 0, set()
+        for _ in range(60):
+            await asyncio.sleep(0.05)
+            for process in processes:
+                with suppress(StoreError):  # it has no share yet
+                    gate = world.gate(process.region)
+                    admitted += sum(bool(gate.check("ann", 1)) for _ in range(100))
+                term = process.exchange.term
+                problems.add("" if term is None else term.problem)
+        assert admitted <= 100
+        assert any("have other shares" in each for each in problems)
+        assert sum([await world.share(region) for region in world.stores]) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.15])
+def test_a_first_start_of_all_regions_is_quick(delay_s: float) -> None:
+    """All have their shares, and all units, within two seconds."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap", delay_s=delay_s)
+        processes = [world.start(region) for region in world.stores]
+        settled = [each.exchange.settled for each in processes]
+        assert await until(lambda: all(each.is_set() for each in settled)) < 2
+        for region in world.stores:
+            assert world.gate(region).check("ann", 33)
+
+    run(main())
+
+
 # ── What operators see and change ──────────────────────────────────────────────────────────────
 
 
@@ -630,6 +700,35 @@ def test_the_command_changes_the_table() -> None:
                 await view.change_shares(wrong)
 
     run(main())
+
+
+def test_of_two_changes_at_once_one_is_refused() -> None:
+    """The error names the change that is in use instead."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        await world.started()
+        wanted = [{"eu": Fraction(1, 5), "us": Fraction(4, 5)}, {"eu": Fraction(1)}]
+        changes = [
+            RegionSync(region, world.table, slow_stores(world, region)).change_shares(shares)
+            for region, shares in zip(world.stores, wanted, strict=True)
+        ]
+        results = await asyncio.gather(*changes, return_exceptions=True)
+        await asyncio.sleep(10)
+        used = await monitor(world, "eu").table()
+        assert used in wanted
+        lost = results[1 - wanted.index(dict(used))]
+        assert isinstance(lost, ChangeRefused)
+        assert f"eu={used['eu']}" in str(lost)
+
+    run(main())
+
+
+def slow_stores(world: World, region: str) -> dict[str, RegionalCounts]:
+    """Return the stores as an operator of a region reaches them."""
+    process = Process(world, region, "operator")
+    process.task.cancel()
+    return cast("dict[str, RegionalCounts]", process.stores)
 
 
 # ── The thread ─────────────────────────────────────────────────────────────────────────────────

@@ -15,9 +15,12 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.regional import Shares
 from tollkeeper.regions.table import (
     BEFORE_NS,
+    EPOCH_MAX,
     REGION_NOTE,
     TABLE_NOTE,
+    VERSION_MAX,
     Membership,
+    ShareTable,
     newest_table,
     next_shares,
     parse_region,
@@ -101,16 +104,91 @@ def test_a_region_that_returns_goes_on_only_if_the_table_is_the_same() -> None:
         assert plan.shares.share == 0
 
 
-def test_the_first_start_and_an_empty_store() -> None:
-    """The first start takes the share at once; a store that has lost its data rejoins."""
+def test_a_first_start_writes_its_note_before_it_takes_its_share() -> None:
+    """An answer to a call that began before the note was written does not count."""
     first = Membership("us", HALF, ["eu"])
     assert first.plan({}, None, 5, ()).shares is None  # eu was not asked yet
+    first.asks("eu")
     first.hear("eu", {})
     plan = first.plan({}, None, 5, ())
+    assert plan.shares is None
+    assert not first.has_asked_all
+    note = parse_region(plan.note)
+    assert (note.starts, note.announced) == (True, {"us": HALF.epoch})
+    first.asks("eu")
+    notes = {REGION_NOTE: plan.note}
+    first.plan(notes, None, 5, ())
+    first.hear("eu", {})
+    assert first.plan(notes, None, 5, ()).shares is None
+    first.asks("eu")
+    first.hear("eu", {})
+    plan = first.plan(notes, None, 5, ())
     assert plan.shares is not None
     assert (plan.shares.share, plan.shares.before) == (Fraction(1, 2), Fraction(1, 2))
-    note = parse_region(plan.note)
-    assert note.announced == {"us": HALF.epoch}
+    assert not parse_region(plan.note).starts
+
+
+def test_another_leader_goes_on_with_a_first_start() -> None:
+    """The note says that the region has not taken its share, so it starts with all units."""
+    first = Membership("us", HALF, ["eu"])
+    first.hear("eu", {})
+    notes = {REGION_NOTE: first.plan({}, None, 5, ()).note}
+    second = Membership("us", HALF, ["eu"])
+    second.hear("eu", {})
+    shares = second.plan(notes, None, 5, ()).shares
+    assert shares is not None
+    assert shares.before == Fraction(1, 2)
+
+
+def test_a_region_that_is_lost_between_both_answers_gives_no_units_at_once() -> None:
+    """It may have started with another table since."""
+    first = Membership("us", HALF, ["eu"])
+    first.hear("eu", {})
+    notes = {REGION_NOTE: first.plan({}, None, 5, ()).note}
+    first.plan(notes, None, 5, ())
+    first.missed("eu")
+    first.hear("eu", {})
+    shares = first.plan(notes, None, 5, ()).shares
+    assert shares is not None
+    assert (shares.share, shares.before) == (Fraction(1, 2), 0)
+
+
+def test_a_first_start_beside_another_table_takes_no_share() -> None:
+    """Not even if the other region has adopted this one's table meanwhile."""
+    low, high = sorted([HALF, share_table(1, {"eu": 0.9, "us": 0.1})], key=lambda each: each.epoch)
+    eu, us = Membership("eu", low, ["us"]), Membership("us", high, ["eu"])
+    notes = {}
+    for name, each, other in (("eu", eu, "us"), ("us", us, "eu")):
+        each.hear(other, {})
+        notes[name] = {REGION_NOTE: each.plan({}, None, 5, ()).note}
+        each.plan(notes[name], None, 5, ())
+    late = Membership("us", high, ["eu"])
+    us.hear("eu", notes["eu"])
+    plan = us.plan(notes["us"], None, 5, ())
+    assert plan.shares is not None
+    assert plan.shares.share == 0
+    assert "the settings of eu have other shares" in plan.problem
+    eu.hear("us", notes["us"])
+    found = eu.plan(notes["eu"], None, 5, ())
+    assert parse_region(found.note).table == high
+    late.hear("eu", {REGION_NOTE: found.note})
+    shares = late.plan(notes["us"], None, 5, ()).shares
+    assert shares is not None
+    assert shares.before == 0
+
+
+def test_an_epoch_that_no_table_can_have_is_not_passed_on() -> None:
+    """Leaders keep the highest: a region could never announce its table any more."""
+    us = Membership("us", HALF, [])
+    note = json.loads(us.plan({}, None, 5, ()).note)
+    assert note["announced"] == {"us": HALF.epoch}
+    last = share_table(VERSION_MAX, {"us": 1.0}).epoch
+    assert HALF.epoch < last <= EPOCH_MAX < 2**53
+    note["announced"] |= {"ap": EPOCH_MAX + 1, "za": -1, "us": 2**80, "eu": last}
+    eu = Membership("eu", HALF, ["us"])
+    assert eu.hear("us", {REGION_NOTE: json.dumps(note)}).usable
+    plan = eu.plan({}, None, 5, ())
+    assert parse_region(plan.note).announced == {"eu": HALF.epoch}
 
 
 def test_a_first_start_without_the_others_gives_no_units_at_once() -> None:
@@ -169,6 +247,7 @@ def test_a_region_is_added_once_and_the_last_one_stays() -> None:
 # ── Random changes ─────────────────────────────────────────────────────────────────────────────
 
 NAMES = ("ap", "eu", "us", "za")
+EQUAL = share_table(1, dict.fromkeys(NAMES, Fraction(1, len(NAMES))))
 
 
 @dataclass
@@ -176,6 +255,7 @@ class Region:
     """The store of a region, and what its leader knows."""
 
     name: str
+    first: ShareTable = EQUAL
     notes: dict[str, str] = field(default_factory=dict)
     shares: Shares | None = None
     gone: bool = False
@@ -186,8 +266,9 @@ class Region:
 
     def lead(self) -> None:
         """A new process leads: it knows nothing."""
-        first = share_table(1, dict.fromkeys(NAMES, Fraction(1, len(NAMES))))
-        self.leader = Membership(self.name, first, [each for each in NAMES if each != self.name])
+        self.leader = Membership(
+            self.name, self.first, [each for each in NAMES if each != self.name]
+        )
 
     def manage(self, now_ns: int, *, dies: bool = False) -> None:
         """Do what the plan says; a leader may die between its two parts."""
@@ -224,6 +305,7 @@ class Regions:
         if other.gone or (one.name, other.name) in self.cuts:
             one.leader.missed(other.name)
         else:
+            one.leader.asks(other.name)
             one.leader.hear(other.name, dict(other.notes))
 
     def greet_all(self, one: Region) -> None:
@@ -326,4 +408,37 @@ def test_shares_never_add_up_to_more_than_1(seed: int) -> None:
     assert {each.leader.table for each in regions.here} == {table}
     for each in regions.here:
         assert each.share == table.share(each.name)
+    assert sum((each.share for each in regions.here), Fraction(0)) == 1
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_settings_with_different_shares_never_add_up_to_more_than_1(seed: int) -> None:
+    """Also if all regions start for the first time at once, and answers arrive late.
+
+    Nor does a region start with units of a share that another one has had.
+    """
+    draw = random.Random(seed)
+    tables = [
+        share_table(1, {each: 0.7 if each == name else 0.1 for each in NAMES}) for name in NAMES
+    ]
+    regions = Regions(draw)
+    regions.all = {name: Region(name, draw.choice([EQUAL, *tables])) for name in NAMES}
+    answers: dict[tuple[str, str], dict[str, str]] = {}
+    spent: dict[str, Fraction] = dict.fromkeys(NAMES, Fraction(0))
+    for _ in range(200):
+        one, other = (regions.all[name] for name in draw.sample(NAMES, 2))
+        match draw.choice(["read", "hear", "manage"]):
+            case "read" if (one.name, other.name) not in answers:
+                one.leader.asks(other.name)
+                answers[one.name, other.name] = dict(other.notes)
+            case "hear" if (one.name, other.name) in answers:
+                one.leader.hear(other.name, answers.pop((one.name, other.name)))
+            case "manage":
+                one.manage(1)
+                if one.shares is not None:
+                    spent[one.name] = max(spent[one.name], one.shares.before)
+        assert sum((each.share for each in regions.here), Fraction(0)) <= 1
+        assert sum(spent.values(), Fraction(0)) <= 1
+    regions.settle()
     assert sum((each.share for each in regions.here), Fraction(0)) == 1

@@ -38,12 +38,11 @@ FindingCode = Literal[
     "no-default-tier",
     "hidden-tier",
     "short-window",
-    "open-exact",
     "unreachable",
 ]
 
 # Findings that are shown and reject nothing.
-_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window", "open-exact")
+_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window")
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 
@@ -163,7 +162,7 @@ class CapacityError(TollkeeperError):
 
 
 class ChangeRefused(TollkeeperError):
-    """A change of the rules was rejected. The rules did not change."""
+    """A change of the rules, or of the shares of regions, was rejected or is not in use."""
 
 
 class VersionConflict(ChangeRefused):

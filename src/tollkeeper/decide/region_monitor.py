@@ -123,6 +123,7 @@ class RegionMonitor(Protocol):
         A region that is not in it is removed. Returns the regions that could not be reached, and
         why. Raises ConfigError for shares that do not add up or for an unknown region, and
         StoreError if the region of this process could not be reached: then nothing has changed.
+        Raises ChangeRefused if another change was made at the same time and is in use instead.
         """
         ...
 

@@ -5,7 +5,7 @@ request waits for it. All of these processes are candidates. One has the lead, w
 every second and which lasts three: if it dies, stops or cannot reach the region's store, another
 process leads in less than five seconds. A leader that steps down is replaced at once.
 
-The leader does three things at a time:
+The leader does four things at a time:
 
     work      every 50 ms: read the reports that are due, send them to each other region, and give
               the totals that all have accepted to the own store
@@ -39,7 +39,7 @@ from time import thread_time
 from typing import Final, TypeVar
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout
+from tollkeeper.core.errors import ChangeRefused, ConfigError, StoreError, StoreTimeout
 from tollkeeper.decide.region_monitor import LinkState, LinkStatus, PeerCounts, RegionStatus
 from tollkeeper.decide.regional import RegionalCounts, Report, Shares
 from tollkeeper.regions.status import STATUS_NOTE, parse_status, status_text
@@ -126,10 +126,6 @@ class Link:
         self.clock_ns: int | None = None
         """The clock of its store minus that of this process."""
 
-    def works(self) -> bool:
-        """Return True if totals can be exchanged, as far as it is known."""
-        return self.usable
-
     def state(self, now_s: float) -> LinkState:
         """Return whether totals are exchanged."""
         if self.heard_s is None or now_s - self.heard_s > LIVE_S:
@@ -168,7 +164,8 @@ class Term:
             async with asyncio.TaskGroup() as group:
                 for link in self.links.values():
                     greet = partial(self._greet, link)
-                    group.create_task(self._forever(greet, GREET_S, link.works))
+                    works = partial(self._works, link)
+                    group.create_task(self._forever(greet, GREET_S, works))
                 settled = self._exchange.settled
                 group.create_task(self._forever(self._manage, GREET_S, settled.is_set))
                 await self._ready.wait()
@@ -207,8 +204,13 @@ class Term:
 
     # ── Links ──────────────────────────────────────────────────────────────────────────────────
 
+    def _works(self, link: Link) -> bool:
+        """Return True if totals can be exchanged, as far as it is known."""
+        return link.usable and self._ready.is_set()
+
     async def _greet(self, link: Link) -> None:
         """Read what another region says of itself."""
+        self.membership.asks(link.peer)
         try:
             notes = await in_time(link.store.notes(), LINK_S)
             asked_ns = self._now_ns()
@@ -678,14 +680,27 @@ class RegionSync:
                 f"first. Those that are set up are {', '.join(self.names)}"
             )
         share_table(1, shares)  # raises before anything is read
-        notes = await in_time(self._exchange.own.notes(), LINK_S)
-        read = await self._for_others(lambda store: store.notes())
-        found = [newest_table(each) for each in [notes, *read.values()] if isinstance(each, dict)]
-        versions = [table.version for table in found if table is not None]
-        text = share_table(max([1, *versions]) + 1, shares).text()
+        found = await self._tables()
+        wanted = share_table(max([1, *(table.version for table in found)]) + 1, shares)
+        text = wanted.text()
         await in_time(self._exchange.own.note(TABLE_NOTE, text), LINK_S)
         written = await self._for_others(lambda store: store.note(TABLE_NOTE, text))
+        newest = max(await self._tables(), key=lambda table: table.epoch, default=wanted)
+        if newest != wanted:
+            raise ChangeRefused(
+                f"another change of the shares was made at the same time: "
+                f"{', '.join(f'{region}={share}' for region, share in newest.shares)} (version "
+                f"{newest.version}); it is in use instead of this one. Look at the shares, and "
+                f"repeat the change if it is still right"
+            )
         return {peer: str(each) for peer, each in written.items() if each is not None}
+
+    async def _tables(self) -> list[ShareTable]:
+        """Return the newest table in each store that answers. The own store must."""
+        own = await in_time(self._exchange.own.notes(), LINK_S)
+        read = await self._for_others(lambda store: store.notes())
+        found = [newest_table(each) for each in [own, *read.values()] if isinstance(each, dict)]
+        return [table for table in found if table is not None]
 
     async def _for_others(
         self, call: Callable[[RegionalCounts], Awaitable[T]]

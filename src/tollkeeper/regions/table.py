@@ -19,9 +19,12 @@ that has lost its shares, and not its notes, goes on with those of the note, unl
 table. Subjects that it does not know any more start as if the limit was used up.
 
 A region whose store is empty has no share to start with, and gets one like a region that is added.
-Only the very first start is different: no region has announced anything, and each takes its share.
-If another region cannot be reached then, the store may as well have lost its data. So the region
-takes its share, and all subjects start as if the limit was used up.
+Only the very first start is different. The leader writes its note without shares, then reads the
+notes of the others again, and takes its share if each has the same table or no note. Of two regions
+that start at once, one at least reads the note of the other. If their settings have different
+shares, it starts like a region that is added. If another region cannot be reached then, the store
+may as well have lost its data: the region takes its share, and all subjects start as if the limit
+was used up.
 
 Each leader also notes the id of its own store, and of each store that it reaches under the name of
 another region. So a region whose nodes use another store than the others believe is found out, and
@@ -53,13 +56,15 @@ TABLE_NOTE: Final = "table"
 NOTE_CHARS_MAX: Final = 16_384
 # `Shares.before` is the lowest share in this time: longer than the window of a month.
 BEFORE_NS: Final = 32 * 86_400 * NS_PER_SECOND
-VERSION_MAX: Final = 2**32
+# An epoch is a version and a digest. It fits into the numbers of a Redis script: below 2**53.
+VERSION_MAX: Final = 2**20
 # What can happen with fields that are missing, or have other values than a leader notes.
 NOTE_ERRORS: Final = (
     *(KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError),
 )
 _SHARE: Final = re.compile(r"\d{1,9}(/\d{1,9}|\.\d{1,9})?", re.ASCII)
-_DIGEST_BITS: Final = 16
+_DIGEST_BITS: Final = 32
+EPOCH_MAX: Final = (VERSION_MAX + 1 << _DIGEST_BITS) - 1
 
 
 class ShareTable(NamedTuple):
@@ -186,6 +191,10 @@ class RegionNote(NamedTuple):
     """The id of the store that was found under the name of each other region."""
     shares: Shares | None
     """The shares that were set last: where the region goes on if the store has lost them."""
+    starts: bool = False
+    """True: this is the first start of the region, and it has not taken its share yet."""
+    differed: bool = False
+    """True: regions had different tables, so one may have used what is another's share now."""
 
     def text(self) -> str:
         """Return the note."""
@@ -211,13 +220,24 @@ def parse_region(text: str) -> RegionNote:
             int(fields["layout"]),
             str(fields["store"]),
             _table_of(fields["table"]),
-            {str(name): int(epoch) for name, epoch in fields["announced"].items()},
+            _announced_of(fields["announced"]),
             {str(name): str(store) for name, store in fields["met"].items()},
             _shares_of(fields["shares"]),
+            fields.get("starts") is True,
+            fields.get("differed") is True,
         )
     except NOTE_ERRORS as error:
         raise ConfigError(f"the note of a region cannot be read: {show(text)}: {error}") from None
     return note
+
+
+def _announced_of(fields: Any) -> dict[str, int]:
+    """Return the epochs that regions have announced, without those that no table can have.
+
+    Leaders keep the highest epoch and pass it on: a wrong one would stay for good.
+    """
+    found = {str(name): int(epoch) for name, epoch in fields.items()}
+    return {name: epoch for name, epoch in found.items() if 0 <= epoch <= EPOCH_MAX}
 
 
 def _shares_of(fields: Any) -> Shares | None:
@@ -323,8 +343,13 @@ class Membership:
         self._region = region
         self._first = first
         self._noted: ShareTable | None = None
+        self._peers = frozenset(peers)
         self._untried = set(peers)
         self._unheard = set(peers)
+        self._begins = False
+        self._round = 0
+        self._asked: dict[str, int] = {}
+        self._differs = ""
         self._new_id = new_id
         self._announced: dict[str, int] = {}
         self._met: dict[str, str] = {}
@@ -336,17 +361,25 @@ class Membership:
         """The table in use: that of the settings only as long as no store has another one."""
         return self._noted or self._first
 
+    def asks(self, peer: str) -> None:
+        """Note that the leader begins to read the notes of another region's store."""
+        self._asked[peer] = self._round
+
     def hear(self, peer: str, notes: Mapping[str, str]) -> Heard:
         """Take the notes of another region's store."""
-        self._untried.discard(peer)
-        self._unheard.discard(peer)
+        if peer in self._untried:  # one that has not answered at first may have been cut off
+            self._unheard.discard(peer)
+        self._tried(peer)
         text = notes.get(REGION_NOTE)
         if text is None:
             return Heard(False, f"the region {peer} has not started yet: it has no leader so far")
         try:
             note = parse_region(text)
         except ConfigError as error:
+            self._differs = peer
             return Heard(False, str(error))
+        if note.differed or note.table.epoch != self.table.epoch:
+            self._differs = peer
         if note.region != peer:
             return Heard(
                 False,
@@ -391,11 +424,18 @@ class Membership:
     @property
     def has_asked_all(self) -> bool:
         """True if each other region has answered, or could not be reached."""
-        return not self._untried
+        return not self._untried and not self._begins
 
     def missed(self, peer: str) -> None:
         """Note that another region's store could not be read."""
-        self._untried.discard(peer)
+        if peer in self._untried:
+            self._unheard.add(peer)
+        self._tried(peer)
+
+    def _tried(self, peer: str) -> None:
+        # An answer to a call that began before the own note was written says nothing.
+        if self._asked.get(peer, self._round) == self._round:
+            self._untried.discard(peer)
 
     def plan(
         self,
@@ -414,8 +454,11 @@ class Membership:
         self._adopt(notes, own)
         self._announced = _highest(self._announced, {} if own is None else own.announced)
         self._store = "" if own is None else own.store
+        if own is not None and own.differed:
+            self._differs = self._differs or "another region"
         table = self.table
         if shares is None:
+            self._ask_again(own)
             problem = self._cannot_start()
             if problem:
                 # The others read the id of this store, and say that it is the one they reach.
@@ -425,7 +468,12 @@ class Membership:
             if own is not None and own.shares is not None and own.shares.epoch == table.epoch:
                 # The counts may be lost with the shares: a part of a cluster was replaced.
                 shares = own.shares._replace(before=Fraction(0), changed_ns=now_ns)
-        is_first = own is None and table.version == 1 and not self._met_us
+        announced = {**self._announced, self._region: table.epoch}
+        is_first = shares is None and self._is_first(own)
+        if is_first and own is None and self._unheard != self._peers:
+            self._begins = True
+            note = self._note(announced, None, starts=True)
+            return Plan(None, note, "starts for the first time: asks the other regions again")
         chosen = tuple(sorted(each for each in live if each in table.regions))
         found = next_shares(
             self._region, table, shares, self._announced, now_ns, chosen, first=is_first
@@ -433,14 +481,29 @@ class Membership:
         if is_first and self._unheard:
             # This may be a store that has lost its data: the region that knows it cannot say so.
             found = found._replace(before=Fraction(0))
-        note = self._note({**self._announced, self._region: table.epoch}, found)
-        return Plan(found, note, self._warning())
+        return Plan(found, self._note(announced, found), self._warning(found))
 
-    def _note(self, announced: Mapping[str, int], shares: Shares | None) -> str:
+    def _is_first(self, own: RegionNote | None) -> bool:
+        """Return True if no region has another table, or knows another store of this region."""
+        is_new = own is None or own.starts
+        is_same = self.table.version == 1 and not self._differs
+        return is_new and is_same and all(met == self._store for met in self._met_us.values())
+
+    def _ask_again(self, own: RegionNote | None) -> None:
+        """When the note of a first start is written, ask those again that have answered before."""
+        if self._begins and own is not None:
+            self._round += 1
+            self._untried = set(self._peers - self._unheard)
+        self._begins = False
+
+    def _note(
+        self, announced: Mapping[str, int], shares: Shares | None, *, starts: bool = False
+    ) -> str:
         self._store = self._store or self._new_id()
         met = dict(self._met)
         return RegionNote(
-            self._region, LAYOUT, self._store, self.table, announced, met, shares
+            *(self._region, LAYOUT, self._store, self.table, announced, met, shares, starts),
+            differed=bool(self._differs),
         ).text()
 
     def _own_note(self, notes: Mapping[str, str]) -> tuple[RegionNote | None, str]:
@@ -461,7 +524,7 @@ class Membership:
     def _cannot_start(self) -> str:
         """Return why a region without shares must wait."""
         if self._untried:
-            return f"waits for the first answer of {', '.join(sorted(self._untried))}"
+            return f"waits for the answer of {', '.join(sorted(self._untried))}"
         if self._met_us and self._store not in self._met_us.values():
             return (
                 f"the other regions know another store of the region {self._region}. If it was "
@@ -470,13 +533,18 @@ class Membership:
             )
         return ""
 
-    def _warning(self) -> str:
+    def _warning(self, shares: Shares) -> str:
         if self._region not in self.table.regions:
             return f"this region has no share; `tollkeeper regions add {self._region}` gives it one"
         if self.table.version == 1 and self.table != self._first:
             return (
                 "the settings have other shares than another region's; the same are in use "
                 f"everywhere now, this region's is {self.table.share(self._region)}"
+            )
+        if self._differs and not shares.share and self.table.version == 1:
+            return (
+                f"the settings of {self._differs} have other shares than those of this region, "
+                f"which takes its share when all regions have the same; correct the settings"
             )
         return ""
 

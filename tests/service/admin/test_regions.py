@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.admin.client import RULES, Admin, admin, admin_of, filled, template
 from tests.stub_regions import StubRegions, store_with_regions
-from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.core.errors import ChangeRefused, StoreUnavailable
 from tollkeeper.rules.document.reading import read
 
 __all__ = ["admin", "template"]  # fixtures, found by name
@@ -137,6 +137,20 @@ async def test_a_change_that_the_store_does_not_take_is_in_the_audit(
     await regional.rejected("DELETE", "/regions/ap", 503)
     kinds = [each["kind"] for each in (await regional.call("GET", "/audit")).json()["items"]]
     assert kinds[:2] == ["remove-region-failed", "remove-region"]
+
+
+async def test_a_change_beside_another_one_is_a_conflict(
+    regional: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client hears which change is in use; it is no defect of the service."""
+
+    async def fails(_: object) -> None:
+        raise ChangeRefused("another change of the shares was made at the same time: eu=1")
+
+    monkeypatch.setattr(stub(regional), "change_shares", fails)
+    problem = await regional.rejected("DELETE", "/regions/ap", 409)
+    assert problem["error"]["code"] == "CHANGE_REFUSED"
+    assert "eu=1" in problem["detail"]
 
 
 async def test_regions_need_a_token(regional: Admin) -> None:
