@@ -59,8 +59,9 @@ MODES: Final[tuple[Consistency, ...]] = ("strict", "leased", "eventual")
 LIMIT: Final = Limit(1_000, per=60)
 SMALL: Final = Limit(200, per=3_600)
 BURST: Final = 2_000
-# Users of each kind, and their requests in a minute.
-MIX: Final = ((60, 50), (10, 900), (3, 5_000))
+# Users of each kind, and their requests in a minute: a fifth of the simulator's, for a fifth of its
+# nodes.
+MIX: Final = ((50, 50), (8, 900), (2, 5_000))
 REACHED: Final = 20
 REACHED_PER_SECOND: Final = 500
 CONNECTIONS: Final = 2
@@ -425,7 +426,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fleet", description=__doc__)
     parser.add_argument("--nodes", type=int, default=20, help="services [default: 20]")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of the traffic mix, for each mode"
+        "--seconds", type=float, default=60.0, help="of the traffic mix, for each mode"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there too")
     parser.add_argument("--fill-table", action="store_true", help=argparse.SUPPRESS)

@@ -217,7 +217,7 @@ def test_a_global_rule_without_regions_is_refused_at_the_start() -> None:
     """The error names the rule and what is missing; also for a store that could be a region."""
     rules = "{version: 1, rules: [{id: r, by: user, limits: 5/s, scope: global}]}"
     for store in ("memory://", open_store("redis://localhost:1")):
-        says = r'rule r: scope="global" does not work without regions: .*regions=Regions\("eu"'
+        says = r'rule r: scope: global does not work without regions: .*regions=Regions\("eu"'
         with pytest.raises(ConfigError, match=says):
             Limiter.from_rules(rules, store=store)
     limiter = Limiter.from_rules("{version: 1, rules: []}")
@@ -232,10 +232,13 @@ def test_a_window_that_is_too_short_is_logged(caplog: pytest.LogCaptureFixture) 
     rules = (
         "{version: 1, rules: [{id: r, by: user, limits: %s, scope: global, across_regions: exact}]}"
     )
-    Limiter.from_rules(rules % "9/4s", store=store)
+    Limiter.from_rules(rules % "9/4s", store=store, on_failure="closed")
     assert not caplog.records
-    Limiter.from_rules(rules % "9/3s", store=store)
+    Limiter.from_rules(rules % "9/3s", store=store, on_failure="closed")
     assert "a window is shorter than 4 s" in caplog.text
+    assert "failure policy" not in caplog.text
+    Limiter.from_rules(rules % "9/4s", store=store)
+    assert "its failure policy is open by default" in caplog.text
 
 
 def test_a_failed_reset_is_an_error(calls: Calls) -> None:

@@ -200,9 +200,20 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sync.counts("us").failed == 2
 
 
+def test_exact_totals_are_sent_only_while_all_regions_can_be_reached() -> None:
+    """A region that learns a total which not all can accept would deliver less than its share."""
+    sync = started(live=("us",))
+    exact, eventual = report("ann"), report("bob", across="eventual")
+    batches = sync.sending([exact, eventual], 0)
+    assert [each.reports for each in batches.values()] == [[eventual]]
+    sync.use(("us", "ap"), ("us", "ap"), 1)
+    batches = sync.sending([exact], 1)
+    assert batches.keys() == {"us", "ap"}
+
+
 def test_the_newest_report_of_a_subject_waits() -> None:
     """A subject that is touched again while it waits is sent once, with its last total."""
-    sync = started(live=("us",))
+    sync = started()
     for at in range(9):  # more than may be on their way
         sync.sending([report(f"s{at}")], 0)
     sync.sending([report("ann", total=5)], 1)

@@ -38,11 +38,12 @@ FindingCode = Literal[
     "no-default-tier",
     "hidden-tier",
     "short-window",
+    "open-exact",
     "unreachable",
 ]
 
 # Findings that are shown and reject nothing.
-_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window")
+_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window", "open-exact")
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 

@@ -161,6 +161,7 @@ def require_strict(consistency: Consistency) -> None:
 NEEDS_REGIONS: Final = (
     "a global limit is shared by several regions, each with its own Redis; "
     'for example regions=Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})'
+    ", or for a service --region and --regions"
 )
 
 

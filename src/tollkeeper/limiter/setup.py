@@ -46,7 +46,7 @@ from tollkeeper.metrics.tally import RuleCounts, Tally
 from tollkeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
 from tollkeeper.regions.store import RegionStore
 from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.document.model import Rules
+from tollkeeper.rules.document.model import Document, Rules
 from tollkeeper.rules.engine import RuleEngine
 from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.load import Loads, SourceFactor
@@ -330,6 +330,10 @@ class LimiterSetup(LimiterPath):
         from tollkeeper.rules.document.reading import document_of  # noqa: PLC0415 - see above
 
         self._rules().use(document_of(rules), version)
+
+    def require_usable(self, document: Document) -> None:
+        """Raise ConfigError if this store cannot count a document's rules as it says. No I/O."""
+        self._rules().require_usable(document)
 
     def use_entries(self, entries: EntryTable) -> None:
         """Put entries beside the document in force, or those in force after they have changed."""

@@ -5,7 +5,7 @@ request waits for it. All of these processes are candidates. One has the lead, w
 every second and which lasts three: if it dies, stops or cannot reach the region's store, another
 process leads in less than five seconds. A leader that steps down is replaced at once.
 
-The leader does four things at a time:
+The leader does three things at a time:
 
     work      every 50 ms: read the reports that are due, send them to each other region, and give
               the totals that all have accepted to the own store

@@ -56,7 +56,14 @@ from tollkeeper.decide.failure import (
     uncounted_of,
 )
 from tollkeeper.decide.regional import AcrossRegions
-from tollkeeper.decide.store import NEEDS_AUTHORITY, Answer, AnyGate, AsyncStore, Store
+from tollkeeper.decide.store import (
+    NEEDS_AUTHORITY,
+    NEEDS_REGIONS,
+    Answer,
+    AnyGate,
+    AsyncStore,
+    Store,
+)
 from tollkeeper.fleet.store import FleetStore
 from tollkeeper.metrics.tally import RATE_SAMPLE_EVERY, RuleCounts, Tally
 from tollkeeper.regions.settings import Regions, limits_of_region, require_shares
@@ -209,8 +216,8 @@ class RuleEngine:
             self.compiled_rules = self.compiled_rules.with_entries(entries)
 
     def _compile(self, document: Document, version: str, entries: EntryTable) -> CompiledRules:
-        self._require_consistency(document)
-        self._require_scope(document)
+        self.require_usable(document)
+        self._prepare(document)
         factors: dict[str, Factor] = {}
         for rule in document.rules:
             if not rule.scale:
@@ -227,47 +234,52 @@ class RuleEngine:
             self._store.fleet.use_rules(compiled.version)
         return compiled
 
-    def _require_consistency(self, document: Document) -> None:
-        """Raise ConfigError if this store cannot give the document's rules their consistency.
-
-        Opens the table of the node, so that one that cannot be used is an error at startup.
-        """
+    def require_usable(self, document: Document) -> None:
+        """Raise ConfigError if this store cannot count the document's rules as it says. No I/O."""
         place, consistency = next(document.not_strict(), ("", "strict"))
-        if consistency == "strict":
-            return
-        if not isinstance(self._store, FleetStore):
+        if consistency != "strict" and not isinstance(self._store, FleetStore):
             raise ConfigError(
                 f"{place}: consistency: {consistency} does not work here: {NEEDS_AUTHORITY}"
             )
-        self._store.open_node()
-
-    def _require_scope(self, document: Document) -> None:
-        """Raise ConfigError if this store cannot count the document's global rules."""
-        found = [rule for rule in document.rules if rule.across is not None]
-        for rule in found:
-            try:
-                self._make_gate((UNLIMITED,), rule.id, across=rule.across)
-            except ConfigError as error:
-                raise ConfigError(f"rule {rule.id}: {error}") from None
-        exact = [rule for rule in found if rule.across == "exact"]
-        if exact and self._regions is not None:
-            self._require_exact(self._regions, document, exact)
+        for rule in document.rules:
+            if rule.across is None:
+                continue
+            if self._regions is None:
+                raise ConfigError(
+                    f"rule {rule.id}: scope: global does not work without regions: {NEEDS_REGIONS}"
+                )
+            if rule.across == "exact":
+                self._require_exact(self._regions, document, rule)
 
     @staticmethod
-    def _require_exact(regions: Regions, document: Document, rules: Sequence[Rule]) -> None:
+    def _require_exact(regions: Regions, document: Document, rule: Rule) -> None:
         """Raise ConfigError if a region's share of an exact rule is less than one unit."""
         # Imported here: most documents have no exact rules.
+        from tollkeeper.rules.document.safety import limit_sets  # noqa: PLC0415 - see above
+
+        for where, limits in limit_sets(document, f"rule {rule.id}", rule):
+            if limits:
+                parts = part_count(limits, rule.split)
+                require_shares(regions, part_limits(limits, parts, parts - 1), where)
+
+    def _prepare(self, document: Document) -> None:
+        """Prepare the store for rules that nodes or regions share, and log advice about them."""
+        if isinstance(self._store, FleetStore) and any(document.not_strict()):
+            self._store.open_node()  # one that cannot be used is an error at startup
+        found = [rule for rule in document.rules if rule.across is not None]
+        for rule in found:
+            # The first global rule of a process waits for the leader of the region.
+            self._make_gate((UNLIMITED,), rule.id, across=rule.across)
+        if self._regions is None or not any(rule.across == "exact" for rule in found):
+            return
+        # Imported here: most documents have no exact rules.
         from tollkeeper.rules.document.safety import (  # noqa: PLC0415 - see above
-            limit_sets,
+            open_exact,
             short_windows,
         )
 
-        for rule in rules:
-            for where, limits in limit_sets(document, f"rule {rule.id}", rule):
-                if limits:
-                    parts = part_count(limits, rule.split)
-                    require_shares(regions, part_limits(limits, parts, parts - 1), where)
-        for finding in short_windows(document, len(regions.stores)):
+        short = short_windows(document, len(self._regions.stores))
+        for finding in (*short, *open_exact(document, self._on_failure)):
             _log.warning("%s", finding)
 
     def factors(self) -> dict[str, float]:

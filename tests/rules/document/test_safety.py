@@ -296,11 +296,41 @@ def test_tiers_that_the_limits_of_rules_hide(rules: str, hidden: list[str] | Non
 )
 def test_windows_that_are_too_short_for_regions(fields: str, where: list[str]) -> None:
     """It is advice: such a rule delivers little beyond the shares, and is never exceeded."""
-    document = read(f"{{version: 1, rules: [{{id: a, by: user, {fields}}}]}}")
+    document = read(f"{{version: 1, rules: [{{id: a, by: user, on_failure: local, {fields}}}]}}")
     advice = findings(document)
     assert [each.where for each in advice] == where
     assert all(each.code == "short-window" and each.is_advice for each in advice)
     assert all("scope: region" in each.remedy for each in advice)
+    assert new_findings(document, None) == ()
+
+
+EXACT = "scope: global, across_regions: exact"
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "what"),
+    [
+        (EXACT, "open", ["its failure policy is open by default"]),
+        (f"{EXACT}, on_failure: open", "closed", ["its failure policy is open"]),
+        (f"{EXACT}, mode: shadow", "open", ["its failure policy is open by default"]),
+        (EXACT, "closed", []),
+        (EXACT, "raise", []),
+        (f"{EXACT}, on_failure: closed", "open", []),
+        (f"{EXACT}, on_failure: local", "open", []),
+        (f"{EXACT}, mode: 'off'", "open", []),
+        ("scope: global", "open", []),
+        ("on_failure: open", "open", []),
+    ],
+)
+def test_exact_rules_that_admit_without_counting(
+    fields: str, default: str, what: list[str]
+) -> None:
+    """It is advice: an author may prefer requests over the limit to none."""
+    document = read(f"{{version: 1, rules: [{{id: a, by: user, limits: 5/m, {fields}}}]}}")
+    found = list(safety.advice(document, default))
+    assert [(each.what, each.where) for each in found] == [(text, "rules[0]") for text in what]
+    assert all(each.code == "open-exact" and each.is_advice for each in found)
+    assert all("on_failure: closed" in each.remedy for each in found)
     assert new_findings(document, None) == ()
 
 

@@ -13,7 +13,7 @@ from tollkeeper.core.model import Limit
 from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.safety import findings
 from tollkeeper.rules.document.tree import DocumentProblem
-from tollkeeper.service.admin.control import NoDatabase
+from tollkeeper.service.admin.control import NoDatabase, UnusableRules
 from tollkeeper.service.admin.problems import LISTED_MAX, error_response
 
 __all__ = ["admin", "template"]  # fixtures, found by name
@@ -32,6 +32,7 @@ KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
     (errors.VersionConflict(1, 2), 409, "VERSION_CONFLICT"),
     (errors.UnsafeChange(UNSAFE), 409, "UNSAFE_CHANGE"),
     (NoDatabase("limits.yaml"), 409, "RULES_FROM_FILE"),
+    (UnusableRules(errors.ConfigError("x")), 409, "UNUSABLE_RULES"),
     (errors.StoreError("x"), 503, "STORE_UNAVAILABLE"),
     (errors.StoreFull("x"), 503, "STORE_UNAVAILABLE"),
     (errors.StoreUnavailable("x"), 503, "STORE_UNAVAILABLE"),

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.admin.client import AUTHOR, RULES, Admin, admin, from_file, template
+from tests.regions.stores import two_regions
+from tests.service.admin.client import AUTHOR, RULES, Admin, admin, admin_of, from_file, template
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import from_data, read
 from tollkeeper.rules.document.writing import to_data, to_yaml
 from tollkeeper.service.admin.rules import merged
+from tollkeeper.testing import ManualClock
 
 __all__ = ["admin", "from_file", "template"]  # fixtures, found by name
 
 YAML = {"Content-Type": "application/yaml"}
 OTHER = RULES.replace("10/second", "11/second")
+
+
+@pytest.fixture
+async def regional(tmp_path: Path, template: Path) -> AsyncIterator[Admin]:
+    """Yield the admin API of a node that is in one of two regions."""
+    path = tmp_path / "rules.db"
+    shutil.copyfile(template, path)
+    store, _, _ = two_regions(ManualClock())
+    async with admin_of(tmp_path, read(RULES), f"sqlite:///{path}", store=store) as found:
+        yield found
+    store.close()
 
 
 async def document(admin: Admin) -> Document:
@@ -148,6 +164,57 @@ async def test_a_document_is_validated_without_being_applied(admin: Admin) -> No
     assert (wrong["valid"], wrong["safe"]) == (False, False)
     assert [each["where"] for each in wrong["problems"]] == ["version"]
     assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
+
+
+GLOBAL = {"id": "plan", "by": "user", "limits": "9/minute", "scope": "global"}
+LEASED = {"id": "plan", "by": "user", "limits": "9/minute", "consistency": "leased"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (GLOBAL, "rule plan: scope: global does not work without regions"),
+        (LEASED, "rule plan: consistency: leased does not work here"),
+    ],
+)
+async def test_rules_that_the_service_cannot_use_are_rejected(
+    admin: Admin, rule: dict[str, str], says: str
+) -> None:
+    """Its workers would keep the old ones. Force does not help, and no way makes a version."""
+    whole = {"version": 1, "rules": [rule]}
+    one = {name: value for name, value in rule.items() if name != "id"}
+    newest = {"If-Match": '"v1"'}
+    for path, body, headers in (
+        ("/rules?force=true", whole, {}),
+        ("/rules?force=true", whole, newest),
+        ("/rules/plan", one, {}),
+    ):
+        problem = await admin.rejected("PUT", path, 409, json=body, headers=headers)
+        assert problem["error"]["code"] == "UNUSABLE_RULES"
+        assert says in problem["detail"]
+    checked = (await admin.call("POST", "/rules/validate", json=whole)).json()
+    assert (checked["valid"], says in checked["problems"][0]["message"]) == (False, True)
+    assert (await admin.call("GET", "/rules")).headers["etag"] == '"v1"'
+
+
+async def test_no_rollback_to_rules_that_the_service_cannot_use(admin: Admin) -> None:
+    """Such a version was written by the command line, or by a service with regions."""
+    repository = await admin.app.state.control.repository()
+    for version, rules in enumerate(([GLOBAL], [])):
+        document = from_data({"version": 1, "rules": rules})
+        await repository.apply(document, author="x", expected=version + 1, force=True)
+    problem = await admin.rejected("POST", "/versions/2/rollback", 409)
+    assert problem["error"]["code"] == "UNUSABLE_RULES"
+    await admin.call("POST", "/versions/1/rollback")
+
+
+async def test_a_service_with_regions_takes_global_rules(regional: Admin) -> None:
+    """Except an exact limit of less than one unit for a region."""
+    one = {"by": "tenant", "limits": "1/minute", "scope": "global"}
+    await regional.call("PUT", "/rules/plan", json=one)
+    exact = {**one, "across_regions": "exact"}
+    problem = await regional.rejected("PUT", "/rules/plan", 409, json=exact)
+    assert "less than one unit" in problem["detail"]
 
 
 # ── One rule ─────────────────────────────────────────────────────────────────────────────────────
@@ -296,8 +363,9 @@ async def test_a_patch_changes_some_fields_of_a_rule(admin: Admin) -> None:
     )
 
 
-async def test_the_scope_of_a_rule_is_edited(admin: Admin) -> None:
+async def test_the_scope_of_a_rule_is_edited(regional: Admin) -> None:
     """It is kept by every other edit. A combination that makes no sense is rejected."""
+    admin = regional
     shared = {"by": ["tenant"], "limits": ["5/minute"], "scope": "global"}
     await admin.call("PUT", "/rules/shared", json=shared)
     await admin.call("PATCH", "/rules/shared", json={"across_regions": "exact"}, headers=MERGE)
@@ -321,8 +389,9 @@ async def test_the_scope_of_a_rule_is_edited(admin: Admin) -> None:
     assert "scope" not in await rule(admin, "shared")
 
 
-async def test_a_tier_of_a_global_rule_stays_strict(admin: Admin) -> None:
+async def test_a_tier_of_a_global_rule_stays_strict(regional: Admin) -> None:
     """A tier that a global rule uses cannot be leased."""
+    admin = regional
     await admin.call("PUT", "/tiers/default", json={"limits": ["7/minute"]})
     await admin.call("PUT", "/rules/shared", json={"by": ["tenant"], "scope": "global"})
     leased = {"limits": ["7/minute"], "consistency": "leased"}

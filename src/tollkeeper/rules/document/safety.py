@@ -4,7 +4,8 @@ A finding is not an error: the document could be used. But a document that denie
 everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
 rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
 that no rule uses is only advice: an author may add it before the rule that uses it. So is an exact
-global rule whose window is too short for regions to share it well.
+global rule whose window is too short for regions to share it well, or that admits without counting
+while it cannot be decided.
 
 Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
 counts as covered only if another certainly matches everything that it matches.
@@ -297,9 +298,16 @@ def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
         )
 
 
-def advice(document: Document) -> Iterator[SafetyFinding]:
-    """Yield the findings that reject nothing."""
-    return chain(_hidden_tiers(document), short_windows(document, REGIONS_MIN))
+def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFinding]:
+    """Yield the findings that reject nothing.
+
+    `on_failure` is the failure policy of rules that have none, if it is known.
+    """
+    return chain(
+        _hidden_tiers(document),
+        short_windows(document, REGIONS_MIN),
+        open_exact(document, on_failure),
+    )
 
 
 def _hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
@@ -341,6 +349,24 @@ def short_windows(document: Document, regions: int) -> Iterator[SafetyFinding]:
                     "longer window",
                     rule.id,
                 )
+
+
+def open_exact(document: Document, on_failure: str) -> Iterator[SafetyFinding]:
+    """Find exact global rules that admit without counting while their region cannot decide."""
+    for place, rule in enumerate(document.rules):
+        if rule.across != "exact" or rule.mode == "off":
+            continue
+        if (rule.on_failure or on_failure) == "open":
+            yield SafetyFinding(
+                "open-exact",
+                below("rules", place),
+                f"its failure policy is open{'' if rule.on_failure else ' by default'}",
+                "while the region has no share (it starts, or was removed) or its Redis fails, it "
+                "admits every request without counting, so the limit is exceeded",
+                "write on_failure: closed, or on_failure: local, which limits by the region's "
+                "share",
+                rule.id,
+            )
 
 
 def _unreachable(document: Document, before: Document | None) -> Iterator[SafetyFinding]:

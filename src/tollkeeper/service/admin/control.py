@@ -24,6 +24,7 @@ from tollkeeper.control.follow import announce
 from tollkeeper.control.repository import Kind, Repository, Version
 from tollkeeper.core.errors import (
     ChangeRefused,
+    ConfigError,
     StoreError,
     TollkeeperError,
     VersionConflict,
@@ -89,6 +90,13 @@ class NoRegions(ChangeRefused):
         super().__init__(
             "this service has no regions; start it with --region and a table of regions"
         )
+
+
+class UnusableRules(ChangeRefused):
+    """The nodes of this service would refuse the document and keep the rules in force."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(f"this service cannot use the document, so nothing was changed: {error}")
 
 
 class CurrentRules(NamedTuple):
@@ -282,7 +290,7 @@ class ControlPlane:
         """Make a new version and announce it to the nodes. Raises ChangeRefused, StoreError."""
         repository = await self.repository()
         version = await repository.edit(
-            edit,
+            lambda document: self._usable(edit(document)),
             kind=kind,
             author=change.author,
             reason=change.reason,
@@ -344,7 +352,7 @@ class ControlPlane:
         # Not _expected: a document that is already in force succeeds, whatever version was
         # expected.
         version = await repository.apply(
-            document,
+            self._usable(document),
             author=change.author,
             reason=change.reason,
             force=change.force,
@@ -359,6 +367,7 @@ class ControlPlane:
         Raises NotFound, ChangeRefused, StoreError.
         """
         repository = await self.repository()
+        self._usable(await repository.document_of(await repository.version(number)))
         for attempt in range(1, ROLLBACK_ATTEMPTS_MAX + 1):
             expected = await self._expected(repository, change.condition)
             try:
@@ -375,6 +384,14 @@ class ControlPlane:
             await self.announce(version.number)
             return version
         raise AssertionError("the last attempt returns or raises")
+
+    def _usable(self, document: Document) -> Document:
+        """Return a document that the nodes of this service can use. Raises UnusableRules."""
+        try:
+            self.context.limiter.require_usable(document)
+        except ConfigError as error:
+            raise UnusableRules(error) from None
+        return document
 
     # ── Counts ─────────────────────────────────────────────────────────────────────────────────
 

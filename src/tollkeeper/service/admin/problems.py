@@ -30,7 +30,7 @@ from tollkeeper.core.errors import (
 )
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.tree import DocumentProblem, below
-from tollkeeper.service.admin.control import NoDatabase, NoRegions, etag_of
+from tollkeeper.service.admin.control import NoDatabase, NoRegions, UnusableRules, etag_of
 from tollkeeper.service.http.bodies import (
     BodyRejected,
     json_kind,
@@ -199,6 +199,8 @@ def error_response(error: TollkeeperError, *, conditional: bool) -> Response:
         return problem(409, "RULES_FROM_FILE", message)
     if isinstance(error, NoRegions):
         return problem(409, "NO_REGIONS", message)
+    if isinstance(error, UnusableRules):
+        return problem(409, "UNUSABLE_RULES", message)
     if isinstance(error, ChangeRefused):
         return problem(409, "CHANGE_REFUSED", message)
     answer = answers.error_answer(error)

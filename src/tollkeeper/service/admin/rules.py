@@ -17,6 +17,7 @@ from tollkeeper.control.audit import AuditCursor, AuditFilter
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.document.reading import DocumentError, from_data, read
 from tollkeeper.rules.document.safety import advice, new_findings
@@ -236,18 +237,22 @@ async def validate_rules(request: Request, control: Control) -> ValidationOut:
     """Report the problems of a document, its findings and its changes. Applies nothing."""
     text = await text_of(request)
     found = await control.current()
-    return await asyncio.to_thread(_validated, text, found)
+    return await asyncio.to_thread(_validated, text, found, control.context.limiter)
 
 
-def _validated(text: str, found: CurrentRules) -> ValidationOut:
+def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> ValidationOut:
     try:
         document = read(text, "<body>")
+        limiter.require_usable(document)
     except DocumentError as error:
         problems = [PlaceOut(**problem_data(each)) for each in error.problems[:LISTED_MAX]]
         return ValidationOut(valid=False, safe=False, problems=problems, findings=[], diff="")
+    except ConfigError as error:  # the service cannot use it
+        unusable = PlaceOut(where="", line=0, column=0, message=str(error))
+        return ValidationOut(valid=False, safe=False, problems=[unusable], findings=[], diff="")
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
-    shown = [*unsafe, *advice(document)][:LISTED_MAX]
+    shown = [*unsafe, *advice(document, limiter.on_failure)][:LISTED_MAX]
     names = found.etag.strip('"') if before else "no version", "<body>"
     return ValidationOut(
         valid=True,
