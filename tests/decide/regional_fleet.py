@@ -7,12 +7,11 @@ changes and traffic. `CentralCount` is the limit as one store would count it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from random import Random
-from typing import TypeVar
 
 from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
 from tollkeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit
@@ -25,18 +24,9 @@ from tollkeeper.decide.regional import (
     Shares,
     micros_left,
 )
+from tollkeeper.lab.regions import result_of
 
-T = TypeVar("T")
 START_S = 1_800_000_000
-
-
-def done(call: Coroutine[None, None, T]) -> T:
-    """Return the result of a call that waits for nothing."""
-    try:
-        call.send(None)
-    except StopIteration as stopped:
-        return stopped.value  # type: ignore[no-any-return]  # the type of a generator's result
-    raise AssertionError("the call waits")
 
 
 class CentralCount:
@@ -124,7 +114,7 @@ class RandomRegions:
         for name, weight in zip(names, weights, strict=True):
             clock = ManualClock(START_S)
             made = store(clock)
-            _, token = done(made.lead(name, 10**18))
+            _, token = result_of(made.lead(name, 10**18))
             share = Fraction(weight, sum(weights))
             region = RandomRegion(name, clock, made, token, share)
             self.regions[name] = region
@@ -143,7 +133,7 @@ class RandomRegions:
         others = tuple(name for name in self.regions if name != region.name)
         region.share = share
         shares = Shares(region.epoch, share, before, region.clock.now_ns(), others)
-        assert done(region.store.set_shares(shares, region.token))
+        assert result_of(region.store.set_shares(shares, region.token))
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
         """Run an event after some time."""
@@ -202,7 +192,7 @@ class RandomRegions:
 
     def sync(self, region: RandomRegion) -> None:
         """Send the reports of a region that are due."""
-        for report in done(region.store.due(10, region.token)):
+        for report in result_of(region.store.due(10, region.token)):
             for other in self.regions.values():
                 if other is not region:
                     self._send(region, other, report, region.epoch)
@@ -214,7 +204,7 @@ class RandomRegions:
         def arrive() -> None:
             if not self._reaches(source, target):
                 return
-            (learnt,) = done(target.store.learn(source.name, epoch, [report]))
+            (learnt,) = result_of(target.store.learn(source.name, epoch, [report]))
             if self._reaches(target, source):
                 self.later(self._delay(), lambda: self._answered(source, target, report, learnt))
 
@@ -235,7 +225,7 @@ class RandomRegions:
         if None not in have:
             generation, total, returned = min(each for each in have if each is not None)
             found = Accepted(report.key, generation, total, returned)
-            done(region.store.accept(region.epoch, [found], region.token))
+            result_of(region.store.accept(region.epoch, [found], region.token))
 
     # ── Faults ─────────────────────────────────────────────────────────────────────────────────
 

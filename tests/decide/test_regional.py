@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.regional_fleet import done, run_random
+from tests.decide.regional_fleet import run_random
 from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
 from tollkeeper.core.errors import CapacityError
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
@@ -20,6 +20,7 @@ from tollkeeper.decide.regional import (
     Report,
     Shares,
 )
+from tollkeeper.lab.regions import result_of
 
 START_S = 1_800_000_000
 HUNDRED = (Limit(100, per=60),)
@@ -30,7 +31,7 @@ def region(
 ) -> MemoryRegional:
     """Return the store of a region, by default with an equal share."""
     store = MemoryRegional(clock)
-    _, token = done(store.lead("leader", 10**18))
+    _, token = result_of(store.lead("leader", 10**18))
     use(store, clock, share or Fraction(1, 1 + len(others)), others=others)
     assert token == 1
     return store
@@ -47,7 +48,7 @@ def use(
 ) -> None:
     """Set the share of a region."""
     shares = Shares(epoch, share, before or share, clock.now_ns(), others)
-    assert done(store.set_shares(shares, 1))
+    assert result_of(store.set_shares(shares, 1))
 
 
 def admitted(
@@ -60,20 +61,20 @@ def admitted(
 
 def reported(store: MemoryRegional) -> Report:
     """Return the only report that is due."""
-    (report,) = done(store.due(10, 1))
+    (report,) = result_of(store.due(10, 1))
     return report
 
 
 def accept(store: MemoryRegional, report: Report) -> None:
     """Tell a region that all others have accepted its report."""
     found = Accepted(report.key, report.generation, report.total, report.returned)
-    done(store.accept(1, [found], 1))
+    result_of(store.accept(1, [found], 1))
 
 
 def exchange(here: MemoryRegional, there: MemoryRegional, name: str = "here") -> bool:
     """Give the report of a region to another; return True if it was accepted."""
     report = reported(here)
-    (learnt,) = done(there.learn(name, 1, [report]))
+    (learnt,) = result_of(there.learn(name, 1, [report]))
     if learnt.accepted:
         accept(here, report)
     return learnt.accepted
@@ -81,7 +82,7 @@ def exchange(here: MemoryRegional, there: MemoryRegional, name: str = "here") ->
 
 def used(store: MemoryRegional, limits: tuple[Limit, ...] = HUNDRED) -> tuple[int, ...]:
     """Return the units that count, of each limit."""
-    return done(store.usage(limits, "api", "ann")).used
+    return result_of(store.usage(limits, "api", "ann")).used
 
 
 def both(clock: ManualClock) -> tuple[MemoryRegional, MemoryRegional]:
@@ -173,7 +174,7 @@ def test_a_store_that_lost_its_last_totals_moves_no_more_than_it_has() -> None:
     report = reported(here)
     accept(here, report._replace(total=30))
     assert used(here) == (10,)
-    assert done(here.usage(HUNDRED, "api", "ann")).unaccepted == (0,)
+    assert result_of(here.usage(HUNDRED, "api", "ann")).unaccepted == (0,)
 
 
 def test_a_store_that_lost_all_counts_begins_anew() -> None:
@@ -182,13 +183,13 @@ def test_a_store_that_lost_all_counts_begins_anew() -> None:
     here, there = both(clock)
     admitted(here, "exact", 30)
     late = reported(here)
-    assert done(there.learn("here", 1, [late]))[0].accepted
+    assert result_of(there.learn("here", 1, [late]))[0].accepted
     clock.advance(1)
     here = region(clock)
     admitted(here, "exact", 10)
     assert exchange(here, there)
     before = used(there)
-    assert not done(there.learn("here", 1, [late]))[0].accepted
+    assert not result_of(there.learn("here", 1, [late]))[0].accepted
     assert used(there) == before
 
 
@@ -223,7 +224,7 @@ def test_a_report_of_another_number_of_limits_is_not_learnt() -> None:
     admitted(there, "exact", 1)
     report = reported(here)
     wrong = report._replace(counts=(*report.counts, 5), returned=(0, 0))
-    assert done(there.learn("here", 1, [wrong])) == [(False, 0)]
+    assert result_of(there.learn("here", 1, [wrong])) == [(False, 0)]
     assert used(there) == (1,)
 
 
@@ -345,7 +346,7 @@ def test_a_report_of_the_window_before_is_counted_there_and_not_accepted() -> No
         admitted(here, "exact", 20, limits)
         report = reported(here)
         clock.advance(1)
-        assert not done(there.learn("here", 1, [report]))[0].accepted
+        assert not result_of(there.learn("here", 1, [report]))[0].accepted
         assert used(there, limits) == (counted,)
 
 
@@ -355,11 +356,11 @@ def test_a_clock_that_is_set_back_delays_neither_reports_nor_a_leader() -> None:
     here, _ = both(clock)
     admitted(here, "exact", 10)
     assert reported(here).total == 10
-    done(here.step_down("leader"))
-    assert done(here.lead("first", 3 * NS_PER_SECOND))[0] == "first"
+    result_of(here.step_down("leader"))
+    assert result_of(here.lead("first", 3 * NS_PER_SECOND))[0] == "first"
     clock.advance(-3_600)
-    assert [report.total for report in done(here.due(10, 2))] == [10]
-    assert done(here.lead("second", 3 * NS_PER_SECOND))[0] == "second"
+    assert [report.total for report in result_of(here.due(10, 2))] == [10]
+    assert result_of(here.lead("second", 3 * NS_PER_SECOND))[0] == "second"
 
 
 def test_demand_of_a_region_fades_although_the_clock_was_set_back() -> None:
@@ -393,7 +394,7 @@ def test_a_rise_drains_own_units_at_the_share_of_before() -> None:
     assert admitted(store, "exact", 100) == 10
     clock.advance(30)
     use(store, clock, Fraction(1, 2), Fraction(1, 10))
-    assert done(store.usage(HUNDRED, "api", "ann")).unaccepted == (5,)
+    assert result_of(store.usage(HUNDRED, "api", "ann")).unaccepted == (5,)
 
 
 @pytest.mark.parametrize("first", ["refund", "due", "accept", "check"])
@@ -403,18 +404,18 @@ def test_whichever_call_is_the_first_after_a_rise_counts_it(first: str) -> None:
     store = region(clock, share=Fraction(1, 10))
     gate = store.global_gate(HUNDRED, "api", "exact")
     assert admitted(store, "exact", 100) == 10
-    (before,) = done(store.due(10, 1))
+    (before,) = result_of(store.due(10, 1))
     clock.advance(30)
     use(store, clock, Fraction(1, 2), Fraction(1, 10))
     if first == "refund":
         gate.refund("ann", 1, clock.now_ns())
     elif first == "due":
-        (report,) = done(store.due(10, 1))
+        (report,) = result_of(store.due(10, 1))
         assert report.counts == (5_000_000,)
     elif first == "accept":
-        done(store.accept(1, [Accepted(before.key, before.generation, 5, (0,))], 1))
+        result_of(store.accept(1, [Accepted(before.key, before.generation, 5, (0,))], 1))
     left = 4 if first == "refund" else 5
-    assert done(store.usage(HUNDRED, "api", "ann")).unaccepted == (left,)
+    assert result_of(store.usage(HUNDRED, "api", "ann")).unaccepted == (left,)
     # 80 of 100 may have been spent by another region, which are 40 of this one's 50.
     assert admitted(store, "exact", 100) == 10 - left
 
@@ -461,9 +462,9 @@ def test_two_regions_that_were_alone_learn_what_still_counts_once() -> None:
     clock.advance(1)
     admitted(here, "eventual", 1)
     admitted(there, "eventual", 1)
-    (learnt,) = done(there.learn("here", 1, [reported(here)]))
+    (learnt,) = result_of(there.learn("here", 1, [reported(here)]))
     assert 93 <= learnt.excess <= 95
-    (learnt,) = done(here.learn("there", 1, [reported(there)]))
+    (learnt,) = result_of(here.learn("there", 1, [reported(there)]))
     assert 93 <= learnt.excess <= 95
 
 
@@ -473,7 +474,7 @@ def test_a_few_units_over_are_no_excess() -> None:
     here, there = both(clock)
     assert admitted(here, "eventual", 100) == 100
     assert admitted(there, "eventual", 5) == 5
-    (learnt,) = done(there.learn("here", 1, [reported(here)]))
+    (learnt,) = result_of(there.learn("here", 1, [reported(here)]))
     assert learnt.excess == 0
     assert used(there) == (105,)
 
@@ -511,11 +512,11 @@ def test_a_total_that_a_region_has_missed_is_due_until_it_has_learnt_it() -> Non
     assert admitted(store, "eventual", 1) == 1
     report = reported(store)
     missed = Accepted(report.key, report.generation, report.total, report.returned, False)
-    done(store.accept(1, [missed], 1))
-    assert not done(store.due(10, 1))
+    result_of(store.accept(1, [missed], 1))
+    assert not result_of(store.due(10, 1))
     for seconds in (10, 1, 1):
         clock.advance(seconds)
         assert reported(store).total == 1  # it was not accepted since
     accept(store, report)
     clock.advance(20)
-    assert not done(store.due(10, 1))
+    assert not result_of(store.due(10, 1))

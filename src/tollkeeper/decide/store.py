@@ -328,6 +328,50 @@ class Store(Protocol):
         ...
 
 
+class StoreWrapper:
+    """What a store that wraps another one passes on to it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        return self._store.is_private
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers."""
+        return self._store.is_sharded
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of the wrapped store."""
+        return self._store.monitor
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages of the wrapped store."""
+        return self._store.channel
+
+    @property
+    def authority(self) -> Authority | None:
+        """The authority of the wrapped store."""
+        return self._store.authority
+
+    def sweep(self) -> int:
+        """See Store.sweep."""
+        return self._store.sweep()
+
+    def stats(self) -> StoreStats:
+        """See Store.stats."""
+        return self._store.stats()
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects that this process asked the wrapped store about most."""
+        return self._store.busiest(count)
+
+
 class AsyncStore(Protocol):
     """The awaited calls of a store on another machine."""
 

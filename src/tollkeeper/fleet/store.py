@@ -28,7 +28,6 @@ from tollkeeper.decide.failure import SharedCounts
 from tollkeeper.decide.fleet_monitor import FleetMonitor
 from tollkeeper.decide.leasing import (
     NO_LEASE,
-    Authority,
     LeaseCheck,
     LeasedAnswer,
     LeaseTerms,
@@ -42,12 +41,10 @@ from tollkeeper.decide.store import (
     AsyncGate,
     AsyncGateCheck,
     AsyncStore,
-    Channel,
     Gate,
     GateCheck,
     Store,
-    StoreMonitor,
-    StoreStats,
+    StoreWrapper,
     require_strict_across,
 )
 from tollkeeper.decide.stores import open_fallback_store
@@ -64,7 +61,7 @@ _STRICT: Final = LeaseTerms(0, 1, 0)
 _Spent = tuple[int, NodeGate, Decision]
 
 
-class FleetStore:
+class FleetStore(StoreWrapper):
     """The store of a node: limiters can share it.
 
     The table of the node is opened for the first gate that is not strict, or at once if the node
@@ -75,7 +72,7 @@ class FleetStore:
         self, store: Store, fleet: Fleet, clock: Clock, *, owns_store: bool = True
     ) -> None:
         self.fleet_settings = fleet
-        self._store = store
+        super().__init__(store)
         self._async_store = store.as_async
         self._clock = clock
         self._owns_store = owns_store
@@ -159,34 +156,9 @@ class FleetStore:
         return self._store
 
     @property
-    def is_private(self) -> bool:
-        """True if no other process sees the counts."""
-        return self._store.is_private
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if subjects are on several servers."""
-        return self._store.is_sharded
-
-    @property
     def as_async(self) -> AsyncStore | None:
         """The awaited calls, if the wrapped store has them."""
         return None if self._async_store is None else self
-
-    @property
-    def monitor(self) -> StoreMonitor | None:
-        """The counters and circuit breakers of the wrapped store."""
-        return self._store.monitor
-
-    @property
-    def channel(self) -> Channel | None:
-        """The messages of the wrapped store."""
-        return self._store.channel
-
-    @property
-    def authority(self) -> Authority | None:
-        """The authority of the wrapped store."""
-        return self._store.authority
 
     @property
     def regional(self) -> RegionalCounts | None:
@@ -207,18 +179,6 @@ class FleetStore:
     def fleet(self) -> FleetMonitor | None:
         """The counters and the nodes; None until a limit that is not strict is prepared."""
         return self._agent
-
-    def sweep(self) -> int:
-        """See Store.sweep."""
-        return self._store.sweep()
-
-    def stats(self) -> StoreStats:
-        """See Store.stats."""
-        return self._store.stats()
-
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects that this process asked the authority about most."""
-        return self._store.busiest(count)
 
     # ── Gates ──────────────────────────────────────────────────────────────────────────────────
 

@@ -166,7 +166,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
 
-def _result_of(call: Coroutine[Any, Any, T]) -> T:
+def result_of(call: Coroutine[Any, Any, T]) -> T:
     """Return the result of a call that waits for nothing."""
     try:
         call.send(None)
@@ -187,11 +187,11 @@ class _VirtualClock:
 
     def sleep(self, seconds: float) -> None:
         """Raise: a store never waits."""
-        raise NotImplementedError
+        raise NotImplementedError("simulated stores never wait")
 
     async def sleep_async(self, seconds: float) -> None:
         """Raise: a store never waits."""
-        raise NotImplementedError
+        raise NotImplementedError("simulated stores never wait")
 
 
 class _Store(MemoryRegional):
@@ -260,7 +260,7 @@ class _Remote:
 
         def arrive() -> None:
             try:
-                back(partial(answer.set_result, _result_of(call())))
+                back(partial(answer.set_result, result_of(call())))
             except StoreError as error:
                 back(partial(answer.set_exception, error))
 
@@ -280,7 +280,7 @@ class _Remote:
 
     def global_async_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> AsyncGate:
         """Raise: the simulation has no awaited gates."""
-        raise NotImplementedError
+        raise NotImplementedError("simulated checks are not awaited")
 
     async def shares(self) -> Shares | None:
         """See RegionalCounts."""
@@ -652,7 +652,7 @@ class SimulatedRegions:
     def _write_table(self, shares: Mapping[str, Fraction], regions: Iterable[str]) -> None:
         self.table = share_table(self.table.version + 1, shares)
         for region in regions:
-            _result_of(self.stores[region].note(TABLE_NOTE, self.table.text()))
+            result_of(self.stores[region].note(TABLE_NOTE, self.table.text()))
 
     async def _lose(self, after_s: float) -> None:
         """Cut a region off, lose it, remove it, and add it again when it is back."""

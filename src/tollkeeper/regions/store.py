@@ -27,7 +27,6 @@ from tollkeeper.core.steps import Call, Steps, Together, Undo, run, run_async
 from tollkeeper.decide.allowances import Allowances
 from tollkeeper.decide.combine import uncharged
 from tollkeeper.decide.fleet_monitor import FleetMonitor
-from tollkeeper.decide.leasing import Authority
 from tollkeeper.decide.region_monitor import RegionMonitor
 from tollkeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts, rule_number
 from tollkeeper.decide.store import (
@@ -35,12 +34,10 @@ from tollkeeper.decide.store import (
     AsyncGate,
     AsyncGateCheck,
     AsyncStore,
-    Channel,
     Gate,
     GateCheck,
     Store,
-    StoreMonitor,
-    StoreStats,
+    StoreWrapper,
     require_strict_across,
 )
 from tollkeeper.decide.stores import open_fallback_store
@@ -115,7 +112,7 @@ def resetting(
         )
 
 
-class RegionStore:
+class RegionStore(StoreWrapper):
     """The store of a node that is in one of several regions; limiters can share it."""
 
     def __init__(
@@ -140,7 +137,7 @@ class RegionStore:
                 f'use a Redis, for example stores={{"{regions.region}": "redis://localhost"}}'
             )
         self.settings = regions
-        self._store = store
+        super().__init__(store)
         self._async_store = store.as_async
         self._counts = counts
         self._owns_store = owns_store
@@ -160,29 +157,9 @@ class RegionStore:
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
 
     @property
-    def is_private(self) -> bool:
-        """True if no other process sees the counts."""
-        return self._store.is_private
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if subjects are on several servers."""
-        return self._store.is_sharded
-
-    @property
     def as_async(self) -> AsyncStore | None:
         """The awaited calls, if the wrapped store has them."""
         return None if self._async_store is None else self
-
-    @property
-    def monitor(self) -> StoreMonitor | None:
-        """The counters and circuit breakers of the wrapped store."""
-        return self._store.monitor
-
-    @property
-    def channel(self) -> Channel | None:
-        """The messages of the wrapped store: between the processes of this region."""
-        return self._store.channel
 
     @property
     def fleet(self) -> FleetMonitor | None:
@@ -193,11 +170,6 @@ class RegionStore:
         """None: they are in the memory of the node."""
 
     @property
-    def authority(self) -> Authority | None:
-        """The authority of the wrapped store, for limits of this region."""
-        return self._store.authority
-
-    @property
     def regional(self) -> RegionalCounts:
         """The counts of this region."""
         return self._counts
@@ -206,18 +178,6 @@ class RegionStore:
     def regions(self) -> RegionMonitor | None:
         """The regions that share global limits with this one."""
         return self._sync
-
-    def sweep(self) -> int:
-        """See Store.sweep."""
-        return self._store.sweep()
-
-    def stats(self) -> StoreStats:
-        """See Store.stats."""
-        return self._store.stats()
-
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects that this process checked most."""
-        return self._store.busiest(count)
 
     # ── Gates ──────────────────────────────────────────────────────────────────────────────────
 
