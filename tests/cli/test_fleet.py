@@ -84,6 +84,9 @@ def test_what_an_operator_should_notice() -> None:
     with stub_service(200, {**FLEET, **counts, "nodes": [NODE, other]}) as service:
         differ = run("fleet", url=service.url).output
     assert "the nodes have different versions of the rules" in differ
+    joined = {**other, "rules_version": ""}
+    with stub_service(200, {**FLEET, "nodes": [NODE, joined]}) as service:
+        assert "different versions" not in run("fleet", url=service.url).output
     assert "; 2 reports failed; 3 allowances did not fit" in differ
     with stub_service(200, {**FLEET, "gossip": False, "nodes": [NODE]}) as service:
         alone = run("fleet", url=service.url).output
