@@ -1,0 +1,1 @@
+"""gRPC: the servers, and the methods that every server has. Nothing here knows rate limits."""

@@ -1,0 +1,133 @@
+"""gRPC as the services of this package see it: a call comes in, messages go out.
+
+A *method* is a coroutine function that takes a call and raises CallError to end it with a status.
+It does not know which server runs it: the server on libnghttp2 (`http2.py`) and the server on
+grpcio (`grpcio.py`) run the same methods.
+
+- A *unary* method takes one message and returns one.
+- A *streaming* method receives and sends messages until it returns, or the client goes away. Then
+  the server cancels it.
+
+Messages are bytes: a service that is called ten thousand times a second decides itself how it reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, Protocol
+
+from tollkeeper.core.errors import ConfigError
+
+
+class Status(IntEnum):
+    """The status codes of gRPC that the server and its methods use."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+class CallError(Exception):
+    """Ends a call with a status and a message for the client."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        """`message` tells the client what was wrong; it contains no secrets."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Call(Protocol):
+    """One call, as its method sees it."""
+
+    def metadata(self, name: str) -> str | None:
+        """Return the first value of a name in lower case, or None. Binary values are not text."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds until the client's deadline; None if it has none."""
+        ...
+
+
+class StreamingCall(Call, Protocol):
+    """A call in which both sides send messages."""
+
+    async def receive(self) -> bytes | None:
+        """Return the client's next message; None if it sends no more."""
+        ...
+
+    async def send(self, message: bytes) -> None:
+        """Send a message. Waits while the client does not read."""
+        ...
+
+
+UnaryMethod = Callable[[bytes, Call], Awaitable[bytes]]
+StreamingMethod = Callable[[StreamingCall], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """The methods of a server, by their paths, for example `/grpc.health.v1.Health/Check`."""
+
+    unary: Mapping[str, UnaryMethod] = field(default_factory=dict)
+    streaming: Mapping[str, StreamingMethod] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The files of a server's certificate and key; with `authority`, clients need one too."""
+
+    certificate: Path
+    key: Path
+    authority: Path | None = None
+
+    def contents(self) -> tuple[bytes, bytes, bytes | None]:
+        """Return certificate, key and authority. Raises ConfigError for an unreadable file."""
+        authority = None if self.authority is None else _contents(self.authority)
+        return _contents(self.certificate), _contents(self.key), authority
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+MESSAGE_BYTES_MAX: Final = 1024 * 1024
+# A report of Envoy lists all of its buckets, and it repeats one that was refused.
+STREAM_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
+METADATA_BYTES_MAX: Final = 16 * 1024
+# More could not be answered in time: Envoy's timeout is 20 ms. Others get RESOURCE_EXHAUSTED.
+CALLS_MAX: Final = 4_096
+STOP_SECONDS: Final = 5.0
+
+
+class GrpcServer(Protocol):
+    """A running server."""
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, also if it was started on port 0."""
+        ...
+
+    async def stop(self, grace_s: float = STOP_SECONDS) -> None:
+        """Accept no more calls, and stop when the calls in flight have ended.
+
+        Calls that take longer than `grace_s` seconds are cancelled.
+        """
+        ...
