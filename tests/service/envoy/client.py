@@ -13,7 +13,9 @@ from tollkeeper import AsyncLimiter
 from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.protocol.messages import SERVICE, RateLimitRequest, RateLimitResponse
-from tollkeeper.service.envoy.server import METHOD, GrpcServer, TlsFiles, start
+from tollkeeper.service.envoy.server import METHOD, EnvoyServer, start
+from tollkeeper.service.grpc.calls import Bounds, TlsFiles
+from tollkeeper.service.grpc.server import Implementation
 from tollkeeper.service.http.context import WorkerSettings
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.web.answers import Style
@@ -40,7 +42,7 @@ class Serving:
     """A running server and its limiter."""
 
     limiter: AsyncLimiter
-    handle: GrpcServer
+    handle: EnvoyServer
 
     @property
     def target(self) -> str:
@@ -55,11 +57,14 @@ async def serving(
     tokens: Tokens | None = None,
     tls: TlsFiles | None = None,
     on_failure: FailurePolicy = "open",
+    bounds: Bounds | None = None,
+    on: Implementation | None = None,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """Run a server with these rules; `options` are the limiter's."""
     async with AsyncLimiter.from_rules(rules, on_failure=on_failure, **options) as limiter:
-        handle = await start(FakeContext(limiter, tokens), ADDRESS, tls, on_failure=on_failure)
+        context = FakeContext(limiter, tokens)
+        handle = await start(context, ADDRESS, tls, on_failure=on_failure, bounds=bounds, on=on)
         try:
             yield Serving(limiter, handle)
         finally:

@@ -27,7 +27,8 @@ from tests.service.envoy.client import (
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.envoy.protocol.messages import SERVICE
-from tollkeeper.service.envoy.server import MESSAGE_BYTES_MAX, METHOD, TlsFiles, start
+from tollkeeper.service.envoy.server import METHOD, start
+from tollkeeper.service.grpc.calls import Bounds, TlsFiles
 
 RULES = {"version": 1, "rules": [
     {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
@@ -124,15 +125,14 @@ async def test_a_message_has_at_most_one_mebibyte() -> None:
     """A larger one is rejected before it is read."""
     async with serving(RULES) as server, grpc_client(server.target) as ask:
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await ask(entries(("user", "x" * MESSAGE_BYTES_MAX)))
+            await ask(entries(("user", "x" * Bounds().message_bytes)))
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_calls_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_in_flight_are_bounded() -> None:
     """One more call fails at once, and Envoy decides; the one in flight gets its reply."""
-    monkeypatch.setattr("tollkeeper.service.envoy.server.CALLS_MAX", 1)
     slow = entries(("tenant", "acme"))
-    async with serving(RULES) as server, grpc_client(server.target) as ask:
+    async with serving(RULES, bounds=Bounds(calls=1)) as server, grpc_client(server.target) as ask:
         await ask(slow)
         held = asyncio.ensure_future(ask(slow))
         await until_held(server)
@@ -197,14 +197,14 @@ async def test_an_invalid_address_is_an_error(address: str) -> None:
 async def test_a_missing_certificate_is_an_error(tmp_path: Path) -> None:
     """The error names the file."""
     tls = TlsFiles(tmp_path / "absent.pem", tmp_path / "absent.key")
-    with pytest.raises(ConfigError, match=r"absent\.key cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.pem cannot be read"):
         async with serving(RULES, tls=tls):
             pass
 
 
 WITHOUT = """
 import sys
-sys.modules["grpc"] = None
+sys.modules["grpc_health"] = None
 try:
     import tollkeeper.service.envoy.server
 except ValueError as error:
@@ -212,7 +212,7 @@ except ValueError as error:
 """
 
 
-def test_without_grpcio_the_error_names_the_extra() -> None:
+def test_without_the_packages_the_error_names_the_extra() -> None:
     """A base installation has no gRPC; the error says what to install."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True

@@ -7,9 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from tollkeeper.service.envoy.service import (
     REMEMBERED_MAX,
     RateLimitService,
 )
+from tollkeeper.service.grpc.calls import CallError, Status
 from tollkeeper.service.http.tokens import Tokens, create_token
 from tollkeeper.testing import ManualClock
 
@@ -42,32 +42,20 @@ ANN = entries(("user", "ann"))
 SLOW = entries(("generic_key", "slow lane"))
 
 
-class Aborted(Exception):
-    """Raised by abort, as grpc.aio does, to end the handler."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(code, details)
-        self.code = code
-        self.details = details
-
-
 class Call:
-    """The context of a call: metadata, a deadline, and abort."""
+    """A call: metadata, and a deadline."""
 
     def __init__(self, left_s: float | None = None, authorization: str | None = None) -> None:
         self._left_s = left_s
-        self._metadata = [("user-agent", "test"), ("blob-bin", b"\0")]
+        self._metadata = {"user-agent": "test"}
         if authorization is not None:
-            self._metadata.append(("authorization", authorization))
+            self._metadata["authorization"] = authorization
 
-    def invocation_metadata(self) -> Any:
-        return self._metadata
+    def metadata(self, name: str) -> str | None:
+        return self._metadata.get(name)
 
     def time_remaining(self) -> float | None:
         return self._left_s
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        raise Aborted(code, details)
 
 
 class Asking:
@@ -83,7 +71,8 @@ class Asking:
     ) -> RateLimitResponse:
         asked: dict[str, Any] = {"domain": "shop", **fields}
         body = RateLimitRequest(descriptors=descriptors, **asked).SerializeToString()
-        return await self.service.should_rate_limit(body, call or Call())
+        reply = await self.service.should_rate_limit(body, call or Call())
+        return RateLimitResponse.FromString(reply)
 
     async def left(self, **fields: Any) -> int:
         return (await self.limiter.peek(Request(**fields))).remaining
@@ -196,10 +185,10 @@ async def test_a_blocked_client_is_over_the_limit() -> None:
 async def test_an_invalid_message_is_an_invalid_argument(body: bytes, said: str) -> None:
     """The details say what is wrong."""
     async with asking() as ask:
-        with pytest.raises(Aborted) as error:
+        with pytest.raises(CallError) as error:
             await ask.service.should_rate_limit(body, Call())
-        assert error.value.code == grpc.StatusCode.INVALID_ARGUMENT
-        assert said in error.value.details
+        assert error.value.status == Status.INVALID_ARGUMENT
+        assert said in error.value.message
 
 
 @settings(max_examples=200)
@@ -207,12 +196,12 @@ async def test_an_invalid_message_is_an_invalid_argument(body: bytes, said: str)
 async def test_any_bytes_get_a_reply_or_invalid_argument(body: bytes) -> None:
     """No other error is raised."""
     async with asking() as ask:
-        code = grpc.StatusCode.OK
+        code = Status.OK
         try:
             await ask.service.should_rate_limit(body, Call())
-        except Aborted as error:
-            code = error.code
-        assert code in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+        except CallError as error:
+            code = error.status
+        assert code in {Status.OK, Status.INVALID_ARGUMENT}
 
 
 async def test_remembered_messages_are_bounded() -> None:
@@ -233,9 +222,9 @@ async def test_with_raise_envoy_decides() -> None:
     away = f"redis://{HOST}:{free_port()}"
     async with AsyncLimiter.from_rules(RULES, store=away, on_failure="raise") as limiter:
         body = RateLimitRequest(domain="shop", descriptors=[ANN]).SerializeToString()
-        with pytest.raises(Aborted) as error:
+        with pytest.raises(CallError) as error:
             await RateLimitService(limiter).should_rate_limit(body, Call())
-        assert error.value.code == grpc.StatusCode.UNAVAILABLE
+        assert error.value.status == Status.UNAVAILABLE
 
 
 async def test_a_reply_waits_for_the_delay() -> None:
@@ -316,17 +305,17 @@ async def test_a_call_needs_a_valid_token(tokens: tuple[Tokens, dict[str, str]])
     """No token, a wrong one, or one of another role is rejected with advice."""
     known, authorization = tokens
     table = [
-        (None, grpc.StatusCode.UNAUTHENTICATED),
-        ("Bearer tk_wrong", grpc.StatusCode.UNAUTHENTICATED),
-        ("Basic abc", grpc.StatusCode.UNAUTHENTICATED),
-        (authorization["reader"], grpc.StatusCode.PERMISSION_DENIED),
+        (None, Status.UNAUTHENTICATED),
+        ("Bearer tk_wrong", Status.UNAUTHENTICATED),
+        ("Basic abc", Status.UNAUTHENTICATED),
+        (authorization["reader"], Status.PERMISSION_DENIED),
     ]
     async with asking(tokens=known) as ask:
         for sent, code in table:
-            with pytest.raises(Aborted) as error:
+            with pytest.raises(CallError) as error:
                 await ask(ANN, call=Call(authorization=sent))
-            assert error.value.code == code
-            assert "tollkeeper token create" in error.value.details
+            assert error.value.status == code
+            assert "tollkeeper token create" in error.value.message
         assert codes(await ask(ANN, call=Call(authorization=authorization["envoy"])))[0] == "OK"
         assert await ask.left(user="ann") == 4
 
@@ -338,9 +327,9 @@ async def test_without_a_token_the_message_is_not_read(
     """The reply does not even show whether it is valid."""
     async with AsyncLimiter.from_rules(RULES) as limiter:
         service = RateLimitService(limiter, tokens=tokens[0])
-        with pytest.raises(Aborted) as error:
+        with pytest.raises(CallError) as error:
             await service.should_rate_limit(body, Call())
-        assert error.value.code == grpc.StatusCode.UNAUTHENTICATED
+        assert error.value.status == Status.UNAUTHENTICATED
 
 
 async def test_a_token_spends_only_in_its_scope(tokens: tuple[Tokens, dict[str, str]]) -> None:
@@ -349,10 +338,10 @@ async def test_a_token_spends_only_in_its_scope(tokens: tuple[Tokens, dict[str, 
     bob = entries(("user", "bob"))
     async with asking(tokens=known) as ask:
         for name, descriptor, domain in (("ann", bob, "shop"), ("shop", ANN, "elsewhere")):
-            with pytest.raises(Aborted) as error:
+            with pytest.raises(CallError) as error:
                 await ask(descriptor, domain=domain, call=Call(authorization=authorization[name]))
-            assert error.value.code == grpc.StatusCode.PERMISSION_DENIED
-        with pytest.raises(Aborted):
+            assert error.value.status == Status.PERMISSION_DENIED
+        with pytest.raises(CallError):
             await ask(ANN, bob, call=Call(authorization=authorization["ann"]))
         assert (await ask.left(user="bob"), await ask.left(user="ann")) == (5, 5)
         await ask(entries(("k", "v")), call=Call(authorization=authorization["ann"]))

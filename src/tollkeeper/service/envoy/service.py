@@ -15,7 +15,9 @@ import logging
 import time
 from collections.abc import Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final
+
+from google.protobuf.message import DecodeError
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreError
@@ -25,21 +27,14 @@ from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.decisions import Decider, was_charged
 from tollkeeper.service.envoy.descriptors import DescriptorCheck, checks_of
-from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
+from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
 from tollkeeper.service.envoy.replies import Outcome, response_of
+from tollkeeper.service.grpc.calls import CallError, GrpcCall, Status
 from tollkeeper.service.http.tokens import Token, TokenRejection, Tokens, confined
 from tollkeeper.web.answers import Style
 
 if TYPE_CHECKING:
     from tollkeeper.history.recorder import Recorder
-
-try:
-    import grpc
-    from google.protobuf.message import DecodeError
-except ImportError as error:
-    raise ConfigError(
-        f"Envoy uses gRPC, which needs grpcio: pip install 'tollkeeper[server]' ({error})"
-    ) from error
 
 # Requests repeat: decoded messages are kept by their bytes, and all dropped when there are more.
 # About 2 kB each.
@@ -53,16 +48,6 @@ HOLD_SECONDS_MAX: Final = 30.0
 LOG_EVERY_NS: Final = NS_PER_SECOND
 
 log = logging.getLogger("tollkeeper.envoy")
-
-
-class RateLimitCall(Protocol):
-    """The part of grpc.aio's call context that the service uses."""
-
-    def invocation_metadata(self) -> Any: ...
-
-    def time_remaining(self) -> float | None: ...
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
 
 
 class RateLimitService:
@@ -97,55 +82,36 @@ class RateLimitService:
         self._remembered: dict[bytes, list[DescriptorCheck]] = {}
         self._log_at_ns = 0
 
-    async def should_rate_limit(self, body: bytes, call: RateLimitCall) -> RateLimitResponse:
-        """Handle one call."""
+    async def should_rate_limit(self, body: bytes, call: GrpcCall) -> bytes:
+        """Handle one call; `body` is a RateLimitRequest, and the reply a RateLimitResponse."""
         try:
             # The token first: without one, the message is neither decoded nor remembered.
-            token = None if self._tokens is None else await self._permitted(self._tokens, call)
+            token = None if self._tokens is None else _permitted(self._tokens, call)
             checks = self._remembered.get(body) or self._read(body)
             if token is not None and token.scope:
-                checks = await self._confined(token, checks, call)
+                checks = _confined(token, checks)
             outcomes = await self._decided(checks, call)
-            self._count("OK")
+            self._count(Status.OK)
             if self._recorder is not None:
-                _record(self._recorder, checks, outcomes, _metadata(call, "x-request-id") or "")
-            return response_of(outcomes, self._clock.now_ns(), self._style)
+                _record(self._recorder, checks, outcomes, call.metadata("x-request-id") or "")
+            return response_of(outcomes, self._clock.now_ns(), self._style).SerializeToString()
+        except CallError as error:
+            raise self._counted(error) from None
         except DecodeError:
-            code, message = grpc.StatusCode.INVALID_ARGUMENT, "this is not a RateLimitRequest"
+            refusal = CallError(Status.INVALID_ARGUMENT, "this is not a RateLimitRequest")
+            raise self._counted(refusal) from None
         except ConfigError as error:
-            code, message = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+            raise self._counted(CallError(Status.INVALID_ARGUMENT, str(error))) from None
         except StoreError as error:
-            code, message = grpc.StatusCode.UNAVAILABLE, str(error)
-        self._count(code.name)
-        return await call.abort(code, message)
+            raise self._counted(CallError(Status.UNAVAILABLE, str(error))) from None
 
-    async def _permitted(self, tokens: Tokens, call: RateLimitCall) -> Token:
-        """Return the caller's token, or abort the call."""
-        token = tokens.permitted(_metadata(call, "authorization"), "check")
-        if isinstance(token, TokenRejection):
-            await self._refuse(call, token)
-        return token
+    def _counted(self, error: CallError) -> CallError:
+        self._count(error.status)
+        return error
 
-    async def _confined(
-        self, token: Token, checks: list[DescriptorCheck], call: RateLimitCall
-    ) -> list[DescriptorCheck]:
-        """Return the checks, confined to the token's scope, or abort the call."""
-        within = []
-        for each in checks:
-            request = confined(token, each.request)
-            if isinstance(request, TokenRejection):
-                await self._refuse(call, request)
-            within.append(each._replace(request=request, scope=token.scope))
-        return within
-
-    async def _refuse(self, call: RateLimitCall, refused: TokenRejection) -> NoReturn:
-        unknown = refused.status == 401
-        code = grpc.StatusCode.UNAUTHENTICATED if unknown else grpc.StatusCode.PERMISSION_DENIED
-        self._count(code.name)
-        await call.abort(code, refused.detail)
-
-    def _count(self, code: str) -> None:
+    def _count(self, status: Status) -> None:
         counted = self._counters.grpc_requests
+        code = status.name
         counted[code] = counted.get(code, 0) + 1
 
     def _count_own(self, checks: Sequence[DescriptorCheck], results: Sequence[CheckResult]) -> None:
@@ -162,9 +128,7 @@ class RateLimitService:
             self._remembered[body] = checks
         return checks
 
-    async def _decided(
-        self, checks: list[DescriptorCheck], call: RateLimitCall
-    ) -> Sequence[Outcome]:
+    async def _decided(self, checks: list[DescriptorCheck], call: GrpcCall) -> Sequence[Outcome]:
         began_ns = perf_counter_ns()
         try:
             results = await self._decider.decide(checks)
@@ -189,7 +153,7 @@ class RateLimitService:
         checks: list[DescriptorCheck],
         results: list[CheckResult],
         delay_ns: int,
-        call: RateLimitCall,
+        call: GrpcCall,
     ) -> list[CheckResult]:
         """Wait for the delay and return the results; deny them if the deadline is earlier."""
         charged = [
@@ -214,6 +178,32 @@ class RateLimitService:
         if now_ns >= self._log_at_ns:
             self._log_at_ns = now_ns + LOG_EVERY_NS
             log.warning("over the limit, and waiting does not help: %s", error)
+
+
+def _permitted(tokens: Tokens, call: GrpcCall) -> Token:
+    """Return the caller's token. Raises CallError."""
+    token = tokens.permitted(call.metadata("authorization"), "check")
+    if isinstance(token, TokenRejection):
+        raise _refusal(token)
+    return token
+
+
+def _confined(token: Token, checks: Sequence[DescriptorCheck]) -> list[DescriptorCheck]:
+    """Return the checks, confined to the token's scope. Raises CallError."""
+    within = []
+    for each in checks:
+        request = confined(token, each.request)
+        if isinstance(request, TokenRejection):
+            raise _refusal(request)
+        within.append(each._replace(request=request, scope=token.scope))
+    return within
+
+
+def _refusal(refused: TokenRejection) -> CallError:
+    unknown = refused.status == 401
+    return CallError(
+        Status.UNAUTHENTICATED if unknown else Status.PERMISSION_DENIED, refused.detail
+    )
 
 
 def _record(
@@ -243,10 +233,3 @@ def _too_late(result: CheckResult) -> CheckResult:
             decision, allowed=False, retry_after_ns=decision.delay_ns, delay_ns=0
         )
     )
-
-
-def _metadata(call: RateLimitCall, name: str) -> str | None:
-    for key, value in call.invocation_metadata() or ():
-        if key == name and isinstance(value, str):
-            return value
-    return None

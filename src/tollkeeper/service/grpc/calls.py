@@ -51,7 +51,7 @@ class CallError(Exception):
         self.message = message
 
 
-class Call(Protocol):
+class GrpcCall(Protocol):
     """One call, as its method sees it."""
 
     def metadata(self, name: str) -> str | None:
@@ -63,7 +63,7 @@ class Call(Protocol):
         ...
 
 
-class StreamingCall(Call, Protocol):
+class StreamingCall(GrpcCall, Protocol):
     """A call in which both sides send messages."""
 
     async def receive(self) -> bytes | None:
@@ -75,7 +75,7 @@ class StreamingCall(Call, Protocol):
         ...
 
 
-UnaryMethod = Callable[[bytes, Call], Awaitable[bytes]]
+UnaryMethod = Callable[[bytes, GrpcCall], Awaitable[bytes]]
 StreamingMethod = Callable[[StreamingCall], Awaitable[None]]
 
 
@@ -108,12 +108,20 @@ def _contents(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-MESSAGE_BYTES_MAX: Final = 1024 * 1024
-# A report of Envoy lists all of its buckets, and it repeats one that was refused.
-STREAM_MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-METADATA_BYTES_MAX: Final = 16 * 1024
-# More could not be answered in time: Envoy's timeout is 20 ms. Others get RESOURCE_EXHAUSTED.
-CALLS_MAX: Final = 4_096
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What clients may occupy in one worker."""
+
+    message_bytes: int = 1024 * 1024
+    """A message of a unary method. A larger one gets RESOURCE_EXHAUSTED."""
+    streamed_bytes: int = 16 * 1024 * 1024
+    """A message of a streaming method. Envoy lists all its buckets, and repeats a refused list."""
+    metadata_bytes: int = 16 * 1024
+    """The metadata of a call."""
+    calls: int = 4_096
+    """Calls in flight. More could not be answered in time: Envoy's timeout is 20 ms."""
+
+
 STOP_SECONDS: Final = 5.0
 
 

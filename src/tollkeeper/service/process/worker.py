@@ -265,7 +265,8 @@ class Worker:
 
     async def _start_grpc(self, context: ServiceContext, stack: AsyncExitStack) -> Drain:
         # Imported here: a service without gRPC does not need its libraries.
-        from tollkeeper.service.envoy.server import TlsFiles, start  # noqa: PLC0415 - see above
+        from tollkeeper.service.envoy.server import start  # noqa: PLC0415 - see above
+        from tollkeeper.service.grpc.calls import TlsFiles  # noqa: PLC0415 - see above
 
         settings = self._settings
         tls = None

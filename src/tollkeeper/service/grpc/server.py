@@ -1,0 +1,50 @@
+"""Starts the gRPC server of a worker.
+
+Every worker of a machine listens on the same port (SO_REUSEPORT), and the kernel distributes the
+connections. Envoy keeps one connection for each of its threads, so some workers have more to do
+than others. The limits hold all the same, because the workers share a store.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.service.grpc.calls import Bounds, GrpcServer, Methods, TlsFiles
+
+Implementation = Literal["grpcio"]
+
+PORT_MAX: Final = 65_535
+
+
+async def start(
+    methods: Methods,
+    address: str,
+    tls: TlsFiles | None = None,
+    *,
+    bounds: Bounds | None = None,
+    on: Implementation | None = None,  # noqa: ARG001 - there is only one so far
+) -> GrpcServer:
+    """Start a server on `address` ("127.0.0.1:8081", "unix:/run/tollkeeper.sock").
+
+    Raises ConfigError if it cannot listen. `on` selects an implementation.
+    """
+    from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
+
+    try:
+        _check(address)
+        return await grpcio.start(methods, address, tls, bounds or Bounds())
+    except OSError as error:
+        raise ConfigError(
+            f"gRPC cannot listen on {show(address)}: {error.strerror or error}; "
+            f"choose an address of this machine and a free port, for example 127.0.0.1:8081"
+        ) from None
+
+
+def _check(address: str) -> None:
+    """Raise OSError unless it is an address. grpcio takes a larger port modulo 65536."""
+    if address.startswith("unix:"):
+        return
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and int(port[:6]) <= PORT_MAX):
+        raise OSError("it is not HOST:PORT with a port up to 65535")
