@@ -15,13 +15,14 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from tests.conformance.stores import PATIENCE
-from tests.redis_servers import Single, User, running
+from tests.redis_servers import Cluster, Single, User, running
 from tollkeeper.core.errors import StoreError, StoreUnavailable
 from tollkeeper.core.model import Limit, Limits
 from tollkeeper.decide.regional import Accepted, Report, Shares, SubjectKey, rule_number
 from tollkeeper.decide.stores.redis.audit import AuditPace, audit
 from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.regional import RedisRegional
+from tollkeeper.decide.stores.redis.scripts import REGIONAL_LEARN
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.regions.table import EPOCH_MAX
 from tollkeeper.testing import ManualClock
@@ -294,6 +295,23 @@ def test_states_expire_and_are_forgotten(raw: Any, store: RedisStore) -> None:
     token = lead(store.regional)
     assert awaited(store.regional.due(1_000, token)) == []
     assert awaited(store.regional.backlog()) == 0
+
+
+def test_a_call_without_reports_connects_to_every_server_of_a_cluster() -> None:
+    """So the first reports to another region wait neither for a connection nor for the script."""
+    cluster = cast("Cluster", running("cluster"))
+    primaries = [node.client() for node in cluster.primaries()]
+    for node in primaries:
+        node.script_flush()
+
+    async def calls() -> None:
+        await store.regional.notes()
+        assert await store.regional.learn("us", 1, ()) == []
+
+    with closing(opened(cluster.uri)) as store:
+        awaited(calls())
+    known = [node.script_exists(REGIONAL_LEARN.sha.decode()) for node in primaries]
+    assert known == [[True]] * 3
 
 
 def test_notes_are_bounded(store: RedisStore) -> None:

@@ -77,6 +77,18 @@ def test_units_are_known_everywhere_and_accepted() -> None:
     run(main())
 
 
+def test_a_link_is_ready_before_the_first_report() -> None:
+    """The leader calls `learn` of each other store without reports: a Cluster has many servers."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap")
+        eu, *_ = await world.started()
+        others = [eu.stores["us"], eu.stores["ap"]]
+        await until(lambda: all("learn" in each.calls for each in others), 2)
+
+    run(main())
+
+
 def test_a_dead_link_delays_no_other() -> None:
     """Two regions know of each other's units as fast as before if a third does not answer."""
 

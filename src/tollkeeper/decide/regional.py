@@ -234,7 +234,11 @@ class RegionalCounts(Protocol):
         ...
 
     async def learn(self, region: str, epoch: int, reports: Sequence[Report]) -> list[Learnt]:
-        """Learn the reports of another region. The answers are in order."""
+        """Learn the reports of another region. The answers are in order.
+
+        A call without reports asks every server of the store, so that the next reports wait for no
+        connection.
+        """
         ...
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:

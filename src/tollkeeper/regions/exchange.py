@@ -227,6 +227,11 @@ class Term:
         self._log_link(link)
         if self.shares is not None:
             self._use(self.shares)
+        if self._works(link):
+            # Connects to the servers of a Cluster to which no report has gone yet.
+            ready = link.store.learn(self._exchange.region, self._sync.epoch, ())
+            with suppress(StoreError):
+                await in_time(ready, GREET_S)
 
     def _clock_problem(self, link: Link) -> str:
         offset_ns = self.clock_offset_ns(link)

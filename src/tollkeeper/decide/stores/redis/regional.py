@@ -57,7 +57,7 @@ from tollkeeper.decide.regional import (
     rule_number,
 )
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, encode_numbers, refill_per_us
-from tollkeeper.decide.stores.redis.config import RedisConfig
+from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisDriver, ThreadDriver
 from tollkeeper.decide.stores.redis.scripts import (
@@ -640,8 +640,16 @@ class RedisRegional:
 
         A report whose state cannot be read, or whose server does not answer, is not accepted.
         """
-        batches = _batches((each.key.group, at) for at, each in enumerate(reports))
         name, now = region.encode(), self._now()
+        if not reports:
+            await self._answered(
+                {
+                    address: self._keys.call(REGIONAL_LEARN, group, (), now, name, epoch)
+                    for address, group in self._server_groups().items()
+                }
+            )
+            return []
+        batches = _batches((each.key.group, at) for at, each in enumerate(reports))
         calls = {}
         for number, (group, places) in enumerate(batches):
             members = [_member(reports[at].key) for at in places]
@@ -657,6 +665,14 @@ class RedisRegional:
             for at, (accepted, excess) in zip(batches[number][1], pairs, strict=True):
                 answers[at] = Learnt(accepted == 1, excess)
         return answers
+
+    def _server_groups(self) -> dict[Address, int]:
+        """Return one group of keys for each server. Raises NotSent while they are unknown."""
+        servers = self._driver_of_loop().servers
+        return {
+            servers.address_of(servers.slot(shares)): group
+            for group, (shares, _, _) in enumerate(self._keys.groups)
+        }
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
         """See RegionalCounts. One round trip. What fails is due again."""
