@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
 from tollkeeper.regions.settings import ACROSS_REGIONS
-from tollkeeper.rules.document.model import MODES, ON_FAILURES, SHARE_SOURCES
+from tollkeeper.rules.document.model import ENVOY_QUOTAS, MODES, ON_FAILURES, SHARE_SOURCES
 
 Data = dict[str, Any]
 
@@ -154,6 +154,12 @@ def limits_of_one() -> st.SearchStrategy[object]:
     return limits() | st.builds(lambda found, more: {"limits": found, **more}, limits(), in_full)
 
 
+assigned = st.fixed_dictionaries(
+    {"consistency": st.just("leased"), "envoy_quota": st.sampled_from(ENVOY_QUOTAS)},
+    optional={"mode": st.sampled_from(["enforce", "off"]), "split": st.just(1), "cost": st.just(1)},
+)
+
+
 @st.composite
 def rules(draw: st.DrawFn, name: str, tiers: dict[str, object]) -> Data:
     by = draw(st.lists(subjects, max_size=3, unique=True))
@@ -166,6 +172,8 @@ def rules(draw: st.DrawFn, name: str, tiers: dict[str, object]) -> Data:
     if len(by) == 1:
         by_key = st.dictionaries(st.sampled_from(GLOBS), limits_of_one(), max_size=2)
         rule |= draw(optional(keys=by_key))
+    if not by and not tiers and draw(st.booleans()):
+        return {"id": name, "by": [], "limits": "9/s", **draw(assigned)}
     if draw(st.booleans()):
         rule |= draw(optional(consistency=st.sampled_from(CONSISTENCIES)))
     elif not any(word in f"{rule} {tiers}" for word in ("leased", "eventual")):

@@ -8,6 +8,10 @@ import pytest
 
 from tests.regions.stores import two_regions
 from tollkeeper import AsyncLimiter, Limiter, Request
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.rules.document.reading import read
+from tollkeeper.rules.explain import explain
 from tollkeeper.testing import ManualClock
 
 DOCUMENT = """
@@ -250,3 +254,21 @@ rules:
     explained = limiter.explain(Request(user="ann")).rules
     found = {rule.id: rule.across for rule in explained}
     assert found == {"plan": "exact", "search": "eventual", "burst": None}
+
+
+def test_a_rule_says_how_envoys_get_parts_of_it() -> None:
+    """`explain` shows the field, for rules that apply and for others."""
+    store = PythonMemoryStore(clock := ManualClock())
+    compiled = CompiledRules(
+        read(
+            "{version: 1, rules: [{id: plan, by: tenant, limits: 9/s, consistency: leased, "
+            "envoy_quota: grants}, {id: all, by: [], limits: 9/s}]}"
+        ),
+        lambda limits, rule, *_: store.gate(limits, rule),  # which cannot lease
+        clock.now_ns,
+    )
+    explanation, _ = explain(compiled, Request(tenant="acme"), 1)
+    assert {rule.id: rule.envoy_quota for rule in explanation.rules} == {
+        "plan": "grants",
+        "all": None,
+    }

@@ -1086,6 +1086,7 @@ def _rule_data(rule: RuleExplained) -> dict[str, object]:
         "consistency": rule.consistency,
         "scope": "region" if rule.across is None else "global",
         "across_regions": rule.across,
+        "envoy_quota": rule.envoy_quota,
         "override": override
         and {
             "reason": override.reason,
@@ -1136,6 +1137,8 @@ def _rule_row(rule: RuleExplained) -> tuple[str, ...]:
         limits += f" ({rule.consistency})"
     if rule.across is not None:
         limits += f" (global, {rule.across})"
+    if rule.envoy_quota is not None:
+        limits += f" (Envoy: {rule.envoy_quota})"
     return rule.id, applies, counts or "all", limits, _origin_text(rule), _now_text(rule), rule.why
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tollkeeper.core.model import Consistency, Decision, Limits, Request
 from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
-from tollkeeper.rules.document.model import Override
+from tollkeeper.rules.document.model import EnvoyQuota, Override
 from tollkeeper.rules.matching.table import CompiledRule
 
 
@@ -34,6 +34,8 @@ class RuleExplained:
     """The consistency of these limits: that of the rule, or of its tier or key."""
     across: AcrossRegions | None = None
     """How regions share the limits of a global rule; None for a rule of one region."""
+    envoy_quota: EnvoyQuota | None = None
+    """How Envoys get parts of the limits in advance; None: they get none."""
     override: Override | None = None
     """The override in force, with its reason and author."""
     factor: float = 1.0
@@ -122,6 +124,7 @@ def _explained(
             source=source,
             consistency=choice.consistency,
             across=rule.rule.across,
+            envoy_quota=rule.rule.envoy_quota,
             override=choice.override,
         )
     if check is not None:

@@ -24,6 +24,7 @@ from tollkeeper.rules.document.reading import DocumentError, from_data, read
 from tollkeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
 
 LIMITS = (Limit(5, per=1),)
+LEASED = "limits: 5/s, consistency: leased"
 
 
 def rule(text: str) -> Rule:
@@ -78,6 +79,10 @@ def problems(text: str) -> list[str]:
         (
             "scope: global\n    across_regions: exact",
             {"scope": "global", "across_regions": "exact"},
+        ),
+        (
+            "consistency: leased\n    envoy_quota: rate",
+            {"consistency": "leased", "envoy_quota": "rate"},
         ),
         (
             "tiers: {pro: {limits: 7/s, consistency: eventual}}",
@@ -359,6 +364,56 @@ def test_mistakes_in_a_rule(text: str, problem: str) -> None:
     )
     assert message.startswith(problem)
     assert first.line in range(4, 9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("limits: 5/s", "the rule is strict: a part is a lease; write consistency: leased"),
+        ("limits: 5/s, consistency: eventual", "the rule is eventual: a part is a lease"),
+        (f"{LEASED}, mode: shadow", "with mode: an Envoy denies by its part; write mode: enforce"),
+        (f"{LEASED}, split: 2", "with split: the service charges whole parts, not requests"),
+        (f"{LEASED}, penalty: {{after: 3}}", "with penalty: the service sees no denied request"),
+        (f"{LEASED}, scale: {{source: cpu}}", "with scale: parts do not follow the load"),
+        (f"{LEASED}, cost: 2", "with cost: an Envoy counts requests; write cost: 1, or remove"),
+        (f"{LEASED}, cost: {{/a: 2}}", "with cost: an Envoy counts requests; write cost: 1"),
+        ("limits: 5/s, scope: global", "with scope: regions share no parts; write scope: region"),
+        (
+            f"{LEASED}, keys: {{a: {{limits: 7/s, consistency: strict}}}}",
+            'key "a" is strict: a part is a lease; write consistency: leased',
+        ),
+        (
+            f"{LEASED}, tiers: {{pro: {{limits: 7/s, consistency: strict}}}}",
+            'tier "pro" is strict: a part is a lease',
+        ),
+        (
+            "limits: {limit: 5, per: 1s, algorithm: leaky_bucket}, consistency: leased",
+            "the rule: Envoy delays no request, so a leaky_bucket cannot be assigned",
+        ),
+        (
+            "limits: [5/s, 9/m], consistency: leased",
+            "the rule: Envoy has one token bucket for a rate, and these are 2 limits; write one l",
+        ),
+        (
+            "consistency: leased",
+            'tier "two": Envoy has one token bucket for a rate, and these are 2 limits',
+        ),
+    ],
+)
+def test_combinations_that_make_no_sense_with_quotas_of_envoys(fields: str, problem: str) -> None:
+    """Each is one problem at the field, which says why and what to write."""
+    tiers = "{pro: 9/s}" if "limits" in fields else "{pro: 9/s, two: [9/s, 99/m]}"
+    rule_text = f"{{id: r, by: tenant, envoy_quota: rate, {fields}}}"
+    (found,) = problems(f"{{version: 1, tiers: {tiers}, rules: [{rule_text}]}}")
+    assert problem in found
+    assert "rules[0].envoy_quota" in found
+
+
+def test_grants_take_several_limits_and_a_rule_that_is_off_may_have_a_quota() -> None:
+    """The service charges a grant to all limits of the rule together."""
+    for fields in ("limits: [5/s, 9/m], consistency: leased", f"{LEASED}, mode: 'off'"):
+        text = f"{{id: r, by: tenant, envoy_quota: grants, {fields}}}"
+        assert read(f"{{version: 1, rules: [{text}]}}").rules[0].envoy_quota == "grants"
 
 
 def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:

@@ -27,6 +27,7 @@ from tollkeeper.rules.document import grammar
 from tollkeeper.rules.document.model import (
     BY_MAX,
     COST_MAX,
+    ENVOY_QUOTAS,
     MODES,
     ON_FAILURES,
     PATTERNS_MAX,
@@ -168,6 +169,7 @@ def test_the_choices_are_those_of_the_code() -> None:
     assert tuple(DEFS["scope"]["enum"]) == SCOPES
     assert tuple(DEFS["acrossRegions"]["enum"]) == ACROSS_REGIONS
     assert tuple(rule["on_failure"]["enum"]) == ON_FAILURES
+    assert tuple(rule["envoy_quota"]["enum"]) == ENVOY_QUOTAS
     shares = DEFS["scale"]["if"]["properties"]["source"]["enum"]
     assert tuple(shares) == SHARE_SOURCES
     usual = Scale()
@@ -305,6 +307,8 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "scope"), "world"),
         ((*RULE, "scope"), True),
         ((*RULE, "across_regions"), "exact"),  # of a rule of one region
+        ((*RULE, "envoy_quota"), "rate"),  # of a rule with costs, a scale and a penalty
+        ((*RULE, "envoy_quota"), "shares"),
         ((*RULE, "on_failure"), None),
         ((*RULE, "mode"), False),
         ((*RULE, "mode"), "OFF"),

@@ -26,7 +26,10 @@ from grpc_tools import protoc
 SOURCE = Path(__file__).parents[3] / "src"
 FOLDER = "tollkeeper/service/envoy/protocol"
 # Each file comes after its imports.
-PROTOS = ("headers.proto", "units.proto", "descriptors.proto", "service.proto")
+PROTOS = (
+    *("headers.proto", "units.proto", "descriptors.proto", "service.proto"),
+    *("token_buckets.proto", "strategies.proto", "quotas.proto"),
+)
 
 _BYTES_IN_A_LINE = 48
 _HEAD = "Generated from the .proto files beside it by tests/service/envoy/generate.py."
@@ -36,8 +39,12 @@ _SCALARS = {
     FieldDescriptorProto.TYPE_BYTES: "bytes",
     FieldDescriptorProto.TYPE_BOOL: "bool",
     FieldDescriptorProto.TYPE_UINT32: "int",
+    FieldDescriptorProto.TYPE_UINT64: "int",
     FieldDescriptorProto.TYPE_ENUM: "int",
 }
+# The only maps are of text to text.
+_MAP = "MutableMapping[str, str]"
+_MAP_GIVEN = "Mapping[str, str] | None"
 _WELL_KNOWN = {
     ".google.protobuf.Duration": "Duration",
     ".google.protobuf.Struct": "Struct",
@@ -87,8 +94,9 @@ def stub_of(protos: list[FileDescriptorProto]) -> str:
     """Return the text of messages.pyi."""
     lines = [
         f"# {_HEAD}",
-        "# ruff: noqa: A002 - the names are Envoy's",
-        "from collections.abc import Iterable, Mapping",
+        "# ruff: noqa: A002, E501 - the names are Envoy's, and long",
+        "# fmt: off",
+        "from collections.abc import Iterable, Mapping, MutableMapping",
         "from typing import Any, Final",
         "",
         "from google.protobuf.descriptor_pool import DescriptorPool",
@@ -101,6 +109,7 @@ def stub_of(protos: list[FileDescriptorProto]) -> str:
         "",
         "POOL: Final[DescriptorPool]",
         "SERVICE: Final[str]",
+        "QUOTA_SERVICE: Final[str]",
     ]
     for proto in protos:
         for message in proto.message_type:
@@ -110,18 +119,24 @@ def stub_of(protos: list[FileDescriptorProto]) -> str:
 
 def _class(message: DescriptorProto) -> Iterator[str]:
     yield f"class {message.name}(Message):"
+    maps = {each.name for each in message.nested_type if each.options.map_entry}
     for nested in message.nested_type:
-        yield from (f"    {line}" for line in _class(nested))
+        if nested.name in maps:
+            continue
+        yield from (f"    {line}" if line else "" for line in _class(nested))
         yield ""
     for enum in message.enum_type:
         yield from _values(enum)
     for field in message.field:
-        yield f"    {field.name}: {_type(field)}"
+        is_map = field.type_name.rpartition(".")[2] in maps
+        yield f"    {field.name}: {_MAP if is_map else _type(field)}"
     yield "    def __init__("
     yield "        self,"
-    yield "        *,"
+    if message.field:
+        yield "        *,"
     for field in message.field:
-        yield f"        {field.name}: {_given(field)} = ...,"
+        is_map = field.type_name.rpartition(".")[2] in maps
+        yield f"        {field.name}: {_MAP_GIVEN if is_map else _given(field)} = ...,"
     yield "    ) -> None: ..."
 
 

@@ -32,6 +32,7 @@ from tollkeeper.rules.document.model import (
     BY_MAX,
     COOLDOWNS_MAX,
     COST_MAX,
+    ENVOY_QUOTAS,
     FACTOR_MAX,
     LOAD_MAX,
     MODES,
@@ -46,6 +47,7 @@ from tollkeeper.rules.document.model import (
     SHARE_SOURCES,
     SPLIT_MAX,
     Document,
+    EnvoyQuota,
     Match,
     Override,
     OverrideOwner,
@@ -158,7 +160,7 @@ _TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "override
 _RULE: Final = (
     *("id", "match", "by", "limits", "tiers", "keys", "cost"),
     *("consistency", "scope", "across_regions", "on_failure", "mode", "replaces", "rollout"),
-    *("scale", "split", "penalty"),
+    *("scale", "split", "penalty", "envoy_quota"),
 )
 _SCALE: Final = (*("source", "low", "high", "least", "smoothing", "most", "idle", "stale_after"),)
 _PENALTY: Final = (
@@ -289,7 +291,7 @@ def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
 
 def _rules(
     place: DocumentPlace | None,
-    tiers: Collection[str],
+    tiers: Mapping[str, Limits],
     tier_consistency: Mapping[str, Consistency],
 ) -> tuple[Rule, ...]:
     if place is None:
@@ -338,7 +340,7 @@ def _check_places(items: Sequence[DocumentPlace], rules: Sequence[Rule]) -> None
 
 def _rule(
     place: DocumentPlace,
-    tiers: Collection[str],
+    tiers: Mapping[str, Limits],
     tier_consistency_of: Mapping[str, Consistency],
     taken: Collection[str],
 ) -> Rule:
@@ -377,8 +379,11 @@ def _rule(
         scale=_scales(found["scale"]) if "scale" in found else (),
         split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,
         penalty=_penalty(found["penalty"]) if "penalty" in found else None,
+        envoy_quota=_choice(found, "envoy_quota", ENVOY_QUOTAS, None),
     )
     _check_scope(place, found, rule, tier_consistency_of)
+    if rule.envoy_quota is not None:
+        _check_envoy_quota(found, rule, tiers, tier_consistency_of)
     return rule
 
 
@@ -411,6 +416,56 @@ def _check_scope(
             place.fail(
                 f"{what} {quoted(name)} is {each}, which does not work with scope: global: {remedy}"
             )
+
+
+def _check_envoy_quota(
+    found: dict[str, DocumentPlace],
+    rule: Rule,
+    tiers: Mapping[str, Limits],
+    tier_consistency: Mapping[str, Consistency],
+) -> None:
+    """Check that Envoys can decide by parts of the rule's limits."""
+    place = found["envoy_quota"]
+    for name, conflicts, why in (
+        ("scope", rule.scope == "global", "regions share no parts; write scope: region"),
+        ("mode", rule.mode == "shadow", "an Envoy denies by its part; write mode: enforce"),
+        ("split", rule.split > 1, "the service charges whole parts, not requests; remove split"),
+        ("penalty", rule.penalty is not None, "the service sees no denied request; remove penalty"),
+        ("scale", bool(rule.scale), "parts do not follow the load; remove scale"),
+        ("cost", rule.cost != 1 or bool(rule.costs), "an Envoy counts requests; write cost: 1"),
+    ):
+        if conflicts:
+            place.fail(f"envoy_quota does not work with {name}: {why}, or remove envoy_quota")
+    used = {} if rule.limits else {k: v for k, v in tiers.items() if k not in rule.tiers}
+    sets: list[tuple[str, Limits, Consistency]] = [
+        *([("the rule", rule.limits, rule.consistency)] if rule.limits else []),
+        *(
+            (f"{what} {quoted(name)}", limits, consistency.get(name, rule.consistency))
+            for what, by_name, consistency in (
+                ("tier", used, tier_consistency),
+                ("tier", rule.tiers, rule.tier_consistency),
+                ("key", rule.keys, rule.key_consistency),
+            )
+            for name, limits in by_name.items()
+        ),
+    ]
+    for what, limits, consistency in sets:
+        if consistency != "leased" and rule.scope != "global":
+            place.fail(f"{what} is {consistency}: a part is a lease; write consistency: leased")
+        elif problem := why_not_assigned(rule.envoy_quota or "rate", limits):
+            place.fail(f"{what}: {problem}")
+
+
+def why_not_assigned(quota: EnvoyQuota, limits: Limits) -> str:
+    """Return why Envoys cannot get parts of these limits, in words; empty if they can."""
+    if any(limit.algorithm == "leaky_bucket" for limit in limits):
+        return "Envoy delays no request, so a leaky_bucket cannot be assigned; use token_bucket"
+    if quota == "rate" and len(limits) > 1:
+        return (
+            f"Envoy has one token bucket for a rate, and these are {len(limits)} limits; "
+            f"write one limit, or envoy_quota: grants"
+        )
+    return ""
 
 
 def _id(place: DocumentPlace, taken: Collection[str]) -> str:

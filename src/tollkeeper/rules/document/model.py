@@ -21,6 +21,8 @@ Mode = Literal["enforce", "shadow", "off"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 OnFailure = Literal["open", "closed", "local"]
 ON_FAILURES: Final[tuple[OnFailure, ...]] = get_args(OnFailure)
+EnvoyQuota = Literal["rate", "grants"]
+ENVOY_QUOTAS: Final[tuple[EnvoyQuota, ...]] = get_args(EnvoyQuota)
 Owner = Literal["user", "api_key", "tenant"]
 OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
 """The attributes whose tier assignments and overrides apply, in order of precedence."""
@@ -147,6 +149,8 @@ class Rule:
     penalty: PenaltySettings | None = None
     replaces: str | None = None
     """The id of the next rule, whose place this rule takes when it is enforced."""
+    envoy_quota: EnvoyQuota | None = None
+    """How Envoys get parts of the limits in advance (experimental); None: they get none."""
 
     @property
     def across(self) -> AcrossRegions | None:

@@ -142,7 +142,7 @@ def _rule(rule: Rule) -> Data:
     usual = Rule(id="", by=())
     changed = (
         *("consistency", "scope", "across_regions", "on_failure", "mode", "replaces"),
-        *("rollout", "split"),
+        *("rollout", "split", "envoy_quota"),
     )
     return {
         "id": rule.id,

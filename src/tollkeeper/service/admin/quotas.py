@@ -24,7 +24,7 @@ from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.regions.settings import Scope
 from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
-from tollkeeper.rules.document.model import Document, Mode
+from tollkeeper.rules.document.model import Document, EnvoyQuota, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
 from tollkeeper.service.admin.control import ControlPlane
@@ -172,6 +172,9 @@ class RuleExplainedOut(QuotaRuleOut):
     why: str = Field(description="Why it applies or does not.")
     consistency: Consistency = Field(description="Who decides: the store, or the node.")
     scope: Scope = Field(description="Whether a region has the limits for itself.")
+    envoy_quota: EnvoyQuota | None = Field(
+        description="How Envoys get parts of the limits in advance (experimental)."
+    )
     override: OverrideData | None = Field(description="The override in force.")
 
 
@@ -442,6 +445,7 @@ def _explained(rule: RuleExplained, usage: GlobalUsageOut | None) -> RuleExplain
         why=rule.why,
         consistency=rule.consistency,
         scope="region" if rule.across is None else "global",
+        envoy_quota=rule.envoy_quota,
         override=override,
     )
 

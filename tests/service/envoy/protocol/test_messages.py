@@ -12,7 +12,12 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
 from tests.envoy_process import envoy_path
 from tests.service.envoy import generate
-from tollkeeper.service.envoy.protocol.messages import POOL, RateLimitRequest, RateLimitResponse
+from tollkeeper.service.envoy.protocol.messages import (
+    POOL,
+    RateLimitQuotaUsageReports,
+    RateLimitRequest,
+    RateLimitResponse,
+)
 
 # Envoy's files for each of our files.
 ENVOYS = {
@@ -20,6 +25,9 @@ ENVOYS = {
     "units.proto": "envoy/type/v3/ratelimit_unit.proto",
     "descriptors.proto": "envoy/extensions/common/ratelimit/v3/ratelimit.proto",
     "service.proto": "envoy/service/ratelimit/v3/rls.proto",
+    "token_buckets.proto": "envoy/type/v3/token_bucket.proto",
+    "strategies.proto": "envoy/type/v3/ratelimit_strategy.proto",
+    "quotas.proto": "envoy/service/rate_limit_quota/v3/rlqs.proto",
 }
 
 
@@ -99,10 +107,11 @@ def test_names_numbers_and_types_are_those_of_the_real_envoy(
     assert ours - _all(_in_the_binary(ENVOYS[name])) == set()
 
 
-def test_nothing_of_the_service_is_missing(protos: list[FileDescriptorProto]) -> None:
+@pytest.mark.parametrize("name", ["service.proto", "quotas.proto"])
+def test_nothing_of_a_service_is_missing(name: str, protos: list[FileDescriptorProto]) -> None:
     """Our file of the service has every field that Envoy sends."""
-    ours = _all(protos[generate.PROTOS.index("service.proto")])
-    assert _all(_in_the_binary(ENVOYS["service.proto"])) == ours
+    ours = _all(protos[generate.PROTOS.index(name)])
+    assert _all(_in_the_binary(ENVOYS[name])) == ours
 
 
 IN_BOTH = """
@@ -148,6 +157,17 @@ def test_text_that_is_not_utf8_is_read_as_bytes() -> None:
     read = RateLimitRequest.FromString(body.replace(b"VALUE", b"\xff\xfe\x00ab"))
     value: object = read.descriptors[0].entries[0].value
     assert value == b"\xff\xfe\x00ab"
+
+
+def test_a_bucket_with_text_that_is_not_utf8_is_read() -> None:
+    """A bucket has the values of clients' headers, and an invalid byte must not end the stream."""
+    usage = {"bucket_id": {"bucket": {"name": "VALUE"}}, "num_requests_allowed": 2**63}
+    sent = RateLimitQuotaUsageReports(domain="shop", bucket_quota_usages=[usage])
+    body = sent.SerializeToString().replace(b"VALUE", b"\xff\xfe\x00ab")
+    (read,) = RateLimitQuotaUsageReports.FromString(body).bucket_quota_usages
+    value: object = read.bucket_id.bucket["name"]
+    assert value == b"\xff\xfe\x00ab"
+    assert read.num_requests_allowed == 2**63
 
 
 def test_an_explicit_zero_is_distinguished() -> None:

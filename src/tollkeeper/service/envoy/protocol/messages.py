@@ -23,6 +23,7 @@ except ImportError as error:
 
 POOL: Final = DescriptorPool()
 SERVICE: Final = "envoy.service.ratelimit.v3.RateLimitService"
+QUOTA_SERVICE: Final = "envoy.service.rate_limit_quota.v3.RateLimitQuotaService"
 
 for _known in (duration_pb2, struct_pb2, timestamp_pb2, wrappers_pb2):
     POOL.AddSerializedFile(_known.DESCRIPTOR.serialized_pb)
@@ -38,3 +39,8 @@ HeaderValue = _message("config.core.v3.HeaderValue")
 RateLimitDescriptor = _message("extensions.common.ratelimit.v3.RateLimitDescriptor")
 RateLimitRequest = _message("service.ratelimit.v3.RateLimitRequest")
 RateLimitResponse = _message("service.ratelimit.v3.RateLimitResponse")
+TokenBucket = _message("type.v3.TokenBucket")
+RateLimitStrategy = _message("type.v3.RateLimitStrategy")
+RateLimitQuotaUsageReports = _message("service.rate_limit_quota.v3.RateLimitQuotaUsageReports")
+RateLimitQuotaResponse = _message("service.rate_limit_quota.v3.RateLimitQuotaResponse")
+BucketId = _message("service.rate_limit_quota.v3.BucketId")

@@ -1,6 +1,7 @@
 # Generated from the .proto files beside it by tests/service/envoy/generate.py.
-# ruff: noqa: A002 - the names are Envoy's
-from collections.abc import Iterable, Mapping
+# ruff: noqa: A002, E501 - the names are Envoy's, and long
+# fmt: off
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -13,6 +14,7 @@ from google.protobuf.wrappers_pb2 import UInt32Value, UInt64Value
 
 POOL: Final[DescriptorPool]
 SERVICE: Final[str]
+QUOTA_SERVICE: Final[str]
 
 class HeaderValue(Message):
     key: str
@@ -145,4 +147,107 @@ class RateLimitResponse(Message):
         raw_body: bytes | None = ...,
         dynamic_metadata: Struct | Mapping[str, Any] | None = ...,
         quota: RateLimitResponse.Quota | Mapping[str, Any] | None = ...,
+    ) -> None: ...
+
+class TokenBucket(Message):
+    max_tokens: int
+    tokens_per_fill: UInt32Value
+    fill_interval: Duration
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = ...,
+        tokens_per_fill: UInt32Value | Mapping[str, Any] | None = ...,
+        fill_interval: Duration | Mapping[str, Any] | None = ...,
+    ) -> None: ...
+
+class RateLimitStrategy(Message):
+    class RequestsPerTimeUnit(Message):
+        requests_per_time_unit: int
+        time_unit: int
+        def __init__(
+            self,
+            *,
+            requests_per_time_unit: int | None = ...,
+            time_unit: int | None = ...,
+        ) -> None: ...
+
+    ALLOW_ALL: Final = 0
+    DENY_ALL: Final = 1
+    blanket_rule: int
+    requests_per_time_unit: RateLimitStrategy.RequestsPerTimeUnit
+    token_bucket: TokenBucket
+    def __init__(
+        self,
+        *,
+        blanket_rule: int | None = ...,
+        requests_per_time_unit: RateLimitStrategy.RequestsPerTimeUnit | Mapping[str, Any] | None = ...,
+        token_bucket: TokenBucket | Mapping[str, Any] | None = ...,
+    ) -> None: ...
+
+class RateLimitQuotaUsageReports(Message):
+    class BucketQuotaUsage(Message):
+        bucket_id: BucketId
+        time_elapsed: Duration
+        num_requests_allowed: int
+        num_requests_denied: int
+        def __init__(
+            self,
+            *,
+            bucket_id: BucketId | Mapping[str, Any] | None = ...,
+            time_elapsed: Duration | Mapping[str, Any] | None = ...,
+            num_requests_allowed: int | None = ...,
+            num_requests_denied: int | None = ...,
+        ) -> None: ...
+
+    domain: str
+    bucket_quota_usages: RepeatedCompositeFieldContainer[RateLimitQuotaUsageReports.BucketQuotaUsage]
+    def __init__(
+        self,
+        *,
+        domain: str | None = ...,
+        bucket_quota_usages: Iterable[RateLimitQuotaUsageReports.BucketQuotaUsage | Mapping[str, Any]] | None = ...,
+    ) -> None: ...
+
+class RateLimitQuotaResponse(Message):
+    class BucketAction(Message):
+        class QuotaAssignmentAction(Message):
+            assignment_time_to_live: Duration
+            rate_limit_strategy: RateLimitStrategy
+            def __init__(
+                self,
+                *,
+                assignment_time_to_live: Duration | Mapping[str, Any] | None = ...,
+                rate_limit_strategy: RateLimitStrategy | Mapping[str, Any] | None = ...,
+            ) -> None: ...
+
+        class AbandonAction(Message):
+            def __init__(
+                self,
+            ) -> None: ...
+
+        bucket_id: BucketId
+        quota_assignment_action: RateLimitQuotaResponse.BucketAction.QuotaAssignmentAction
+        abandon_action: RateLimitQuotaResponse.BucketAction.AbandonAction
+        def __init__(
+            self,
+            *,
+            bucket_id: BucketId | Mapping[str, Any] | None = ...,
+            quota_assignment_action: RateLimitQuotaResponse.BucketAction.QuotaAssignmentAction | Mapping[str, Any] | None = ...,
+            abandon_action: RateLimitQuotaResponse.BucketAction.AbandonAction | Mapping[str, Any] | None = ...,
+        ) -> None: ...
+
+    bucket_action: RepeatedCompositeFieldContainer[RateLimitQuotaResponse.BucketAction]
+    def __init__(
+        self,
+        *,
+        bucket_action: Iterable[RateLimitQuotaResponse.BucketAction | Mapping[str, Any]] | None = ...,
+    ) -> None: ...
+
+class BucketId(Message):
+    bucket: MutableMapping[str, str]
+    def __init__(
+        self,
+        *,
+        bucket: Mapping[str, str] | None = ...,
     ) -> None: ...
