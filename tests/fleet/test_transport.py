@@ -114,7 +114,12 @@ def test_nodes_find_each_other_and_exchange_everything(start: Start, tmp_path: P
     first.transport.denied(GATE, "user:é", 3, NS_PER_SECOND)
     others[0].transport.warm(GATE, "user:2")
     assert others[1].transport.publish(b"\0payload") == 1
-    until(lambda: all(each.hints for each in [first, *others]), "hints arrive", SECONDS_MAX)
+    # Each of the two senders hears of the other's hint only.
+    until(
+        lambda: [len(each.hints) for each in [first, *others]] == [1, 1, 2, 2, 2],
+        "hints arrive",
+        SECONDS_MAX,
+    )
     (hint,) = first.hints
     assert hint == Hint("warm", GATE, "user:2", 0, 0)
     (denied,) = [each for each in others[3].hints if each.kind == "denied"]
@@ -125,6 +130,8 @@ def test_nodes_find_each_other_and_exchange_everything(start: Start, tmp_path: P
         "all have the payload",
         SECONDS_MAX,
     )
+    # A node acknowledges a payload before it hands the payload out.
+    until(lambda: first.payloads, "the payload is handed out", SECONDS_MAX)
     assert first.payloads == [ReceivedPayload(others[1].transport.node, 1, b"\0payload")]
     assert {each.status for each in first.transport.members()[1:]} == {status}
     assert sum(others[3].transport.lag()[:-1]) == len(others[3].hints)
@@ -225,12 +232,11 @@ def test_keys_are_replaced_while_the_nodes_run(
     first = start(key_file=keys)
     second = start(key_file=keys, peers=[first.bound])
     know_each_other([first, second])
-    for lines in ([old, new], [new, old], [new]):
+    for count, lines in enumerate(([old, new], [new, old], [new]), 1):
         key_file(tmp_path, *lines)
         for node in (first, second):
             await_keys(node, tuple(map(bytes.fromhex, lines)))
-        second.transport.warm(GATE, f"user:{len(first.hints)}")
-        count = len(first.hints) + 1
+        second.transport.warm(GATE, f"user:{count}")
         until(lambda count=count: len(first.hints) == count, "a hint arrives", SECONDS_MAX)
     stranger = start(key_file=key_file(tmp_path, old, name="old"), peers=[first.bound])
     until(lambda: first.dropped("forged") > 0, "the old key is refused", SECONDS_MAX)
