@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from tollkeeper.core.errors import ConfigError
+
+log = logging.getLogger("tollkeeper.grpc")
 
 
 class Status(IntEnum):
@@ -49,6 +52,14 @@ class CallError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
+
+
+def told_of(error: Exception) -> CallError:
+    """Return what the client is told about an error, and log one that no method expects."""
+    if isinstance(error, CallError):
+        return error
+    log.error("a gRPC method failed", exc_info=error)
+    return CallError(Status.INTERNAL, "the server failed; its log says why")
 
 
 class GrpcCall(Protocol):

@@ -15,6 +15,7 @@ from tollkeeper.service.grpc.calls import (
     StreamingMethod,
     TlsFiles,
     UnaryMethod,
+    told_of,
 )
 
 try:
@@ -104,8 +105,8 @@ def _unary(method: UnaryMethod, bounds: Bounds) -> Callable[[bytes, Any], Awaita
             await _abort(context, CallError(Status.RESOURCE_EXHAUSTED, detail))
         try:
             return await method(message, _GrpcioCall(context))
-        except CallError as error:
-            await _abort(context, error)
+        except Exception as error:
+            await _abort(context, told_of(error))
 
     return run
 
@@ -114,8 +115,8 @@ def _streaming(method: StreamingMethod) -> Callable[[Any, Any], Awaitable[None]]
     async def run(_: Any, context: Any) -> None:
         try:
             await method(_GrpcioCall(context))
-        except CallError as error:
-            await _abort(context, error)
+        except Exception as error:
+            await _abort(context, told_of(error))
 
     return run
 
