@@ -11,7 +11,7 @@ from tollkeeper import Decision, Limit
 from tollkeeper.core.errors import CapacityError, InvalidKey
 from tollkeeper.core.model import UNLIMITED, AppliedRule, CheckResult, ResultKind
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
-from tollkeeper.service.envoy.replies import Outcome, fill_limit, merged, response_of
+from tollkeeper.service.envoy.replies import Outcome, limit_of, merged, reply_of
 from tollkeeper.web.answers import Style
 
 NOW_NS = 1_767_225_600 * 10**9
@@ -44,9 +44,8 @@ OPEN = CheckResult(
 
 
 def answered(*outcomes: Outcome) -> RateLimitResponse:
-    """Return the reply after serialisation, as Envoy gets it."""
-    found = response_of(outcomes, NOW_NS, Style())
-    return RateLimitResponse.FromString(found.SerializeToString())
+    """Return the reply as Envoy reads it."""
+    return RateLimitResponse.FromString(reply_of(outcomes, NOW_NS, Style()))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,7 @@ def test_a_status_without_numbers_has_no_limit(result: CheckResult) -> None:
 )  # fmt: skip
 def test_a_window_in_envoys_units(per: float, unit: str, times: int) -> None:
     """The largest unit that divides it; none if it has fractions of a second."""
-    found = RateLimitResponse.RateLimit()
-    fill_limit(Limit(7, per=per), "rule", found)
+    found = RateLimitResponse.RateLimit.FromString(limit_of(Limit(7, per=per), "rule"))
     assert found.requests_per_unit == 7
     assert getattr(RateLimitResponse.RateLimit, unit) == found.unit
     assert (found.unit_multiplier.value if found.HasField("unit_multiplier") else 1) == times

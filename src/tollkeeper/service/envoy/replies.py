@@ -19,6 +19,7 @@ from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import CapacityError, InvalidKey
 from tollkeeper.core.model import CheckResult, Limit, ResultKind
 from tollkeeper.decide.combine import combine_decisions
+from tollkeeper.service.envoy.protocol import wire
 from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
 from tollkeeper.web.answers import (
     HttpAnswer,
@@ -34,11 +35,14 @@ from tollkeeper.web.answers import (
 Outcome = CheckResult | CapacityError | InvalidKey
 
 RateLimit = RateLimitResponse.RateLimit
-Status = RateLimitResponse.DescriptorStatus
 
 OK: Final = RateLimitResponse.OK
 OVER_LIMIT: Final = RateLimitResponse.OVER_LIMIT
 TOO_MANY_REQUESTS: Final = 429
+
+# Limits in Envoy's form, by their numbers and their rule; when there are more, all are dropped.
+LIMITS_MAX: Final = 4_096
+_limits: dict[tuple[int, int, str], bytes] = {}
 
 # From the largest: a window is written in the largest unit that divides it.
 _UNITS: Final = (
@@ -54,28 +58,19 @@ _UNITS: Final = (
 _KINDS: Final[tuple[ResultKind, ...]] = ("blocked", "unavailable", "limited", "exempt", "unlimited")
 
 
-def response_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> RateLimitResponse:
+def reply_of(outcomes: Sequence[Outcome], now_ns: int, style: Style) -> bytes:
     """Return the reply, with one status for each outcome. `now_ns` is the Unix time."""
-    response = RateLimitResponse(overall_code=OK)
-    # Messages are filled in place: protobuf would copy a message that is assigned.
-    for each in outcomes:
-        _fill(response.statuses.add(), each)
+    statuses = [_status_of(each) for each in outcomes]
     refusal = _failure_of(outcomes)
     if refusal is None:
         result = merged([each for each in outcomes if isinstance(each, CheckResult)])
         if not is_over_limit(result):
-            for name, value in raw_headers_of(result, now_ns, style):
-                response.response_headers_to_add.add(
-                    key=name.decode("ascii"), value=value.decode("ascii")
-                )
-            return response
+            headers = raw_headers_of(result, now_ns, style)
+            return wire.rate_limit_response(OK, statuses, headers)
         refusal = denial_answer(result, now_ns, style)
-    response.overall_code = OVER_LIMIT
     refusal = _as_429(refusal)
-    for header, text in refusal.headers:
-        response.response_headers_to_add.add(key=header.lower(), value=text)
-    response.raw_body = refusal.body
-    return response
+    headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers]
+    return wire.rate_limit_response(OVER_LIMIT, statuses, headers, refusal.body)
 
 
 def _failure_of(outcomes: Sequence[Outcome]) -> HttpAnswer | None:
@@ -117,35 +112,38 @@ def merged(results: Sequence[CheckResult]) -> CheckResult:
     )
 
 
-def _fill(status: Status, outcome: Outcome) -> None:
-    status.code = OVER_LIMIT
-    if isinstance(outcome, CapacityError):
-        fill_limit(outcome.limit, "", status.current_limit)
-    elif isinstance(outcome, CheckResult):
+def _status_of(outcome: Outcome) -> bytes:
+    if isinstance(outcome, CheckResult):
         decision = outcome.decision
-        if decision.allowed:
-            status.code = OK
+        code = OK if decision.allowed else OVER_LIMIT
         if outcome.kind != "limited" or decision.degraded:
-            return  # there is no limit, or its state is unknown
-        fill_limit(decision.policy, decision.rule, status.current_limit)
-        status.limit_remaining = decision.remaining
+            return wire.descriptor_status(code)  # there is no limit, or its state is unknown
         seconds, nanos = divmod(decision.reset_after_ns, NS_PER_SECOND)
-        status.duration_until_reset.seconds = seconds
-        status.duration_until_reset.nanos = nanos
+        limit = _known_limit(decision.policy, decision.rule)
+        return wire.descriptor_status(code, limit, decision.remaining, seconds, nanos)
+    if isinstance(outcome, CapacityError):
+        return wire.descriptor_status(OVER_LIMIT, _known_limit(outcome.limit, ""))
+    return wire.descriptor_status(OVER_LIMIT)
 
 
-def fill_limit(limit: Limit, rule: str, into: RateLimit) -> None:
-    """Write a limit in Envoy's form: requests per unit, or per several units.
+def _known_limit(limit: Limit, rule: str) -> bytes:
+    key = limit.limit, limit.window_ns, rule
+    found = _limits.get(key)
+    if found is None:
+        if len(_limits) >= LIMITS_MAX:
+            _limits.clear()
+        found = _limits[key] = limit_of(limit, rule)
+    return found
+
+
+def limit_of(limit: Limit, rule: str) -> bytes:
+    """Return a limit in Envoy's form: requests per unit, or per several units.
 
     It is the rate, without the burst. `limit_remaining` may therefore be higher.
     A window that is not in whole seconds has no unit.
     """
-    into.requests_per_unit = limit.limit
-    into.name = rule
     for unit, unit_ns in _UNITS:
         times, rest = divmod(limit.window_ns, unit_ns)
         if times and not rest:
-            into.unit = unit
-            if times > 1:
-                into.unit_multiplier.value = times
-            return
+            return wire.rate_limit(limit.limit, unit, rule, times)
+    return wire.rate_limit(limit.limit, RateLimit.UNKNOWN, rule, 1)

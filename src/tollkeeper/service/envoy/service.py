@@ -28,7 +28,7 @@ from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.decisions import Decider, was_charged
 from tollkeeper.service.envoy.descriptors import DescriptorCheck, checks_of
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
-from tollkeeper.service.envoy.replies import Outcome, response_of
+from tollkeeper.service.envoy.replies import Outcome, reply_of
 from tollkeeper.service.grpc.calls import CallError, GrpcCall, Status
 from tollkeeper.service.http.tokens import Token, TokenRejection, Tokens, confined
 from tollkeeper.web.answers import Style
@@ -94,7 +94,7 @@ class RateLimitService:
             self._count(Status.OK)
             if self._recorder is not None:
                 _record(self._recorder, checks, outcomes, call.metadata("x-request-id") or "")
-            return response_of(outcomes, self._clock.now_ns(), self._style).SerializeToString()
+            return reply_of(outcomes, self._clock.now_ns(), self._style)
         except CallError as error:
             raise self._counted(error) from None
         except DecodeError:
