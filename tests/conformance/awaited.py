@@ -22,6 +22,7 @@ from tollkeeper.decide.store import (
     Answer,
     AsyncGate,
     AsyncStore,
+    Cells,
     Channel,
     GateCheck,
     Store,
@@ -79,6 +80,7 @@ class AwaitedStore:
     fleet: FleetMonitor | None = None
     allowances: Allowances | None = None
     authority: Authority | None = None
+    cells: Cells | None = None
     regional: RegionalCounts | None = None
     regions: RegionMonitor | None = None
     is_private = False

@@ -34,6 +34,9 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 LOG_FULLNESS_HIGH: Final = 0.7
 # Of one topic; see Channel.register.
 REGISTERED_MAX: Final = 1_000
+# Of a cell; see Cells. A rule's name and a subject fit into a name.
+CELL_NAME_BYTES_MAX: Final = 4_096
+CELL_BYTES_MAX: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,11 @@ class Store(Protocol):
         ...
 
     @property
+    def cells(self) -> Cells | None:
+        """Values that nodes change by compare-and-set; None in a store of one machine."""
+        ...
+
+    @property
     def regional(self) -> RegionalCounts | None:
         """The counts of one region, of limits that regions share; None if it has none."""
         ...
@@ -358,6 +366,11 @@ class StoreWrapper:
     def authority(self) -> Authority | None:
         """The authority of the wrapped store."""
         return self._store.authority
+
+    @property
+    def cells(self) -> Cells | None:
+        """The cells of the wrapped store."""
+        return self._store.cells
 
     def sweep(self) -> int:
         """See Store.sweep."""
@@ -468,3 +481,42 @@ class Channel(Protocol):
     def unregister(self, topic: str, name: str) -> None:
         """Forget the text of `name`. Blocks for a round trip. Raises StoreError."""
         ...
+
+
+class Cells(Protocol):
+    """Small values that several nodes change: read one, compute the next, write it if no other did.
+
+    They are for a state that is too rich for a script, and changes a few times a second.
+    """
+
+    async def read(self, name: str) -> tuple[bytes | None, int]:
+        """Return the value of a cell, None if it has none, and the store's time in nanoseconds.
+
+        Raises StoreError; ValueError for a name that is empty or too long.
+        """
+        ...
+
+    async def write(self, name: str, expected: bytes | None, value: bytes, lasts_ns: int) -> bool:
+        """Replace the value if it still is `expected`; return False if it is another one.
+
+        The value expires after `lasts_ns`. Raises ValueError for a value or a name that is too
+        long. Raises StoreError: after a StoreTimeout, the value may have been written.
+        """
+        ...
+
+
+def require_cell_name(name: str) -> None:
+    """Raise ValueError for a name that no cell can have."""
+    size = len(name.encode())
+    if not 0 < size <= CELL_NAME_BYTES_MAX:
+        raise ValueError(f"a cell's name has 1 to {CELL_NAME_BYTES_MAX} bytes, and this {size}")
+
+
+def require_cell_value(name: str, value: bytes, lasts_ns: int) -> None:
+    """Raise ValueError for a value that is too long, or that would expire at once."""
+    if len(value) > CELL_BYTES_MAX:
+        raise ValueError(
+            f"a cell has at most {CELL_BYTES_MAX} bytes, and the new value of {name!r} {len(value)}"
+        )
+    if lasts_ns <= 0:
+        raise ValueError(f"the value of the cell {name!r} would last {lasts_ns} ns; at least 1")

@@ -50,6 +50,7 @@ from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
+    Cells,
     Channel,
     GateCheck,
     StoreMonitor,
@@ -122,6 +123,7 @@ class PythonMemoryStore:
         self.fleet: FleetMonitor | None = None
         self._allowances = PythonAllowances(clock, allowances_max)
         self.authority: Authority | None = self
+        self.cells: Cells | None = None
         self.regional: RegionalCounts | None = None
         self.regions: RegionMonitor | None = None
         self._states_max = states_max

@@ -39,6 +39,7 @@ from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
 from tollkeeper.decide.store import (
     Answer,
     AsyncStore,
+    Cells,
     Channel,
     FastCheck,
     GateCheck,
@@ -115,6 +116,7 @@ class KernelStore:
         self._allowances = KernelAllowances(clock, path, allowances_max, mode)
         self.allowances: Allowances | None = self._allowances
         self.authority: Authority | None = None
+        self.cells: Cells | None = None
         self.regional: RegionalCounts | None = None
         self.regions: RegionMonitor | None = None
         self._recovery = _FileRecovery()

@@ -12,6 +12,7 @@ import pytest
 from tests.redis_servers import Single, running
 from tollkeeper.decide.stores.redis import scripts
 from tollkeeper.decide.stores.redis.scripts import (
+    CELL,
     CHECK,
     GRANT,
     JOINT_CHECK,
@@ -22,7 +23,7 @@ from tollkeeper.decide.stores.redis.scripts import (
 )
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
-SEVERAL = (JOINT_CHECK, REPORT)
+OTHERS = (JOINT_CHECK, REPORT, CELL)
 REGIONAL = tuple(
     found
     for name, found in vars(scripts).items()
@@ -39,8 +40,8 @@ def server() -> Single:
 def test_every_script_has_its_own_name() -> None:
     """The names are unique, and this file tests all scripts."""
     every = {each for each in vars(scripts).values() if isinstance(each, LuaScript)}
-    assert every == {*EVERY_SCRIPT, *SEVERAL, *REGIONAL}
-    assert len({script.sha for script in every}) == len(EVERY_SCRIPT) + len(SEVERAL) + len(REGIONAL)
+    assert every == {*EVERY_SCRIPT, *OTHERS, *REGIONAL}
+    assert len({script.sha for script in every}) == len(EVERY_SCRIPT) + len(OTHERS) + len(REGIONAL)
 
 
 def test_a_script_for_several_subjects_contains_the_script_for_one() -> None:
@@ -50,7 +51,7 @@ def test_a_script_for_several_subjects_contains_the_script_for_one() -> None:
     assert REFUND.text in REPORT.text
 
 
-@pytest.mark.parametrize("script", [*EVERY_SCRIPT, *SEVERAL, *REGIONAL])
+@pytest.mark.parametrize("script", [*EVERY_SCRIPT, *OTHERS, *REGIONAL])
 def test_a_script_has_the_sha_that_the_server_computes(server: Single, script: LuaScript) -> None:
     """With a wrong SHA, the client would send each call twice."""
     assert server.admin.script_load(script.text) == script.sha.decode()
@@ -76,7 +77,7 @@ def test_texts_in_scripts_keep_their_spaces() -> None:
         for line in each.read_bytes().splitlines(keepends=True)
         if not line.lstrip().startswith(b"--")
     )
-    sent = b"\n".join(script.text for script in (*EVERY_SCRIPT, *SEVERAL, *REGIONAL))
+    sent = b"\n".join(script.text for script in (*EVERY_SCRIPT, *OTHERS, *REGIONAL))
     assert set(texts.findall(sent)) <= set(texts.findall(sources))
 
 

@@ -90,7 +90,7 @@ _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
     "WRONGPASS": "; check username and password",
     "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
-    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, and for global limits "
+    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, and for global limits and cells "
     "+get +set +hkeys +zadd +zrem +zrangebyscore +zcard",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: repair the disk, or see its log",

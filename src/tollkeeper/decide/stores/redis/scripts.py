@@ -126,6 +126,8 @@ REGIONAL_REPORT: Final = _script_named(*_REGIONAL, "regional_back", "regional_re
 REGIONAL_GROUP: Final = _script_named("regional_group", reply=list)
 REGIONAL_LEADER: Final = _script_named("regional_leader", reply=list)
 
+CELL: Final = _script_named("cell", reply=list)
+
 
 def pack(*parts: str | bytes | int) -> bytes:
     """Return the bytes of one command in the Redis protocol."""

@@ -37,6 +37,7 @@ from tollkeeper.decide.store import (
     require_strict,
 )
 from tollkeeper.decide.stores.redis.breakers import BreakerListener
+from tollkeeper.decide.stores.redis.cells import RedisCells
 from tollkeeper.decide.stores.redis.codec import NS_PER_US, fits_bucket
 from tollkeeper.decide.stores.redis.config import Layout, RedisConfig
 from tollkeeper.decide.stores.redis.denial_cache import DenialCache
@@ -111,6 +112,11 @@ class RedisStore:
         return self
 
     @property
+    def cells(self) -> RedisCells:
+        """Values that nodes change by compare-and-set."""
+        return self._cells
+
+    @property
     def regional(self) -> RedisRegional:
         """The counts of one region, of limits that regions share."""
         return self._regional
@@ -135,6 +141,7 @@ class RedisStore:
         self._regional = RedisRegional(
             config, self._clock, self._threads, self._driver_of_loop, self._checks, self._sample
         )
+        self._cells = RedisCells(config, self._clock, self._driver_of_loop)
         _stores.add(self)
 
     def gate(
