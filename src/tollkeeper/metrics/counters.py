@@ -81,6 +81,18 @@ FAMILIES: Final = (
     MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
     MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
+    MetricFamily("envoy_quota_streams", "gauge", "Envoys that are connected for quotas."),
+    MetricFamily("envoy_quota_buckets", "gauge", "Buckets of these Envoys."),
+    MetricFamily("envoy_quota_reports", "counter", "Reports of Envoys on their buckets."),
+    MetricFamily(
+        "envoy_quota_assignments", "counter", "Actions sent to Envoys, by kind.", ("kind",)
+    ),
+    MetricFamily(
+        "envoy_quota_blankets",
+        "counter",
+        "Assignments that let all requests of a bucket pass, or none, by reason.",
+        ("reason",),
+    ),
     MetricFamily("store_seconds", "histogram", "How long calls to a server took.", ("server",)),
     MetricFamily("store_errors", "counter", "Checks that failed in the store, by kind.", ("kind",)),
     MetricFamily("server_failures", "counter", "Failed calls to a store's server.", ("server",)),
@@ -222,7 +234,10 @@ _MERGES: Final[dict[Merge, Callable[[float, float], float]]] = {"sum": add, "max
 class Counters:
     """What one process of the service counts on the path of its requests."""
 
-    __slots__ = ("checks", "decision_seconds", "degraded_checks", "grpc_requests", "requests")
+    __slots__ = (
+        *("checks", "decision_seconds", "degraded_checks", "grpc_requests", "requests"),
+        *("quota_assignments", "quota_blankets", "quota_buckets", "quota_reports", "quota_streams"),
+    )
 
     def __init__(self) -> None:
         self.checks: dict[str, int] = {}
@@ -234,6 +249,15 @@ class Counters:
         self.grpc_requests: dict[str, int] = {}
         """By the name of the status code."""
         self.decision_seconds = Histogram()
+        self.quota_streams = 0
+        """Envoys that are connected for quotas."""
+        self.quota_buckets = 0
+        """Their buckets."""
+        self.quota_reports = 0
+        self.quota_assignments: dict[str, int] = {}
+        """By kind."""
+        self.quota_blankets: dict[str, int] = {}
+        """By reason."""
 
     def note_check(self, result: CheckResult) -> None:
         """Count a check by limits that came with the call."""
@@ -253,6 +277,14 @@ class Counters:
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):
             found.put("grpc_requests", count, code)
+        if self.quota_reports:
+            found.put("envoy_quota_streams", self.quota_streams)
+            found.put("envoy_quota_buckets", self.quota_buckets)
+            found.put("envoy_quota_reports", self.quota_reports)
+        for kind, count in list(self.quota_assignments.items()):
+            found.put("envoy_quota_assignments", count, kind)
+        for reason, count in list(self.quota_blankets.items()):
+            found.put("envoy_quota_blankets", count, reason)
         found.histograms["decision_seconds"] = {"": self.decision_seconds.data()}
         return found
 

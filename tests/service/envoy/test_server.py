@@ -26,7 +26,7 @@ from tests.service.envoy.client import (
 )
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.envoy.protocol.messages import SERVICE
+from tollkeeper.service.envoy.protocol.messages import QUOTA_SERVICE, SERVICE
 from tollkeeper.service.envoy.server import METHOD, start
 from tollkeeper.service.grpc.calls import Bounds, TlsFiles
 
@@ -73,7 +73,7 @@ async def test_a_draining_server_still_replies() -> None:
 
 
 async def test_reflection_lists_all_services() -> None:
-    """A client without stubs finds the three services and their files."""
+    """A client without stubs finds the services and their files."""
     ask = reflection_pb2.ServerReflectionRequest
     wanted = [ask(list_services=""), ask(file_containing_symbol=SERVICE),
               ask(file_containing_symbol="grpc.health.v1.Health")]  # fmt: skip
@@ -83,7 +83,8 @@ async def test_reflection_lists_all_services() -> None:
             each async for each in stub.ServerReflectionInfo(iter(wanted), timeout=10)
         ]
     names = {each.name for each in listed.list_services_response.service}
-    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    grpcs = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {SERVICE, QUOTA_SERVICE, *grpcs}
     files = [FileDescriptorProto.FromString(each)
              for each in ours.file_descriptor_response.file_descriptor_proto]  # fmt: skip
     assert [each.service[0].method[0].name for each in files if each.service] == [METHOD]

@@ -1,4 +1,4 @@
-"""The gRPC services of one worker: the rate limit service, health, and reflection."""
+"""The gRPC services of one worker: rate limits, quotas (experimental), health and reflection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Final
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.service.envoy.protocol.messages import POOL, SERVICE
+from tollkeeper.service.envoy.protocol.messages import POOL, QUOTA_SERVICE, SERVICE
+from tollkeeper.service.envoy.quotas import QuotaService
 from tollkeeper.service.envoy.service import RateLimitService
 from tollkeeper.service.grpc import server
 from tollkeeper.service.grpc.calls import STOP_SECONDS, Bounds, GrpcServer, Methods, TlsFiles
@@ -22,6 +23,7 @@ except ImportError as error:
     ) from error
 
 METHOD: Final = "ShouldRateLimit"
+QUOTA_METHOD: Final = "StreamRateLimitQuotas"
 
 # Reflection needs all services in one pool.
 for _file in (health.FILE, reflection.FILE):
@@ -31,10 +33,11 @@ for _file in (health.FILE, reflection.FILE):
 class EnvoyServer:
     """A running server. `port` is its real port, also if it was started on port 0."""
 
-    def __init__(self, running: GrpcServer, checked: health.Health) -> None:
+    def __init__(self, running: GrpcServer, checked: health.Health, quotas: QuotaService) -> None:
         """Use `start`."""
         self._running = running
         self._health = checked
+        self._quotas = quotas
         self.port = running.port
 
     async def drain(self) -> None:
@@ -44,6 +47,7 @@ class EnvoyServer:
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """Drain, and stop as GrpcServer.stop does."""
         self._health.drain()
+        self._quotas.stop()
         await self._running.stop(grace_s)
 
 
@@ -69,12 +73,19 @@ async def start(
         counters=context.counters,
         recorder=context.recorder,
     )
-    services = (SERVICE, health.SERVICE)
+    quotas = QuotaService(
+        context.limiter, tokens=context.tokens, on_failure=on_failure, counters=context.counters
+    )
+    services = (SERVICE, QUOTA_SERVICE, health.SERVICE)
     checked = health.Health(services)
     listed = reflection.Reflection(services, POOL)
     methods = Methods(
         {f"/{SERVICE}/{METHOD}": service.should_rate_limit, **checked.methods.unary},
-        {**checked.methods.streaming, **listed.methods.streaming},
+        {
+            f"/{QUOTA_SERVICE}/{QUOTA_METHOD}": quotas.stream,
+            **checked.methods.streaming,
+            **listed.methods.streaming,
+        },
     )
     running = await server.start(methods, address, tls, bounds=bounds, on=on)
-    return EnvoyServer(running, checked)
+    return EnvoyServer(running, checked, quotas)

@@ -1,0 +1,189 @@
+"""The buckets of an Envoy: what the service does for each, and the messages that say so.
+
+Envoy's filter `rate_limit_quota` puts each request into a bucket and decides by the bucket's
+assignment. The id of a bucket has keys and values, like a descriptor, and becomes a Request in the
+same way. The rules that match it decide what the bucket gets, its *target*:
+
+- parts of the limits, if every rule that applies has `envoy_quota`: shares of a rate, or grants;
+- a *blanket* answer: all requests pass, or none. Lists decide it, or that no rule applies. If the
+  rules cannot be assigned, the failure policy of the rule does: `open` and `local` let all pass.
+
+Envoy's own rules for assignments, which the messages here keep:
+
+- A time to live has whole seconds; without one the assignment expires at once. So does a fill
+  interval: with less than 1 s the bucket is unlimited.
+- A change of the fill interval alone is ignored. DENY_ALL before the new bucket replaces it.
+- Without `tokens_per_fill` a bucket never refills.
+- If `max_tokens` changes, the bucket keeps its fill ratio. After DENY_ALL it starts full.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.model import UNITS_MAX
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.rules.compiled import CheckPlan, RuleCheck
+from tollkeeper.rules.document.grammar import why_not_assigned
+from tollkeeper.rules.document.model import EnvoyQuota
+from tollkeeper.service.envoy.protocol.messages import RateLimitQuotaResponse, RateLimitStrategy
+
+BlanketReason = Literal[
+    "exempt",
+    "blocked",
+    "unlimited",
+    "not_assigned",
+    "several_rules",
+    "limits",
+    "too_many_buckets",
+    "store",
+]
+# Whoever configured the rules or Envoy should know of these.
+WARNINGS: Final[dict[BlanketReason, str]] = {
+    "not_assigned": "a rule that applies has no envoy_quota",
+    "several_rules": "several rules apply, and shares of a rate have one",
+    "limits": "an override has limits that cannot be assigned",
+    "too_many_buckets": "the rule has too many buckets; count by a tenant, plan or service",
+    "store": "the store cannot be reached",
+}
+# Renewed at each report, which comes every 5 s. Whole seconds.
+TIME_TO_LIVE_S: Final = 10
+# One token in so long a time is none: the tokens of a grant are all that there are.
+NEVER_S: Final = 10 * 365 * 86_400
+# Demand is measured over at least so long.
+MEASURED_NS: Final = NS_PER_SECOND
+
+_ALLOW_ALL: Final = RateLimitStrategy(blanket_rule=RateLimitStrategy.ALLOW_ALL)
+_DENY_ALL: Final = RateLimitStrategy(blanket_rule=RateLimitStrategy.DENY_ALL)
+
+
+class Blanket(NamedTuple):
+    """An answer for all requests of a bucket."""
+
+    allow: bool
+    reason: BlanketReason
+    rule: str = ""
+
+
+class Assigned(NamedTuple):
+    """Parts of the limits of these rules: one rule for a rate, one or more for grants."""
+
+    quota: EnvoyQuota
+    checks: tuple[RuleCheck, ...]
+
+    @property
+    def rule(self) -> str:
+        """The id of the first rule."""
+        return self.checks[0].rule.id
+
+
+Target = Blanket | Assigned
+
+_BY_VERDICT: Final = {
+    "deny": Blanket(False, "blocked"),
+    "allow": Blanket(True, "exempt"),
+    None: Blanket(True, "unlimited"),
+}
+
+
+def target_of(plan: CheckPlan, on_failure: FailurePolicy) -> Target:
+    """Return what a bucket gets by the rules that apply to it.
+
+    `on_failure` is the failure policy of rules that have none.
+    """
+    checks = tuple(plan.enforced)
+    if not checks:
+        return _BY_VERDICT[plan.verdict]
+    quotas = {check.rule.envoy_quota for check in checks}
+    if None in quotas:
+        return on_failure_of(checks, "not_assigned", on_failure)
+    (quota, *others) = [quota for quota in quotas if quota is not None]
+    if others or (quota == "rate" and len(checks) > 1):
+        return on_failure_of(checks, "several_rules", on_failure)
+    if any(why_not_assigned(quota, check.prepared.limits) for check in checks):
+        return on_failure_of(checks, "limits", on_failure)
+    return Assigned(quota, checks)
+
+
+def on_failure_of(
+    checks: tuple[RuleCheck, ...], reason: BlanketReason, on_failure: FailurePolicy
+) -> Blanket:
+    """Return the answer of the failure policies: requests pass if all of them let them pass."""
+    closed = [
+        check.rule.id
+        for check in checks
+        if (check.rule.on_failure or on_failure) not in {"open", "local"}
+    ]
+    return Blanket(not closed, reason, closed[0] if closed else checks[0].rule.id)
+
+
+class Demand:
+    """The requests of a bucket per second, by the server's clock.
+
+    Envoy reports the time since its last report in whole seconds, rounded down.
+    """
+
+    __slots__ = ("_counted", "_since_ns", "per_second")
+
+    def __init__(self, now_ns: int) -> None:
+        self._counted = 0
+        self._since_ns = now_ns
+        self.per_second: float | None = None
+        """None until it was measured."""
+
+    def note(self, requests: int, now_ns: int) -> None:
+        """Count requests that a report at `now_ns` contains."""
+        self._counted = min(self._counted + requests, UNITS_MAX)
+        elapsed_ns = now_ns - self._since_ns
+        if elapsed_ns >= MEASURED_NS:
+            self.per_second = self._counted * NS_PER_SECOND / elapsed_ns
+            self._counted, self._since_ns = 0, now_ns
+
+
+# ── Messages ───────────────────────────────────────────────────────────────────────────────────
+
+
+def add_blanket(response: RateLimitQuotaResponse, bucket: bytes, *, allow: bool) -> None:
+    """Let all requests of a bucket pass, or none. `bucket` is the id as Envoy sent it."""
+    _add(response, bucket, _ALLOW_ALL if allow else _DENY_ALL)
+
+
+def add_tokens(
+    response: RateLimitQuotaResponse,
+    bucket: bytes,
+    tokens_max: int,
+    tokens_per_fill: int,
+    fill_s: int,
+    *,
+    afresh: bool = False,
+) -> None:
+    """Assign a token bucket; `afresh` makes it start full and accept another fill interval."""
+    if afresh:
+        _add(response, bucket, _DENY_ALL)
+    tokens = {
+        "max_tokens": tokens_max,
+        "tokens_per_fill": {"value": tokens_per_fill},
+        "fill_interval": {"seconds": fill_s},
+    }
+    _add(response, bucket, RateLimitStrategy(token_bucket=tokens))
+
+
+def add_grant(response: RateLimitQuotaResponse, bucket: bytes, units: int, *, afresh: bool) -> None:
+    """Assign finite units; without `afresh`, renew the time to live of those that are left."""
+    add_tokens(response, bucket, units, 1, NEVER_S, afresh=afresh)
+
+
+def add_abandon(response: RateLimitQuotaResponse, bucket: bytes) -> None:
+    """Make Envoy forget a bucket; the next request in it is reported like the first."""
+    action = response.bucket_action.add()
+    action.bucket_id.MergeFromString(bucket)
+    action.abandon_action.SetInParent()
+
+
+def _add(response: RateLimitQuotaResponse, bucket: bytes, strategy: RateLimitStrategy) -> None:
+    action = response.bucket_action.add()
+    action.bucket_id.MergeFromString(bucket)
+    assignment = action.quota_assignment_action
+    assignment.assignment_time_to_live.seconds = TIME_TO_LIVE_S
+    assignment.rate_limit_strategy.CopyFrom(strategy)

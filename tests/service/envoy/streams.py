@@ -1,0 +1,93 @@
+"""An Envoy's side of a quota stream, without Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from tollkeeper.service.envoy.protocol.messages import (
+    RateLimitQuotaResponse,
+    RateLimitQuotaUsageReports,
+    RateLimitStrategy,
+)
+
+DEADLINE_S = 10.0
+Id = Mapping[str, str]
+
+
+class FakeCall:
+    """A stream between a test and a method: the test reports, and reads what was sent."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = {name.replace("_", "-"): value for name, value in metadata.items()}
+        self._received: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sent: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def metadata(self, name: str) -> str | None:
+        return self._metadata.get(name)
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def receive(self) -> bytes | None:
+        return await self._received.get()
+
+    async def send(self, message: bytes) -> None:
+        self._sent.put_nowait(message)
+
+    def put(self, body: bytes | None) -> None:
+        """Send a message as the client; None ends the stream."""
+        self._received.put_nowait(body)
+
+    def report(self, *usages: tuple[Id, int, int], domain: str = "shop") -> None:
+        """Send a report of buckets: id, allowed and denied requests."""
+        self.put(report_of(*usages, domain=domain).SerializeToString())
+
+    async def answer(self) -> list[tuple[dict[str, str], str]]:
+        """Return the actions of the next response: each bucket and what it gets, as text."""
+        body = await asyncio.wait_for(self._sent.get(), DEADLINE_S)
+        return actions_of(RateLimitQuotaResponse.FromString(body))
+
+    @property
+    def unread(self) -> int:
+        """How many responses wait."""
+        return self._sent.qsize()
+
+
+def report_of(*usages: tuple[Id, int, int], domain: str = "shop") -> RateLimitQuotaUsageReports:
+    """Return a report of buckets: id, allowed and denied requests."""
+    return RateLimitQuotaUsageReports(
+        domain=domain,
+        bucket_quota_usages=[
+            {
+                "bucket_id": {"bucket": dict(bucket)},
+                "num_requests_allowed": allowed,
+                "num_requests_denied": denied,
+            }
+            for bucket, allowed, denied in usages
+        ],
+    )
+
+
+def actions_of(response: RateLimitQuotaResponse) -> list[tuple[dict[str, str], str]]:
+    """Return each action: the bucket, and what it gets in a few words."""
+    return [(dict(each.bucket_id.bucket), _text(each)) for each in response.bucket_action]
+
+
+def _text(action: Any) -> str:
+    if action.WhichOneof("bucket_action") == "abandon_action":
+        return "abandon"
+    assigned = action.quota_assignment_action
+    lasts = assigned.assignment_time_to_live
+    assert lasts.seconds > 0
+    assert not lasts.nanos
+    strategy = assigned.rate_limit_strategy
+    if strategy.WhichOneof("strategy") == "blanket_rule":
+        allow = strategy.blanket_rule == RateLimitStrategy.ALLOW_ALL
+        return "allow all" if allow else "deny all"
+    tokens = strategy.token_bucket
+    assert tokens.HasField("tokens_per_fill")
+    assert tokens.fill_interval.seconds > 0
+    assert not tokens.fill_interval.nanos
+    return f"{tokens.max_tokens}, {tokens.tokens_per_fill.value}/{tokens.fill_interval.seconds}s"
