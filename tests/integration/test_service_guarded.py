@@ -14,12 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import grpc
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
+from tests.service.envoy.client import caller_on, codes, entries
 from tests.service_process import RULES, ServiceProcess, run_to_end
 from tests.web.test_claims import RSA_KEY, Provider, jwk
 from tollkeeper.service.http.tokens import create_token, remove_token
@@ -268,6 +270,24 @@ def test_tls(tmp_path: Path) -> None:
         assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
             b"HTTP"
         )
+
+
+async def test_clients_of_grpc_need_a_certificate(tmp_path: Path) -> None:
+    """With --grpc-client-ca, a call without one fails, and a call with one gets a reply."""
+    made = make_certificates(tmp_path)
+    options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
+    authority = made.ca_path.read_bytes()
+    own = (made.client_key_path.read_bytes(), made.client_cert_path.read_bytes())
+    with ServiceProcess(
+        RULES, *options, "--grpc-client-ca", str(made.ca_path), grpc=True
+    ) as service:
+        trusted = grpc.ssl_channel_credentials(authority, *own)
+        async with grpc.aio.secure_channel(service.grpc, trusted) as channel:
+            assert codes(await caller_on(channel)(entries(("user", "1"))))[0] == "OK"
+        without = grpc.ssl_channel_credentials(authority)
+        async with grpc.aio.secure_channel(service.grpc, without) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await caller_on(channel)(entries(("user", "1")), timeout=2)
 
 
 def test_a_certificate_is_renewed(tmp_path: Path) -> None:

@@ -337,6 +337,14 @@ TlsCertOption = Annotated[
 TlsKeyOption = Annotated[
     str | None, _option("--tls-key", metavar="FILE", help="The key of the certificate (PEM).")
 ]
+GrpcClientCaOption = Annotated[
+    str | None,
+    _option(
+        "--grpc-client-ca",
+        metavar="FILE",
+        help="Clients of gRPC need a certificate of this authority (PEM).",
+    ),
+]
 NodeIdOption = Annotated[
     str | None,
     _option(
@@ -473,6 +481,7 @@ def serve(
     jwt_leeway: JwtLeewayOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
+    grpc_client_ca: GrpcClientCaOption = None,
     node_id: NodeIdOption = None,
     draft: DraftOption = None,
     legacy_headers: LegacyHeadersOption = None,

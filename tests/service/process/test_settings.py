@@ -65,6 +65,8 @@ FILES: list[tuple[str, str]] = [
     ("workers: 100000", "workers 100000 is not between"),
     ("shutdown-seconds: 0", "shutdown-seconds 0 is not between"),
     ("tls-cert: a.pem", "belong together"),
+    ("grpc-client-ca: a.pem", "is for gRPC with TLS"),
+    ("{grpc-client-ca: a, tls-cert: b, tls-key: c, grpc: no}", "is for gRPC with TLS"),
     ("node-id: 'a b'", "letters, digits"),
     ("rules: limits.yaml\nseed: limits.yaml", "remove --seed"),
     ("lease-seconds: 0", "lease-seconds 0 is not between 0.02 and 2"),

@@ -222,6 +222,17 @@ def test_unusable_certificates_are_rejected(tmp_path: Path) -> None:
         check(tmp_path, made.server_key_path)
 
 
+def test_an_unusable_authority_of_clients_is_rejected(tmp_path: Path) -> None:
+    """The message names the file."""
+    made = make_certificates(tmp_path)
+    own = {"tls_cert": str(made.server_cert_path), "tls_key": str(made.server_key_path)}
+    startup.check_tls(given(tmp_path, **own, grpc_client_ca=str(made.ca_path)))
+    with pytest.raises(ConfigError, match=r"--grpc-client-ca .*key.* has no certificate"):
+        startup.check_tls(given(tmp_path, **own, grpc_client_ca=str(made.server_key_path)))
+    with pytest.raises(ConfigError, match=r"--grpc-client-ca .*absent cannot be read"):
+        startup.check_tls(given(tmp_path, **own, grpc_client_ca=str(tmp_path / "absent")))
+
+
 def test_files_are_private(tmp_path: Path) -> None:
     """Even in a folder that other users can read."""
     settings = given(tmp_path)

@@ -156,6 +156,8 @@ class ServiceSettings:
     jwt_leeway: float = 0.0
     tls_cert: str = ""
     tls_key: str = ""
+    grpc_client_ca: str = ""
+    """The authority whose certificates clients of gRPC need; empty: they need none."""
     node_id: str = ""
     draft: Draft = "10"
     legacy_headers: bool = True
@@ -238,6 +240,10 @@ class ServiceSettings:
         self._check_fleet()
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-cert and --tls-key belong together; give both or neither")
+        if self.grpc_client_ca and not (self.tls_cert and self.grpc):
+            raise ConfigError(
+                "--grpc-client-ca is for gRPC with TLS; give --tls-cert, --tls-key and --grpc, too"
+            )
         if not _NODE_ID.fullmatch(self.node_id):
             raise ConfigError(
                 f"--node-id {show(self.node_id)} is not 1 to 64 letters, digits and . _ : -; "

@@ -75,8 +75,12 @@ def check_access(settings: ServiceSettings) -> ServiceSettings:
 
 
 def check_tls(settings: ServiceSettings) -> None:
-    """Raise ConfigError if the certificate and its key cannot be used."""
-    for name, file in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
+    """Raise ConfigError if the certificate, its key or the authority of clients is unusable."""
+    for name, file in (
+        ("--tls-cert", settings.tls_cert),
+        ("--tls-key", settings.tls_key),
+        ("--grpc-client-ca", settings.grpc_client_ca),
+    ):
         if file and not (os.access(file, os.R_OK) and Path(file).is_file()):
             raise ConfigError(f"{name} {file} cannot be read")
     if not settings.tls_cert:
@@ -91,6 +95,13 @@ def check_tls(settings: ServiceSettings) -> None:
             f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} are not a "
             f"certificate and its key, both in PEM and the key without a pass phrase ({error})"
         ) from None
+    if settings.grpc_client_ca:
+        try:
+            ssl.create_default_context(cafile=settings.grpc_client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"--grpc-client-ca {settings.grpc_client_ca} has no certificate in PEM ({error})"
+            ) from None
 
 
 def check_gossip_key(settings: ServiceSettings) -> None:

@@ -271,7 +271,8 @@ class Worker:
         settings = self._settings
         tls = None
         if settings.tls_cert:
-            tls = TlsFiles(Path(settings.tls_cert), Path(settings.tls_key))
+            authority = Path(settings.grpc_client_ca) if settings.grpc_client_ca else None
+            tls = TlsFiles(Path(settings.tls_cert), Path(settings.tls_key), authority)
         handle = await start(context, settings.grpc, tls, on_failure=settings.on_failure)
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
         return handle.drain
