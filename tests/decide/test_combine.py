@@ -48,6 +48,14 @@ def test_the_granted_units_are_those_of_the_tightest_limit() -> None:
     assert combine([SECOND], [_yes(9)], "", 7, [4]).limit == 14
 
 
+def test_waits_are_whole_ticks_of_a_slow_clock() -> None:
+    """They are rounded up, after the tightest limit was chosen by the exact times."""
+    outcomes = [_no(0, retry=1_001, reset=5_000), _no(0, retry=1_999, reset=2_001)]
+    found = combine([SECOND, MINUTE], outcomes, "", 7, tick_ns=1_000)
+    assert (found.policy, found.retry_after_ns, found.reset_after_ns) == (MINUTE, 2_000, 3_000)
+    assert combine([SECOND], [_yes(9)], "", 7, tick_ns=1_000).reset_after_ns == 0
+
+
 @pytest.mark.parametrize(
     ("outcomes", "tightest", "why"),
     [

@@ -55,7 +55,9 @@ async def walk_of_a_check(store: str, *, repeated: bool) -> Walk:
         http = HttpClient(context, ManualClock())
 
         async def check(number: int) -> None:
-            body = {"user": "42" if repeated else str(number), "endpoint": "/orders"}
+            # A user whose bucket no other test has put into the cache of buckets.
+            user = "42" if repeated else f"{time.time_ns()}-{number}"
+            body = {"user": user, "endpoint": "/orders"}
             assert (await http("POST", "/v1/check", body)).status == 200
 
         if repeated:

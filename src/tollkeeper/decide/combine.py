@@ -30,10 +30,12 @@ def combine(
     rule: str,
     now_ns: int,
     granted: Sequence[int] = (),
+    tick_ns: int = 1,
 ) -> Decision:
     """Return the decision at `now_ns` from the outcome of each of a rule's limits.
 
-    `granted` has the granted units that each limit has left; it may be empty if none has.
+    `granted` has the granted units that each limit has left; it may be empty if none has. The times
+    to retry and to reset are rounded up to whole ticks.
 
     An outcome is an Outcome or a plain tuple of its fields. One loop without function calls: on
     Redis this runs for every check of several limits. The decision's time of the charge is the
@@ -52,10 +54,14 @@ def combine(
             continue  # the usual case: it cannot be the tightest
         if wait_ns > longest_ns:
             longest_ns = wait_ns
-        if (passes, remaining, -wait_ns, -whole_ns) < (allowed, left, -retry_ns, -reset_ns):
+        # The times are on the other sides: the longer one is the tighter.
+        if (passes, remaining, retry_ns, reset_ns) < (allowed, left, wait_ns, whole_ns):
             place, allowed, left, retry_ns, reset_ns = at, passes, remaining, wait_ns, whole_ns
     if not allowed:
         delay_ns, charged_ns = 0, None
+    if tick_ns > 1:
+        longest_ns = -(-longest_ns // tick_ns) * tick_ns
+        reset_ns = -(-reset_ns // tick_ns) * tick_ns
     return Decision(
         allowed,
         limits[place],

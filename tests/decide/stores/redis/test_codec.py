@@ -382,6 +382,20 @@ def test_rules_of_a_subject_share_its_bucket(subject: str, rule: str, hash_key: 
     assert len(field_in(one[1])) == FIELD_BYTES
 
 
+def test_the_rules_of_a_store_hash_a_subject_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bucket is cached, for as many subjects as the cache has room for."""
+    named: list[int] = []
+    monkeypatch.setattr(codec, "bucket_name", lambda number: named.append(number) or b"AAA")
+    rules = [places(rule, prefix="hashed once") for rule in ("a", "b")]
+    for subject in ("user:1", "user:2", "user:1"):
+        assert len({rule.of(subject)[1] for rule in rules}) == 2
+    assert len(named) == 2
+    for number in range(10, 10 + codec._CACHED_SUBJECTS):
+        rules[0].of(f"user:{number}")
+    rules[0].of("user:1")
+    assert len(named) == 3 + codec._CACHED_SUBJECTS
+
+
 def test_subjects_spread_over_all_buckets() -> None:
     """With another hash key, the same subjects are elsewhere."""
     subjects = [f"user:{number}" for number in range(2_000)]

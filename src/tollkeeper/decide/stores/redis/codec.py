@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple, cast
 
@@ -67,6 +68,7 @@ _REGIONAL_TYPES: Final = {
 FIELD_BYTES: Final = 8  # of a field in a bucket; the name of a piece is longer
 _FIELD_BITS: Final = 8 * FIELD_BYTES
 _IN_BUCKET: Final = b"\x00"  # ends the gate of a rule whose states are in buckets
+_CACHED_SUBJECTS: Final = 4_096  # of each store, about 1.5 MB
 
 
 # ── Limits as bytes ────────────────────────────────────────────────────────────────────────────
@@ -162,25 +164,41 @@ class BucketPlaces:
     a subject with the same 82 bits, which takes 2**81 attempts on average.
     """
 
-    __slots__ = ("_end", "_head", "_mask", "_start", "_state")
+    __slots__ = ("_end", "_find", "_mask", "_start")
 
     def __init__(self, limits: Sequence[Limit], rule: str, prefix: str, hash_key: str) -> None:
         numbers = _numbers_of(limits)
-        self._head = prefix.encode() + b":{%"
         self._start = _array_head(2 + len(numbers)) + bytes((0xA0 | FIELD_BYTES,))
         self._end = b"".join(map(_number, numbers)) + _IN_BUCKET
         name = blake2b(rule.encode(), digest_size=FIELD_BYTES)
         self._mask = int.from_bytes(name.digest())
-        self._state = blake2b(key=hash_key.encode(), digest_size=FIELD_BYTES + 3)
+        self._find = _bucket_finder(prefix, hash_key)
 
     def of(self, subject: str) -> tuple[bytes, bytes]:
         """Return the bucket's key, and the gate with the field of the subject."""
-        state = self._state.copy()
+        key, bits = self._find(subject)
+        return key, self._start + (bits ^ self._mask).to_bytes(FIELD_BYTES) + self._end
+
+
+@lru_cache(maxsize=16)
+def _bucket_finder(prefix: str, hash_key: str) -> Callable[[str], tuple[bytes, int]]:
+    """Return a function from a subject to the key of its bucket and the bits of its field.
+
+    All rules of a store share it. It caches what it returns: for a subject that is in the cache, a
+    check takes 0.7 us less.
+    """
+    head = prefix.encode() + b":{%"
+    keyed = blake2b(key=hash_key.encode(), digest_size=FIELD_BYTES + 3)
+
+    @lru_cache(maxsize=_CACHED_SUBJECTS)
+    def find(subject: str) -> tuple[bytes, int]:
+        state = keyed.copy()
         state.update(subject.encode())
         number = int.from_bytes(state.digest())
-        field = (number ^ self._mask) & (1 << _FIELD_BITS) - 1
-        key = b"%b%b}" % (self._head, bucket_name((number >> _FIELD_BITS) % BUCKETS))
-        return key, b"%b%b%b" % (self._start, field.to_bytes(FIELD_BYTES), self._end)
+        key = b"%b%b}" % (head, bucket_name((number >> _FIELD_BITS) % BUCKETS))
+        return key, number & (1 << _FIELD_BITS) - 1
+
+    return find
 
 
 def encode_numbers(values: Sequence[int], texts: Sequence[str] = ()) -> bytes:
@@ -324,7 +342,7 @@ class ReplyDecoder:
                     allowed,
                     limit,
                     remaining,
-                    -(-retry_ns // NS_PER_US) * NS_PER_US,
+                    retry_ns and -(-retry_ns // NS_PER_US) * NS_PER_US,
                     -(-reset_ns // NS_PER_US) * NS_PER_US,
                     delay_ns,
                     self._rule,
@@ -355,31 +373,25 @@ class ReplyDecoder:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
         place = 1
-        outcomes: list[tuple[bool, int, int, int, int, int | None]] = []
+        outcomes: list[Outcome] = []
         for limit, decide, kind in self._plain:
             last_us = reply[place]
-            if kind == LOG:
-                log = _LogSummary(last_us, reply[place + 1], reply[place + 2], now_us)
-                outcomes.append(_log_outcome(log, limit, cost))
-                place += 3
-                continue
             state: State = None
-            if kind == COUNTER:
+            if kind <= FIXED:
+                if last_us >= 0:
+                    state = (last_us * NS_PER_US, reply[place + 1])
+                place += 2
+            elif kind == COUNTER:
                 if last_us >= 0:
                     state = (last_us * NS_PER_US, reply[place + 1], reply[place + 2])
                 place += 3
             else:
-                if last_us >= 0:
-                    state = (last_us * NS_PER_US, reply[place + 1])
-                place += 2
-            _, (allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns) = decide(
-                state, limit, now_ns, cost
-            )
-            if retry_ns:
-                retry_ns = -(-retry_ns // NS_PER_US) * NS_PER_US
-            reset_ns = reset_ns // -NS_PER_US * -NS_PER_US
-            outcomes.append((allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns))
-        return combine(self.limits, outcomes, self._rule, now_ns)
+                log = _LogSummary(last_us, reply[place + 1], reply[place + 2], now_us)
+                outcomes.append(_log_outcome(log, limit, cost))
+                place += 3
+                continue
+            outcomes.append(decide(state, limit, now_ns, cost)[1])
+        return combine(self.limits, outcomes, self._rule, now_ns, tick_ns=NS_PER_US)
 
     def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
         """Return the decisions on `count` checks in a row that the script allowed as one.

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Final, NamedTuple, cast
@@ -168,16 +169,19 @@ class RuleScripts:
     """
 
     __slots__ = (
-        "_buckets",
         "_clock",
         "_key_head",
         "by_server_clock",
         "decoder",
         "encoded",
         "field",
-        "head",
+        "middle",
+        "place",
         "tails",
     )
+
+    place: Callable[[str], tuple[bytes, bytes]]
+    """Return the key of a subject's states, and the gate: the first argument of a script."""
 
     def __init__(
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
@@ -190,11 +194,12 @@ class RuleScripts:
         # this field.
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
-        self._buckets = None
+        self.place = self._place_in_own_hash
         if config.layout == "packed" and fits_bucket(limits):
-            self._buckets = BucketPlaces(limits, rule, config.prefix, config.hash_key)
-        # EVALSHA <sha> 1 <key> <gate> <cost>: everything but the key, the gate and the cost.
-        self.head = b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$" % CHECK.sha
+            self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
+        # Of a check's payload: the bytes between the key and the gate, and those after the gate.
+        # The gates of all subjects have the same length.
+        self.middle = b"\r\n$%d\r\n" % len(self.place("")[1])
         self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
 
     @staticmethod
@@ -210,10 +215,7 @@ class RuleScripts:
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
-    def place(self, subject: str) -> tuple[bytes, bytes]:
-        """Return the key of a subject's states, and the gate: the first argument of a script."""
-        if self._buckets is not None:
-            return self._buckets.of(subject)
+    def _place_in_own_hash(self, subject: str) -> tuple[bytes, bytes]:
         # The hash tag is the subject. Redis ignores an empty tag, so a subject that begins with a
         # brace gets an escape. No subject's tag begins with one % alone: those are the buckets'.
         if subject[:1] in {"}", "%"}:
@@ -253,6 +255,12 @@ class RuleScripts:
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
         return self._call(RESET, subject, 0, self.now()[0])
+
+
+@lru_cache(maxsize=256)
+def _check_head(key_bytes: int) -> bytes:
+    """Return the payload of a check, EVALSHA <sha> 1 <key> <gate> <cost>, up to the key."""
+    return b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$%d\r\n" % (CHECK.sha, key_bytes)
 
 
 # The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
@@ -310,9 +318,9 @@ class CheckAttempt:
         cost = self.count * self.cost
         if self.now != SERVER_TIME:
             return self.call().by_sha()
-        scripts, key, gate = self.scripts, self.key, self.gate
+        scripts, key = self.scripts, self.key
         tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
-        return b"%b%d\r\n%b\r\n$%d\r\n%b%b" % (scripts.head, len(key), key, len(gate), gate, tail)
+        return b"".join((_check_head(len(key)), key, scripts.middle, self.gate, tail))
 
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""
