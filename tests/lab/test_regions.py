@@ -15,6 +15,7 @@ from tollkeeper.core.model import Limit
 from tollkeeper.lab.regions import (
     PARTITIONS,
     Load,
+    Partition,
     RegionsPlan,
     SimulatedRegions,
     random_regions,
@@ -63,14 +64,12 @@ PLANTED: dict[str, tuple[planted.Plant, RegionsPlan, str]] = {
     "accepts everything": (
         planted.accepts_everything,
         RegionsPlan(
-            (Limit(900, per=3_600),),
+            (Limit(60, per=10),),
             regions=3,
             nodes=1,
-            seconds=45,
-            seed=5,
-            loads=(Load("many", 400, "moving"),),
-            partition="one-way",
-            is_long=True,
+            seconds=40,
+            loads=(Load("many", 10),),
+            partition="pairs",
         ),
         "units over",
     ),
@@ -148,10 +147,16 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert len({plan.limits[0].algorithm for plan in plans}) == 5
 
 
-def test_a_partition_leaves_each_region_its_share_of_the_rate() -> None:
-    """All regions are alone for as long as the traffic lasts."""
+@pytest.mark.parametrize("partition", ["pairs", "alone", "all"])
+def test_a_long_partition_leaves_each_region_its_share_of_the_rate(partition: Partition) -> None:
+    """Also if one region reaches all others, as with this seed, and would take the rate of all."""
     plan = RegionsPlan(
-        MINUTE, nodes=1, seconds=60, loads=(Load("many", 10),), partition="all", is_long=True
+        (Limit(300, per=60, capacity=30),),
+        nodes=1,
+        seconds=150,
+        loads=(Load("many", 3),),
+        partition=partition,
+        is_long=True,
     )
     run = simulated(plan)
     assert not run.problems()

@@ -211,6 +211,17 @@ def test_exact_totals_are_sent_only_while_all_regions_can_be_reached() -> None:
     assert batches.keys() == {"us", "ap"}
 
 
+def test_exact_totals_wait_while_two_other_regions_are_apart() -> None:
+    """Those two report nothing, so a region that reaches all would take the rate of all."""
+    sync = started()
+    exact, eventual = report("ann"), report("bob", across="eventual")
+    sync.use(("us", "ap"), ("us", "ap"), 1, is_whole=False)
+    batches = sync.sending([exact, eventual], 0)
+    assert [each.reports for each in batches.values()] == [[eventual], [eventual]]
+    sync.use(("us", "ap"), ("us", "ap"), 1)
+    assert sync.sending([exact], 1).keys() == {"us", "ap"}
+
+
 def test_the_newest_report_of_a_subject_waits() -> None:
     """A subject that is touched again while it waits is sent once, with its last total."""
     sync = started()

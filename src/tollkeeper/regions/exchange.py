@@ -318,7 +318,8 @@ class Term:
         self.shares = shares
         others = [each for each in self.membership.table.regions if each != self._exchange.region]
         if self.membership.table.epoch == shares.epoch:
-            self._sync.use(others, self.live(), shares.epoch, self.usable())
+            is_whole = self.membership.is_whole
+            self._sync.use(others, self.live(), shares.epoch, self.usable(), is_whole=is_whole)
 
     def status(self) -> RegionStatus:
         """Return what an operator reads."""

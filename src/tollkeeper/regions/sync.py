@@ -139,6 +139,7 @@ class Sync:
         self._others: frozenset[str] = frozenset()
         self._live: frozenset[str] = frozenset()
         self._usable: frozenset[str] = frozenset()
+        self._holds_exact = False
         self._subjects: dict[SubjectKey, _Reported] = {}
         self._queues: dict[str, _Queue] = {}
         self._accepted: list[Accepted] = []
@@ -150,11 +151,14 @@ class Sync:
         live: Collection[str],
         epoch: int,
         usable: Collection[str] | None = None,
+        *,
+        is_whole: bool = True,
     ) -> None:
         """Set the other regions of an epoch, and those of them that are live.
 
-        Reports go to those that are `usable`, by default all live ones. Nothing that was accepted
-        in another epoch counts.
+        Reports go to those that are `usable`, by default all live ones. `is_whole` is False if two
+        of the other regions do not reach each other. Nothing that was accepted in another epoch
+        counts.
         """
         others = frozenset(others)
         if (others, epoch) != (self._others, self.epoch):
@@ -165,6 +169,7 @@ class Sync:
             self.unaccepted_units = 0
         self._live = others & frozenset(live)
         self._usable = self._live if usable is None else others & frozenset(usable)
+        self._holds_exact = not is_whole or self._usable != others
         for region in self._queues.keys() - self._usable:
             self._queues[region].waiting.clear()
 
@@ -178,8 +183,10 @@ class Sync:
             subject = self._noted(report)
             # A total of an exact limit is of use only if all regions accept it. If one cannot be
             # reached, the others would count these units as well, and deliver less than their
-            # shares: with four of five regions joined, 0.6 of them.
-            is_held = report.across == "exact" and self._usable != self._others
+            # shares: with four of five regions joined, 0.6 of them. A region that reaches all
+            # holds its totals as well while two others are apart: those cannot report theirs, so
+            # it would take the whole rate, and leave nothing for them.
+            is_held = report.across == "exact" and self._holds_exact
             for region in () if is_held else usable:
                 if not _is_known(subject, region, report):
                     self._queue(region).add(report, now_ns)
