@@ -61,7 +61,7 @@ AcrossRegions = Literal["exact", "eventual"]
 
 # The version of the states in a region's store. The leader of one region writes into the stores of
 # the others, so regions with different ones exchange nothing.
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 REGIONS_MAX: Final = 16
 # A total that was not accepted is reported again after this time.
 REPEAT_NS: Final = NS_PER_SECOND

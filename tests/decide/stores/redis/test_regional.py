@@ -32,7 +32,7 @@ LIMITS: Limits = (
 
 def numbers_of(limits: Limits) -> tuple[int, ...]:
     """Return the gate of exact limits, as a script unpacks it."""
-    found = [0]
+    found = [-1, 0, max(limit.window_ns for limit in limits) // 1_000]
     for kind, limit in enumerate(limits, start=1):
         step_us = max(limit.refill_step_ns // 1_000, 1)
         found += [

@@ -207,6 +207,11 @@ def encode_numbers(values: Sequence[int], texts: Sequence[str] = ()) -> bytes:
     return b"".join((head, *map(_number, values), *(_text(each.encode()) for each in texts)))
 
 
+def encode_sequence(values: Sequence[int]) -> bytes:
+    """Return several numbers as msgpack, one after the other: fast to unpack, without a table."""
+    return b"".join(map(_number, values))
+
+
 def refill_per_us(limit: Limit) -> tuple[int, int]:
     """Return the refill in lowest terms, as millionths of a unit over microseconds."""
     numerator, denominator = limit.micros_numerator, limit.ns_denominator

@@ -56,7 +56,12 @@ from tollkeeper.decide.regional import (
     require_room,
     rule_number,
 )
-from tollkeeper.decide.stores.redis.codec import NS_PER_US, encode_numbers, refill_per_us
+from tollkeeper.decide.stores.redis.codec import (
+    NS_PER_US,
+    encode_numbers,
+    encode_sequence,
+    refill_per_us,
+)
 from tollkeeper.decide.stores.redis.config import Address, RedisConfig
 from tollkeeper.decide.stores.redis.connections import NotSent
 from tollkeeper.decide.stores.redis.driver import AsyncioDriver, RedisDriver, ThreadDriver
@@ -98,7 +103,7 @@ _KINDS: Final[dict[AlgorithmName, int]] = {
 }
 _ALGORITHMS: Final = {kind: name for name, kind in _KINDS.items()}
 _MODES: Final[tuple[AcrossRegions, ...]] = ("exact", "eventual")
-_GATE_STEP: Final = 6
+_GATE_MODE, _GATE_FIRST, _GATE_STEP = 1, 3, 6
 
 
 # ── Limits, states and replies ─────────────────────────────────────────────────────────────────
@@ -107,7 +112,7 @@ _GATE_STEP: Final = 6
 @lru_cache(maxsize=1_024)
 def encode_gate(limits: Limits, across: AcrossRegions) -> bytes:
     """Return the mode and the limits, as the scripts read them."""
-    numbers = [_MODES.index(across)]
+    numbers = [_MODES.index(across), max(limit.window_ns for limit in limits) // NS_PER_US]
     for limit in limits:
         numbers += [
             _KINDS[limit.algorithm],
@@ -116,14 +121,15 @@ def encode_gate(limits: Limits, across: AcrossRegions) -> bytes:
             limit.window_ns // NS_PER_US,
             max(limit.refill_step_ns // NS_PER_US, 1),
         ]
-    return encode_numbers(numbers)
+    packed = encode_sequence(numbers)
+    return len(packed).to_bytes(2) + packed
 
 
 @lru_cache(maxsize=1_024)
 def decode_gate(numbers: tuple[int, ...]) -> tuple[Limits, AcrossRegions]:
     """Return the limits and the mode. The limits have no names: the scripts do not know them."""
     limits = []
-    for at in range(1, len(numbers), _GATE_STEP):
+    for at in range(_GATE_FIRST, len(numbers), _GATE_STEP):
         kind, capacity, numerator, denominator, window_us, step_us = numbers[at : at + _GATE_STEP]
         algorithm = _ALGORITHMS[kind]
         units = numerator * window_us // (denominator * MICROS_PER_UNIT)
@@ -137,7 +143,7 @@ def decode_gate(numbers: tuple[int, ...]) -> tuple[Limits, AcrossRegions]:
                 refill_every=_seconds(step_us) if step_us > 1 else 0,
             )
         )
-    return tuple(limits), _MODES[numbers[0]]
+    return tuple(limits), _MODES[numbers[_GATE_MODE]]
 
 
 def _seconds(us: int) -> float:
@@ -173,8 +179,8 @@ class _Keys:
     def __init__(self, config: RedisConfig) -> None:
         prefix = config.prefix.encode()
         heads = [b"%b:{%%r%d}:" % (prefix, group) for group in range(GROUPS)]
-        # Of each group: the shares, the subjects that are due, and the beginning of the states.
-        self.groups = [(head + b"shares", head + b"due", head) for head in heads]
+        # Of each group: the subjects that are due, the shares, and the beginning of the states.
+        self.groups = [(head + b"due", head + b"shares", head) for head in heads]
         self.leader = b"%b:{%%r}:leader" % prefix
         self.notes = b"%b:{%%r}:notes" % prefix
 
@@ -186,9 +192,9 @@ class _Keys:
         *arguments: bytes | int,
     ) -> ScriptCall:
         """Return a call on the states of some subjects of a group."""
-        shares, due, head = self.groups[group]
+        due, shares, head = self.groups[group]
         states = [head + member for member in members]
-        return ScriptCall(script, shares, arguments, (due, *states))
+        return ScriptCall(script, due, arguments, (shares, *states))
 
 
 def _member(key: SubjectKey) -> bytes:
@@ -238,42 +244,42 @@ class _GlobalRule:
         self._number = number.encode() + b":"
         # The hash of SubjectKey.group, as far as the rule goes.
         self._hash = blake2b(SubjectKey(number, "").group_text.encode(), digest_size=2)
-        # EVALSHA <sha> 3 <shares> <due> <state> <time> <gate> <cost>: without keys and cost.
+        # EVALSHA <sha> 3 <due> <shares> <state> <time> <gate> <cost>: without keys and cost.
         self._head = b"*9\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n3\r\n$" % REGIONAL_CHECK.sha
         self._tail = b"\r\n$0\r\n\r\n$%d\r\n%b\r\n$" % (len(self._encoded), self._encoded)
 
     def _keys_of(self, subject: str) -> tuple[bytes, bytes, bytes]:
-        """Return the shares, the subjects that are due, and the state of the subject."""
+        """Return the subjects that are due, the shares, and the state of the subject."""
         name, hashed = subject.encode(), self._hash.copy()
         hashed.update(name)
-        shares, due, head = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
-        return shares, due, b"%b%b%b" % (head, self._number, name)
+        due, shares, head = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
+        return due, shares, b"%b%b%b" % (head, self._number, name)
 
     def call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
         """Return a call on the state of a subject."""
-        shares, due, state = self._keys_of(subject)
-        return ScriptCall(script, shares, (self.now(), self._encoded, *arguments), (due, state))
+        due, shares, state = self._keys_of(subject)
+        return ScriptCall(script, due, (self.now(), self._encoded, *arguments), (shares, state))
 
     def check_payload(self, subject: str, cost: int) -> tuple[bytes, bytes]:
         """Return the key and the bytes of a check."""
         if self.now() != SERVER_TIME:
             call = self.call(REGIONAL_CHECK, subject, cost)
             return call.key, call.by_sha()
-        shares, due, state = self._keys_of(subject)
+        due, shares, state = self._keys_of(subject)
         digits = b"%d" % cost
         payload = b"%b%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b%b%d\r\n%b\r\n" % (
             self._head,
-            len(shares),
-            shares,
             len(due),
             due,
+            len(shares),
+            shares,
             len(state),
             state,
             self._tail,
             len(digits),
             digits,
         )
-        return shares, payload
+        return due, payload
 
     def peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
         """Decide a request, but charge nothing."""
@@ -313,7 +319,7 @@ class _GlobalRule:
             require_room(self.limits, share if self._across == "exact" else WHOLE, cost - granted)
         return decision_of(
             self.limits,
-            _ledgers_of(self.limits, reply[4:]),
+            _ledgers_of(self.limits, [reply[4:]] if len(self.limits) == 1 else reply[4:]),
             self._across,
             share,
             (reply[0] if passed else ~reply[0]) * NS_PER_US,
@@ -773,17 +779,18 @@ def _encode_shares(shares: Shares, token: int) -> bytes:
                 f"{SHARE_PARTS_MAX:,}; for example 1/5"
             )
     changed_us = -(-max(shares.changed_ns, 0) // NS_PER_US)
-    numbers = [LAYOUT, token, shares.epoch]
-    numbers += [*shares.share.as_integer_ratio(), *shares.before.as_integer_ratio(), changed_us]
-    return encode_numbers(numbers, shares.live)
+    share, before = shares.share, shares.before
+    numbers = [(LAYOUT, 1), (shares.epoch, 7), (share.numerator, 3), (share.denominator, 3)]
+    numbers += [(token, 7), (before.numerator, 3), (before.denominator, 3), (changed_us, 7)]
+    packed = b"".join(number.to_bytes(size) for number, size in numbers)
+    return packed + "".join(f" {name} " for name in shares.live).encode()
 
 
 def _shares_of(reply: Sequence[Any]) -> Shares | None:
     """Return the shares of a group; None if it has only a token."""
-    _, _, *numbers = reply
-    if not numbers:
+    if len(reply) == 1:
         return None
-    epoch, numerator, denominator, lowest, parts, changed_us, *live = numbers
+    epoch, numerator, denominator, _, lowest, parts, changed_us, *live = reply
     return Shares(
         epoch,
         Fraction(numerator, denominator),

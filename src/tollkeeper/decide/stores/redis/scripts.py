@@ -68,12 +68,15 @@ class LuaScript:
 def _text_of(name: str) -> bytes:
     """Return a Lua file without comments, indentation and spaces around operators.
 
+    A line `--@ name` stands for another file: functions that only one branch needs.
+
     A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
     connection after a longer one, and the client would not see that it must log in (NOAUTH).
     """
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
     lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
-    code = (line.partition(b" -- ")[0] for line in lines if line and not line.startswith(b"--"))
+    included = (_text_of(line[4:].decode()) if line[:4] == b"--@ " else line for line in lines)
+    code = (line.partition(b" -- ")[0] for line in included if line and line[:2] != b"--")
     return b"\n".join(_SPACED.sub(rb"\1", line) for line in code)
 
 
@@ -116,8 +119,9 @@ REPORT: Final = _script_of(
 )
 
 # Of limits that regions share.
-_REGIONAL: Final = ("arithmetic", "regional")
-REGIONAL_CHECK: Final = _script_named(*_REGIONAL, "regional_check", reply=list)
+_CHECK: Final = ("arithmetic", "regional", "regional_check")
+REGIONAL_CHECK: Final = _script_named(*_CHECK, reply=list)
+_REGIONAL: Final = ("arithmetic", "regional", "regional_state")
 _GIVE: Final = ("regional_back", "regional_give")
 REGIONAL_CHANGE: Final = _script_named(*_REGIONAL, *_GIVE, "regional_change", reply=list)
 REGIONAL_USAGE: Final = _script_named(*_REGIONAL, "regional_back", "regional_usage", reply=list)

@@ -6,14 +6,16 @@
 -- long chunks, so only their names are read. In a bucket, a field that continues another has more than
 -- 8 bytes. Of a long bucket, the first 1,000 fields are read.
 
-local PIECE_BYTES, FIELDS_MAX, LEDGERS = 64, 1000, 18
+local PIECE_BYTES, FIELDS_MAX = 64, 1000
 local key = KEYS[1]
 local name = string.match(key, '^[^{]*:{%%r%d?%d?}:(.+)')
 if name then
-    -- The state of a global limit is an array; see regional.lua. The other keys have no states.
-    local raw = string.match(name, '^' .. string.rep('%x', 16) .. ':') and redis.call('GET', key)
-    local done, state = pcall(cmsgpack.unpack, raw or '')
-    return done and type(state) == 'table' and math.max(#state - LEDGERS, 0) or 0
+    -- In the state of a global rule, the gate has two numbers and six for each limit; see regional.lua. The
+    -- other keys have no states.
+    local raw = string.match(name, '^' .. string.rep('%x', 16) .. ':') and redis.call('GET', key) or ''
+    local done, gate = pcall(struct.unpack, '>I2c0', raw, 15)
+    local numbers = done and {pcall(cmsgpack.unpack, gate)} or {}
+    return numbers[1] and math.max(math.floor((#numbers - 3) / 6), 0) or 0
 end
 local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]')
 local fields, states, read = redis.call('HKEYS', key), 0, 0

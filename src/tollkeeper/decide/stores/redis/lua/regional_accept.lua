@@ -51,13 +51,14 @@ local function accept(key, accepted)
         end
         state[RETURNED] = cmsgpack.pack(returned)
     end
-    save(key, state, gate, n, d)
-    local member = string.sub(key, #KEYS[2] - 2)
+    local member = string.sub(key, #KEYS[1] - 2)
     if all and accepted[3] == 1 then
-        call('ZREM', KEYS[2], member)
+        call('ZREM', KEYS[1], member)
     elseif all then
-        call('ZADD', KEYS[2], now + MISSED_US, member)
+        call('ZADD', KEYS[1], now + MISSED_US, member)
     end
+    state[DUE] = all and 0 or state[DUE]
+    save(key, state, gate, n, d)
     return 1
 end
 

@@ -21,11 +21,6 @@ local function reset()
     if not state then
         return not gate
     end
-    for place = GENERATION, GRANT_ENDS do
-        if type(state[place]) ~= (place == RETURNED and 'string' or 'number') then
-            return false
-        end
-    end
     state[GRANTED], state[PART], state[PART + 1], state[PART + 2] = 0, 0, 0, 0
     for i = 1, #state - LEDGERS do
         state[LEDGERS + i] = empty_ledger(gate[GATE_FIRST + (i - 1) * GATE_STEP])
@@ -59,7 +54,7 @@ if what == 'refund' then
         elseif time then
             back = certainly_left(gate, g, back, time)
         end
-        local _, own = levels(gate, g, ledger, now, n, d)
+        local _, own = levels(gate, g, ledger, n, d)
         local first = min(own, back)
         give_back(gate, g, ledger, n, d, back - first, first, time)
         returned[2 * i - 1] = returned[2 * i - 1] + back
@@ -69,11 +64,11 @@ if what == 'refund' then
         return {1}
     end
     state[RETURNED] = cmsgpack.pack(returned)
-    now_due(KEYS[3])
+    state[DUE] = now_due(KEYS[3], state[DUE])
 else
     local left = now < state[GRANT_ENDS] and state[GRANTED] or 0
     state[GRANTED] = min(left + units, tonumber(ARGV[6]))
-    state[GRANT_ENDS] = max(now + (time or longest_window(gate)), state[GRANT_ENDS])
+    state[GRANT_ENDS] = max(now + (time or gate[LONGEST]), state[GRANT_ENDS])
 end
 save(KEYS[3], state, gate, n, d)
 return {1}

@@ -10,14 +10,14 @@
 -- be read; and the units by which it has brought the subject above an eventual limit. It is empty if this
 -- region has no share.
 
-if not shares or shares[SHARE_NOW] == 0 then
+if not shares or share_n == 0 then
     return {}
 end
 local REGIONS_MAX, SILENT_US, REPORTED = 16, 10000000, 5
 local region, epoch = ARGV[2], tonumber(ARGV[3])
 
 local function excess_of(gate, g, ledger, n, d)
-    local known, own = levels(gate, g, ledger, now, n, d)
+    local known, own = levels(gate, g, ledger, n, d)
     local capacity = gate[g + CAPACITY]
     -- Regions that are busy at the same time are over by so much for a moment.
     local usual = capacity + max(floor(capacity / 100), 5)
@@ -72,6 +72,18 @@ local function learn_units(state, gate, all, p, report, n, d)
     return math.ceil(excess / MICROS_PER_UNIT)
 end
 
+-- Keep what other regions have reported, and separately what a check needs of it.
+local function keep_seen(state, all, step)
+    local demands = ''
+    for p = 0, #all - 1, step do
+        local demand, name = all[p + SEEN_DEMAND], ' ' .. all[p + SEEN_NAME] .. ' '
+        if demand > 0 then
+            demands = demands .. struct.pack('>I7I6Bc0', all[p + SEEN_AT], demand, #name, name)
+        end
+    end
+    state[SEEN], state[DEMANDS] = cmsgpack.pack(all), demands
+end
+
 local function learn(key, packed, report)
     local state, gate = opened(key, packed, false)
     if not state then
@@ -82,7 +94,7 @@ local function learn(key, packed, report)
         return 0, 0 -- it is not of this rule: two rules have one number
     end
     local all, p, step = seen_of(state, region)
-    local exact, fits, early = gate[1] == EXACT, true, false
+    local exact, fits, early = gate[MODE] == EXACT, true, false
     for i = 1, #state - LEDGERS do
         local late = behind(gate, GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i], report[5])
         fits, early = fits and late == 0, early or late < 0
@@ -105,14 +117,14 @@ local function learn(key, packed, report)
         all[p + SEEN_DEMAND], all[p + SEEN_PART] = report[3], report[4]
     end
     all[p + SEEN_TOTAL], all[p + SEEN_AT] = max(report[2], all[p + SEEN_TOTAL]), now
-    state[SEEN] = cmsgpack.pack(all)
+    keep_seen(state, all, step)
     save(key, state, gate, n, d)
     if not exact then
         return 1, excess
     end
     for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local known, own = levels(gate, g, state[LEDGERS + i], now, n, d)
+        local known, own = levels(gate, g, state[LEDGERS + i], n, d)
         fits = fits and room_of(gate, g, known, own, n, d, 0) >= 0
     end
     return fits and epoch == shares[EPOCH] and 1 or 0, 0

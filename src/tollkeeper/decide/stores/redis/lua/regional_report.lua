@@ -8,15 +8,15 @@
 -- time, and of each limit the millionths returned and those that count. A subject is due again in
 -- REPEAT_US.
 
-local REPEAT_US, MISSED_US = 1000000, 10000000
+local MISSED_US = 10000000
 if not shares or tonumber(ARGV[2]) < shares[TOKEN] then
     return {}
 end
 if #KEYS == 2 then
     local after = string.format('(%.0f', now + MISSED_US)
-    local found = call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+    local found = call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[3])
     -- Nothing is noted for so late a time, unless the clock was set back since.
-    local late = call('ZRANGEBYSCORE', KEYS[2], after, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+    local late = call('ZRANGEBYSCORE', KEYS[1], after, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
     for i = 1, #late do
         found[#found + 1] = late[i]
     end
@@ -24,25 +24,22 @@ if #KEYS == 2 then
 end
 
 local function report(key)
-    local member = string.sub(key, #KEYS[2] - 2)
-    local state, gate, changed = opened(key)
+    local member = string.sub(key, #KEYS[1] - 2)
+    local state, gate = opened(key)
     if not state then
-        call('ZREM', KEYS[2], member)
+        call('ZREM', KEYS[1], member)
         return {}
     end
     local n, d = share_of(state, gate)
-    if changed then
-        save(key, state, gate, n, d)
-    end
-    local demand = sum_of_slots(state, DEMAND, DEMAND_US)
-    local part = sum_of_slots(state, PART, longest_window(gate))
+    local demand = sum_of_slots(state[DEMAND], state[DEMAND + 1], state[DEMAND + 2], DEMAND_US)
+    local part = sum_of_slots(state[PART], state[PART + 1], state[PART + 2], gate[LONGEST])
     local found = {gate, state[GENERATION], state[TOTAL], demand, part, now}
     local returned = returned_of(state)
     local all, _, step = seen_of(state)
     for i = 1, #state - LEDGERS do
         local g = GATE_FIRST + (i - 1) * GATE_STEP
-        local known, own = levels(gate, g, state[LEDGERS + i], now, n, d)
-        if gate[1] ~= EXACT then
+        local known, own = levels(gate, g, state[LEDGERS + i], n, d)
+        if gate[MODE] ~= EXACT then
             for p = 0, #all - 1, step do
                 known = known - certainly_left(gate, g, all[p + SEEN_STEP + 2 * i], all[p + SEEN_AT])
             end
@@ -50,7 +47,9 @@ local function report(key)
         end
         found[#found + 1], found[#found + 2] = returned[2 * i - 1], own
     end
-    call('ZADD', KEYS[2], now + REPEAT_US, member)
+    call('ZADD', KEYS[1], now + REPEAT_US, member)
+    state[DUE] = 0
+    save(key, state, gate, n, d)
     return found
 end
 
@@ -58,7 +57,7 @@ local reports = {}
 for i = 3, #KEYS do
     local done, found = pcall(report, KEYS[i])
     if not done then
-        call('ZREM', KEYS[2], string.sub(KEYS[i], #KEYS[2] - 2))
+        call('ZREM', KEYS[1], string.sub(KEYS[i], #KEYS[1] - 2))
     end
     reports[#reports + 1] = done and found or {}
 end

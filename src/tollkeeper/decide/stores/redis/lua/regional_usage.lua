@@ -7,7 +7,7 @@
 -- units, and when it said so, for each other region; and the two levels of each limit. It is empty if
 -- this region has no share, and has one text if the state cannot be read.
 
-if not shares or shares[SHARE_NOW] == 0 then
+if not shares or share_n == 0 then
     return {}
 end
 local state, gate, changed = opened(KEYS[3], ARGV[2], false)
@@ -24,9 +24,10 @@ for p = 0, #all - 1, step do
         seen[#seen + 1] = all[p + place]
     end
 end
-local found = {now, sum_of_slots(state, PART, longest_window(gate)), seen}
+local part = sum_of_slots(state[PART], state[PART + 1], state[PART + 2], gate[LONGEST])
+local found = {now, part, seen}
 for i = 1, #state - LEDGERS do
-    local known, own = levels(gate, GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i], now, n, d)
+    local known, own = levels(gate, GATE_FIRST + (i - 1) * GATE_STEP, state[LEDGERS + i], n, d)
     found[#found + 1], found[#found + 2] = known, own
 end
 return found
