@@ -172,9 +172,7 @@ class Recorder:
         if len(counted) == 1:
             subject, units = counted[0]
             bucket = (subject, applied[0].rule, minute)
-            counts = self._buckets.get(bucket)
-            if counts is None:
-                counts = self._usage.new(bucket)
+            counts = self._buckets.get(bucket) or self._usage.new(bucket)
             if allowed:
                 counts[0] += 1
                 counts[2] += units
@@ -185,7 +183,10 @@ class Recorder:
         elif kind != "unlimited":
             self._note_uncounted(request, result, cost, minute)
         if not allowed or shadows:
-            self._note_denials(request, result, minute)
+            # A rule that counts the only subject of a request leaves no other to count.
+            is_only = request.user is None and request.tenant is None and len(counted) == 1
+            if shadows or not is_only:
+                self._note_denials(request, result, minute)
         elif random() >= self._share:  # noqa: S311 - a sample
             return
         noted = self._noted
@@ -250,12 +251,13 @@ class Recorder:
             self._sink.offer([event])
 
     def _note_several(self, result: CheckResult, allowed: bool, minute: int) -> None:
-        rule = result.decision.rule
+        rule, buckets = result.decision.rule, self._buckets
         for applied, (subject, units) in zip(result.applied, result.counted, strict=True):
             # A denial counts for the rule that denied; the others charged nothing.
             if not allowed and applied.rule != rule:
                 continue
-            counts = self._counts((subject, applied.rule, minute))
+            bucket = (subject, applied.rule, minute)
+            counts = buckets.get(bucket) or self._usage.new(bucket)
             if allowed:
                 counts[0] += 1
                 counts[2] += units
