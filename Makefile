@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 VERSION_OF = -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 PYTEST := $(BIN)/pytest --numprocesses=4 --dist=worksteal
-KERNEL := $(wildcard src/tollkeeper/decide/kernel/*.c src/tollkeeper/decide/kernel/*.h)
+C_SOURCES := $(wildcard src/tollkeeper/decide/kernel/*.[ch] src/tollkeeper/service/grpc/*.[ch])
 
 # Hundreds of tests start a Python process. Without cached bytecode, each would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,10 +51,11 @@ bytecode: $(READY)
 lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(KERNEL) $(wildcard tests/kernel/*.[ch])
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(wildcard tests/kernel/*.[ch])
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing_public_api.py
-	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest tollkeeper.decide.kernel._kernel
+	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest \
+		tollkeeper.decide.kernel._kernel tollkeeper.service.grpc._http2
 	$(BIN)/lint-imports
 
 bench: $(BENCH_READY)  ## compare the speed with other libraries
@@ -71,9 +72,10 @@ clean:  ## remove all files that the other targets created
 	find src \( -name '*.so' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # Three installations: the service alone, the tests, and the libraries of the benchmarks.
+# The service alone does without libnghttp2: then grpcio serves Envoy. The tests need both.
 INSTALL = TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --editable
-SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(KERNEL)
+SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(C_SOURCES)
 
 $(RUN_READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh run
@@ -84,10 +86,10 @@ $(RUN_READY): $(SOURCES)
 $(READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh test
 	$(NEW_VENV)
-	$(INSTALL) '.[dev]'
+	TOLLKEEPER_HTTP2=required $(INSTALL) '.[dev]'
 	@touch $@ $(RUN_READY)
 
 $(BENCH_READY): $(READY)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh bench
-	$(INSTALL) '.[dev,bench]'
+	TOLLKEEPER_HTTP2=required $(INSTALL) '.[dev,bench]'
 	@touch $@

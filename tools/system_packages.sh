@@ -6,6 +6,7 @@ set -eu
 purpose=${1:-test}
 python=${PYTHON:-python3}
 missing=""
+can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
     echo "Tollkeeper needs Python 3.11 or newer as '$python'; set PYTHON=... to another one." >&2
     exit 1
@@ -18,6 +19,11 @@ sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' \
 need() { # PROGRAM PACKAGE. Debian's PATH of ordinary users has no servers.
     PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null || missing="$missing $2"
 }
+# The gRPC server is built on libnghttp2. The service alone starts without it, on grpcio.
+if [ "$purpose" != run ] || can_install; then
+    echo '#include <nghttp2/nghttp2.h>' | "${CC:-cc}" -E -x c - >/dev/null 2>&1 \
+        || missing="$missing libnghttp2-dev"
+fi
 if [ "$purpose" != run ]; then
     # The tests start these servers: tests/redis_servers, tests/postgres_server.py and others.
     need redis-server redis-server
@@ -28,6 +34,7 @@ if [ "$purpose" != run ]; then
     need promtool prometheus
     need faketime faketime
     need ip iproute2
+    need h2load nghttp2-client
     # Debian installs the programs of the PostgreSQL server in one folder per version.
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
         || missing="$missing postgresql"
@@ -36,7 +43,7 @@ if [ "$purpose" = bench ]; then
     need wrk wrk
 fi
 [ -n "$missing" ] || exit 0
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if can_install; then
     echo "installing:$missing"
     # Debian starts a service when its package is installed. Only the program is needed, so this
     # policy prevents the start. A service that is already running is not affected.

@@ -58,7 +58,7 @@ async def start(
     *,
     on_failure: FailurePolicy = "open",
     bounds: Bounds | None = None,
-    on: server.Implementation | None = None,
+    on: server.Implementation = server.IMPLEMENTATION,
 ) -> EnvoyServer:
     """Start a server on `address`. Raises ConfigError if it cannot listen.
 
@@ -79,13 +79,16 @@ async def start(
     services = (SERVICE, QUOTA_SERVICE, health.SERVICE)
     checked = health.Health(services)
     listed = reflection.Reflection(services, POOL)
+    path = f"/{SERVICE}/{METHOD}"
     methods = Methods(
-        {f"/{SERVICE}/{METHOD}": service.should_rate_limit, **checked.methods.unary},
+        {path: service.should_rate_limit, **checked.methods.unary},
         {
             f"/{QUOTA_SERVICE}/{QUOTA_METHOD}": quotas.stream,
             **checked.methods.streaming,
             **listed.methods.streaming,
         },
+        # A remote store is waited for, with timeouts that need a task.
+        at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
     )
     running = await server.start(methods, address, tls, bounds=bounds, on=on)
     return EnvoyServer(running, checked, quotas)

@@ -96,6 +96,8 @@ class Methods:
 
     unary: Mapping[str, UnaryMethod] = field(default_factory=dict)
     streaming: Mapping[str, StreamingMethod] = field(default_factory=dict)
+    at_once: frozenset[str] = frozenset()
+    """Unary methods that seldom wait, and need no task before they wait: coroutine functions."""
 
 
 @dataclass(frozen=True, slots=True)

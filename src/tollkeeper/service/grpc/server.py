@@ -12,8 +12,16 @@ from typing import Final, Literal
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.service.grpc.calls import Bounds, GrpcServer, Methods, TlsFiles
 
-Implementation = Literal["grpcio"]
+try:
+    from tollkeeper.service.grpc import http2
+except ImportError:  # it was not built, or libnghttp2 is not installed
+    BUILT = False
+else:
+    BUILT = True
 
+Implementation = Literal["libnghttp2", "grpcio"]
+
+IMPLEMENTATION: Final[Implementation] = "libnghttp2" if BUILT else "grpcio"
 PORT_MAX: Final = 65_535
 
 
@@ -23,16 +31,23 @@ async def start(
     tls: TlsFiles | None = None,
     *,
     bounds: Bounds | None = None,
-    on: Implementation | None = None,  # noqa: ARG001 - there is only one so far
+    on: Implementation = IMPLEMENTATION,
 ) -> GrpcServer:
     """Start a server on `address` ("127.0.0.1:8081", "unix:/run/tollkeeper.sock").
 
     Raises ConfigError if it cannot listen. `on` selects an implementation.
     """
-    from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
-
+    if on == "libnghttp2" and not BUILT:
+        raise ConfigError(
+            "the gRPC server on libnghttp2 was not built: install a compiler and libnghttp2-dev, "
+            "then install tollkeeper again"
+        )
     try:
         _check(address)
+        if on == "libnghttp2":
+            return await http2.start(methods, address, tls, bounds or Bounds())
+        from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
+
         return await grpcio.start(methods, address, tls, bounds or Bounds())
     except OSError as error:
         raise ConfigError(

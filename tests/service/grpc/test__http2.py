@@ -1,0 +1,672 @@
+"""The C extension: bytes of a client in, events and bytes of the server out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from tests.service.grpc import frames
+from tests.service.grpc.frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENING,
+    PADDED,
+    PING,
+    PREFACE,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    Responses,
+    block_of,
+    call,
+    frame,
+    headers,
+    message,
+    request,
+)
+from tollkeeper.service.grpc import _http2
+from tollkeeper.service.grpc._http2 import (
+    CALL,
+    CLOSED,
+    HALF_CLOSED,
+    MESSAGE,
+    OPENED,
+    Connection,
+    Http2Error,
+    Server,
+)
+
+STREAMING = "/test.Test/stream"
+ENHANCE_YOUR_CALM, PROTOCOL_ERROR, CANCEL, REFUSED_STREAM = 11, 1, 8, 7
+
+
+def server(**changed: int) -> Server:
+    """Return a server with small bounds."""
+    bounds = {
+        "streams_max": 10,
+        "message_bytes_max": 1_000,
+        "stream_message_bytes_max": 500_000,
+        "metadata_bytes_max": 4_096,
+        "pool_bytes_max": 4_000_000,
+        "points_max": 500,
+        "points_per_tick": 50,
+        "request_ticks": 10,
+        "unread_ticks": 30,
+        "keepalive_ticks": 30,
+        "ping_ticks": 20,
+    }
+    return Server((STREAMING.encode(),), **{**bounds, **changed})
+
+
+class Session:
+    """A connection, and what its client has read."""
+
+    def __init__(self, of: Server | None = None) -> None:
+        self.server = of or server()
+        self.connection = Connection(self.server)
+        self.responses = Responses()
+        assert self(OPENING) == []
+
+    def __call__(self, data: bytes) -> list[tuple[Any, ...]]:
+        """Send bytes to the server; return events."""
+        try:
+            return self.connection.receive(data)
+        finally:
+            self.read()
+
+    def read(self) -> Responses:
+        """Read what the server sends."""
+        while data := self.connection.to_send(16_384):
+            self.responses.read(data)
+        return self.responses
+
+    def ticks(self, count: int) -> list[tuple[Any, ...]]:
+        """Let seconds pass; return events."""
+        found = []
+        for _ in range(count):
+            found += self.connection.tick()
+            self.read()
+        return found
+
+    def reply_to(self, stream: int) -> frames.Response:
+        """Return what the client has read of a stream."""
+        return self.read().streams[stream]
+
+
+def test_a_unary_call() -> None:
+    """One event has everything; the reply is headers, a message, and trailers."""
+    session = Session()
+    fields = [*request(grpc_timeout="20m"), ("authorization", "Bearer a")]
+    (event,) = session(call(b"abc", 1, fields))
+    kind, stream, path, metadata, timeout_ns, content = event
+    assert (kind, stream, path, timeout_ns) == (CALL, 1, b"/test.Test/echo", 20_000_000)
+    assert content == b"abc"
+    assert _http2.find(metadata, "authorization") == "Bearer a"
+    session.connection.reply(1, b"defg")
+    response = session.reply_to(1)
+    assert response.fields == {":status": "200", "content-type": "application/grpc"}
+    assert response.data == message(b"defg")
+    assert response.trailers == {"grpc-status": "0"}
+    assert response.is_complete
+    assert session.connection.streams == 0
+
+
+def test_bytes_may_arrive_one_by_one() -> None:
+    """No boundary of a read matters."""
+    session = Session()
+    events = [event for byte in call(b"abc") for event in session(bytes([byte]))]
+    assert [(each[0], each[-1]) for each in events] == [(CALL, b"abc")]
+
+
+def test_a_second_reply_is_cheap() -> None:
+    """The constant fields are in the client's table: one byte each."""
+    session = Session()
+    for stream in (1, 3):
+        session(call(b"", stream))
+        session.connection.reply(stream, b"")
+    sent = [each for each in session.read().kinds(HEADERS) if each.stream == 3]
+    assert [len(each.payload) for each in sent] == [2, 1]
+
+
+def test_metadata() -> None:
+    """The first value of a name; text that is not ASCII is not text."""
+    session = Session()
+    fields = [*request(), ("a", "1"), ("a", "2"), ("b", "ä"), ("empty", "")]
+    ((*_, metadata, _, _),) = session(call(b"", 1, fields))
+    found = [_http2.find(metadata, name) for name in ("a", "b", "empty", "c", "", "te")]
+    assert found == ["1", None, "", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("sent", "timeout_ns"),
+    [
+        ("0n", 0),
+        ("1u", 1_000),
+        ("99999999m", 99_999_999_000_000),
+        ("1S", 10**9),
+        ("2M", 120 * 10**9),
+        ("1H", 3_600 * 10**9),
+        ("99999999H", 2**63 - 1),
+        ("", -1),
+    ],
+)
+def test_timeouts(sent: str, timeout_ns: int) -> None:
+    """Every unit of gRPC, and none."""
+    ((*_, found, _),) = Session()(call(b"", 1, request(grpc_timeout=sent)))
+    assert found == timeout_ns
+
+
+@pytest.mark.parametrize(
+    ("changed", "http", "status"),
+    [
+        ({"content_type": "application/json"}, "415", "13"),
+        ({"content_type": "application/grpc-web"}, "415", "13"),
+        ({"content_type": ""}, "415", "13"),
+        ({"method": "GET"}, "405", "13"),
+        ({"grpc_timeout": "1"}, "200", "13"),
+        ({"grpc_timeout": "1x"}, "200", "13"),
+        ({"grpc_timeout": "-1S"}, "200", "13"),
+        ({"grpc_timeout": "123456789S"}, "200", "13"),
+        ({"long": "a" * 4_000}, "200", "8"),
+    ],
+)
+def test_a_request_that_is_not_grpc(changed: dict[str, str], http: str, status: str) -> None:
+    """No method sees it, and the connection goes on."""
+    session = Session()
+    assert session(call(b"", 1, request(**changed))) == []
+    assert session.reply_to(1).fields[":status"] == http
+    assert session.reply_to(1).status == status
+    assert session.server.refused == 1
+    assert session(call(b"", 3))[0][0] == CALL
+
+
+@pytest.mark.parametrize("kind", ["application/grpc+proto", "application/grpc;charset=utf-8"])
+def test_a_content_type_with_a_suffix(kind: str) -> None:
+    """It is gRPC. A missing `te` is accepted, too."""
+    assert Session()(call(b"", 1, request(content_type=kind, te="")))[0][0] == CALL
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (message(b"a" * 1_001), "8"),
+        (message(b"a", flag=1), "13"),
+        (message(b"a", flag=2), "13"),
+        (message(b"a") + message(b"b"), "12"),
+        (b"", "12"),
+        (message(b"abc")[:-1], "13"),
+        (b"\0\0", "13"),
+    ],
+)
+def test_a_wrong_message(sent: bytes, status: str) -> None:
+    """Too large, compressed without an encoding, unknown flags, two, none, and cut ones."""
+    session = Session()
+    data = headers(request(), 1) + frame(DATA, sent, flags=END_STREAM, stream=1)
+    assert session(data) == []
+    assert session.reply_to(1).status == status
+    assert session.connection.streams == 0
+
+
+def test_a_compressed_message() -> None:
+    """The client learns which encodings there are."""
+    session = Session()
+    data = headers(request(grpc_encoding="gzip"), 1)
+    assert session(data + frame(DATA, message(b"a", flag=1), flags=END_STREAM, stream=1)) == []
+    assert session.reply_to(1).status == "12"
+    assert session.reply_to(1).fields["grpc-accept-encoding"] == "identity"
+    plain = headers(request(grpc_encoding="gzip"), 3)
+    assert session(plain + frame(DATA, message(b"a"), flags=END_STREAM, stream=3))[0][0] == CALL
+
+
+def test_a_refused_client_is_told_to_stop() -> None:
+    """It has not ended its request: RST_STREAM follows the status, without an error."""
+    session = Session()
+    session(headers(request(), 1) + frame(DATA, message(b"a" * 1_001)[:10], stream=1))
+    assert session.reply_to(1).status == "8"
+    assert session.reply_to(1).reset == 0
+    assert session.connection.streams == 0
+
+
+def test_padding_trailers_and_priority() -> None:
+    """A request may have them."""
+    session = Session()
+    padded = b"\5" + message(b"abc") + b"\0" * 5
+    events = session(
+        headers(request(), 1)
+        + frame(PRIORITY, b"\0\0\0\0\x10", stream=1)
+        + frame(DATA, padded, flags=PADDED, stream=1)
+        + headers([("trailer", "a")], 1, flags=END_HEADERS | END_STREAM)
+    )
+    assert [(each[0], each[-1]) for each in events] == [(CALL, b"abc")]
+
+
+def test_a_status_with_a_text() -> None:
+    """Percent-encoded as gRPC demands it, and of bounded length."""
+    session = Session()
+    session(call())
+    session.connection.end(1, 5, "a % ü\n".encode())
+    assert session.reply_to(1).fields["grpc-status"] == "5"
+    assert session.reply_to(1).fields["grpc-message"] == "a %25 %C3%BC%0A"
+    session(call(b"", 3))
+    session.connection.end(3, 99, b"a" * 5_000)
+    assert session.reply_to(3).status == "2"
+    assert len(session.reply_to(3).fields["grpc-message"]) == 1_024
+
+
+def test_a_reset_in_the_same_batch_costs_no_call() -> None:
+    """The event is dropped with its stream."""
+    session = Session()
+    assert session(call() + frame(RST_STREAM, b"\0\0\0\x08", stream=1)) == []
+
+
+def test_a_reset_later_cancels_the_call() -> None:
+    """Its reply is ignored then."""
+    session = Session()
+    session(call())
+    assert session(frame(RST_STREAM, b"\0\0\0\x08", stream=1)) == [(CLOSED, 1)]
+    session.connection.reply(1, b"late")
+    session.connection.end(1, 0, b"")
+    assert 1 not in session.read().streams
+
+
+def test_replies_for_unknown_streams_are_ignored() -> None:
+    """The client may have reset them; a second reply has no effect either."""
+    session = Session()
+    for stream in (0, 1, 2, -1, 2**31 - 1, 2**40):
+        session.connection.reply(stream, b"a")
+        session.connection.end(stream, 0, b"")
+        assert session.connection.send(stream, b"a") == 0
+        session.connection.taken(stream, 5)
+        assert session.connection.unsent(stream) == 0
+    session(call())
+    session.connection.reply(1, b"first")
+    session.connection.reply(1, b"second")
+    assert session.reply_to(1).data == message(b"first")
+
+
+# ── Streaming ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_streaming_call() -> None:
+    """It opens before its messages arrive; both sides send."""
+    session = Session()
+    (opened,) = session(headers(request(STREAMING, grpc_timeout="1S"), 1))
+    assert (opened[:3], opened[-1]) == ((OPENED, 1, STREAMING.encode()), 10**9)
+    two = message(b"a") + message(b"bc")
+    assert session(frame(DATA, two[:8], stream=1)) == [(MESSAGE, 1, b"a")]
+    assert session(frame(DATA, two[8:], stream=1)) == [(MESSAGE, 1, b"bc")]
+    assert session.connection.send(1, b"x") == 6
+    assert session.reply_to(1).data == message(b"x")
+    assert session.connection.unsent(1) == 0
+    assert session(frame(DATA, flags=END_STREAM, stream=1)) == [(HALF_CLOSED, 1)]
+    session.connection.send(1, b"y")
+    session.connection.end(1, 9, b"enough")
+    assert session.reply_to(1).data == message(b"x") + message(b"y")
+    assert session.reply_to(1).trailers == {"grpc-status": "9", "grpc-message": "enough"}
+
+
+def test_a_streaming_call_that_ends_while_it_waits() -> None:
+    """The status follows although no output is queued."""
+    session = Session()
+    session(headers(request(STREAMING), 1))
+    session.connection.send(1, b"x")
+    session.read()
+    session.connection.end(1, 0, b"")
+    assert session.reply_to(1).trailers == {"grpc-status": "0"}
+    assert session.reply_to(1).reset == 0
+
+
+def test_a_wrong_message_ends_a_streaming_call() -> None:
+    """The method is cancelled, and the client gets the status."""
+    session = Session()
+    session(headers(request(STREAMING), 1))
+    assert session(frame(DATA, message(b"", flag=7), stream=1)) == [(CLOSED, 1)]
+    assert session.reply_to(1).status == "13"
+
+
+def test_a_method_that_does_not_receive_stops_its_client() -> None:
+    """The window of the stream is not opened again until messages are taken."""
+    session = Session()
+    session(headers(request(STREAMING), 1))
+    content = message(b"a" * 16_000)
+    for _ in range(16):
+        session(frame(DATA, content, stream=1))
+    opened = sum(
+        int.from_bytes(each.payload)
+        for each in session.read().kinds(WINDOW_UPDATE)
+        if each.stream == 1
+    )
+    assert opened < 131_072
+    for _ in range(16):
+        session.connection.taken(1, 16_000)
+    assert any(each.stream == 1 for each in session.read().kinds(WINDOW_UPDATE))
+
+
+def test_a_client_that_opens_no_window_gets_no_messages() -> None:
+    """What waits is reported, so that the method can wait."""
+    session = Session()
+    session(frame(SETTINGS, b"\0\4\0\0\0\0"))
+    session(headers(request(STREAMING), 1))
+    assert session.connection.send(1, b"a" * 1_000) == 1_005
+    assert session.reply_to(1).data == b""
+    session(frame(WINDOW_UPDATE, b"\0\0\3\xe8", stream=1))
+    assert session.connection.unsent(1) == 5
+
+
+def test_a_large_message_crosses_windows() -> None:
+    """Of the stream and of the connection."""
+    session = Session()
+    session(headers(request(STREAMING), 1))
+    data = message(b"a" * 500_000)
+    events = []
+    for at in range(0, len(data), 16_384):
+        events += session(frame(DATA, data[at : at + 16_384], stream=1))
+    assert [(each[0], len(each[-1])) for each in events] == [(MESSAGE, 500_000)]
+    assert session.server.pool_bytes > 0
+    session.connection.taken(1, 500_000)
+    assert session.server.pool_bytes == 0
+
+
+# ── Bounds ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_all_clients_may_hold_is_bounded() -> None:
+    """A connection has a quarter of the pool; the messages of others go on."""
+    shared = server(pool_bytes_max=400_000)
+    first, second = Session(shared), Session(shared)
+    for session in (first, second):
+        session(headers(request(STREAMING), 1))
+    start = message(b"a" * 500_000)
+    for at in range(0, 163_840, 16_384):
+        first(frame(DATA, start[at : at + 16_384], stream=1))
+    assert first.reply_to(1).status == "8"
+    assert shared.pool_bytes == 0
+    assert second(frame(DATA, start[:16_384], stream=1)) == []
+    assert shared.pool_bytes > 0
+    assert 1 not in second.read().streams
+    del second, session
+    assert shared.pool_bytes == 0
+
+
+def test_streams_are_bounded() -> None:
+    """More are refused, and the client may repeat them."""
+    session = Session()
+    for number in range(11):
+        session(headers(request(), 2 * number + 1))
+    assert session.connection.streams == 10
+    assert session.reply_to(21).reset == REFUSED_STREAM
+
+
+def flood(session: Session, data: bytes, count: int = 2_000) -> str:
+    """Send the same bytes until the server ends the connection; return why."""
+    for _ in range(count):
+        try:
+            session(data)
+        except Http2Error as error:
+            assert session.read().goaway is not None
+            assert session.read().goaway[1] == ENHANCE_YOUR_CALM  # type: ignore[index]  # not None
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(PING, b"12345678"),
+        frame(PING, b"12345678", flags=ACK),
+        frame(SETTINGS),
+        frame(PRIORITY, b"\0\0\0\0\x10", stream=1),
+        frame(WINDOW_UPDATE, b"\0\0\0\1"),
+        frame(DATA, stream=1),
+        frame(DATA, b"\0", stream=1, flags=PADDED),
+        frame(0x20, b"unknown"),
+    ],
+)
+def test_floods_of_frames(data: bytes) -> None:
+    """Frames that move no call on have an end."""
+    session = Session()
+    session(headers(request(STREAMING), 1))
+    assert "too many frames" in flood(session, data)
+
+
+def test_rapid_resets() -> None:
+    """A client that resets each call (CVE-2023-44487) does not go on for long."""
+    session = Session()
+    calls = [
+        call(b"", stream) + frame(RST_STREAM, b"\0\0\0\x08", stream=stream)
+        for stream in range(1, 400, 2)
+    ]
+    with pytest.raises(Http2Error, match="too many frames"):
+        deque(map(session, calls), maxlen=0)
+
+
+def test_calls_that_are_answered_cost_nothing() -> None:
+    """A busy client never runs out of points."""
+    session = Session()
+    for stream in range(1, 4_001, 2):
+        session(call(b"", stream) + frame(WINDOW_UPDATE, b"\0\0\0\1") + frame(PING, b"12345678"))
+        session.connection.reply(stream, b"")
+    assert session.reply_to(3_999).status == "0"
+
+
+def test_points_come_back_with_time() -> None:
+    """A client that is a bit noisy can go on."""
+    session = Session()
+    for _ in range(100):
+        session(frame(PING, b"12345678") * 20)
+        session.ticks(1)
+
+
+def test_continuation_floods() -> None:
+    """A header block without end is cut by its frames and by its bytes."""
+    session = Session()
+    session(headers(request(), 1, flags=0))
+    with pytest.raises(Http2Error, match="header block"):
+        session(frame(CONTINUATION, stream=1) * 20)
+    assert session.read().goaway is not None
+    session = Session()
+    with pytest.raises(Http2Error, match="header block"):
+        session(frame(HEADERS, b"a" * 10_000, stream=1))
+
+
+def test_a_header_block_in_pieces() -> None:
+    """A few CONTINUATION frames are fine."""
+    session = Session()
+    block = block_of(request())
+    data = frame(HEADERS, block[:5], stream=1) + frame(CONTINUATION, block[5:9], stream=1)
+    data += frame(CONTINUATION, block[9:], flags=END_HEADERS, stream=1)
+    assert session(data + frame(DATA, message(b""), flags=END_STREAM, stream=1))[0][0] == CALL
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(DATA, b"", stream=0),
+        frame(DATA, b"", stream=7),
+        frame(HEADERS, b"\xff\xff\xff\xff", flags=END_HEADERS, stream=1),
+        frame(SETTINGS, b"123"),
+        frame(WINDOW_UPDATE, b"\0\0\0\0"),
+        frame(DATA, b"a" * 16_385, stream=1),
+        frame(CONTINUATION, b"", stream=1),
+        headers(request(), 2),
+    ],
+)
+def test_a_violation_of_the_protocol_ends_the_connection(data: bytes) -> None:
+    """With GOAWAY; nothing is read after it."""
+    session = Session()
+    session(data)
+    assert session.read().goaway is not None
+    assert session.connection.finished
+    assert session(call(b"", 5)) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        request(method=""),
+        [*request(), ("Upper", "a")],
+        [*request(), ("connection", "close")],
+        [*request(), (":path", "/other")],
+        [*request(), ("a", "new\nline")],
+    ],
+)
+def test_malformed_requests_are_reset(fields: frames.Fields) -> None:
+    """No method sees them; the connection goes on."""
+    session = Session()
+    assert session(call(b"", 1, fields)) == []
+    assert session.reply_to(1).reset == PROTOCOL_ERROR
+    assert session(call(b"", 3))[0][0] == CALL
+
+
+def test_a_client_of_another_protocol() -> None:
+    """The connection ends."""
+    connection = Connection(server())
+    with pytest.raises(Http2Error, match="does not speak HTTP/2"):
+        connection.receive(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    with pytest.raises(Http2Error, match="does not speak HTTP/2"):
+        connection.receive(OPENING)
+
+
+# ── Time ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:10], PREFACE])
+def test_a_client_that_does_not_begin(sent: bytes) -> None:
+    """It has ten seconds."""
+    connection = Connection(server())
+    connection.receive(sent)
+    for _ in range(10):
+        connection.tick()
+    with pytest.raises(Http2Error, match="does not begin"):
+        connection.tick()
+
+
+def test_a_request_that_does_not_arrive() -> None:
+    """The client gets a status after ten seconds."""
+    session = Session()
+    session(headers(request(), 1) + frame(DATA, message(b"abc")[:-1], stream=1))
+    session.ticks(10)
+    assert 1 not in session.responses.streams
+    session.ticks(1)
+    assert session.reply_to(1).status == "4"
+    assert session.connection.streams == 0
+
+
+def test_headers_that_do_not_arrive() -> None:
+    """The connection ends: no other frame can arrive before the rest of them."""
+    session = Session()
+    session(headers(request(), 1, flags=0))
+    session.ticks(10)
+    with pytest.raises(Http2Error, match="headers"):
+        session.ticks(1)
+
+
+def test_a_streaming_call_may_be_quiet() -> None:
+    """Between messages, not inside of one."""
+    session = Session()
+    session(headers(request(STREAMING), 1) + frame(DATA, message(b"a"), stream=1))
+    for _ in range(100):
+        session(frame(PING, b"12345678", flags=ACK))
+        assert session.ticks(1) == []
+    session(frame(DATA, message(b"ab")[:-1], stream=1))
+    assert session.ticks(12) == [(CLOSED, 1)]
+    assert session.reply_to(1).reset == CANCEL
+
+
+def test_a_client_that_does_not_read_a_reply() -> None:
+    """It loses the call after 30 seconds."""
+    session = Session()
+    session(frame(SETTINGS, b"\0\4\0\0\0\0"))
+    session(call())
+    session.connection.reply(1, b"abc")
+    for _ in range(32):
+        session(frame(PING, b"12345678", flags=ACK))
+        session.ticks(1)
+    assert session.reply_to(1).reset == CANCEL
+    assert session.connection.streams == 0
+
+
+def test_keep_alive() -> None:
+    """A quiet client gets a PING, and loses the connection if it stays quiet."""
+    session = Session()
+    session.ticks(29)
+    assert not session.read().kinds(PING)
+    session.ticks(1)
+    (ping,) = session.read().kinds(PING)
+    session.ticks(5)
+    session(frame(PING, ping.payload, flags=ACK))
+    session.ticks(49)
+    with pytest.raises(Http2Error, match="PING"):
+        session.ticks(1)
+
+
+def test_pings_are_answered() -> None:
+    """With the same content."""
+    session = Session()
+    session(frame(PING, b"12345678"))
+    assert [each.payload for each in session.read().kinds(PING)] == [b"12345678"]
+
+
+# ── Shutdown ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_shutdown() -> None:
+    """A notice; calls that cross it are served; GOAWAY when the client knows; then the end."""
+    session = Session()
+    session(call())
+    session.connection.notice()
+    assert session.read().goaway == (2**31 - 1, 0)
+    assert session(call(b"", 3))[0][0] == CALL
+    (ping,) = session.read().kinds(PING)
+    session(frame(PING, ping.payload, flags=ACK))
+    assert session.read().goaway == (3, 0)
+    assert session(call(b"", 5)) == []
+    for stream in (1, 3):
+        assert not session.connection.finished
+        session.connection.reply(stream, b"")
+        assert session.reply_to(stream).status == "0"
+    assert session.connection.finished
+
+
+def test_a_client_that_goes_away() -> None:
+    """After its GOAWAY and its last call, the connection has ended."""
+    session = Session()
+    session(call() + frame(frames.GOAWAY, b"\0" * 8))
+    assert not session.connection.finished
+    session.connection.reply(1, b"")
+    session.read()
+    assert session.connection.finished
+
+
+# ── Arguments ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_arguments_are_checked() -> None:
+    """A mistake in Python is an exception."""
+    connection = Connection(server())
+    wrong: Any = connection
+    with pytest.raises(TypeError):
+        wrong.receive("text")
+    with pytest.raises(TypeError):
+        wrong.reply(1, "text")
+    with pytest.raises(TypeError):
+        wrong.reply(1)
+    with pytest.raises(TypeError):
+        wrong.end(1, None, b"")
+    with pytest.raises(TypeError):
+        wrong.to_send(None)
+    with pytest.raises(TypeError):
+        wrong.taken("1", 1)
+    with pytest.raises(TypeError):
+        Connection(None)  # type: ignore[arg-type]  # that is the test
+    with pytest.raises(TypeError):
+        _http2.find("text", "name")  # type: ignore[arg-type]  # that is the test
+    with pytest.raises(TypeError):
+        Server([b"/a"])  # type: ignore[arg-type, call-arg]  # that is the test
