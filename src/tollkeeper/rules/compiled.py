@@ -495,10 +495,11 @@ class CompiledRules:
         self, prepared: PreparedRule, request: Request, tier: str | None
     ) -> LimitChoice | None:
         choice = prepared.default
-        tiers = self.document.tiers
-        if choice is None and (tier is None or not (tier in prepared.by_tier or tier in tiers)):
-            tier = DEFAULT_TIER
-        if tier is not None:
+        if choice is None or tier is not None:
+            tiers = self.document.tiers
+            known = tier in prepared.by_tier or tier in tiers
+            if tier is None or (choice is None and not known):
+                tier = DEFAULT_TIER
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in tiers:
                 consistency = self.document.tier_consistency.get(
