@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tollkeeper.core.errors import ConfigError
+from tollkeeper.service.grpc import calls
 from tollkeeper.service.grpc.calls import CallError, Status, TlsFiles
 
 
@@ -31,3 +32,16 @@ def test_the_contents_of_the_files(tmp_path: Path) -> None:
     assert files.contents() == (b"certificate", b"key", None)
     with pytest.raises(ConfigError, match=r"authority cannot be read: No such file"):
         TlsFiles(files.certificate, files.key, tmp_path / "authority").contents()
+
+
+def test_a_client_that_causes_errors_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One in a second is logged, with the number of the others."""
+    failures = calls._Failures()
+    for now_s in (100.0, 100.5, 100.9, 101.0):
+        failures.note(ValueError("a"), now_s)
+    assert [each.getMessage() for each in caplog.records] == [
+        "a gRPC method failed; 0 not logged before",
+        "a gRPC method failed; 2 not logged before",
+    ]

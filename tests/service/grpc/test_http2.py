@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,9 +14,29 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.service.grpc.frames import OPENING, Responses, call, frame, headers, message, request
+from tests.redis_servers.certificates import make_certificates
+from tests.service.grpc.frames import (
+    OPENING,
+    PING,
+    SETTINGS,
+    Responses,
+    call,
+    frame,
+    headers,
+    message,
+    request,
+)
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.grpc import http2
-from tollkeeper.service.grpc.calls import Bounds, CallError, GrpcCall, Methods, Status
+from tollkeeper.service.grpc.calls import (
+    Bounds,
+    CallError,
+    GrpcCall,
+    Methods,
+    Status,
+    StreamingCall,
+    TlsFiles,
+)
 
 PATH = "/test.Test/echo"
 WAIT_SECONDS = 10.0
@@ -169,6 +192,173 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not (await third.closed()).frames
 
 
+async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has been idle for the longest time, and none with a call."""
+    started = asyncio.Event()
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        started.set()
+        await asyncio.Event().wait()
+        return b""
+
+    async with (
+        serving(method) as (server, _),
+        connected(server) as busy,
+        connected(server) as idle,
+        connected(server) as active,
+    ):
+        monkeypatch.setattr(server, "_addresses", Counter())  # as if from different addresses
+        busy.writer.write(OPENING + call())
+        await asyncio.wait_for(started.wait(), WAIT_SECONDS)
+        await idle.until(lambda got: got.frames)
+        server.tick()
+        active.writer.write(OPENING)
+        await active.until(lambda got: len(got.kinds(SETTINGS)) == 2)
+        monkeypatch.setattr(http2, "CONNECTIONS_MAX", 3)
+        server._addresses.clear()
+        async with connected(server) as new:
+            await new.until(lambda got: got.frames)
+            assert (await idle.closed()).goaway is not None
+            assert not busy.responses.goaway
+            assert not active.responses.goaway
+
+
+async def test_streams_leave_room_for_other_calls() -> None:
+    """Streaming calls last: they have at most half of the calls in flight."""
+
+    async def forever(stream: StreamingCall) -> None:
+        await stream.receive()
+
+    streaming = {"/test.Test/forever": forever}
+    methods = Methods({PATH: echo}, streaming)
+    server = await http2.start(methods, "127.0.0.1:0", None, Bounds(calls=4))
+    try:
+        async with connected(server) as client:
+            fields = request("/test.Test/forever")
+            client.writer.write(OPENING + b"".join(headers(fields, each) for each in (1, 3, 5)))
+            found = await client.until(lambda got: 5 in got.streams)
+            assert found.streams[5].status == "8"
+            client.writer.write(call(b"a", 7))
+            found = await client.until(lambda got: 7 in got.streams and got.streams[7].is_complete)
+            assert found.streams[7].status == "0"
+    finally:
+        await server.stop(0)
+
+
+async def test_a_method_is_cancelled_once() -> None:
+    """A deadline, or the end of the connection, does not stop it from cleaning up."""
+    started, cleaned = asyncio.Event(), asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            await go_on.wait()
+            cleaned.set()
+        return b""
+
+    async with serving(method) as (server, _):
+        async with connected(server) as client:
+            client.writer.write(OPENING + call(b"", 1, request(grpc_timeout="1m")))
+            await asyncio.wait_for(started.wait(), WAIT_SECONDS)
+            found = await client.until(lambda got: 1 in got.streams)
+            assert found.streams[1].status == "4"
+        await asyncio.wait_for(server.lost(), WAIT_SECONDS)
+        go_on.set()
+        await asyncio.wait_for(cleaned.wait(), WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"PRI * HTTP/2.0", OPENING + headers(request(), 1, flags=0)],
+    ids=["nothing", "half a preface", "half of the headers"],
+)
+async def test_a_client_that_is_too_slow(sent: bytes) -> None:
+    """Its connection ends after ten seconds."""
+    async with serving(echo) as (server, _), connected(server) as client:
+        client.writer.write(sent)
+        await client.until(lambda got: len(got.frames) >= (3 if len(sent) > 24 else 2))
+        for _ in range(11):
+            server.tick()
+        await client.closed()
+
+
+async def test_a_quiet_client_is_asked_and_then_closed() -> None:
+    """Keep-alive: a PING after 30 seconds, the end after 20 more without an answer."""
+    async with serving(echo) as (server, _), connected(server) as client:
+        client.writer.write(OPENING)
+        await client.until(lambda got: len(got.kinds(SETTINGS)) == 2)
+        for _ in range(30):
+            server.tick()
+        await client.until(lambda got: got.kinds(PING))
+        for _ in range(20):
+            server.tick()
+        await client.closed()
+
+
+async def test_a_client_that_does_not_read_is_closed() -> None:
+    """What waits for it is bounded, and so is the time."""
+
+    async def large(_: bytes, __: GrpcCall) -> bytes:
+        return b"a" * 1_000_000
+
+    async with serving(large) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
+        window = frame(SETTINGS, b"\0\4\x7f\xff\xff\xff") + frame(8, b"\x7f\0\0\0")
+        writer.write(OPENING + window)
+        writer.write(b"".join(call(b"", stream) for stream in range(1, 101, 2)))
+        # It reads enough to show that the server has begun to write, and no more.
+        await asyncio.wait_for(reader.read(20_000), WAIT_SECONDS)
+        for _ in range(31):
+            server.tick()
+        await asyncio.wait_for(server.lost(), WAIT_SECONDS)
+        writer.transport.abort()
+
+
+async def test_shutdown_tells_the_client_first() -> None:
+    """A notice; calls that cross it are served; the last GOAWAY; the end."""
+    release = asyncio.Event()
+
+    async def method(content: bytes, _: GrpcCall) -> bytes:
+        if content:
+            await release.wait()
+        return content
+
+    async with serving(method) as (server, _), connected(server) as client:
+        client.writer.write(OPENING + call(b"a", 1))
+        await client.until(lambda got: len(got.kinds(SETTINGS)) == 2)
+        stopping = asyncio.create_task(server.stop(WAIT_SECONDS))
+        found = await client.until(lambda got: got.kinds(PING))
+        assert found.goaway == (2**31 - 1, 0)
+        client.writer.write(call(b"", 3) + frame(PING, found.kinds(PING)[0].payload, flags=1))
+        await client.until(lambda got: got.goaway == (3, 0))
+        assert found.streams[3].status == "0"
+        release.set()
+        found = await client.closed()
+        assert found.streams[1].data == message(b"a")
+        client.writer.close()
+        await asyncio.wait_for(stopping, WAIT_SECONDS)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", server.port)
+
+
+async def test_a_client_that_does_not_confirm_the_notice() -> None:
+    """It gets the last GOAWAY after two seconds all the same."""
+    async with serving(echo) as (server, _), connected(server) as client:
+        client.writer.write(OPENING)
+        await client.until(lambda got: len(got.kinds(SETTINGS)) == 2)
+        stopping = asyncio.create_task(server.stop(WAIT_SECONDS))
+        await client.until(lambda got: got.goaway)
+        for _ in range(2):
+            server.tick()
+        await client.closed()
+        assert client.responses.goaway == (0, 0)
+        client.writer.close()
+        await asyncio.wait_for(stopping, WAIT_SECONDS)
+
+
 async def test_a_client_that_goes_away_cancels_its_calls() -> None:
     """The server does not work for it any more."""
     cancelled, started = asyncio.Event(), asyncio.Event()
@@ -209,3 +399,106 @@ async def test_a_socket_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a socket")
     with pytest.raises(OSError, match="already in use"):
         await http2.start(Methods(), f"unix:{tmp_path}/file", None, Bounds())
+
+
+async def test_every_address_of_a_host() -> None:
+    """`[::]` listens for IPv4 too; all addresses have one port."""
+    server = await http2.start(Methods({PATH: echo}), "[::]:0", None, Bounds())
+    try:
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, server.port)
+            assert await asyncio.wait_for(reader.read(1), WAIT_SECONDS)
+            writer.close()
+    finally:
+        await server.stop(0)
+
+
+# ── TLS ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def secured(files: TlsFiles) -> AsyncIterator[http2.Http2Server]:
+    """Run a server with TLS."""
+    server = await http2.start(Methods({PATH: echo}), "127.0.0.1:0", files, Bounds())
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+def context_of(*protocols: str, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
+    """Return the context of a client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
+    if version is not None:
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        context.minimum_version = context.maximum_version = version
+    return context
+
+
+async def certificate_of(server: http2.Http2Server) -> bytes:
+    """Return the certificate that a server shows."""
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context_of("h2"))
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return bytes(shown)
+
+
+@pytest.mark.parametrize("protocols", [(), ("http/1.1",)])
+async def test_tls_is_for_http2(protocols: tuple[str, ...], tmp_path: Path) -> None:
+    """A client that does not ask for h2 is refused."""
+    made = make_certificates(tmp_path)
+    async with secured(TlsFiles(made.server_cert_path, made.server_key_path)) as server:
+        client = None
+        with contextlib.suppress(ssl.SSLError, ConnectionResetError):
+            client = Client(
+                *await asyncio.open_connection("127.0.0.1", server.port, ssl=context_of(*protocols))
+            )
+            assert not (await client.closed()).frames
+        if client is not None:
+            client.writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_old_versions_of_tls_are_refused(tmp_path: Path) -> None:
+    """TLS 1.2 is the oldest."""
+    made = make_certificates(tmp_path)
+    async with secured(TlsFiles(made.server_cert_path, made.server_key_path)) as server:
+        old = context_of("h2", version=ssl.TLSVersion.TLSv1_1)
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            await asyncio.open_connection("127.0.0.1", server.port, ssl=old)
+        known = context_of("h2", version=ssl.TLSVersion.TLSv1_2)
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=known)
+        writer.close()
+
+
+async def test_a_certificate_is_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """New connections get it; half of a renewal, or a wrong file, changes nothing."""
+    (tmp_path / "new").mkdir()
+    old, new = make_certificates(tmp_path), make_certificates(tmp_path / "new")
+    files = TlsFiles(old.server_cert_path, old.server_key_path)
+    before = files.certificate.read_bytes()
+    async with secured(files) as server:
+        first = await certificate_of(server)
+        for content in (new.server_cert_path.read_bytes(), b"nothing"):
+            files.certificate.write_bytes(content)
+            for _ in range(10):
+                server.tick()
+            assert await certificate_of(server) == first
+            assert "goes on with the certificate" in caplog.text
+        files.certificate.write_bytes(new.server_cert_path.read_bytes())
+        files.key.write_bytes(new.server_key_path.read_bytes())
+        for _ in range(10):
+            server.tick()
+        assert await certificate_of(server) not in {first, before}
+
+
+async def test_a_certificate_without_its_key_is_an_error(tmp_path: Path) -> None:
+    """The server does not start, and the error names both files."""
+    made = make_certificates(tmp_path)
+    files = TlsFiles(made.server_cert_path, made.client_key_path)
+    with pytest.raises(ConfigError, match="are not a certificate and its key"):
+        await http2.start(Methods(), "127.0.0.1:0", files, Bounds())

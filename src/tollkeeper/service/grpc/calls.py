@@ -19,9 +19,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 from typing import Final, Protocol
 
 from tollkeeper.core.errors import ConfigError
+
+LOG_EVERY_SECONDS: Final = 1.0
 
 log = logging.getLogger("tollkeeper.grpc")
 
@@ -58,8 +61,27 @@ def told_of(error: Exception) -> CallError:
     """Return what the client is told about an error, and log one that no method expects."""
     if isinstance(error, CallError):
         return error
-    log.error("a gRPC method failed", exc_info=error)
+    _failures.note(error, monotonic())
     return CallError(Status.INTERNAL, "the server failed; its log says why")
+
+
+class _Failures:
+    """Logs one error in a second, because a client may cause as many as it likes."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._unlogged = 0
+
+    def note(self, error: Exception, now_s: float) -> None:
+        if now_s < self._next_s:
+            self._unlogged += 1
+            return
+        log.error("a gRPC method failed; %d not logged before", self._unlogged, exc_info=error)
+        self._next_s = now_s + LOG_EVERY_SECONDS
+        self._unlogged = 0
+
+
+_failures = _Failures()
 
 
 class GrpcCall(Protocol):

@@ -70,6 +70,8 @@ UNREAD_TICKS: Final = 30
 # A connection without a byte for this time gets a PING, and is closed if no byte follows.
 KEEPALIVE_TICKS: Final = 30
 PING_TICKS: Final = 20
+# How long a client may take to confirm the notice of a shutdown.
+NOTICE_TICKS: Final = 2
 # How long a client may take to close a connection that has ended.
 CLOSE_TICKS: Final = 2
 # How long clients get to read the status of calls that were cancelled at shutdown.
@@ -207,6 +209,9 @@ class Http2Server:
         self.at_once = frozenset(path.encode() for path in methods.at_once)
         self.calls = 0
         self.calls_max = bounds.calls
+        # Streams last. Half of the calls are left to others.
+        self.streaming_calls = 0
+        self.streaming_calls_max = (bounds.calls + 1) // 2
         self.shared = _http2.Server(
             tuple(self.streaming),
             streams_max=STREAMS_MAX,
@@ -227,8 +232,8 @@ class Http2Server:
         self._port = 0
         self._connections: set[_Connection] = set()
         self._addresses: Counter[str] = Counter()
-        self._ticks = 0
-        self._ticking = self.loop.call_later(TICK_SECONDS, self._tick)
+        self.ticks = 0
+        self._ticking = self.loop.call_later(TICK_SECONDS, self._keep_ticking)
         self._all_lost = asyncio.Event()
         self._all_lost.set()
 
@@ -280,7 +285,7 @@ class Http2Server:
         """Close the connection that has been idle for the longest time; False if none is."""
         idle = [each for each in self._connections if each.is_idle]
         if idle:
-            min(idle, key=lambda each: each.active_tick).abort()
+            min(idle, key=lambda each: each.active_tick).stop()
         return bool(idle)
 
     def forget(self, connection: _Connection, address: str) -> None:
@@ -293,17 +298,16 @@ class Http2Server:
         if not self._connections:
             self._all_lost.set()
 
-    @property
-    def tick(self) -> int:
-        """The ticks since the start."""
-        return self._ticks
+    def _keep_ticking(self) -> None:
+        self._ticking = self.loop.call_later(TICK_SECONDS, self._keep_ticking)
+        self.tick()
 
-    def _tick(self) -> None:
-        self._ticks += 1
-        self._ticking = self.loop.call_later(TICK_SECONDS, self._tick)
+    def tick(self) -> None:
+        """Note that a second has passed."""
+        self.ticks += 1
         for connection in list(self._connections):
             connection.tick()
-        if self._certificate is not None and self._ticks % RENEWAL_TICKS == 0:
+        if self._certificate is not None and self.ticks % RENEWAL_TICKS == 0:
             self._certificate.follow()
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
@@ -318,8 +322,12 @@ class Http2Server:
             if not await self._lost_within(CLOSE_SECONDS):
                 for connection in list(self._connections):
                     connection.abort()
-                await self._all_lost.wait()
+                await self.lost()
         self._ticking.cancel()
+
+    async def lost(self) -> None:
+        """Wait until there are no connections."""
+        await self._all_lost.wait()
 
     async def _lost_within(self, seconds: float) -> bool:
         try:
@@ -390,14 +398,26 @@ class _StreamingCall(_Call):
 class _InFlight:
     """A call that waits: its task, and the timer of its deadline."""
 
-    __slots__ = ("call", "task", "timer")
+    __slots__ = ("_is_cancelled", "_task", "_timer", "call")
 
     def __init__(
         self, task: Task[bytes | None], timer: TimerHandle | None, call: _StreamingCall | None
     ) -> None:
-        self.task = task
-        self.timer = timer
+        self._task = task
+        self._timer = timer
+        self._is_cancelled = False
         self.call = call
+
+    def cancel(self) -> None:
+        """Cancel the method: once, because a second time would stop it from cleaning up."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+            self.stop_timer()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @coroutine
@@ -430,9 +450,9 @@ class _Connection(asyncio.Protocol):
         self._is_flushing = False
         self._is_paused = False
         self._has_ended = False
-        self._is_noticed = False
+        self._noticed_ticks = 0
         self._stuck_ticks = 0
-        self.active_tick = server.tick
+        self.active_tick = server.ticks
 
     # ── Bytes ──────────────────────────────────────────────────────────────────────────────────
 
@@ -453,7 +473,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
             return
-        self.active_tick = self._server.tick
+        self.active_tick = self._server.ticks
         try:
             events = self._http2.receive(data)
         except Http2Error as error:
@@ -510,10 +530,13 @@ class _Connection(asyncio.Protocol):
         """Close the connection; the client first, so that it has read everything."""
         self._has_ended = True
         self._stuck_ticks = 0
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-        else:
+        if not self._transport.can_write_eof():
             self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed it already
+            self._transport.abort()
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -523,8 +546,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._has_ended = True
         self._server.forget(self, self._address)
-        for each in list(self._in_flight.values()):
-            each.task.cancel()
+        for each in self._in_flight.values():
+            each.cancel()
 
     # ── Time and shutdown ──────────────────────────────────────────────────────────────────────
 
@@ -547,13 +570,15 @@ class _Connection(asyncio.Protocol):
             return
         for event in events:
             self._handle(event)
-        if self._is_noticed:
-            self._http2.goaway()  # the client has had the time to answer
+        if self._noticed_ticks:
+            self._noticed_ticks += 1
+            if self._noticed_ticks > NOTICE_TICKS:
+                self._http2.goaway()
         self._flush()
 
     def notice(self) -> None:
         """Announce the shutdown to the client."""
-        self._is_noticed = True
+        self._noticed_ticks = 1
         self._http2.notice()
         self._flush()
 
@@ -595,7 +620,7 @@ class _Connection(asyncio.Protocol):
     def _start_streaming(self, stream: int, path: bytes, metadata: bytes, timeout_ns: int) -> None:
         server = self._server
         method = server.streaming[path]
-        if server.calls >= server.calls_max or not timeout_ns:
+        if server.streaming_calls >= server.streaming_calls_max or not timeout_ns:
             self._refuse(stream, method, timeout_ns)
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
@@ -623,13 +648,14 @@ class _Connection(asyncio.Protocol):
             timer = self.loop.call_at(due_s, self._cancel, stream, TOO_LATE)
         self._in_flight[stream] = _InFlight(task, timer, call)
         self._server.calls += 1
+        self._server.streaming_calls += call is not None
         task.add_done_callback(partial(self._done, stream))
 
     def _done(self, stream: int, task: Task[bytes | None]) -> None:
         in_flight = self._in_flight.pop(stream)
         self._server.calls -= 1
-        if in_flight.timer is not None:
-            in_flight.timer.cancel()
+        self._server.streaming_calls -= in_flight.call is not None
+        in_flight.stop_timer()
         if task.cancelled():
             self._tell(stream, CANCELLED)  # unless the client knows already
         elif (error := task.exception()) is not None:
@@ -645,7 +671,7 @@ class _Connection(asyncio.Protocol):
     def _cancel(self, stream: int, reason: CallError) -> None:
         """End a call with a status, and cancel its method."""
         self._tell(stream, reason)
-        self._in_flight[stream].task.cancel()
+        self._in_flight[stream].cancel()
         self._flush_soon()
 
     def _tell(self, stream: int, error: CallError) -> None:
@@ -661,7 +687,7 @@ class _Connection(asyncio.Protocol):
         if in_flight is None:
             return
         if kind == CLOSED:
-            in_flight.task.cancel()
+            in_flight.cancel()
         elif in_flight.call is not None:
             in_flight.call.add(rest[0] if kind == MESSAGE else None)
 

@@ -119,9 +119,12 @@ int h2_on_header(nghttp2_session *http2, const nghttp2_frame *frame, const uint8
     if (stream == NULL || stream->state != READING_HEADERS)
         return 0; /* trailers */
     stream->fields_bytes += name_length + value_length + FIELD_OVERHEAD;
-    if (stream->fields_bytes > session->server->bounds.metadata_bytes_max) {
+    size_t most = session->server->bounds.metadata_bytes_max;
+    if (stream->fields_bytes > most) {
+        /* The client gets a status, unless it is far too large: a small header block can refer to
+         * the same large field again and again, and checking all of them takes long. */
         stream->is_oversized = true;
-        return 0;
+        return stream->fields_bytes > 4 * most ? NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE : 0;
     }
     bool has_memory = true;
     if (name[0] == ':')

@@ -9,6 +9,7 @@ enum {
     STREAM_WINDOW_BYTES = 256 << 10,
     CONNECTION_WINDOW_BYTES = 1 << 20,
     CONTINUATIONS_MAX = 8,
+    KEPT_OUTPUT_BYTES = 64 << 10,    /* by a connection, from one h2_to_send to the next */
     BLOCK_OVERHEAD = 1024,           /* of an encoded header block over its fields */
     BYTES_PER_POINT = 1024,          /* a large DATA frame costs nothing */
     BYTES_PER_EXTRA_TICK = 64 << 10, /* a large message may take longer */
@@ -397,6 +398,8 @@ bool h2_tick(h2_session *session)
 
 ptrdiff_t h2_to_send(h2_session *session, size_t at_most, const uint8_t **bytes)
 {
+    if (session->output.room > KEPT_OUTPUT_BYTES)
+        h2_drop(&session->output);
     session->output.length = 0;
     while (session->output.length < at_most) {
         const uint8_t *frame;
