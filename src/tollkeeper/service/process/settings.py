@@ -29,6 +29,7 @@ from tollkeeper.rules.document.tree import suggestion
 LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed", "local"]
 Draft = Literal["10", "7", "6", "none"]
+GrpcServerChoice = Literal["auto", "libnghttp2", "grpcio"]
 RecordSubjects = Literal["plain", "hashed", "none"]
 Forwarded = Literal["any", "x-forwarded-for", "forwarded", "x-real-ip"]
 
@@ -156,6 +157,8 @@ class ServiceSettings:
     jwt_leeway: float = 0.0
     tls_cert: str = ""
     tls_key: str = ""
+    grpc_server: GrpcServerChoice = "auto"
+    """What gRPC runs on; "auto": on libnghttp2 if it was built, otherwise on grpcio."""
     grpc_client_ca: str = ""
     """The authority whose certificates clients of gRPC need; empty: they need none."""
     node_id: str = ""
