@@ -37,7 +37,9 @@ def measure_envoy(
         contenders = [Contender("Envoy", _command(bare), [_REQUEST], timed=True)]
         for on in ("grpcio", "libnghttp2"):
             port = free_port()
-            service = Serving(f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}"))
+            service = Serving(
+                f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}")
+            )
             stack.enter_context(service)
             contenders.append(
                 Contender(

@@ -21,6 +21,7 @@ from tollkeeper.cli.doctor import (
     DoctorReport,
     examine,
     examine_gossip,
+    examine_grpc,
 )
 from tollkeeper.cli.main import app
 from tollkeeper.decide import kernel
@@ -148,14 +149,25 @@ def test_missing_permissions_are_named(rules: str) -> None:
 def test_script_commands_are_those_of_the_scripts() -> None:
     """A command that is added to a script must be added to the remedy."""
     folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
-    # Not those of global limits: most users need no permission for them.
+    # Not those of global limits and of cells: most users need no permission for them.
+    others = {"count.lua", "cell.lua", "README.md"}
     texts = [
         path.read_text()
         for path in folder.iterdir()
-        if path.name not in {"count.lua", "README.md"} and not path.name.startswith("regional")
+        if path.name not in others and not path.name.startswith("regional")
     ]
     called = {name.lower() for text in texts for name in re.findall(r"call\('([A-Z]+)'", text)}
     assert called == set(SCRIPT_COMMANDS)
+
+
+def test_what_grpc_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On grpcio the service is slow: the remedy says what to install."""
+    assert [each.level for each in examine_grpc()] == ["ok"]
+    monkeypatch.setattr("tollkeeper.service.grpc.server.BUILT", False)
+    [found] = examine_grpc()
+    assert (found.level, "libnghttp2-dev" in found.remedy) == ("warning", True)
+    monkeypatch.setattr("tollkeeper.cli.doctor.find_spec", lambda _: None)
+    assert examine_grpc() == []
 
 
 @pytest.mark.parametrize("who", [":s3cret@", "app:s3cret@", ""])

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Annotated, Final
@@ -58,7 +59,7 @@ CHECKS: Final = (
     *("connection", "authentication", "version", "permissions", "scripts"),
     *("persistence", "eviction", "memory", "clock", "replication", "sentinel", "cluster"),
     "round trip",
-    *("gossip", "gossip key", "peers"),
+    *("grpc", "gossip", "gossip key", "peers"),
 )
 """All checks, in the order in which they are printed. Not every store has all of them."""
 
@@ -114,6 +115,7 @@ def doctor(
     Example: tollkeeper doctor --store redis://cache --gossip 10.0.0.5:7946 --gossip-key gossip.key
     """
     report = examine(store, prefix=prefix, deadline_ms=deadline_ms, connect_ms=connect_ms)
+    report = replace(report, findings=(*report.findings, *examine_grpc()))
     if gossip or gossip_key or peers:
         found = examine_gossip(store, gossip, gossip_key, peers)
         report = replace(report, findings=(*report.findings, *found))
@@ -236,6 +238,19 @@ def _peers(settings: ServiceSettings) -> HealthFinding:
             remedy = "correct --peers, or the DNS record"
             return HealthFinding("peers", "problem", f"{peer}: {error.strerror}", remedy)
     return HealthFinding("peers", "ok", f"{len(addresses)} given, {found} addresses")
+
+
+def examine_grpc() -> list[HealthFinding]:
+    """Check what the service would serve gRPC on; nothing without the packages of the service."""
+    if find_spec("grpc_health") is None:
+        return []
+    from tollkeeper.service.grpc import server  # noqa: PLC0415 - only where the packages are
+
+    if server.BUILT:
+        return [HealthFinding("grpc", "ok", "the service serves gRPC on libnghttp2")]
+    remedy = "install a C compiler and libnghttp2-dev, then reinstall tollkeeper"
+    found = "the service serves gRPC on grpcio, which takes over ten times as long for a call"
+    return [HealthFinding("grpc", "warning", found, remedy)]
 
 
 def _examine_memory(uri: str, options: dict[str, object]) -> DoctorReport:

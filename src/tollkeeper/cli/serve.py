@@ -511,7 +511,6 @@ def serve(
 
     Each option is also a variable (--node-id is TOLLKEEPER_NODE_ID) and a line of the --config file
     (node-id: eu-1). The service listens on this machine only; to serve others, it requires tokens.
-
     Exit code: 0 a signal ended it; 1 a worker crashed repeatedly; 2 it could not start.
 
     Example: tollkeeper serve --rules limits.yaml

@@ -6,9 +6,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import pytest
-
-hpack = pytest.importorskip("hpack")
+import hpack
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 

@@ -381,3 +381,12 @@ async def test_a_missing_certificate_is_an_error(on: server.Implementation, tmp_
     tls = TlsFiles(tmp_path / "absent.pem", tmp_path / "absent.key")
     with pytest.raises(ConfigError, match=r"absent\.pem cannot be read"):
         await server.start(Methods(), ADDRESS, tls, on=on)
+
+
+def test_the_implementation_of_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the fast one if it was built; the error says what to do if it was not."""
+    assert [server.chosen("auto"), server.chosen("libnghttp2")] == ["libnghttp2"] * 2
+    assert server.chosen("grpcio") == "grpcio"
+    monkeypatch.setattr(server, "BUILT", False)
+    with pytest.raises(ConfigError, match="or choose --grpc-server grpcio"):
+        server.chosen("libnghttp2")

@@ -39,7 +39,7 @@ BlanketReason = Literal[
     "too_many_buckets",
     "store",
 ]
-# Whoever configured the rules or Envoy should know of these.
+# The operator of the rules or of Envoy should know of these.
 WARNINGS: Final[dict[BlanketReason, str]] = {
     "not_assigned": "a rule that applies has no envoy_quota",
     "several_rules": "several rules apply, and shares of a rate have one",

@@ -25,6 +25,16 @@ IMPLEMENTATION: Final[Implementation] = "libnghttp2" if BUILT else "grpcio"
 PORT_MAX: Final = 65_535
 
 
+def chosen(wanted: Literal["auto"] | Implementation) -> Implementation:
+    """Return the implementation of a setting. Raises ConfigError if it was not built."""
+    if wanted == "libnghttp2" and not BUILT:
+        raise ConfigError(
+            "the gRPC server on libnghttp2 was not built: install a compiler and libnghttp2-dev, "
+            "then install tollkeeper again; or choose --grpc-server grpcio"
+        )
+    return IMPLEMENTATION if wanted == "auto" else wanted
+
+
 async def start(
     methods: Methods,
     address: str,
@@ -37,14 +47,9 @@ async def start(
 
     Raises ConfigError if it cannot listen. `on` selects an implementation.
     """
-    if on == "libnghttp2" and not BUILT:
-        raise ConfigError(
-            "the gRPC server on libnghttp2 was not built: install a compiler and libnghttp2-dev, "
-            "then install tollkeeper again"
-        )
     try:
         _check(address)
-        if on == "libnghttp2":
+        if chosen(on) == "libnghttp2":
             return await http2.start(methods, address, tls, bounds or Bounds())
         from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
 

@@ -303,6 +303,7 @@ def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
         version=__version__,
         url=url_of(settings),
         grpc=settings.grpc,
+        grpc_server=_grpc_server(settings) if settings.grpc else "",
         gossip=settings.gossip,
         region=settings.region,
         workers=settings.workers,
@@ -311,6 +312,12 @@ def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
         store=_shown(settings.store),
         pid=os.getpid(),
     )
+
+
+def _grpc_server(settings: ServiceSettings) -> str:
+    from tollkeeper.service.grpc.server import chosen  # noqa: PLC0415 - not without gRPC
+
+    return chosen(settings.grpc_server)
 
 
 def url_of(settings: ServiceSettings) -> str:
@@ -330,7 +337,7 @@ def started_line(settings: ServiceSettings, version: str) -> str:
     options = "-k " if settings.tls_cert else ""
     if Tokens.load(settings.tokens_path).required:
         options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
-    grpc = f", gRPC {settings.grpc}" if settings.grpc else ""
+    grpc = f", gRPC {settings.grpc} on {_grpc_server(settings)}" if settings.grpc else ""
     gossip = f", gossip {settings.gossip}" if settings.gossip else ""
     region = f", region {settings.region}" if settings.region else ""
     return (

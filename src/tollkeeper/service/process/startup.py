@@ -238,6 +238,10 @@ async def prepared(settings: ServiceSettings, counters: Path | None = None) -> s
         ) from error
 
     identify.identity_of(settings)
+    if settings.grpc:
+        from tollkeeper.service.grpc import server  # noqa: PLC0415 - needs the server extra
+
+        server.chosen(settings.grpc_server)
     if settings.database and settings.seed:
         await _seed(settings.database, settings.seed)
     try:

@@ -267,13 +267,20 @@ class Worker:
         # Imported here: a service without gRPC does not need its libraries.
         from tollkeeper.service.envoy.server import start  # noqa: PLC0415 - see above
         from tollkeeper.service.grpc.calls import TlsFiles  # noqa: PLC0415 - see above
+        from tollkeeper.service.grpc.server import chosen  # noqa: PLC0415 - see above
 
         settings = self._settings
         tls = None
         if settings.tls_cert:
             authority = Path(settings.grpc_client_ca) if settings.grpc_client_ca else None
             tls = TlsFiles(Path(settings.tls_cert), Path(settings.tls_key), authority)
-        handle = await start(context, settings.grpc, tls, on_failure=settings.on_failure)
+        handle = await start(
+            context,
+            settings.grpc,
+            tls,
+            on_failure=settings.on_failure,
+            on=chosen(settings.grpc_server),
+        )
         stack.push_async_callback(handle.stop, _GRPC_GRACE_SECONDS)
         return handle.drain
 
