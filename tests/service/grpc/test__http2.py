@@ -480,7 +480,7 @@ def test_a_header_block_that_repeats_a_large_field() -> None:
     """It is reset before its fields take long to read; the next call is fine."""
     session = Session()
     large = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4_000  # a literal that the table keeps
-    block = block_of(request()) + large + b"\xbe" * 5_000
+    block = frames.hpack.Encoder().encode(request()) + large + b"\xbe" * 5_000
     assert session(frame(HEADERS, block, flags=END_HEADERS, stream=1)) == []
     assert session.reply_to(1).reset is not None
     assert session(call(b"", 3))[0][0] == CALL
