@@ -35,10 +35,11 @@ def test_a_denied_cost_fits_after_its_wait(
         now_ns += wait_ns
         ledger.add(now_ns, FIFTH, known * MICROS_PER_UNIT, own * MICROS_PER_UNIT)
         ledger.move(now_ns, FIFTH, last * MICROS_PER_UNIT)
-    found = outcome(ledger, now_ns, FIFTH, cost, exact_room(ledger, now_ns, FIFTH), charged=False)
+    now_load, room = load(ledger, now_ns, FIFTH), exact_room(ledger, now_ns, FIFTH)
+    found = outcome(ledger, now_ns, FIFTH, now_load, cost, room, charged=False)
     if not found.allowed:
         assert exact_room(ledger, now_ns + found.retry_after_ns, FIFTH) >= cost
-    whole_ns = now_ns + ledger.wait_ns(now_ns, FIFTH, 0)
+    whole_ns = now_ns + ledger.wait_ns(now_ns, FIFTH, 0, now_load)
     assert load(ledger, whole_ns, FIFTH) == 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from statistics import median
 from typing import Any, cast
 
@@ -33,6 +35,7 @@ from tollkeeper.decide.store import BreakerState
 from tollkeeper.decide.stores import open_store
 from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.decide.stores.redis import breakers
+from tollkeeper.decide.stores.redis.config import parse
 from tollkeeper.decide.stores.redis.store import RedisStore
 from tollkeeper.decide.stores.redis.topology import slot_of
 
@@ -93,6 +96,28 @@ def test_a_dead_server_opens_the_breaker_and_its_return_closes_it(
             COUNTED.limit - 1,
             COUNTED.limit - 2,
         ]
+
+
+def test_a_global_rule_fails_at_once_while_the_breaker_is_open(server: Single) -> None:
+    """A check of limits that regions share waits for no server that is known to be silent."""
+    options = "deadline_ms=40&breaker_open_ms=60000&breaker_open_max_ms=60000"
+    store = RedisStore(parse(f"{server.uri}?{options}"))
+    limits = (Limit(10, per=60),)
+    gate = store.regional.global_gate(limits, "api", "exact")
+    async_gate = store.regional.global_async_gate(limits, "api", "exact")
+
+    def answer() -> str:
+        try:
+            return str(gate.check("ann", 1))
+        except StoreError as error:
+            return str(error)
+
+    with closing(store):
+        server.pause()
+        until(lambda: "breaker is open" in answer(), "the breaker is open", SECONDS_MAX)
+        with pytest.raises(StoreUnavailable, match="breaker is open"):
+            asyncio.run(async_gate.check("ann", 1))
+        server.resume()
 
 
 @both_wires

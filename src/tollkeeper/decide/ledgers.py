@@ -18,13 +18,23 @@ counter takes them into the window in which they were reported: see `learn`.
 
 from __future__ import annotations
 
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from tollkeeper.core.model import MICROS_PER_UNIT, WINDOW_NS_STEP, Limit
-from tollkeeper.decide.algorithms.outcome import Outcome
+from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 _LOG_PARTS: Final = 64
+
+
+class Share(Protocol):
+    """The fraction w: a Fraction, or a plainer pair of numbers. A Fraction is slow to read."""
+
+    @property
+    def numerator(self) -> int: ...
+
+    @property
+    def denominator(self) -> int: ...
 
 
 class Ledger(Protocol):
@@ -32,15 +42,15 @@ class Ledger(Protocol):
 
     limit: Limit
 
-    def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:
+    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:
         """Return `known` and `own`."""
         ...
 
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
+    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:
         """Add units that are learnt or admitted now."""
         ...
 
-    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:
+    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:
         """Add units of another member, which it reported at `at_ns` by its own clock.
 
         A window counter adds them to the window of that time, if that still counts.
@@ -54,16 +64,19 @@ class Ledger(Protocol):
         """
         ...
 
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:
+    def move(self, now_ns: int, share: Share, last: int) -> None:
         """Move own units to `known`, all but the last so many that were added."""
         ...
 
-    def wait_ns(self, now_ns: int, share: Fraction, most: int) -> int:
-        """Return the time until the load is at most `most`, if nothing is added."""
+    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+        """Return the time until the load is at most `most`, if nothing is added.
+
+        `load` is that of now.
+        """
         ...
 
     def give_back(
-        self, now_ns: int, share: Fraction, known: int, own: int, charged_ns: int | None = None
+        self, now_ns: int, share: Share, known: int, own: int, charged_ns: int | None = None
     ) -> None:
         """Take units off the levels, as far as they are there.
 
@@ -81,7 +94,7 @@ class Ledger(Protocol):
     def numbers(self, numbers: list[int]) -> None: ...
 
 
-def load(ledger: Ledger, now_ns: int, share: Fraction) -> int:
+def load(ledger: Ledger, now_ns: int, share: Share) -> int:
     """Return w × known + own, times the denominator of w."""
     known, own = ledger.levels(now_ns, share)
     return share.numerator * known + share.denominator * own
@@ -92,11 +105,13 @@ class BucketLedger:
 
     __slots__ = ("_known", "_last_ns", "_own", "limit")
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, last_ns: int = 0, known: int = 0, own: int = 0) -> None:
         self.limit = limit
-        self._last_ns = self._known = self._own = 0
+        self._last_ns = last_ns
+        self._known = known
+        self._own = own
 
-    def _at(self, now_ns: int, share: Fraction) -> tuple[int, int, int]:
+    def _at(self, now_ns: int, share: Share) -> tuple[int, int, int]:
         """Return the levels, and the time up to which they are drained."""
         if now_ns == self._last_ns:  # the usual case right after a change
             return self._known, self._own, now_ns
@@ -112,32 +127,34 @@ class BucketLedger:
             known = 0
         return known, own, self._last_ns + elapsed_ns if known or own else now_ns
 
-    def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:
-        return self._at(now_ns, share)[:2]
+    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:
+        if now_ns == self._last_ns:
+            return self._known, self._own
+        known, own, _ = self._at(now_ns, share)
+        return known, own
 
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:
+    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:
         if not known and not own:  # each change rounds the drain down to a micro-unit
             return
         was_known, was_own, self._last_ns = self._at(now_ns, share)
         self._known, self._own = was_known + known, was_own + own
 
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:
+    def move(self, now_ns: int, share: Share, last: int) -> None:
         self._known, self._own, self._last_ns = self._at(now_ns, share)
         moved = max(self._own - last, 0)
         self._known += moved
         self._own -= moved
 
-    def wait_ns(self, now_ns: int, share: Fraction, most: int) -> int:
-        if load(self, now_ns, share) <= most:
+    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+        if load <= most:
             return 0
-        limit = self.limit
+        limit, parts, step_ns = self.limit, share.numerator, self.limit.refill_step_ns
         # Both levels drain the load at share × rate; one micro-unit of each may be rounded away.
-        over = share.numerator * (self._known + 1) + share.denominator * (self._own + 1) - most
-        rate = share.numerator * limit.micros_numerator * limit.refill_step_ns
-        steps = -(-over * limit.ns_denominator // rate)
-        return max(self._last_ns + steps * limit.refill_step_ns - now_ns, 0)
+        over = parts * (self._known + 1) + share.denominator * (self._own + 1) - most
+        steps = -(-over * limit.ns_denominator // (parts * limit.micros_numerator * step_ns))
+        return max(self._last_ns + steps * step_ns - now_ns, 0)
 
-    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         self.add(now_ns, share, known, 0)
 
     def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
@@ -146,7 +163,7 @@ class BucketLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Fraction,
+        share: Share,
         known: int,
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
@@ -170,11 +187,13 @@ class WindowLedger:
 
     __slots__ = ("_counts", "_number", "limit")
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(
+        self, limit: Limit, number: int = 0, counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    ) -> None:
         self.limit = limit
-        self._number = 0
+        self._number = number
         # known and own in this window, known and own in the window before
-        self._counts = (0, 0, 0, 0)
+        self._counts = counts
 
     def _at(self, now_ns: int) -> tuple[int, tuple[int, int, int, int]]:
         """Return the number of the window and its counts."""
@@ -186,25 +205,27 @@ class WindowLedger:
             return number, (0, 0, known, own)
         return number, (0, 0, 0, 0)
 
-    def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
+    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
         number, (known, own, known_before, own_before) = self._at(now_ns)
+        if not known_before and not own_before:
+            return known, own
         window_ns = self.limit.window_ns
         left_ns = min((number + 1) * window_ns - now_ns, window_ns)
         known += -(-known_before * left_ns // window_ns)  # rounds up
         own += -(-own_before * left_ns // window_ns)
         return known, own
 
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
+    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
         self._number, (was_known, was_own, *before) = self._at(now_ns)
         self._counts = (was_known + known, was_own + own, before[0], before[1])
 
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:  # noqa: ARG002 - as every ledger
+    def move(self, now_ns: int, share: Share, last: int) -> None:  # noqa: ARG002 - as every ledger
         self._number, (known, own, *before) = self._at(now_ns)
         moved = max(own - last, 0)
         self._counts = (known + moved, own - moved, before[0], before[1])
 
-    def wait_ns(self, now_ns: int, share: Fraction, most: int) -> int:
-        if load(self, now_ns, share) <= most:
+    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+        if load <= most:
             return 0
         number, (known, own, known_before, own_before) = self._at(now_ns)
         window_ns = self.limit.window_ns
@@ -223,7 +244,7 @@ class WindowLedger:
             fits_ns = end_ns + window_ns - max(most - rounded, 0) * window_ns // current
         return max(fits_ns - now_ns, 0)
 
-    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         behind = self.behind(now_ns, at_ns)
         self._number, (was_known, own, known_before, own_before) = self._at(now_ns)
         if behind <= 0:
@@ -239,7 +260,7 @@ class WindowLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Fraction,  # noqa: ARG002 - as every ledger
+        share: Share,  # noqa: ARG002 - as every ledger
         known: int,
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
@@ -268,23 +289,28 @@ class WindowLedger:
 class LogLedger:
     """The entries of a sliding window log, in groups that leave the window together."""
 
-    __slots__ = ("_groups", "_part_ns", "limit")
+    __slots__ = ("_groups", "limit")
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, groups: Sequence[tuple[int, int, int]] = ()) -> None:
         self.limit = limit
-        # In whole microseconds, as every engine counts them.
-        self._part_ns = -(-limit.window_ns // (_LOG_PARTS * WINDOW_NS_STEP)) * WINDOW_NS_STEP
-        self._groups: list[tuple[int, int, int]] = []  # when it leaves, known, own
+        self._groups = list(groups)  # when it leaves, known, own
 
     def _leaves_ns(self, at_ns: int) -> int:
         """Return when an entry of this time leaves the window."""
-        return -(-(at_ns + self.limit.window_ns) // self._part_ns) * self._part_ns
+        window_ns = self.limit.window_ns
+        # In whole microseconds, as every engine counts them.
+        part_ns = -(-window_ns // (_LOG_PARTS * WINDOW_NS_STEP)) * WINDOW_NS_STEP
+        return -(-(at_ns + window_ns) // part_ns) * part_ns
 
-    def levels(self, now_ns: int, share: Fraction) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
-        live = [group for group in self._groups if group[0] > now_ns]
-        return sum(known for _, known, _ in live), sum(own for _, _, own in live)
+    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
+        known = own = 0
+        for leaves_ns, each_known, each_own in self._groups:
+            if leaves_ns > now_ns:
+                known += each_known
+                own += each_own
+        return known, own
 
-    def add(self, now_ns: int, share: Fraction, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
+    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
         if not known and not own:
             return
         leaves_ns = self._leaves_ns(now_ns)
@@ -294,7 +320,7 @@ class LogLedger:
             known, own = was_known + known, was_own + own
         groups.append((leaves_ns, known, own))
 
-    def move(self, now_ns: int, share: Fraction, last: int) -> None:  # noqa: ARG002 - as every ledger
+    def move(self, now_ns: int, share: Share, last: int) -> None:  # noqa: ARG002 - as every ledger
         moved: list[tuple[int, int, int]] = []
         for leaves_ns, known, own in reversed(self._groups):
             kept = min(own, last)
@@ -302,18 +328,17 @@ class LogLedger:
             moved.append((leaves_ns, known + own - kept, kept))
         self._groups = [group for group in reversed(moved) if group[0] > now_ns]
 
-    def wait_ns(self, now_ns: int, share: Fraction, most: int) -> int:
-        left = load(self, now_ns, share)
+    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
         at_ns = now_ns
         for leaves_ns, known, own in self._groups:
-            if left <= most:
+            if load <= most:
                 break
             if leaves_ns > now_ns:
                 at_ns = leaves_ns
-                left -= share.numerator * known + share.denominator * own
+                load -= share.numerator * known + share.denominator * own
         return at_ns - now_ns
 
-    def learn(self, now_ns: int, share: Fraction, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         self.add(now_ns, share, known, 0)
 
     def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
@@ -322,7 +347,7 @@ class LogLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Fraction,  # noqa: ARG002 - as every ledger
+        share: Share,  # noqa: ARG002 - as every ledger
         known: int,
         own: int,
         charged_ns: int | None = None,
@@ -358,29 +383,34 @@ def ledger_of(limit: Limit) -> Ledger:
 
 
 def outcome(
-    ledger: Ledger, now_ns: int, share: Fraction, cost: int, room: int, *, charged: bool
+    ledger: Ledger, now_ns: int, share: Share, load: int, cost: int, room: int, *, charged: bool
 ) -> Outcome:
-    """Return the outcome for one limit, which has `room` for so many units.
+    """Return the outcome for one limit, which has `room` for so many units, and this load.
 
     `charged` says that the cost was added already.
     """
     limit = ledger.limit
     unit = share.denominator * MICROS_PER_UNIT
-    whole_ns = ledger.wait_ns(now_ns, share, 0)
+    left = room if room > 0 else 0
+    whole_ns = ledger.wait_ns(now_ns, share, 0, load)
     if charged:
         delay_ns = 0
         if limit.algorithm == "leaky_bucket":
-            delay_ns = ledger.wait_ns(now_ns, share, cost * unit)
-        return Outcome(True, max(room, 0), 0, whole_ns, delay_ns, now_ns)
+            delay_ns = ledger.wait_ns(now_ns, share, cost * unit, load)
+        return outcome_of((True, left, 0, whole_ns, delay_ns, now_ns))
     if cost <= room or cost == 0:
-        return Outcome(True, max(room, 0), 0, whole_ns, 0)
+        return outcome_of((True, left, 0, whole_ns, 0, None))
     most = share.numerator * limit.capacity * MICROS_PER_UNIT - cost * unit
-    wait_ns = max(ledger.wait_ns(now_ns, share, max(most, 0)), 1)
-    return Outcome(False, max(room, 0), wait_ns, max(whole_ns, wait_ns), 0)
+    wait_ns = max(ledger.wait_ns(now_ns, share, max(most, 0), load), 1)
+    return outcome_of((False, left, wait_ns, max(whole_ns, wait_ns), 0, None))
 
 
-def exact_room(ledger: Ledger, now_ns: int, share: Fraction) -> int:
+def exact_room(ledger: Ledger, now_ns: int, share: Share) -> int:
     """Return the units that fit w × known + own <= w × C; negative if it does not hold now."""
-    known, own = ledger.levels(now_ns, share)
-    left = share.numerator * (ledger.limit.capacity * MICROS_PER_UNIT - known)
+    return room_at(ledger.limit, share, *ledger.levels(now_ns, share))
+
+
+def room_at(limit: Limit, share: Share, known: int, own: int) -> int:
+    """Return the room of `exact_room` at these levels."""
+    left = share.numerator * (limit.capacity * MICROS_PER_UNIT - known)
     return (left // share.denominator - own) // MICROS_PER_UNIT

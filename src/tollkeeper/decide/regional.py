@@ -54,7 +54,7 @@ from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import CapacityError, StoreUnavailable
 from tollkeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit, Limits
 from tollkeeper.decide.combine import combine
-from tollkeeper.decide.ledgers import Ledger, exact_room, ledger_of, outcome
+from tollkeeper.decide.ledgers import Ledger, Share, exact_room, ledger_of, outcome, room_at
 from tollkeeper.decide.store import AsyncGate, Gate
 
 AcrossRegions = Literal["exact", "eventual"]
@@ -418,7 +418,10 @@ class MemoryRegional:
             subject.demand.add(now_ns, DEMAND_NS, cost)
         share = self._share_of(subject, shares, now_ns)
         need = max(cost - granted, 0)
-        room = min(room_of(each, across, share, now_ns, need) for each in subject.ledgers)
+        room = min(
+            room_of(each.limit, across, share, *each.levels(now_ns, share), need)
+            for each in subject.ledgers
+        )
         short = max(cost - max(room, 0), 0)
         allowed = short <= granted
         charged = spend and allowed and cost > 0
@@ -717,17 +720,18 @@ def _learn_units(
     return -(-excess // MICROS_PER_UNIT)
 
 
-def room_of(ledger: Ledger, across: AcrossRegions, share: Fraction, now_ns: int, cost: int) -> int:
-    """Return the units that one limit has room for; negative if it is above the share.
+def room_of(
+    limit: Limit, across: AcrossRegions, share: Share, known: int, own: int, cost: int
+) -> int:
+    """Return the units that one limit has room for at these levels; negative if it is above.
 
     A region with nothing but accepted units may admit one request of an eventual limit, whatever
     its share is: a share is often too small for a single request of many units.
     """
     # If no other region asks, rounding down loses nothing.
-    if across == "exact" or share == 1:
-        return exact_room(ledger, now_ns, share)
-    known, own = ledger.levels(now_ns, share)
-    left = ledger.limit.capacity * MICROS_PER_UNIT - known
+    if across == "exact" or share.numerator == share.denominator:
+        return room_at(limit, share, known, own)
+    left = limit.capacity * MICROS_PER_UNIT - known
     # Rounds up to a whole unit: otherwise a small limit would be lost between the regions.
     part = -(-left * share.numerator // (share.denominator * MICROS_PER_UNIT))
     if not own and cost * MICROS_PER_UNIT <= left:
@@ -739,7 +743,7 @@ def decision_of(
     limits: Limits,
     ledgers: Sequence[Ledger],
     across: AcrossRegions,
-    share: Fraction,
+    share: Share,
     now_ns: int,
     cost: int,
     rule: str,
@@ -755,11 +759,16 @@ def decision_of(
     outcomes = []
     cost = max(cost - granted, 0)
     # Own units of an eventual limit are accepted soon, and then drain at the whole rate.
-    drains = share if across == "exact" else WHOLE
+    drains: Share = share if across == "exact" else 1
     for ledger in ledgers:
-        room = room_of(ledger, across, share, now_ns, cost)
-        found = outcome(ledger, now_ns, drains, cost, room, charged=charged)
-        allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = found
+        known, own = ledger.levels(now_ns, share)
+        room = room_of(ledger.limit, across, share, known, own, cost)
+        if drains is not share:
+            known, own = ledger.levels(now_ns, drains)
+        now_load = drains.numerator * known + drains.denominator * own
+        allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = outcome(
+            ledger, now_ns, drains, now_load, cost, room, charged=charged
+        )
         if across == "eventual" and retry_ns == 1:
             retry_ns = _ROUND_NS
         retry_ns, reset_ns = retry_ns // -step_ns * -step_ns, reset_ns // -step_ns * -step_ns
@@ -767,12 +776,13 @@ def decision_of(
     return combine(limits, outcomes, rule, now_ns, [granted] * len(limits) if granted else ())
 
 
-def require_room(limits: Sequence[Limit], share: Fraction, cost: int) -> None:
+def require_room(limits: Sequence[Limit], share: Share, cost: int) -> None:
     """Raise CapacityError for a cost that never fits this region's share of an exact limit."""
+    parts, whole = share.numerator, share.denominator
     for limit in limits:
-        if cost * share.denominator > share.numerator * limit.capacity:
-            whole = share == 1
-            raise CapacityError(cost, limit, None if whole else int(limit.capacity * share))
+        if cost * whole > parts * limit.capacity:
+            fits = None if parts == whole else limit.capacity * parts // whole
+            raise CapacityError(cost, limit, fits)
 
 
 def micros_left(limit: Limit, micros: int, now_ns: int, charged_ns: int) -> int:

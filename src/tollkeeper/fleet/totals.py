@@ -373,6 +373,7 @@ class Totals:
                 ledger,
                 now_ns,
                 share,
+                load(ledger, now_ns, share),
                 check.units,
                 exact_room(ledger, now_ns, share),
                 charged=charged,

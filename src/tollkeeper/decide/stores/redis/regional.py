@@ -18,16 +18,18 @@ No denial is cached: an accepted total may give room at any moment.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.core.errors import ConfigError, StoreError, StoreUnavailable, show
 from tollkeeper.core.model import (
+    BUCKETS,
     MICROS_PER_UNIT,
     UNITS_MAX,
     AlgorithmName,
@@ -37,12 +39,11 @@ from tollkeeper.core.model import (
 )
 from tollkeeper.core.steps import Steps, run, run_async
 from tollkeeper.decide.busiest import Busiest
-from tollkeeper.decide.ledgers import Ledger, ledger_of
+from tollkeeper.decide.ledgers import BucketLedger, Ledger, LogLedger, WindowLedger
 from tollkeeper.decide.regional import (
     GROUPS,
     LAYOUT,
     NO_SHARE,
-    WHOLE,
     Accepted,
     AcrossRegions,
     GlobalGate,
@@ -104,6 +105,8 @@ _KINDS: Final[dict[AlgorithmName, int]] = {
 _ALGORITHMS: Final = {kind: name for name, kind in _KINDS.items()}
 _MODES: Final[tuple[AcrossRegions, ...]] = ("exact", "eventual")
 _GATE_MODE, _GATE_FIRST, _GATE_STEP = 1, 3, 6
+# The payloads of a check are prepared for costs below this.
+_PREPARED_COSTS: Final = 16
 
 
 # ── Limits, states and replies ─────────────────────────────────────────────────────────────────
@@ -150,25 +153,44 @@ def _seconds(us: int) -> float:
     return us // 1_000_000 if us % 1_000_000 == 0 else us / 1_000_000
 
 
-_fraction = lru_cache(maxsize=1_024)(Fraction)
+class _Share(NamedTuple):
+    """The share in a reply, in lowest terms or not."""
+
+    numerator: int
+    denominator: int
 
 
-def _ledgers_of(limits: Sequence[Limit], numbers: Sequence[Sequence[int]]) -> list[Ledger]:
-    """Return the ledgers in a reply, whose times are microseconds."""
-    ledgers = []
-    for limit, found in zip(limits, numbers, strict=True):
-        ledger, values = ledger_of(limit), list(found)
-        if limit.algorithm == "sliding_window_log":
-            values[::3] = [each * NS_PER_US for each in values[::3]]
-        elif limit.algorithm in {"token_bucket", "leaky_bucket"}:
-            values[0] *= NS_PER_US
-        ledger.numbers = values
-        ledgers.append(ledger)
-    return ledgers
+_share_of = lru_cache(maxsize=1_024)(_Share)
+
+
+def _ledger_of(limit: Limit, numbers: Sequence[int]) -> Ledger:
+    """Return the ledger in a reply, whose times are microseconds."""
+    if limit.algorithm in BUCKETS:
+        last_us, known, own = numbers
+        return BucketLedger(limit, last_us * NS_PER_US, known, own)
+    if limit.algorithm == "sliding_window_log":
+        leaves_ns = [each * NS_PER_US for each in numbers[::3]]
+        return LogLedger(limit, list(zip(leaves_ns, numbers[1::3], numbers[2::3], strict=True)))
+    number, known, own, known_before, own_before = numbers
+    return WindowLedger(limit, number, (known, own, known_before, own_before))
 
 
 def _invalid(reply: object) -> StoreUnavailable:
     return StoreUnavailable(f"the server's reply is not one of the script: {show(reply)}")
+
+
+def _check_head(due: bytes, shares: bytes) -> bytes:
+    """Return the beginning of the payload of a check.
+
+    EVALSHA <sha> 3 <due> <shares> <state> <time> <gate> <cost>, up to the length of <state>.
+    """
+    return b"*9\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n3\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$" % (
+        REGIONAL_CHECK.sha,
+        len(due),
+        due,
+        len(shares),
+        shares,
+    )
 
 
 class _Keys:
@@ -179,8 +201,12 @@ class _Keys:
     def __init__(self, config: RedisConfig) -> None:
         prefix = config.prefix.encode()
         heads = [b"%b:{%%r%d}:" % (prefix, group) for group in range(GROUPS)]
-        # Of each group: the subjects that are due, the shares, and the beginning of the states.
-        self.groups = [(head + b"due", head + b"shares", head) for head in heads]
+        # Of each group: the subjects that are due, the shares, the beginning of the states, and the
+        # beginning of the payload of a check.
+        self.groups = [
+            (head + b"due", head + b"shares", head, _check_head(head + b"due", head + b"shares"))
+            for head in heads
+        ]
         self.leader = b"%b:{%%r}:leader" % prefix
         self.notes = b"%b:{%%r}:notes" % prefix
 
@@ -192,7 +218,7 @@ class _Keys:
         *arguments: bytes | int,
     ) -> ScriptCall:
         """Return a call on the states of some subjects of a group."""
-        due, shares, head = self.groups[group]
+        due, shares, head, _ = self.groups[group]
         states = [head + member for member in members]
         return ScriptCall(script, due, arguments, (shares, *states))
 
@@ -218,10 +244,10 @@ class _GlobalRule:
         "_encoded",
         "_groups",
         "_hash",
-        "_head",
         "_number",
         "_rule",
         "_tail",
+        "_tails",
         "limits",
         "now",
     )
@@ -244,20 +270,24 @@ class _GlobalRule:
         self._number = number.encode() + b":"
         # The hash of SubjectKey.group, as far as the rule goes.
         self._hash = blake2b(SubjectKey(number, "").group_text.encode(), digest_size=2)
-        # EVALSHA <sha> 3 <due> <shares> <state> <time> <gate> <cost>: without keys and cost.
-        self._head = b"*9\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n3\r\n$" % REGIONAL_CHECK.sha
+        # The end of a check's payload: no time, the gate, and the cost.
         self._tail = b"\r\n$0\r\n\r\n$%d\r\n%b\r\n$" % (len(self._encoded), self._encoded)
+        self._tails = [self._tail_of(cost) for cost in range(_PREPARED_COSTS)]
 
-    def _keys_of(self, subject: str) -> tuple[bytes, bytes, bytes]:
+    def _tail_of(self, cost: int) -> bytes:
+        digits = b"%d" % cost
+        return b"%b%d\r\n%b\r\n" % (self._tail, len(digits), digits)
+
+    def keys_of(self, subject: str) -> tuple[bytes, bytes, bytes]:
         """Return the subjects that are due, the shares, and the state of the subject."""
         name, hashed = subject.encode(), self._hash.copy()
         hashed.update(name)
-        due, shares, head = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
+        due, shares, head, _ = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
         return due, shares, b"%b%b%b" % (head, self._number, name)
 
     def call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
         """Return a call on the state of a subject."""
-        due, shares, state = self._keys_of(subject)
+        due, shares, state = self.keys_of(subject)
         return ScriptCall(script, due, (self.now(), self._encoded, *arguments), (shares, state))
 
     def check_payload(self, subject: str, cost: int) -> tuple[bytes, bytes]:
@@ -265,21 +295,13 @@ class _GlobalRule:
         if self.now() != SERVER_TIME:
             call = self.call(REGIONAL_CHECK, subject, cost)
             return call.key, call.by_sha()
-        due, shares, state = self._keys_of(subject)
-        digits = b"%d" % cost
-        payload = b"%b%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b%b%d\r\n%b\r\n" % (
-            self._head,
-            len(due),
-            due,
-            len(shares),
-            shares,
-            len(state),
-            state,
-            self._tail,
-            len(digits),
-            digits,
-        )
-        return due, payload
+        # As `keys_of`, with the bytes of the group's own keys.
+        name, hashed = subject.encode(), self._hash.copy()
+        hashed.update(name)
+        due, _, head, start = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
+        state = b"%b%b%b" % (head, self._number, name)
+        tail = self._tails[cost] if cost < _PREPARED_COSTS else self._tail_of(cost)
+        return due, b"%b%d\r\n%b%b" % (start, len(state), state, tail)
 
     def peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
         """Decide a request, but charge nothing."""
@@ -289,10 +311,10 @@ class _GlobalRule:
 
     def decision(self, subject: str, reply: list[Any], cost: int, *, spend: bool) -> Decision:
         """Return the decision in the reply to a check. Raises CapacityError, StoreUnavailable."""
-        self.require_readable(subject, reply)
         try:
             decision = self._decision(reply, cost, spend=spend)
         except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+            self.require_readable(subject, reply)
             raise _invalid(reply) from error
         if decision.allowed is not (reply[0] >= 0):
             raise StoreUnavailable(
@@ -306,23 +328,30 @@ class _GlobalRule:
         if not reply:
             raise StoreUnavailable(NO_SHARE)
         if type(reply[0]) is bytes:
-            key = self._keys_of(subject)[2].decode("utf-8", "replace")
+            key = self.keys_of(subject)[2].decode("utf-8", "replace")
             raise StoreUnavailable(
                 f"the value of the key {show(key)} cannot be used: {reply[0].decode()}; if no "
                 f"other version of Tollkeeper uses this Redis, reset the subject"
             )
 
     def _decision(self, reply: list[Any], cost: int, *, spend: bool) -> Decision:
-        passed, granted = reply[0] >= 0, reply[3]
-        share = _fraction(reply[1], reply[2])
+        limits = self.limits
+        now_us, parts, whole, granted, *numbers = reply
+        passed = now_us >= 0
+        share = _share_of(parts, whole)
         if not passed:
-            require_room(self.limits, share if self._across == "exact" else WHOLE, cost - granted)
+            now_us = ~now_us
+            require_room(limits, share if self._across == "exact" else 1, cost - granted)
+        if len(limits) == 1:
+            ledgers = [_ledger_of(limits[0], numbers)]
+        else:
+            ledgers = [_ledger_of(*each) for each in zip(limits, numbers, strict=True)]
         return decision_of(
-            self.limits,
-            _ledgers_of(self.limits, [reply[4:]] if len(self.limits) == 1 else reply[4:]),
+            limits,
+            ledgers,
             self._across,
             share,
-            (reply[0] if passed else ~reply[0]) * NS_PER_US,
+            now_us * NS_PER_US,
             cost,
             self._rule,
             charged=spend and passed and cost > 0,
@@ -357,7 +386,7 @@ class _GlobalRule:
 class RedisGlobalGate(GlobalGate):
     """One global rule's limits, for threads."""
 
-    __slots__ = ("_busiest", "_driver", "_rule", "_sample", "limits")
+    __slots__ = ("_busiest", "_driver", "_rule", "_sample", "_servers", "limits")
 
     def __init__(
         self,
@@ -369,6 +398,7 @@ class RedisGlobalGate(GlobalGate):
         self.limits = rule.limits
         self._rule = rule
         self._driver = driver
+        self._servers = driver.servers
         self._busiest = busiest
         self._sample = sample
 
@@ -380,13 +410,16 @@ class RedisGlobalGate(GlobalGate):
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
-        due_ns = self._driver.due_ns()
+        if self._servers.breakers.any_open:
+            self._servers.require_closed(self._rule.keys_of(subject)[0])
+        sent_ns = time.monotonic_ns()
         try:
             reply = self._driver.send(*self._rule.check_payload(subject, cost))
         except NotSent as error:
             reply = error
         if type(reply) is not list:
             call = self._rule.call(REGIONAL_CHECK, subject, cost)
+            due_ns = sent_ns + self._servers.config.deadline_ns
             reply = self._driver.settle(call, due_ns, reply)
         return self._rule.decision(subject, reply, cost, spend=True)
 
@@ -435,13 +468,17 @@ class AsyncRedisGlobalGate(GlobalGate):
         driver = self._driver
         if driver is None or driver.loop is not asyncio.get_running_loop():
             driver = self._driver = self._driver_of_loop()
-        due_ns = driver.due_ns()
+        servers = driver.servers
+        if servers.breakers.any_open:
+            servers.require_closed(self._rule.keys_of(subject)[0])
+        sent_ns = time.monotonic_ns()
         try:
             reply = await driver.send(*self._rule.check_payload(subject, cost))
         except NotSent as error:
             reply = error
         if type(reply) is not list:
             call = self._rule.call(REGIONAL_CHECK, subject, cost)
+            due_ns = sent_ns + servers.config.deadline_ns
             reply = await driver.settle(call, due_ns, reply)
         return self._rule.decision(subject, reply, cost, spend=True)
 
@@ -676,8 +713,8 @@ class RedisRegional:
         """Return one group of keys for each server. Raises NotSent while they are unknown."""
         servers = self._driver_of_loop().servers
         return {
-            servers.address_of(servers.slot(shares)): group
-            for group, (shares, _, _) in enumerate(self._keys.groups)
+            servers.address_of(servers.slot(due)): group
+            for group, (due, *_) in enumerate(self._keys.groups)
         }
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
