@@ -39,6 +39,9 @@ settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examp
 # `pytest --hypothesis-profile=thorough` takes an hour.
 settings.register_profile("thorough", settings.get_profile("tollkeeper"), max_examples=2_000)
 
+# The modules and the tests live until the end: nothing is garbage before the first test runs.
+gc.disable()
+
 # On a busy machine, an answer may take longer than the five seconds that a command waits for it.
 os.environ["TOLLKEEPER_TIMEOUT"] = "60"
 
@@ -101,8 +104,8 @@ def pytest_collection_finish() -> None:
 
     A collection that scanned them all, and so often, would take a tenth of the processor time.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 20, 20)
 
 
