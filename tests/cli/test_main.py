@@ -35,6 +35,18 @@ def test_version() -> None:
     assert (result.output, result.exit_code) == (f"tollkeeper {__version__}\n", 0)
 
 
+@pytest.mark.parametrize(("argument", "imported"), [("serve", {"serve"}), ("servo", set())])
+def test_a_command_is_imported_when_it_runs(argument: str, imported: set[str]) -> None:
+    """The others cost a start of the service nothing."""
+    show = "atexit.register(lambda: print(*(each for each in sys.modules if '.cli.' in each)))"
+    command = f"sys.argv[1:] = [{argument!r}, '--help']; tollkeeper.__main__.main()"
+    result = run_process("-c", f"import atexit, sys, tollkeeper.__main__; {show}; {command}")
+    modules = {
+        each.removeprefix("tollkeeper.cli.") for each in result.stdout.split("\n")[-2].split()
+    }
+    assert modules == {"main", "common"} | imported
+
+
 def test_help_is_complete() -> None:
     """It has every option, the exit codes, and an example."""
     assert "doctor" in run("--help").output
