@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -414,3 +416,51 @@ async def test_the_real_service_with_four_workers() -> None:
         assert (statuses.count(200), statuses.count(429)) == (40, 40)
     finally:
         await asyncio.to_thread(service.stop)
+
+
+async def test_a_killed_worker_loses_no_request() -> None:
+    """Envoy repeats the calls in flight to another worker; no client gets an error."""
+    rules = {"version": 1, "rules": [{"id": "api", "by": ["ip"], "limits": ["1000000/hour"]}]}
+    service = ServiceProcess(rules, workers=2, grpc=True)
+    try:
+        await asyncio.to_thread(service.start)
+        port = int(service.grpc.rpartition(":")[2])
+
+        def strict(config: Config) -> None:
+            without_health_checks(config)
+            filter_of(config)["failure_mode_deny"] = True
+
+        async with edge(port, strict) as there:
+            first, second = service.worker_pids()
+            statuses = await load_until_killed(there, first, service)
+            # Envoy had a connection to one of the two workers. Now it has one to the other.
+            statuses += await load_until_killed(there, second, service)
+            assert set(statuses) == {200}
+            assert there.application.served == len(statuses)
+    finally:
+        await asyncio.to_thread(service.stop)
+
+
+async def load_until_killed(there: Edge, worker: int, service: ServiceProcess) -> list[int]:
+    """Send requests without a pause, kill a worker in the middle; return all statuses."""
+    statuses: list[int] = []
+    ended = asyncio.Event()
+
+    async def client() -> None:
+        while not ended.is_set():
+            statuses.append((await there.get()).status_code)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
+        for _ in range(16):
+            clients.create_task(client())
+        while len(statuses) < 50:  # noqa: ASYNC110 - the clients set no event
+            await asyncio.sleep(0.005)
+        os.kill(worker, signal.SIGKILL)
+        before = len(statuses)
+        while len(statuses) < before + 200:  # noqa: ASYNC110 - same
+            await asyncio.sleep(0.005)
+        # Until another worker has taken its place.
+        while worker in service.worker_pids() or not service.is_listening():  # noqa: ASYNC110 - same
+            await asyncio.sleep(0.05)
+        ended.set()
+    return statuses
