@@ -19,6 +19,7 @@ from tests.redis_servers.server import ServerFailed
 from tests.redis_servers.waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples/envoy.yaml"
+QUOTAS_EXAMPLE = EXAMPLE.with_name("envoy-quotas.yaml")
 READY_SECONDS_MAX = 30.0
 
 Config = dict[str, Any]
@@ -36,9 +37,9 @@ def envoy_path() -> Path:
     return path
 
 
-def example(application_port: int, tollkeeper_port: int) -> Config:
+def example(application_port: int, tollkeeper_port: int, path: Path = EXAMPLE) -> Config:
     """Return the example's configuration with these ports and a free port for the listener."""
-    config: Config = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    config: Config = yaml.safe_load(path.read_text(encoding="utf-8"))
     static = config["static_resources"]
     _address(static["listeners"][0])["port_value"] = 0
     ports = {"application": application_port, "tollkeeper": tollkeeper_port}
@@ -54,7 +55,8 @@ def _address(place: Config) -> Config:
     return found
 
 
-def _connection_manager(config: Config) -> Config:
+def connection_manager_of(config: Config) -> Config:
+    """Return the settings of the HTTP connection manager, for the caller to change."""
     listener = config["static_resources"]["listeners"][0]
     found: Config = listener["filter_chains"][0]["filters"][0]["typed_config"]
     return found
@@ -62,13 +64,26 @@ def _connection_manager(config: Config) -> Config:
 
 def filter_of(config: Config) -> Config:
     """Return the settings of the rate limit filter, for the caller to change."""
-    found: Config = _connection_manager(config)["http_filters"][0]["typed_config"]
+    found: Config = connection_manager_of(config)["http_filters"][0]["typed_config"]
     return found
+
+
+def quota_bucket_of(config: Config) -> Config:
+    """Return the settings of the buckets of the example with quotas, for the caller to change."""
+    matchers = filter_of(config)["bucket_matchers"]["matcher_list"]["matchers"]
+    found: Config = matchers[0]["on_match"]["action"]["typed_config"]
+    return found
+
+
+def answer_directly(config: Config) -> None:
+    """Let Envoy answer 200 itself, without an application."""
+    host = connection_manager_of(config)["route_config"]["virtual_hosts"][0]
+    host["routes"] = [{"match": {"prefix": "/"}, "direct_response": {"status": 200}}]
 
 
 def rate_limits_of(config: Config) -> list[Config]:
     """Return the descriptors of the last route, for the caller to change."""
-    host = _connection_manager(config)["route_config"]["virtual_hosts"][0]
+    host = connection_manager_of(config)["route_config"]["virtual_hosts"][0]
     found: list[Config] = host["routes"][-1]["route"]["rate_limits"]
     return found
 

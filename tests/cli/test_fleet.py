@@ -98,3 +98,22 @@ def test_an_answer_of_another_program() -> None:
     with stub_service(200, {"items": []}) as service:
         found = run("fleet", url=service.url)
     assert found.exit_code == 2
+
+
+def test_envoys_and_their_quotas() -> None:
+    """A row for each bucket; an Envoy without any has one row; equal names are reported."""
+    part = {"bucket": "tenant=acme", "rule": "tenants", "quota": "rate",
+"has": "50/s of 100/s", "demand": 1_200.4}  # fmt: skip
+    blanket = {"bucket": "tenant=x", "rule": "", "quota": "allow_all", "has": "unlimited",
+               "demand": None}  # fmt: skip
+    envoy = {"envoy": "edge", "node": "eu-1", "reported_seconds": 2.5, "duplicate": True}
+    envoys = [{**envoy, "parts": [part, blanket]}, {**envoy, "parts": []}]
+    with stub_service(200, {**FLEET, "envoys": envoys}) as service:
+        found = run("fleet", url=service.url)
+    assert found.output.endswith(
+        "ENVOY  NODE  REPORT     DEMAND   BUCKET       RULE     QUOTA      HAS\n"
+        "edge   eu-1  2.5 s ago  1,200/s  tenant=acme  tenants  rate       50/s of 100/s\n"
+        "edge   eu-1  2.5 s ago  -        tenant=x     -        allow_all  unlimited\n"
+        "edge   eu-1  2.5 s ago  -        -            -        -          -\n"
+        "two Envoys have the same name; give each its own x-envoy-node\n"
+    )

@@ -19,6 +19,9 @@ from tollkeeper.cli.service_client import ServiceClient, json_objects, service_c
 _PATH: Final = "/v1/admin/fleet"
 _NODES: Final = ("NODE", "STATE", "VERSION", "RULES", "REGION", "LEASED", "PENDING", "LAG", "")
 _RULES: Final = ("RULE", "CONSISTENCY", "ALLOWED", "DENIED", "ASKED", "HIT RATE")
+_ENVOYS: Final = ("ENVOY", "NODE", "REPORT", "DEMAND", "BUCKET", "RULE", "QUOTA", "HAS")
+# Of one Envoy; the busiest come first.
+_PARTS_MAX: Final = 20
 
 
 @with_options(service=service_client)
@@ -52,6 +55,34 @@ def fleet(service: ServiceClient, as_json: JsonOption = False) -> None:
     if rules:
         print_table(_RULES, [_rule_row(each) for each in rules])
     print_text(_counts_text(found))
+    envoys = json_objects(found.get("envoys"))
+    if envoys:
+        print_table(_ENVOYS, [row for each in envoys for row in _envoy_rows(each)])
+    if any(each.get("duplicate") for each in envoys):
+        print_text("two Envoys have the same name; give each its own x-envoy-node")
+
+
+def _envoy_rows(envoy: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each bucket; an Envoy without buckets has one row."""
+    reported_s = envoy.get("reported_seconds") or 0.0
+    head = (
+        str(envoy.get("envoy") or "-"),
+        str(envoy.get("node")),
+        f"{seconds_text(reported_s)} ago",
+    )
+    parts = json_objects(envoy.get("parts"))[:_PARTS_MAX]
+    return [(*head, *_part_row(part)) for part in parts] or [(*head, "-", "-", "-", "-", "-")]
+
+
+def _part_row(part: Mapping[str, Any]) -> tuple[str, ...]:
+    demand = part.get("demand")
+    return (
+        "-" if demand is None else f"{demand:,.0f}/s",
+        str(part.get("bucket")),
+        str(part.get("rule") or "-"),
+        str(part.get("quota")),
+        str(part.get("has") or "-"),
+    )
 
 
 def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:

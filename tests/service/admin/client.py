@@ -22,6 +22,7 @@ from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
 from tollkeeper.service.admin.control import control_plane
+from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Role, Tokens, create_token
 from tollkeeper.testing import ManualClock
@@ -53,12 +54,14 @@ class FakeContext:
     recorder: Any = None
     control: Any = None
     loads: SharedLoads = field(init=False)
+    envoys: EnvoyDirectory = field(init=False)
     identity: Identity = field(default_factory=lambda: Identity({}))
     totals: Callable[[], MetricsSnapshot] = field(init=False)
 
     def __post_init__(self) -> None:
         self.totals = LimiterMetrics(self.limiter).snapshot
         self.loads = SharedLoads(self.limiter, None)
+        self.envoys = EnvoyDirectory(self.limiter)
 
 
 @dataclass

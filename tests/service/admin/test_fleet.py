@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tests.service.admin.client import RULES, Admin, admin, admin_of, template
 from tests.stub_fleet import store_with_fleet
 from tollkeeper.core.version import __version__
 from tollkeeper.rules.document.reading import read
+from tollkeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -72,6 +74,7 @@ async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
         "charged_units": 9,
         "reports_failed": 1,
         "divergence_units": 2,
+        "envoys": [],
     }
 
 
@@ -82,3 +85,39 @@ async def test_the_fleet_needs_a_token_that_may_read(admin: Admin) -> None:
         await admin.call("GET", "/fleet", status, headers=headers)
     await admin.rejected("GET", "/fleet", 401, headers={"Authorization": ""})
     await admin.rejected("GET", "/fleet?all=1", 400)
+
+
+async def test_the_envoys_of_all_workers(admin: Admin) -> None:
+    """Each with what it has; two streams of one name are marked."""
+    part = EnvoyPart("tenant=acme", "tenants", "rate", "50/s of 100/s, burst 50", 80.5)
+    now_s = time.time()
+    streams = [
+        EnvoyStatus(name, stream, "node-1", 7, "shop", now_s - 60, now_s - 3, 1, [part])
+        for name, stream in (("edge", "1"), ("edge", "2"), ("other", "3"), ("", "4"), ("", "5"))
+    ]
+    admin.context.envoys.own = lambda: streams
+    found = (await admin.call("GET", "/envoys")).json()["envoys"]
+    assert [(each["envoy"], each["duplicate"]) for each in found] == [
+        *(("", False), ("", False), ("edge", True), ("edge", True), ("other", False))
+    ]
+    other = found[-1]
+    assert 60 <= other.pop("connected_seconds") < 90
+    assert 3 <= other.pop("reported_seconds") < 33
+    assert other == {
+        "envoy": "other",
+        "node": "node-1",
+        "worker": 7,
+        "domain": "shop",
+        "duplicate": False,
+        "buckets": 1,
+        "parts": [
+            {
+                "bucket": "tenant=acme",
+                "rule": "tenants",
+                "quota": "rate",
+                "has": "50/s of 100/s, burst 50",
+                "demand": 80.5,
+            }
+        ],
+    }
+    assert len((await admin.call("GET", "/fleet")).json()["envoys"]) == 5

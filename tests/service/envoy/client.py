@@ -17,6 +17,7 @@ from tollkeeper.service.envoy.server import METHOD, EnvoyServer, start
 from tollkeeper.service.grpc.calls import Bounds, TlsFiles
 from tollkeeper.service.grpc.server import Implementation
 from tollkeeper.service.http.context import WorkerSettings
+from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.web.answers import Style
 
@@ -35,6 +36,10 @@ class FakeContext:
     counters: Counters = field(default_factory=Counters)
     recorder: Any = None
     node_id: str = "test-1"
+    envoys: EnvoyDirectory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.envoys = EnvoyDirectory(self.limiter)
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Serving:
 
     limiter: AsyncLimiter
     handle: EnvoyServer
+    context: FakeContext
 
     @property
     def target(self) -> str:
@@ -59,14 +65,15 @@ async def serving(
     on_failure: FailurePolicy = "open",
     bounds: Bounds | None = None,
     on: Implementation | None = None,
+    address: str = ADDRESS,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """Run a server with these rules; `options` are the limiter's."""
     async with AsyncLimiter.from_rules(rules, on_failure=on_failure, **options) as limiter:
         context = FakeContext(limiter, tokens)
-        handle = await start(context, ADDRESS, tls, on_failure=on_failure, bounds=bounds, on=on)
+        handle = await start(context, address, tls, on_failure=on_failure, bounds=bounds, on=on)
         try:
-            yield Serving(limiter, handle)
+            yield Serving(limiter, handle, context)
         finally:
             await handle.stop(0)
 

@@ -6,6 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from tollkeeper.core.clock import ManualClock
+from tollkeeper.core.errors import StoreUnavailable
+from tollkeeper.decide.stores.memory import PythonMemoryStore
+from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.rules.document.reading import read
 from tollkeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
@@ -23,6 +28,9 @@ class FakeCall:
         self._metadata = {name.replace("_", "-"): value for name, value in metadata.items()}
         self._received: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._sent: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reads = asyncio.Event()
+        """Unset, the client does not read."""
+        self.reads.set()
 
     def metadata(self, name: str) -> str | None:
         return self._metadata.get(name)
@@ -34,6 +42,7 @@ class FakeCall:
         return await self._received.get()
 
     async def send(self, message: bytes) -> None:
+        await self.reads.wait()
         self._sent.put_nowait(message)
 
     def put(self, body: bytes | None) -> None:
@@ -91,3 +100,45 @@ def _text(action: Any) -> str:
     assert tokens.fill_interval.seconds > 0
     assert not tokens.fill_interval.nanos
     return f"{tokens.max_tokens}, {tokens.tokens_per_fill.value}/{tokens.fill_interval.seconds}s"
+
+
+class FakeCells:
+    """Cells in memory, by a test's clock. `fails` makes every call fail."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.values: dict[str, bytes] = {}
+        self.fails = False
+
+    async def read(self, name: str) -> tuple[bytes | None, int]:
+        if self.fails:
+            raise StoreUnavailable("down")
+        return self.values.get(name), self._clock.now_ns()
+
+    async def write(self, name: str, expected: bytes | None, value: bytes, lasts_ns: int) -> bool:
+        assert lasts_ns > 0
+        if self.fails:
+            raise StoreUnavailable("down")
+        if self.values.get(name) != expected:
+            return False
+        self.values[name] = value
+        return True
+
+
+class FakeLimiter:
+    """As much of a limiter with rules as quotas need. Its gates count nothing."""
+
+    def __init__(self, rules: str, clock: ManualClock) -> None:
+        self._memory = PythonMemoryStore(clock)
+        self._clock = clock
+        self.cells: FakeCells | None = FakeCells(clock)
+        self.store = self
+        self.use(rules)
+
+    def use(self, rules: str) -> None:
+        """Put other rules in force."""
+        self.compiled_rules = CompiledRules(
+            read(rules),
+            lambda limits, rule, *_: self._memory.gate(limits, rule),
+            self._clock.now_ns,
+        )

@@ -13,7 +13,7 @@ from tollkeeper.decide.stores.memory import PythonMemoryStore
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.envoy import buckets
-from tollkeeper.service.envoy.buckets import Assigned, Blanket, Demand, target_of
+from tollkeeper.service.envoy.buckets import Assigned, Blanket, Demand, resolve
 from tollkeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 
 RULES = """
@@ -68,7 +68,7 @@ def test_what_a_bucket_gets(
 ) -> None:
     """Parts of the limits, or a blanket answer with its reason and its rule."""
     plan = compiled.plan(Request(tenant=tenant, attributes=attributes), 1)
-    found = target_of(plan, "open")
+    found = resolve(plan, "open")
     if isinstance(found, Assigned):
         assert (found.quota, [check.rule.id for check in found.checks]) == expected
     else:
@@ -83,7 +83,7 @@ def test_the_failure_policy_answers_for_rules_that_cannot_be_assigned(
 ) -> None:
     """A rule without its own has the limiter's."""
     request = Request(tenant="acme", attributes={"kind": "rate", "second": "rate"})
-    found = target_of(compiled.plan(request, 1), policy)  # type: ignore[arg-type]  # of the table
+    found = resolve(compiled.plan(request, 1), policy)  # type: ignore[arg-type]  # of the table
     assert isinstance(found, Blanket)
     assert found.allow is allow
 
@@ -108,11 +108,14 @@ def test_every_action_names_the_bucket_as_envoy_sent_it(bucket: dict[str, str]) 
     """Times are whole seconds and the refill is always set; `actions_of` asserts both."""
     encoded = BucketId(bucket=bucket).SerializeToString()
     response = RateLimitQuotaResponse()
-    buckets.add_blanket(response, encoded, allow=True)
-    buckets.add_tokens(response, encoded, 100, 50, 2)
-    buckets.add_tokens(response, encoded, 100, 50, 3, afresh=True)
-    buckets.add_grant(response, encoded, 7, afresh=True)
-    buckets.add_grant(response, encoded, 7, afresh=False)
+    for strategies in (
+        buckets.blanket(allow=True),
+        buckets.token_bucket(100, 50, 2),
+        buckets.token_bucket(100, 50, 3, afresh=True),
+        buckets.finite(7, afresh=True),
+        buckets.finite(7, afresh=False),
+    ):
+        buckets.add_assignment(response, encoded, strategies)
     buckets.add_abandon(response, encoded)
     sent = RateLimitQuotaResponse.FromString(response.SerializeToString())
     never = f"1/{buckets.NEVER_S}s"

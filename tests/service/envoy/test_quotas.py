@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.service.envoy.streams import FakeCall
+from tests.service.envoy.streams import FakeCall, FakeCells, FakeLimiter
 from tollkeeper import AsyncLimiter
 from tollkeeper.core.clock import ManualClock
 from tollkeeper.metrics.counters import Counters
-from tollkeeper.service.envoy import quotas
+from tollkeeper.service.envoy import quotas, shares
 from tollkeeper.service.envoy.quotas import QuotaService
 from tollkeeper.service.grpc.calls import CallError, Status
 from tollkeeper.service.http.tokens import Tokens, create_token
@@ -34,8 +34,8 @@ PLAIN = {"name": "plain"}
 class StreamTest:
     """A service and the streams that are open on it."""
 
-    def __init__(self, limiter: AsyncLimiter, **options: Any) -> None:
-        self.clock = ManualClock()
+    def __init__(self, limiter: Any, clock: ManualClock, **options: Any) -> None:
+        self.clock = clock
         self.counters = Counters()
         self.service = QuotaService(limiter, clock=self.clock, counters=self.counters, **options)
         self.ended: list[asyncio.Task[None]] = []
@@ -56,13 +56,57 @@ class StreamTest:
 @asynccontextmanager
 async def streams(rules: Any = RULES, **options: Any) -> AsyncIterator[StreamTest]:
     """Yield a service with these rules; close its streams at the end."""
-    async with AsyncLimiter.from_rules(rules) as limiter:
-        test = StreamTest(limiter, **options)
+    async with (
+        AsyncLimiter.from_rules(rules) as limiter,
+        running(StreamTest(limiter, ManualClock(), **options)) as test,
+    ):
         yield test
-        test.service.stop()
-        await asyncio.wait_for(asyncio.gather(*test.ended), 10)
-        assert not test.service.streams
-        assert (test.counters.quota_streams, test.counters.quota_buckets) == (0, 0)
+
+
+@asynccontextmanager
+async def running(test: StreamTest) -> AsyncIterator[StreamTest]:
+    """Yield it; close its streams at the end."""
+    yield test
+    test.service.stop()
+    await asyncio.wait_for(asyncio.gather(*test.ended), 10)
+    await test.service.ended()
+    assert not test.service.streams
+    assert not test.service._sharing
+    assert (test.counters.quota_streams, test.counters.quota_buckets) == (0, 0)
+
+
+class RateTest(StreamTest):
+    """A service whose rules are assigned as rates, with a store that a test can break."""
+
+    def __init__(self, limits: str = "100/s", on_failure: str = "open") -> None:
+        clock = ManualClock(1_000)
+        self.limiter = FakeLimiter(rate_rules(limits), clock)
+        super().__init__(self.limiter, clock, on_failure=on_failure)
+
+    @property
+    def cells(self) -> FakeCells:
+        """The cells of the store."""
+        assert self.limiter.cells is not None
+        return self.limiter.cells
+
+    def table(self) -> shares.Table:
+        """Return the only table in the store."""
+        (value,) = self.cells.values.values()
+        return shares.decode(value)
+
+
+def rate_rules(limits: str) -> str:
+    """Return a rule for all tenants."""
+    return (
+        f"{{version: 1, rules: [{{id: tenants, match: {{tenant: '*'}}, by: tenant, "
+        f"limits: {limits}, consistency: leased, envoy_quota: rate}}]}}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let streams serve waiting buckets every few milliseconds."""
+    monkeypatch.setattr(quotas, "TICK_S", 0.005)
 
 
 async def test_every_report_renews_the_blanket_answers_of_its_buckets() -> None:
@@ -225,3 +269,166 @@ async def test_a_worker_has_a_bound_of_streams(monkeypatch: pytest.MonkeyPatch) 
         second = test.open()
         second.report((ACME, 1, 0))
         await second.answer()
+
+
+# ── Shares of a rate ───────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_bucket_gets_a_share_which_each_report_renews() -> None:
+    """It starts full after DENY_ALL; a renewal keeps its tokens."""
+    async with running(RateTest()) as test:
+        envoy = test.open(x_envoy_node="a")
+        envoy.report((ACME, 1, 0))
+        assert await envoy.answer() == [(ACME, "deny all"), (ACME, "100, 100/1s")]
+        test.clock.advance(5)
+        envoy.report((ACME, 80, 0))
+        assert await envoy.answer() == [(ACME, "100, 100/1s")]
+        assert test.counters.quota_assignments == {"rate": 1, "renewal": 1}
+        (shown,) = test.service.statuses("node-1", 7)
+        (part,) = shown.parts
+        assert (shown.envoy, shown.node, shown.worker, shown.buckets) == ("a", "node-1", 7, 1)
+        assert (part.bucket, part.rule, part.quota) == ("tenant=acme", "tenants", "rate")
+        assert (part.has, part.demand) == ("100/s of 100/s, burst 100", 16.2)
+
+
+async def test_a_second_envoy_gets_its_share_when_the_first_has_reported() -> None:
+    """The first is lowered between reports, and what it gives back waits for its next report."""
+    async with running(RateTest()) as test:
+        first, second = test.open(x_envoy_node="a"), test.open(x_envoy_node="b")
+        first.report((ACME, 1, 0))
+        await first.answer()
+        second.report((ACME, 0, 1))
+        assert await second.answer() == [(ACME, "deny all")]
+        assert (await first.answer())[0][1].startswith("50, 50/")
+        assert len(test.table().entries) == 2
+        test.clock.advance(5)
+        first.report((ACME, 250, 0))
+        await first.answer()
+        # Its bucket is paid from the rate that is free now.
+        test.clock.advance(1)
+        # Between its reports, because it waits.
+        (refused, (bucket, text)) = await second.answer()
+        assert (refused, bucket) == ((ACME, "deny all"), ACME)
+        assert int(text.partition(",")[0]) > 0
+        reserved = test.table().reserved
+        assert (reserved.rate, reserved.burst) <= (100, 100)
+
+
+async def test_a_stream_that_ends_leaves_its_share_reserved() -> None:
+    """Its Envoy decides by it until it expires."""
+    async with running(RateTest()) as test:
+        envoy = test.open(x_envoy_node="a")
+        envoy.report((ACME, 1, 0))
+        await envoy.answer()
+        envoy.put(None)
+        await asyncio.wait_for(test.ended.pop(), 10)
+        await test.service.ended()
+        (entry,) = test.table().entries
+        assert entry.is_lost
+        assert entry.reserved.rate == 100
+
+
+async def test_the_failure_policy_answers_a_new_bucket_while_the_store_is_down() -> None:
+    """When the store is back, the bucket gets a share at its next report."""
+    for policy, answer in (("open", "allow all"), ("closed", "deny all")):
+        async with running(RateTest(on_failure=policy)) as test:
+            test.cells.fails = True
+            envoy = test.open()
+            envoy.report((ACME, 1, 0))
+            assert await envoy.answer() == [(ACME, answer)]
+            assert test.counters.quota_blankets == {"store": 1}
+            (part,) = test.service.statuses("n", 1)[0].parts
+            assert (part.rule, part.has) == ("tenants", "store")
+            test.cells.fails = False
+            envoy.report((ACME, 1, 0))
+            assert await envoy.answer() == [(ACME, "deny all"), (ACME, "100, 100/1s")]
+
+
+async def test_an_assignment_outlives_a_short_outage_of_the_store() -> None:
+    """The call is repeated between reports; shortly before the end the failure policy answers."""
+    async with running(RateTest()) as test:
+        envoy = test.open()
+        envoy.report((ACME, 1, 0))
+        await envoy.answer()
+        test.cells.fails = True
+        test.clock.advance(5)
+        envoy.report((ACME, 1, 0))
+        await asyncio.sleep(0.05)
+        assert not envoy.unread
+        test.clock.advance(2.9)
+        await asyncio.sleep(0.05)
+        assert not envoy.unread
+        test.clock.advance(0.2)
+        envoy.report((ACME, 1, 0))
+        assert await envoy.answer() == [(ACME, "allow all")]
+
+
+async def test_a_rule_has_a_bound_of_buckets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Above it, the failure policy answers, and a warning says what to do."""
+    monkeypatch.setattr(quotas, "BUCKETS_MAX", 2)
+    async with running(RateTest(on_failure="closed")) as test:
+        envoy = test.open()
+        ids = [{"tenant": f"t{at}"} for at in range(4)]
+        with caplog.at_level(logging.WARNING):
+            envoy.report(*((each, 1, 0) for each in ids))
+            answers = await envoy.answer()
+        assert [text for _, text in answers[-2:]] == ["deny all", "deny all"]
+        assert len(answers) == 6
+        assert test.counters.quota_blankets == {"too_many_buckets": 2}
+        (record,) = caplog.records
+        assert "no request passes in some buckets" in record.message
+        assert "the rule has too many buckets; count by a tenant, plan or" in record.message
+        # A bucket that is abandoned makes room.
+        for _ in range(quotas.IDLE_REPORTS):
+            envoy.report((ids[0], 0, 0), *((each, 1, 0) for each in ids[1:]))
+            answers = await envoy.answer()
+        assert await envoy.answer() == [(ids[0], "abandon")]
+        assert answers == [
+            *((ids[1], "100, 100/1s"), (ids[2], "deny all"), (ids[2], "100, 100/1s")),
+            (ids[3], "deny all"),
+        ]
+
+
+async def test_other_limits_take_effect_at_the_next_report() -> None:
+    """Also with another fill interval, which Envoy would ignore without DENY_ALL."""
+    async with running(RateTest()) as test:
+        envoy = test.open()
+        envoy.report((ACME, 1, 0))
+        await envoy.answer()
+        test.limiter.use(rate_rules("10/minute"))
+        test.clock.advance(13)  # the old share has expired
+        envoy.report((ACME, 1, 0))
+        assert await envoy.answer() == [(ACME, "deny all"), (ACME, "10, 10/60s")]
+        test.limiter.use("{version: 1}")
+        envoy.report((ACME, 1, 0))
+        assert await envoy.answer() == [(ACME, "allow all")]
+
+
+async def test_a_client_that_does_not_read_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message that arrives too late would outlive the reservation of its share."""
+    monkeypatch.setattr(quotas, "SEND_NS_MAX", 10_000_000)
+    async with running(RateTest()) as test:
+        envoy = test.open()
+        envoy.reads.clear()
+        envoy.report((ACME, 1, 0))
+        error = await test.error()
+        assert (error.status, error.message) == (
+            Status.UNAVAILABLE,
+            "the client does not read its messages",
+        )
+
+
+async def test_a_silent_stream_is_ended() -> None:
+    """An Envoy reports every 5 s, even without buckets."""
+    async with running(RateTest()) as test:
+        envoy = test.open()
+        envoy.report((ACME, 1, 0))
+        await envoy.answer()
+        test.clock.advance(31)
+        error = await test.error()
+        assert error.status is Status.DEADLINE_EXCEEDED
+        assert "there was no report for 30 s" in error.message

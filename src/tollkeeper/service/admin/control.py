@@ -41,6 +41,7 @@ from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
 from tollkeeper.rules.entries import Entry, EntryKind
+from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.web.identity import Identity
@@ -64,6 +65,7 @@ class AdminContext(Protocol):
     recorder: Recorder | None
     control: ControlPlane | None
     loads: SharedLoads
+    envoys: EnvoyDirectory
     identity: Identity
 
     @property

@@ -1,12 +1,15 @@
 """The fleet over HTTP: its nodes as this node knows them, and what this node answers itself.
 
-Without gossip the list has this node alone. The counts are of all workers of this node.
+Without gossip the list has this node alone. The counts are of all workers of this node. The Envoys
+are those of all nodes.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -51,6 +54,46 @@ class FleetRuleOut(ApiOutput):
     hit_rate: float = Field(description="The share that the node answered.", ge=0, le=1)
 
 
+class EnvoyPartOut(ApiOutput):
+    """What one bucket of an Envoy has."""
+
+    bucket: str = Field(description="The id of the bucket.", examples=["tenant=acme"])
+    rule: str = Field(description="The rule that decides; empty if none applies.")
+    quota: Literal["rate", "grants", "allow_all", "deny_all"]
+    has: str = Field(
+        description="What it has; the reason of `allow_all` and `deny_all`.",
+        examples=["50/s of 100/s, burst 50"],
+    )
+    demand: float | None = Field(
+        description="Its requests per second by the last reports; null until measured."
+    )
+
+
+class EnvoyOut(ApiOutput):
+    """One Envoy that is connected for quotas."""
+
+    envoy: str = Field(
+        description="The name that it sends as `x-envoy-node`; empty without one.",
+        examples=["envoy-a"],
+    )
+    node: str = Field(description="The node that it is connected to.")
+    worker: int = Field(description="The process ID of the worker.")
+    domain: str
+    duplicate: bool = Field(
+        description="True if another stream has the same name; each counts as an Envoy."
+    )
+    connected_seconds: float
+    reported_seconds: float = Field(description="Seconds since its last report.")
+    buckets: int
+    parts: list[EnvoyPartOut] = Field(description="Its busiest buckets.")
+
+
+class EnvoysOut(ApiOutput):
+    """The Envoys of all nodes that share the store."""
+
+    envoys: list[EnvoyOut]
+
+
 class FleetOut(ApiOutput):
     """The nodes that this node knows, and its own counts."""
 
@@ -70,6 +113,7 @@ class FleetOut(ApiOutput):
     divergence_units: int = Field(
         description="Units by which this node and the authority differed, over all late charges."
     )
+    envoys: list[EnvoyOut] = Field(description="The Envoys of all nodes (experimental).")
 
 
 @router.get(
@@ -99,7 +143,48 @@ async def get_fleet(control: Control) -> FleetOut:
         charged_units=_count(counted, "fleet_charged_units"),
         reports_failed=_count(counted, "fleet_reports", "failed"),
         divergence_units=_count(counted, "fleet_divergence_units"),
+        envoys=await _envoys(context),
     )
+
+
+@router.get(
+    "/envoys",
+    operation_id="get_envoys",
+    summary="The Envoys with quotas (experimental)",
+    responses=error_responses(*READ),
+)
+async def get_envoys(control: Control) -> EnvoysOut:
+    """Return the Envoys that are connected for quotas to any node, and what each has."""
+    return EnvoysOut(envoys=await _envoys(control.context))
+
+
+async def _envoys(context: AdminContext) -> list[EnvoyOut]:
+    found = await context.envoys.everyone()
+    names = Counter(each.envoy for each in found if each.envoy)
+    now_s = time.time()
+    return [
+        EnvoyOut(
+            envoy=each.envoy,
+            node=each.node,
+            worker=each.worker,
+            domain=each.domain,
+            duplicate=names[each.envoy] > 1,
+            connected_seconds=round(max(now_s - each.since_s, 0), 1),
+            reported_seconds=round(max(now_s - each.reported_s, 0), 1),
+            buckets=each.buckets,
+            parts=[
+                EnvoyPartOut(
+                    bucket=part.bucket,
+                    rule=part.rule,
+                    quota=cast("Any", part.quota),
+                    has=part.has,
+                    demand=part.demand,
+                )
+                for part in each.parts
+            ],
+        )
+        for each in found
+    ]
 
 
 def _nodes(context: AdminContext, fleet: FleetMonitor | None) -> list[FleetNode]:

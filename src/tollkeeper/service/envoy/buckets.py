@@ -27,7 +27,12 @@ from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.rules.compiled import CheckPlan, RuleCheck
 from tollkeeper.rules.document.grammar import why_not_assigned
 from tollkeeper.rules.document.model import EnvoyQuota
-from tollkeeper.service.envoy.protocol.messages import RateLimitQuotaResponse, RateLimitStrategy
+from tollkeeper.service.envoy.protocol.messages import (
+    BucketId,
+    RateLimitQuotaResponse,
+    RateLimitStrategy,
+)
+from tollkeeper.service.envoy.shares import TTL_S
 
 BlanketReason = Literal[
     "exempt",
@@ -37,6 +42,7 @@ BlanketReason = Literal[
     "several_rules",
     "limits",
     "too_many_buckets",
+    "too_many_envoys",
     "store",
 ]
 # The operator of the rules or of Envoy should know of these.
@@ -45,10 +51,9 @@ WARNINGS: Final[dict[BlanketReason, str]] = {
     "several_rules": "several rules apply, and shares of a rate have one",
     "limits": "an override has limits that cannot be assigned",
     "too_many_buckets": "the rule has too many buckets; count by a tenant, plan or service",
+    "too_many_envoys": "one subject has too many Envoys",
     "store": "the store cannot be reached",
 }
-# Renewed at each report, which comes every 5 s. Whole seconds.
-TIME_TO_LIVE_S: Final = 10
 # One token in so long a time is none: the tokens of a grant are all that there are.
 NEVER_S: Final = 10 * 365 * 86_400
 # Demand is measured over at least so long.
@@ -77,6 +82,19 @@ class Assigned(NamedTuple):
         """The id of the first rule."""
         return self.checks[0].rule.id
 
+    def same(self, other: Assigned) -> bool:
+        """Return True if the other has the same rules with the same limits and subjects."""
+        pairs = zip(self.checks, other.checks, strict=False)
+        return (
+            self.quota == other.quota
+            and len(self.checks) == len(other.checks)
+            and all(
+                (one.rule.id, one.subject, one.prepared.limits)
+                == (two.rule.id, two.subject, two.prepared.limits)
+                for one, two in pairs
+            )
+        )
+
 
 Target = Blanket | Assigned
 
@@ -87,7 +105,7 @@ _BY_VERDICT: Final = {
 }
 
 
-def target_of(plan: CheckPlan, on_failure: FailurePolicy) -> Target:
+def resolve(plan: CheckPlan, on_failure: FailurePolicy) -> Target:
     """Return what a bucket gets by the rules that apply to it.
 
     `on_failure` is the failure policy of rules that have none.
@@ -118,6 +136,17 @@ def on_failure_of(
     return Blanket(not closed, reason, closed[0] if closed else checks[0].rule.id)
 
 
+def bucket_of(encoded: bytes) -> dict[str, str]:
+    """Return the keys and values of an encoded id, as text to show."""
+    found = BucketId.FromString(encoded).bucket
+    return {_shown(key): _shown(value) for key, value in found.items()}
+
+
+def _shown(value: str | bytes) -> str:
+    text = value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 class Demand:
     """The requests of a bucket per second, by the server's clock.
 
@@ -144,34 +173,40 @@ class Demand:
 # ── Messages ───────────────────────────────────────────────────────────────────────────────────
 
 
-def add_blanket(response: RateLimitQuotaResponse, bucket: bytes, *, allow: bool) -> None:
-    """Let all requests of a bucket pass, or none. `bucket` is the id as Envoy sent it."""
-    _add(response, bucket, _ALLOW_ALL if allow else _DENY_ALL)
+Strategies = tuple[RateLimitStrategy, ...]
 
 
-def add_tokens(
-    response: RateLimitQuotaResponse,
-    bucket: bytes,
-    tokens_max: int,
-    tokens_per_fill: int,
-    fill_s: int,
-    *,
-    afresh: bool = False,
-) -> None:
-    """Assign a token bucket; `afresh` makes it start full and accept another fill interval."""
-    if afresh:
-        _add(response, bucket, _DENY_ALL)
+def blanket(*, allow: bool) -> Strategies:
+    """Let all requests of a bucket pass, or none."""
+    return (_ALLOW_ALL if allow else _DENY_ALL,)
+
+
+def token_bucket(
+    tokens_max: int, tokens_per_fill: int, fill_s: int, *, afresh: bool = False
+) -> Strategies:
+    """Assign tokens; `afresh` makes the bucket start full and accept another fill interval."""
     tokens = {
         "max_tokens": tokens_max,
         "tokens_per_fill": {"value": tokens_per_fill},
         "fill_interval": {"seconds": fill_s},
     }
-    _add(response, bucket, RateLimitStrategy(token_bucket=tokens))
+    found = RateLimitStrategy(token_bucket=tokens)
+    return (_DENY_ALL, found) if afresh else (found,)
 
 
-def add_grant(response: RateLimitQuotaResponse, bucket: bytes, units: int, *, afresh: bool) -> None:
-    """Assign finite units; without `afresh`, renew the time to live of those that are left."""
-    add_tokens(response, bucket, units, 1, NEVER_S, afresh=afresh)
+def finite(units: int, *, afresh: bool) -> Strategies:
+    """Assign so many units in all; without `afresh`, renew the time to live of what is left."""
+    return token_bucket(units, 1, NEVER_S, afresh=afresh)
+
+
+def add_assignment(response: RateLimitQuotaResponse, bucket: bytes, strategies: Strategies) -> None:
+    """Assign strategies to a bucket, of which the last remains. `bucket` is the encoded id."""
+    for strategy in strategies:
+        action = response.bucket_action.add()
+        action.bucket_id.MergeFromString(bucket)
+        assignment = action.quota_assignment_action
+        assignment.assignment_time_to_live.seconds = TTL_S
+        assignment.rate_limit_strategy.CopyFrom(strategy)
 
 
 def add_abandon(response: RateLimitQuotaResponse, bucket: bytes) -> None:
@@ -179,11 +214,3 @@ def add_abandon(response: RateLimitQuotaResponse, bucket: bytes) -> None:
     action = response.bucket_action.add()
     action.bucket_id.MergeFromString(bucket)
     action.abandon_action.SetInParent()
-
-
-def _add(response: RateLimitQuotaResponse, bucket: bytes, strategy: RateLimitStrategy) -> None:
-    action = response.bucket_action.add()
-    action.bucket_id.MergeFromString(bucket)
-    assignment = action.quota_assignment_action
-    assignment.assignment_time_to_live.seconds = TIME_TO_LIVE_S
-    assignment.rate_limit_strategy.CopyFrom(strategy)

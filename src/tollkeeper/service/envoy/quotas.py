@@ -21,15 +21,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from heapq import nlargest
+from itertools import islice
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, SystemClock
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, StoreError, show
 from tollkeeper.core.model import Request
 from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.decide.store import Cells
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.buckets import (
@@ -39,16 +42,21 @@ from tollkeeper.service.envoy.buckets import (
     Demand,
     Target,
     add_abandon,
-    add_blanket,
+    add_assignment,
+    blanket,
+    bucket_of,
     on_failure_of,
-    target_of,
+    resolve,
 )
 from tollkeeper.service.envoy.descriptors import VALUE_LENGTH_MAX, countable, request_of
+from tollkeeper.service.envoy.parts import Action, Part, RatePart
 from tollkeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
 )
+from tollkeeper.service.envoy.shares import SEND_NS_MAX, TableFull, UnreadableTable
 from tollkeeper.service.grpc.calls import CallError, GrpcCall, Status, StreamingCall
+from tollkeeper.service.http.envoys import PARTS_MAX, TEXT_LENGTH_MAX, EnvoyPart, EnvoyStatus
 from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection, Tokens, confined
 
 # Envoy sends its own name under this key of `initial_metadata`.
@@ -63,8 +71,15 @@ IDLE_REPORTS: Final = 3
 # A bucket that Envoy does not list any more is forgotten. A report comes every 5 s.
 UNLISTED_NS: Final = 60 * NS_PER_SECOND
 TICK_S: Final = 1.0
+# Between reports a bucket is served for so long after its last one: its Envoy may be gone.
+SERVED_NS: Final = 8 * NS_PER_SECOND
+# An Envoy reports every 5 s, even without buckets. A stream without a report for so long is ended.
+SILENT_NS: Final = 30 * NS_PER_SECOND
 # Buckets whose parts are decided at the same time.
 TOGETHER_MAX: Final = 64
+# While Envoy's assignment lasts longer than this, a failed call to the store is repeated.
+LEFT_NS_MIN: Final = 2 * NS_PER_SECOND
+END_S_MAX: Final = 5.0
 LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
 
 log = logging.getLogger("tollkeeper.envoy")
@@ -75,28 +90,44 @@ BucketUsage = RateLimitQuotaUsageReports.BucketQuotaUsage
 class QuotaBucket:
     """One bucket of one Envoy."""
 
-    __slots__ = ("allowed", "demand", "id", "idle_reports", "reported_ns", "request", "target")
+    __slots__ = (
+        *("again", "answer", "demand", "id", "idle_reports", "part", "reported"),
+        *("reported_ns", "request", "target"),
+    )
 
     def __init__(self, bucket: bytes, request: Request, now_ns: int) -> None:
         self.id = bucket
         """The id as Envoy sent it, encoded."""
         self.request = request
         self.demand = Demand(now_ns)
-        self.allowed = 0
-        """Requests that Envoy has allowed, by its reports of this stream."""
         self.idle_reports = 0
         """Reports without a request, one after another."""
+        self.reported = (0, 0)
+        """Allowed and denied requests in the last report."""
         self.reported_ns = now_ns
         self.target: Target | None = None
         """What the bucket got last."""
+        self.part: Part | None = None
+        """Its part of the limits, if the target is Assigned."""
+        self.answer: Blanket | None = None
+        """The blanket answer that Envoy has for it. A token bucket that follows it starts full."""
+        self.again = False
+        """True if it is to be decided again before its next report."""
+
+    @property
+    def waits(self) -> bool:
+        """True if it is to be served between reports."""
+        return self.part is not None and (self.again or self.part.waits)
 
     def note(self, usage: BucketUsage, now_ns: int) -> None:
         """Take note of the counts in a report."""
-        requests = usage.num_requests_allowed + usage.num_requests_denied
-        self.idle_reports = 0 if requests else self.idle_reports + 1
-        self.allowed += usage.num_requests_allowed
-        self.demand.note(requests, now_ns)
+        allowed, denied = usage.num_requests_allowed, usage.num_requests_denied
+        self.idle_reports = 0 if allowed or denied else self.idle_reports + 1
+        self.demand.note(allowed + denied, now_ns)
+        self.reported = allowed, denied
         self.reported_ns = now_ns
+        if self.part is not None:
+            self.part.note(allowed, denied, now_ns)
 
 
 class QuotaStream:
@@ -163,6 +194,18 @@ class QuotaStream:
             self._id_bytes -= len(bucket.id)
             self._count(bucket.target, -1)
 
+    def waiting(self, now_ns: int) -> list[QuotaBucket]:
+        """Return the buckets to serve between reports: those that want more, or failed."""
+        after_ns = now_ns - SERVED_NS
+        found = (each for each in self.buckets.values() if each.waits)
+        return [*islice((each for each in found if each.reported_ns > after_ns), TOGETHER_MAX)]
+
+    def busiest(self, at_most: int) -> list[QuotaBucket]:
+        """Return the buckets with the most requests."""
+        return nlargest(
+            at_most, self.buckets.values(), key=lambda each: each.demand.per_second or 0
+        )
+
     def unlisted(self, now_ns: int) -> list[QuotaBucket]:
         """Return the buckets that Envoy has not listed for a long time."""
         before_ns = now_ns - UNLISTED_NS
@@ -194,11 +237,19 @@ class QuotaService:
         self._counters = counters or Counters()
         self._stopping = asyncio.Event()
         self._logged_ns: dict[str, int] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._sharing: dict[str, set[QuotaBucket]] = {}
+        """The buckets of this worker that have parts of the same limit, by `Part.cell`."""
         self.streams: dict[str, QuotaStream] = {}
 
     def stop(self) -> None:
         """End all streams. The Envoys connect to another worker or node."""
         self._stopping.set()
+
+    async def ended(self) -> None:
+        """Wait until the parts of all streams that have ended are released."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_S_MAX)
 
     # ── A stream ───────────────────────────────────────────────────────────────────────────────
 
@@ -218,6 +269,9 @@ class QuotaService:
             raise
         finally:
             del self.streams[stream.id]
+            ending = asyncio.create_task(self._end([*stream.buckets.values()], abandoned=False))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             self._counters.quota_streams = len(self.streams)
             self._counters.quota_buckets -= len(stream.buckets)
 
@@ -256,68 +310,165 @@ class QuotaService:
                 await asyncio.wait(
                     (receiving, stopped), timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
                 )
-                if receiving.done():
-                    body = receiving.result()
-                    if body is None:
-                        return
-                    receiving = asyncio.ensure_future(call.receive())
-                    stream.token = self._permitted(call)
-                    response = await self._reported(stream, body)
-                else:
-                    response = await self._ticked(stream)
-                if response.bucket_action:
-                    await call.send(response.SerializeToString())
+                if not receiving.done():
+                    await self._ticked(stream, call)
+                    continue
+                body = receiving.result()
+                if body is None:
+                    return
+                receiving = asyncio.ensure_future(call.receive())
+                stream.token = self._permitted(call)
+                await self._reported(stream, body, call)
         finally:
             receiving.cancel()
             stopped.cancel()
 
     # ── A report ───────────────────────────────────────────────────────────────────────────────
 
-    async def _reported(self, stream: QuotaStream, body: bytes) -> RateLimitQuotaResponse:
-        """Return the answer to a report: an action for each bucket that needs one."""
+    async def _reported(self, stream: QuotaStream, body: bytes, call: StreamingCall) -> None:
+        """Answer a report: with an action for each bucket."""
         report = _decoded(stream, body)
         now_ns = self._clock.now_ns()
         stream.reported_ns = now_ns
         self._counters.quota_reports += 1
-        response = RateLimitQuotaResponse()
-        buckets = []
         known = len(stream.buckets)
+        buckets: list[QuotaBucket] = []
+        idle: list[QuotaBucket] = []
         for usage in report.bucket_quota_usages:
             bucket = stream.bucket_of(usage, now_ns)
-            if bucket.idle_reports >= IDLE_REPORTS:
-                self._abandon(stream, bucket, response)
-            else:
-                buckets.append(bucket)
-        for bucket in stream.unlisted(now_ns):
+            (idle if bucket.idle_reports >= IDLE_REPORTS else buckets).append(bucket)
+        unlisted = stream.unlisted(now_ns)
+        for bucket in (*idle, *unlisted):
             stream.forget(bucket)
         self._counters.quota_buckets += len(stream.buckets) - known
-        await self._assign(stream, buckets, response)
-        return response
+        await self._assign(stream, buckets, call)
+        await self._abandon(idle, call)
+        await self._end(unlisted, abandoned=True)
 
-    async def _ticked(self, stream: QuotaStream) -> RateLimitQuotaResponse:  # noqa: ARG002 - soon
-        """Return the actions for buckets that wait for units."""
-        return RateLimitQuotaResponse()
+    async def _ticked(self, stream: QuotaStream, call: StreamingCall) -> None:
+        """Serve the buckets that wait. Raises CallError if the Envoy reports no more."""
+        now_ns = self._clock.now_ns()
+        if now_ns - stream.reported_ns > SILENT_NS:
+            raise CallError(
+                Status.DEADLINE_EXCEEDED,
+                f"there was no report for {SILENT_NS // NS_PER_SECOND} s; Envoy reports every 5 s",
+            )
+        await self._assign(stream, stream.waiting(now_ns), call, renew=False)
 
     async def _assign(
-        self, stream: QuotaStream, buckets: Iterable[QuotaBucket], response: RateLimitQuotaResponse
+        self,
+        stream: QuotaStream,
+        buckets: Sequence[QuotaBucket],
+        call: StreamingCall,
+        *,
+        renew: bool = True,
     ) -> None:
-        """Add an action for each bucket. Buckets with parts of limits are decided together."""
+        """Decide and send an action for each bucket, TOGETHER_MAX at a time.
+
+        Without `renew`, an action that changes nothing is not sent.
+        """
         compiled = self._limiter.compiled_rules
+        for start in range(0, len(buckets), TOGETHER_MAX):
+            some = buckets[start : start + TOGETHER_MAX]
+            for bucket in some:
+                target = resolve(compiled.plan(bucket.request, 1), self._on_failure)
+                await self._use(stream, bucket, target)
+            parts = [each for each in some if each.part is not None]
+            answers = await asyncio.gather(*[self._decided(each, renew=renew) for each in parts])
+            await self._send(some, dict(zip(parts, answers, strict=True)), call)
+
+    async def _use(self, stream: QuotaStream, bucket: QuotaBucket, target: Target) -> None:
+        """Give a bucket its target, and a new part if the limits are others than before."""
+        cells = self._limiter.store.cells
+        if isinstance(target, Assigned):
+            if not stream.may_assign(bucket, target.rule):
+                target = on_failure_of(target.checks, "too_many_buckets", self._on_failure)
+            elif cells is None or target.quota == "grants":  # which are not assigned yet
+                target = on_failure_of(target.checks, "store", self._on_failure)
+        before = bucket.target
+        stream.use(bucket, target)
+        if (
+            isinstance(target, Assigned)
+            and isinstance(before, Assigned)
+            and bucket.part is not None
+            and target.same(before)
+        ):
+            return
+        await self._end([bucket], abandoned=True)
+        if isinstance(target, Assigned) and cells is not None:
+            # A share that an Envoy takes over keeps its tokens; a blanket answer has removed them.
+            name = "" if bucket.answer is not None else stream.name
+            bucket.part = self._part_of(target, cells, name)
+            self._sharing.setdefault(bucket.part.cell, set()).add(bucket)
+            bucket.part.note(*bucket.reported, bucket.reported_ns)
+
+    def _part_of(self, target: Assigned, cells: Cells, name: str) -> Part:
+        return RatePart(cells, target.checks[0], name, self._clock.now_ns)
+
+    async def _decided(self, bucket: QuotaBucket, *, renew: bool) -> Action | Blanket | None:
+        """Return what to send for a bucket with a part; None to send nothing now."""
+        part, target = bucket.part, bucket.target
+        if part is None or not isinstance(target, Assigned):
+            raise AssertionError("the bucket has no part")
+        try:
+            action = await part.decide()
+        except TableFull:
+            return on_failure_of(target.checks, "too_many_envoys", self._on_failure)
+        except (StoreError, UnreadableTable) as error:
+            log.debug("rule %s: %s", target.rule, error)
+            bucket.again = True
+            if self._clock.now_ns() + LEFT_NS_MIN < part.until_ns:
+                return None
+            return on_failure_of(target.checks, "store", self._on_failure)
+        if action.changes or (renew and part.waits):
+            # What one bucket gives back, or wants, changes what the others get.
+            for other in self._sharing.get(part.cell, ()):
+                other.again = other is not bucket
+        bucket.again = False
+        return action if renew or action.changes else None
+
+    async def _send(
+        self,
+        buckets: Sequence[QuotaBucket],
+        answers: Mapping[QuotaBucket, Action | Blanket | None],
+        call: StreamingCall,
+    ) -> None:
+        """Send the answers for these buckets in one message."""
+        response = RateLimitQuotaResponse()
+        parts: list[Part] = []
+        now_ns = self._clock.now_ns()
+        send_by_ns = now_ns + SEND_NS_MAX
         for bucket in buckets:
-            target = target_of(compiled.plan(bucket.request, 1), self._on_failure)
-            if isinstance(target, Assigned):
-                if not stream.may_assign(bucket, target.rule):
-                    target = on_failure_of(target.checks, "too_many_buckets", self._on_failure)
-                else:
-                    target = on_failure_of(target.checks, "store", self._on_failure)
-            stream.use(bucket, target)
-            if isinstance(target, Blanket):
-                self._add_blanket(response, bucket, target)
+            answer = answers.get(bucket, bucket.target)
+            if isinstance(answer, Blanket):
+                self._add_blanket(response, bucket, answer)
+            elif isinstance(answer, Action) and answer.send_by_ns <= now_ns:
+                bucket.again = True
+            elif isinstance(answer, Action) and bucket.part is not None:
+                add_assignment(response, bucket.id, answer.strategies)
+                self._count_assignment(answer.kind)
+                bucket.part.sending()
+                parts.append(bucket.part)
+                bucket.answer = None
+                send_by_ns = min(send_by_ns, answer.send_by_ns)
+        if not response.bucket_action:
+            return
+        try:
+            async with asyncio.timeout((send_by_ns - now_ns) / NS_PER_SECOND):
+                await call.send(response.SerializeToString())
+        except TimeoutError:
+            # A message that arrives later would outlive the reservation of its units.
+            raise CallError(Status.UNAVAILABLE, "the client does not read its messages") from None
+        now_ns = self._clock.now_ns()
+        for part in parts:
+            part.sent(now_ns)
 
     def _add_blanket(
         self, response: RateLimitQuotaResponse, bucket: QuotaBucket, target: Blanket
     ) -> None:
-        add_blanket(response, bucket.id, allow=target.allow)
+        add_assignment(response, bucket.id, blanket(allow=target.allow))
+        self._drop(bucket)
+        bucket.answer = target
         self._count_assignment("allow_all" if target.allow else "deny_all")
         blankets = self._counters.quota_blankets
         blankets[target.reason] = blankets.get(target.reason, 0) + 1
@@ -329,12 +480,57 @@ class QuotaService:
                 f"{WARNINGS[target.reason]}",
             )
 
-    def _abandon(
-        self, stream: QuotaStream, bucket: QuotaBucket, response: RateLimitQuotaResponse
-    ) -> None:
-        stream.forget(bucket)
-        add_abandon(response, bucket.id)
-        self._count_assignment("abandon")
+    async def _abandon(self, buckets: Sequence[QuotaBucket], call: StreamingCall) -> None:
+        """Make Envoy forget idle buckets."""
+        response = RateLimitQuotaResponse()
+        for bucket in buckets:
+            add_abandon(response, bucket.id)
+            self._count_assignment("abandon")
+        if buckets:
+            await call.send(response.SerializeToString())
+            await self._end(buckets, abandoned=True)
+
+    def _drop(self, bucket: QuotaBucket) -> None:
+        """Take its part from a bucket."""
+        part, bucket.part = bucket.part, None
+        if part is not None:
+            sharing = self._sharing[part.cell]
+            sharing.discard(bucket)
+            if not sharing:
+                del self._sharing[part.cell]
+
+    async def _end(self, buckets: Sequence[QuotaBucket], *, abandoned: bool) -> None:
+        """Release the parts of buckets. What cannot be released expires."""
+        parts = [bucket.part for bucket in buckets if bucket.part is not None]
+        for bucket in buckets:
+            self._drop(bucket)
+        for start in range(0, len(parts), TOGETHER_MAX):
+            ends = [part.end(abandoned=abandoned) for part in parts[start : start + TOGETHER_MAX]]
+            for result in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(result, StoreError):
+                    return  # the others would fail too, and each after its timeout
+                if isinstance(result, BaseException):
+                    raise result
+
+    # ── For operators ──────────────────────────────────────────────────────────────────────────
+
+    def statuses(self, node: str, worker: int) -> list[EnvoyStatus]:
+        """Return the Envoys that are connected to this worker, with their busiest buckets."""
+        parts_max = max(PARTS_MAX // max(len(self.streams), 1), 1)
+        return [
+            EnvoyStatus(
+                stream.name,
+                stream.id,
+                node,
+                worker,
+                stream.domain,
+                stream.since_ns / NS_PER_SECOND,
+                stream.reported_ns / NS_PER_SECOND,
+                len(stream.buckets),
+                [_shown(bucket) for bucket in stream.busiest(parts_max)],
+            )
+            for stream in self.streams.values()
+        ]
 
     # ── Counts ─────────────────────────────────────────────────────────────────────────────────
 
@@ -354,6 +550,21 @@ class QuotaService:
                 self._logged_ns.clear()
             self._logged_ns[what] = now_ns + LOG_EVERY_NS
             log.warning("%s", text)
+
+
+def _shown(bucket: QuotaBucket) -> EnvoyPart:
+    target = bucket.target
+    demand = bucket.demand.per_second
+    name = ", ".join(f"{key}={value}" for key, value in bucket_of(bucket.id).items())
+    found = EnvoyPart(
+        name[:TEXT_LENGTH_MAX], "", "", demand=None if demand is None else round(demand, 1)
+    )
+    if isinstance(target, Assigned) and bucket.part is not None:
+        found.rule, found.quota, found.has = target.rule, target.quota, bucket.part.shown()
+    elif bucket.answer is not None:
+        found.rule, found.has = bucket.answer.rule, bucket.answer.reason
+        found.quota = "allow_all" if bucket.answer.allow else "deny_all"
+    return found
 
 
 def _decoded(stream: QuotaStream, body: bytes) -> RateLimitQuotaUsageReports:

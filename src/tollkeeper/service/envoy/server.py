@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from tollkeeper.core.errors import ConfigError
@@ -33,11 +36,18 @@ for _file in (health.FILE, reflection.FILE):
 class EnvoyServer:
     """A running server. `port` is its real port, also if it was started on port 0."""
 
-    def __init__(self, running: GrpcServer, checked: health.Health, quotas: QuotaService) -> None:
+    def __init__(
+        self,
+        running: GrpcServer,
+        checked: health.Health,
+        quotas: QuotaService,
+        renewing: Coroutine[None, None, None],
+    ) -> None:
         """Use `start`."""
         self._running = running
         self._health = checked
         self._quotas = quotas
+        self._renewing = asyncio.create_task(renewing)
         self.port = running.port
 
     async def drain(self) -> None:
@@ -47,8 +57,10 @@ class EnvoyServer:
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """Drain, and stop as GrpcServer.stop does."""
         self._health.drain()
+        self._renewing.cancel()
         self._quotas.stop()
         await self._running.stop(grace_s)
+        await self._quotas.ended()
 
 
 async def start(
@@ -91,4 +103,5 @@ async def start(
         at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
     )
     running = await server.start(methods, address, tls, bounds=bounds, on=on)
-    return EnvoyServer(running, checked, quotas)
+    context.envoys.own = partial(quotas.statuses, context.node_id, context.settings.worker)
+    return EnvoyServer(running, checked, quotas, context.envoys.renew())

@@ -20,6 +20,7 @@ from tollkeeper.core.errors import show
 from tollkeeper.core.model import Request
 from tollkeeper.metrics.counters import Counters, MetricsSnapshot
 from tollkeeper.service.http.bodies import BodyRejected
+from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Permission, Token, TokenRejection, confined
 from tollkeeper.web.answers import (
@@ -111,9 +112,12 @@ class ServiceContext:
     """The counts of all workers of the node; HttpService sets it."""
     loads: SharedLoads = field(init=False)
     """The loads that are pushed to any worker."""
+    envoys: EnvoyDirectory = field(init=False)
+    """The Envoys that are connected for quotas to any worker."""
 
     def __post_init__(self) -> None:
         self.loads = SharedLoads(self.limiter, self.settings.counters)
+        self.envoys = EnvoyDirectory(self.limiter)
 
 
 # ── Requests and replies ───────────────────────────────────────────────────────────────────────
