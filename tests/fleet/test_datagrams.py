@@ -35,7 +35,7 @@ def a_message() -> Message:
     return Message(5, 1_001, members=(member,), hints=(hint,))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings().max_examples * 2)
 @given(message=messages)
 def test_a_message_is_what_it_was(message: Message) -> None:
     """Sealing and opening changes nothing, and the length is what the machine counts with."""
@@ -46,7 +46,7 @@ def test_a_message_is_what_it_was(message: Message) -> None:
         assert codec.open(datagram) == message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 4)
 @given(data=st.binary(max_size=1_300))
 def test_random_bytes_are_dropped(data: bytes) -> None:
     """Whatever arrives, there is a reason and no error; also behind a valid header."""
@@ -58,7 +58,7 @@ def test_random_bytes_are_dropped(data: bytes) -> None:
     assert found is None or message_size(found) == len(data) + 37
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 4)
 @given(message=messages, at=st.floats(0, 1), flip=st.integers(1, 255), cut=st.integers(0, 40))
 def test_a_changed_datagram_is_dropped(message: Message, at: float, flip: int, cut: int) -> None:
     """One flipped bit anywhere, or a byte less, and it is not authentic."""
@@ -71,7 +71,7 @@ def test_a_changed_datagram_is_dropped(message: Message, at: float, flip: int, c
     assert codec.open(bytes(datagram)) in {"version", "fleet", "forged"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 6)
 @given(message=messages, at=st.floats(0, 1), flip=st.integers(1, 255))
 def test_an_authentic_datagram_that_makes_no_sense_is_dropped(
     message: Message, at: float, flip: int

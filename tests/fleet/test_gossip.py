@@ -813,7 +813,7 @@ def test_the_members_are_bounded() -> None:
 OLD = NodeStatus("0.0.9")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples * 6 // 5)
 @given(received=st.lists(st.tuples(messages, st.integers(0, 10**9)), max_size=12))
 def test_no_message_breaks_the_machine(received: list[tuple[Message, int]]) -> None:
     """Whatever an authentic peer sends: no error, messages that can be encoded, and bounds."""

@@ -225,6 +225,7 @@ async def test_subjects_are_hashed_everywhere(
     recorder = make(subjects="hashed")
     await recorder.start()
     await noted(recorder, limiter, ANN, ANN, ANN)
+    recorder._hand_over()  # the timer would do it within a second
     await until_async(lambda: recorder.top("denied", 5)[0], "the thread has counted")
     digest = recorded_subject("user:ann", "hashed")
     assert [each.item for each in recorder.top("denied", 5)[0]] == [(digest, "users")]
@@ -246,6 +247,9 @@ async def test_reports_of_workers_are_merged(
     await noted(one, limiter, ANN, ANN, ANN)
     await noted(two, limiter, ANN, Request(user="bob"))
 
+    for recorder in (one, two):
+        recorder._hand_over()  # the timer would do it within a second
+
     def both() -> bool:
         return two.top("checks", 5)[1] > 4
 
@@ -258,8 +262,11 @@ async def test_reports_of_workers_are_merged(
     await two.stop()
 
 
-async def test_denials_in_a_row_of_all_workers(make: Make, tmp_path: Path) -> None:
+async def test_denials_in_a_row_of_all_workers(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are added; an address that any of them has allowed since is left out."""
+    monkeypatch.setattr(recorders, "HAND_OVER_SECONDS", 0.02)
     one, two = make(live=ReportFolder(tmp_path, number=1)), make(live=ReportFolder(tmp_path))
     rules = "version: 1\nrules: [{id: api, by: ip, limits: 1/minute}]"
     clock = ManualClock()
@@ -320,6 +327,7 @@ async def test_counts_decay_by_the_monotonic_clock(make: Make, limiter: AsyncLim
     recorder = make(now_ns=lambda: int(wall_s * 1e9), monotonic_s=lambda: passed_s)
     await recorder.start()
     await noted(recorder, limiter, *[ANN] * 80)
+    recorder._hand_over()  # the timer would do it within a second
     await until_async(lambda: recorder.top("checks", 1)[0], "the thread has counted")
     wall_s, passed_s = wall_s - 3_600, 120.0
     found, total = recorder.top("checks", 1)
@@ -339,6 +347,7 @@ async def test_an_unavailable_database_does_not_affect_checks(
     await recorder.start()
     for _ in range(3):
         await noted(recorder, limiter, ANN)
+    recorder._hand_over()  # the timer would do it within a second
     await until_async(lambda: recorder.top("checks", 1)[0], "the thread has counted")
     await asyncio.wait_for(recorder.stop(), 10)
     assert not recorder._thread.is_alive()

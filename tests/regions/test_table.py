@@ -402,7 +402,7 @@ class Regions:
                 region.manage(self.now_ns)
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 2**32))
 def test_shares_never_add_up_to_more_than_1(seed: int) -> None:
     """Whatever leaders hear and when, and whenever they die; in the end all use one table.
@@ -424,7 +424,7 @@ def test_shares_never_add_up_to_more_than_1(seed: int) -> None:
     assert sum((each.share for each in regions.here), Fraction(0)) == 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 6 // 5)
 @given(seed=st.integers(0, 2**32))
 def test_settings_with_different_shares_never_add_up_to_more_than_1(seed: int) -> None:
     """Also if all regions start for the first time at once, and answers arrive late.

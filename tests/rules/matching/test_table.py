@@ -409,7 +409,7 @@ def ids(matched: tuple[tuple[CompiledRule, ...], ...]) -> list[list[str]]:
     return [[each.rule.id for each in candidates] for candidates in matched]
 
 
-@settings(max_examples=400)
+@settings(max_examples=settings().max_examples * 8)
 @given(drawn.rules(), st.lists(drawn.requests(), min_size=1, max_size=12), st.integers(1, 4))
 def test_the_table_agrees_with_a_naive_matcher(
     rules: list[Rule], requests: list[Request], memo_max: int
@@ -422,7 +422,7 @@ def test_the_table_agrees_with_a_naive_matcher(
             assert ids(table.match(request, request.tier)) == naive(rules, request, request.tier)
 
 
-@settings(max_examples=100)
+@settings(max_examples=settings().max_examples * 2)
 @given(drawn.rules(), drawn.requests(), drawn.tiers)
 def test_why_a_rule_does_not_match_agrees_with_the_table(
     rules: list[Rule], request: Request, tier: str | None

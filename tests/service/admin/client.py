@@ -8,7 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -91,9 +93,21 @@ class Admin:
 
 def secrets_of(folder: Path) -> dict[str, str]:
     """Make a token file with a token of each role; return the secrets."""
-    roles: tuple[Role, ...] = ("admin", "read", "check")
+    text, secrets = _token_file()
     path = folder / "tokens.json"
-    return {role: create_token(path, f"{role}-token", role) for role in roles}
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return dict(secrets)
+
+
+@cache
+def _token_file() -> tuple[str, dict[str, str]]:
+    """Make the tokens once: each is written to the disk before `create_token` returns."""
+    roles: tuple[Role, ...] = ("admin", "read", "check")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.json"
+        secrets = {role: create_token(path, f"{role}-token", role) for role in roles}
+        return path.read_text(), secrets
 
 
 # Applications that no test uses at the moment. FastAPI prepares the operations of a new one at its

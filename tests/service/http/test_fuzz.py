@@ -62,7 +62,9 @@ values = st.binary(max_size=40) | st.sampled_from([b"/slow", b"/orders?a=%ff&b",
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=settings().max_examples * 4,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "X"]),
