@@ -62,7 +62,7 @@ bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.entries
 
-fuzz: $(READY)  ## fuzz the C kernel, and simulate random fleets, each for SECONDS=60
+fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
 	$(BIN)/tollkeeper simulate random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,6 +397,44 @@ def test_what_all_clients_may_hold_is_bounded() -> None:
     assert shared.pool_bytes == 0
 
 
+def test_small_messages_that_a_method_does_not_take_are_bounded() -> None:
+    """A thousand of them take as much from the pool as a large one, until they are taken."""
+    session = Session(server(pool_bytes_max=800_000, points_max=5_000))
+    session(headers(request(STREAMING), 1))
+    small = frame(DATA, message(b"ab") * 1_000, stream=1)
+    assert len(session(small)) == 1_000
+    assert 60_000 < session.server.pool_bytes < 70_000
+    for _ in range(1_000):
+        session.connection.taken(1, 2)
+    assert session.server.pool_bytes == 0
+    events = [event for _ in range(5) for event in session(small)]
+    assert events[-1] == (CLOSED, 1)
+    assert len(events) < 4_000
+    assert session.reply_to(1).status == "8"
+    assert session.server.pool_bytes == 0
+
+
+def test_a_client_that_always_leaves_a_byte_unread() -> None:
+    """The memory of what it has read is used again."""
+    session = Session()
+    session(headers(request(STREAMING), 1) + frame(SETTINGS, b"\0\4\0\0\0\0"))
+    before = resident_bytes()
+    session.connection.send(1, b"a" * 30_000)
+    for _ in range(2_000):
+        window = session.connection.send(1, b"a" * 30_000) - 1
+        opened = window.to_bytes(4)
+        session(frame(WINDOW_UPDATE, opened, stream=1) + frame(WINDOW_UPDATE, opened))
+        session.responses = Responses()
+    assert session.connection.unsent(1) == 1
+    assert resident_bytes() - before < 20_000_000  # of 60 MB that were sent
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
 def test_streams_are_bounded() -> None:
     """More are refused, and the client may repeat them."""
     session = Session()
@@ -434,6 +474,13 @@ def test_floods_of_frames(data: bytes) -> None:
     session = Session()
     session(headers(request(STREAMING), 1))
     assert "too many frames" in flood(session, data)
+
+
+@pytest.mark.parametrize("data", [frame(PING, b"12345678"), frame(SETTINGS)])
+def test_a_flood_in_one_read(data: bytes) -> None:
+    """libnghttp2 bounds the acknowledgements that wait; the client gets the same error."""
+    session = Session(server(points_max=12_000))
+    assert "too many frames" in flood(session, data * 1_400, count=1)
 
 
 def test_rapid_resets() -> None:
@@ -484,6 +531,18 @@ def test_a_header_block_that_repeats_a_large_field() -> None:
     assert session(frame(HEADERS, block, flags=END_HEADERS, stream=1)) == []
     assert session.reply_to(1).reset is not None
     assert session(call(b"", 3))[0][0] == CALL
+
+
+def test_trailers_that_repeat_a_large_field() -> None:
+    """They are reset as well, and the method is cancelled."""
+    session = Session()
+    block = frames.hpack.Encoder().encode(request(STREAMING))
+    session(frame(HEADERS, block, flags=END_HEADERS, stream=1))
+    large = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4_000
+    ended = END_HEADERS | END_STREAM
+    assert session(frame(HEADERS, large + b"\xbe" * 5_000, flags=ended, stream=1)) == []
+    assert session.reply_to(1).reset is not None
+    assert session(b"") == [(CLOSED, 1)]
 
 
 def test_a_header_block_in_pieces() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,11 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(server: http2.Http2Server) -> AsyncIterator[Client]:
-    """Connect to a server."""
-    client = Client(*await asyncio.open_connection("127.0.0.1", server.port))
+async def connected(server: http2.Http2Server, address: str = "127.0.0.1") -> AsyncIterator[Client]:
+    """Connect to a server, from an address."""
+    client = Client(
+        *await asyncio.open_connection("127.0.0.1", server.port, local_addr=(address, 0))
+    )
     try:
         yield client
     finally:
@@ -221,6 +223,31 @@ async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) ->
             assert (await idle.closed()).goaway is not None
             assert not busy.responses.goaway
             assert not active.responses.goaway
+
+
+async def test_each_of_many_new_connections_closes_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if they arrive before the first of those has been closed."""
+    monkeypatch.setattr(http2, "CONNECTIONS_MAX", 4)
+    async with serving(echo) as (server, _), AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(connected(server, f"127.0.0.{2 + number // 2}"))
+            for number in range(4)
+        ]
+        for client in clients:
+            await client.until(lambda got: got.frames)
+        server.tick()
+        more = await asyncio.gather(
+            *[
+                stack.enter_async_context(connected(server, f"127.0.0.{10 + number}"))
+                for number in range(4)
+            ]
+        )
+        for client in more:
+            await client.until(lambda got: got.frames)
+        for client in clients:
+            assert (await client.closed()).goaway is not None
 
 
 async def test_streams_leave_room_for_other_calls() -> None:

@@ -296,7 +296,8 @@ static PyObject *connection_end(connection_object *self, PyObject *const *args, 
     long status = PyLong_AsLong(args[1]);
     if (status == -1 && PyErr_Occurred())
         return NULL;
-    return none_or_no_memory(h2_end(self->session, stream, status < 0 ? 2 : (unsigned)status,
+    bool is_known = status >= 0 && status <= UINT8_MAX; /* 2: UNKNOWN */
+    return none_or_no_memory(h2_end(self->session, stream, is_known ? (unsigned)status : 2,
                                     (const uint8_t *)text, (size_t)length));
 }
 

@@ -553,8 +553,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return True if there is no call on this connection."""
-        return not self._http2.streams
+        """Return True if there is no call on this connection, and it has not ended."""
+        return not (self._has_ended or self._http2.streams)
 
     def tick(self) -> None:
         """Note that a second has passed."""

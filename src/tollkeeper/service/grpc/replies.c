@@ -113,6 +113,17 @@ static bool submit_trailers_only(h2_session *session, h2_stream *stream, const c
     return nghttp2_submit_response(session->http2, stream->id, fields, count, NULL) == 0;
 }
 
+/* Forget what was sent: a client that always leaves a byte unread must not make the rest grow. */
+static void drop_sent(h2_stream *stream)
+{
+    size_t left = stream->output.length - stream->output_at;
+    if (stream->output_at == 0 || stream->output_at < left)
+        return; /* it would take longer than it took to send */
+    memmove(stream->output.bytes, stream->output.bytes + stream->output_at, left);
+    stream->output.length = left;
+    stream->output_at = 0;
+}
+
 static bool add_message(h2_session *session, h2_stream *stream, const uint8_t *message,
                         size_t length)
 {
@@ -121,6 +132,7 @@ static bool add_message(h2_session *session, h2_stream *stream, const uint8_t *m
     if (stream->output_at == stream->output.length)
         stream->output_since = session->ticks;
     pay_back(session, length);
+    drop_sent(stream);
     return h2_reserve(&stream->output, stream->output.length + sizeof prefix + length) &&
            h2_append(&stream->output, prefix, sizeof prefix) &&
            h2_append(&stream->output, message, length);

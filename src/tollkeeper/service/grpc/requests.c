@@ -116,8 +116,8 @@ int h2_on_header(nghttp2_session *http2, const nghttp2_frame *frame, const uint8
     (void)http2, (void)flags;
     h2_session *session = context;
     h2_stream *stream = h2_find_stream(session, frame->hd.stream_id);
-    if (stream == NULL || stream->state != READING_HEADERS)
-        return 0; /* trailers */
+    if (stream == NULL)
+        return 0;
     stream->fields_bytes += name_length + value_length + FIELD_OVERHEAD;
     size_t most = session->server->bounds.metadata_bytes_max;
     if (stream->fields_bytes > most) {
@@ -126,6 +126,8 @@ int h2_on_header(nghttp2_session *http2, const nghttp2_frame *frame, const uint8
         stream->is_oversized = true;
         return stream->fields_bytes > 4 * most ? NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE : 0;
     }
+    if (stream->state != READING_HEADERS)
+        return 0; /* trailers */
     bool has_memory = true;
     if (name[0] == ':')
         read_pseudo_field(stream, name, name_length, value, value_length, &has_memory);
@@ -254,6 +256,10 @@ static void end_message(h2_session *session, h2_stream *stream)
     event->message = stream->message;
     stream->message = (h2_buffer){.bytes = NULL};
     stream->queued += event->message.length + H2_QUEUED_OVERHEAD;
+    /* A method may not take them for long: many small messages are one large one. */
+    size_t pooled = stream->pooled + H2_SMALL_BYTES;
+    if (stream->queued > pooled && !h2_take_from_pool(session, stream, stream->queued - pooled))
+        h2_refuse(session, stream, "200", RESOURCE_EXHAUSTED, "too many messages are queued");
 }
 
 /* Add bytes to the message that is arriving; return how many were used, 0 if it was refused. */

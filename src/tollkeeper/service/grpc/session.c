@@ -310,15 +310,17 @@ static bool scan_frames(h2_session *session, const uint8_t *data, size_t length)
     return true;
 }
 
-static const char *reason_of(ssize_t error)
+static void fail_with(h2_session *session, ssize_t error)
 {
     switch (error) {
     case NGHTTP2_ERR_BAD_CLIENT_MAGIC:
-        return "the client does not speak HTTP/2";
+        h2_fail(session, NGHTTP2_PROTOCOL_ERROR, "the client does not speak HTTP/2");
+        break;
     case NGHTTP2_ERR_FLOODED:
-        return "the client sends too many frames";
+        h2_fail(session, NGHTTP2_ENHANCE_YOUR_CALM, "the client sends too many frames");
+        break;
     default:
-        return "out of memory";
+        h2_fail(session, NGHTTP2_INTERNAL_ERROR, "out of memory");
     }
 }
 
@@ -329,7 +331,7 @@ bool h2_receive(h2_session *session, const uint8_t *data, size_t length)
         return false;
     ssize_t read = nghttp2_session_mem_recv(session->http2, data, length);
     if (read < 0)
-        h2_fail(session, NGHTTP2_PROTOCOL_ERROR, reason_of(read));
+        fail_with(session, read);
     return session->why == NULL && !session->is_out_of_memory;
 }
 
