@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tollkeeper.core.clock import ManualClock
 from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.core.model import Decision, Request, decision_with
+from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from tollkeeper.rules.compiled import CompiledRules, RuleCheck
 from tollkeeper.rules.document.reading import read
+from tollkeeper.rules.engine import RuleCharge
 from tollkeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
@@ -126,7 +128,7 @@ class FakeCells:
 
 
 class FakeLimiter:
-    """As much of a limiter with rules as quotas need. Its gates count nothing."""
+    """As much of a limiter with rules as quotas need, with counts in memory. It cannot lease."""
 
     def __init__(self, rules: str, clock: ManualClock) -> None:
         self._memory = PythonMemoryStore(clock)
@@ -142,3 +144,28 @@ class FakeLimiter:
             lambda limits, rule, *_: self._memory.gate(limits, rule),
             self._clock.now_ns,
         )
+
+    async def peek(self, request: Request, cost: int) -> Decision:
+        """Peek at all rules; return the tightest."""
+        checks = self.compiled_rules.plan(request, cost).enforced
+        found = [self._memory_gate(each).peek(each.subject, 0) for each in checks]
+        return self._answer(min(found, key=lambda each: each.remaining))
+
+    async def check(self, request: Request, cost: int) -> Decision:
+        """Charge a request with one rule."""
+        (check,) = self.compiled_rules.plan(request, cost).enforced
+        return self._answer(self._memory_gate(check).check(check.subject, check.units))
+
+    async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
+        """Return units to each of the rules."""
+        for check, charged_ns in charges:
+            self._memory_gate(check).refund(check.subject, check.units_of(cost), charged_ns)
+
+    def _memory_gate(self, check: RuleCheck) -> MemoryGate:
+        assert isinstance(check.gate, MemoryGate)
+        return check.gate
+
+    def _answer(self, decision: Decision) -> Decision:
+        """Return it, or what a failure policy would answer."""
+        assert self.cells is not None
+        return decision_with(decision, degraded=True) if self.cells.fails else decision

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.service.envoy.streams import FakeCells, FakeLimiter, actions_of
 from tollkeeper.core.clock import ManualClock
+from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.core.model import Request
 from tollkeeper.service.envoy import shares
-from tollkeeper.service.envoy.buckets import add_assignment
-from tollkeeper.service.envoy.parts import Action, Part, RatePart
+from tollkeeper.service.envoy.buckets import NEVER_S, add_assignment
+from tollkeeper.service.envoy.parts import Action, GrantPart, Part, RatePart
 from tollkeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 
 RULES = (
     "{version: 1, rules: [{id: tenants, by: tenant, limits: 100/s, consistency: leased, "
     "envoy_quota: rate}]}"
 )
+GRANTS = RULES.replace("100/s", "1000/365d").replace("rate", "grants")
+ACME = Request(tenant="acme")
 BUCKET = BucketId(bucket={"tenant": "acme"}).SerializeToString()
 
 
 class PartTest:
     """A store and a clock for parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: str = RULES) -> None:
         self.clock = ManualClock(1_000)
-        self.limiter = FakeLimiter(RULES, self.clock)
+        self.limiter = FakeLimiter(rules, self.clock)
 
     @property
     def cells(self) -> FakeCells:
@@ -34,14 +39,24 @@ class PartTest:
 
     def part(self, node: str = "a") -> RatePart:
         """Return the part of one Envoy."""
-        plan = self.limiter.compiled_rules.plan(Request(tenant="acme"), 1)
+        plan = self.limiter.compiled_rules.plan(ACME, 1)
         return RatePart(self.cells, plan.enforced[0], node, self.clock.now_ns)
+
+    def grants(self, envoys: int = 1) -> GrantPart:
+        """Return the part of one of so many Envoys that get grants."""
+        checks = tuple(self.limiter.compiled_rules.plan(ACME, 1).enforced)
+        limiter: Any = self.limiter
+        return GrantPart(limiter, ACME, checks, lambda _: envoys, self.clock.now_ns)
+
+    async def room(self) -> int:
+        """Return the units that are left."""
+        return (await self.limiter.peek(ACME, 0)).remaining
 
     def send(self, part: Part, action: Action) -> list[str]:
         """Send an action; return what Envoy reads."""
         response = RateLimitQuotaResponse()
         part.sending()
-        add_assignment(response, BUCKET, action.strategies)
+        add_assignment(response, BUCKET, action.strategies, action.ttl_s)
         part.sent(self.clock.now_ns())
         return [text for _, text in actions_of(response)]
 
@@ -94,3 +109,83 @@ async def test_the_end_of_a_part_marks_its_entry() -> None:
         test.send(part, await part.decide())
         await part.end(abandoned=abandoned)
         assert (test.entry().is_lost, test.entry().name) == (True, name)
+
+
+# ── Grants ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_grant_is_charged_before_it_is_sent_and_sized_by_demand() -> None:
+    """The first one, of an unknown demand, is a small part of the room."""
+    test = PartTest(GRANTS)
+    part = test.grants(envoys=2)
+    assert part.shown() == "nothing yet"
+    assert part.waits
+    part.note(0, 1, test.clock.now_ns())
+    action = await part.decide()
+    assert action is not None
+    assert (action.kind, action.changes) == ("grant", True)
+    assert await test.room() == 1_000 - 62
+    assert test.send(part, action) == ["deny all", f"62, 1/{NEVER_S}s"]
+    assert part.shown() == "62 granted last"
+    assert part.until_ns == test.clock.now_ns() + action.ttl_s * 10**9
+    assert await part.decide() is None
+    test.clock.advance(5)
+    part.note(40, 0, test.clock.now_ns())
+    action = await part.decide()
+    assert action is not None
+    assert test.send(part, action) == ["deny all", f"51, 1/{NEVER_S}s"]
+    assert await test.room() == 1_000 - 62 - 51
+
+
+async def test_units_that_no_grant_can_spend_any_more_are_refunded() -> None:
+    """Two reports after the next grant was sent, the first one is settled."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    for allowed in (0, 100, 0):
+        part.note(allowed, 0, test.clock.now_ns())
+        action = await part.decide()
+        if action is not None:
+            test.send(part, action)
+        test.clock.advance(5)
+    left = await test.room()
+    part.note(0, 0, test.clock.now_ns())
+    await part.decide()
+    assert await test.room() > left
+    # 100 were spent, and less than one more is out for the demand of now.
+    for _ in range(4):
+        test.clock.advance(5)
+        part.note(0, 0, test.clock.now_ns())
+        action = await part.decide()
+        if action is not None:
+            test.send(part, action)
+    assert await test.room() >= 1_000 - 100 - 4
+
+
+async def test_without_room_envoy_denies_and_the_part_asks_again() -> None:
+    """DENY_ALL replaces what is left of the last grant when that expires."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    await test.limiter.check(ACME, 1_000)
+    part.note(0, 1, test.clock.now_ns())
+    action = await part.decide()
+    assert action is not None
+    assert test.send(part, action) == ["deny all"]
+    assert await part.decide() is None
+    test.clock.advance(2)
+    assert part.waits
+    await test.limiter.refund_charges([(each, None) for each in part._checks], 10)
+    action = await part.decide()
+    assert action is not None
+    assert test.send(part, action) == ["deny all", f"1, 1/{NEVER_S}s"]
+
+
+async def test_a_store_that_fails_grants_nothing() -> None:
+    """The answer of a failure policy is not a charge."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    test.cells.fails = True
+    with pytest.raises(StoreUnavailable):
+        await part.decide()
+    await part.end(abandoned=False)
+    test.cells.fails = False
+    assert await test.room() == 1_000

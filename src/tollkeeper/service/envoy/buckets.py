@@ -194,18 +194,20 @@ def token_bucket(
     return (_DENY_ALL, found) if afresh else (found,)
 
 
-def finite(units: int, *, afresh: bool) -> Strategies:
-    """Assign so many units in all; without `afresh`, renew the time to live of what is left."""
-    return token_bucket(units, 1, NEVER_S, afresh=afresh)
+def finite(units: int) -> Strategies:
+    """Assign so many units in all, instead of what is left of those before."""
+    return token_bucket(units, 1, NEVER_S, afresh=True) if units else blanket(allow=False)
 
 
-def add_assignment(response: RateLimitQuotaResponse, bucket: bytes, strategies: Strategies) -> None:
+def add_assignment(
+    response: RateLimitQuotaResponse, bucket: bytes, strategies: Strategies, ttl_s: int = TTL_S
+) -> None:
     """Assign strategies to a bucket, of which the last remains. `bucket` is the encoded id."""
     for strategy in strategies:
         action = response.bucket_action.add()
         action.bucket_id.MergeFromString(bucket)
         assignment = action.quota_assignment_action
-        assignment.assignment_time_to_live.seconds = TTL_S
+        assignment.assignment_time_to_live.seconds = ttl_s
         assignment.rate_limit_strategy.CopyFrom(strategy)
 
 

@@ -4,7 +4,7 @@ A part lives as long as its bucket has the same limits of the same rules. It dec
 and in between while its bucket waits for more:
 
     part.note(allowed, denied, now_ns)       the counts of a report
-    action = await part.decide()             what to send; calls the store
+    action = await part.decide()             what to send, or None; calls the store
     part.sending()                           before it is sent
     part.sent(now_ns)                        after
     await part.end(abandoned=…)              the stream has ended, or the bucket is abandoned
@@ -14,17 +14,31 @@ The decisions are in `shares.py` and `grants.py`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND
+from tollkeeper.core.errors import StoreError, StoreUnavailable
+from tollkeeper.core.model import Request
 from tollkeeper.core.steps import run_async
 from tollkeeper.decide.store import Cells
+from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
-from tollkeeper.service.envoy.buckets import Strategies, blanket, token_bucket
+from tollkeeper.service.envoy.buckets import Strategies, blanket, finite, token_bucket
+from tollkeeper.service.envoy.grants import (
+    NO_UNITS,
+    Grant,
+    GrantLedger,
+    Refund,
+    charging,
+    grant_of,
+)
 from tollkeeper.service.envoy.shares import (
     HOLDER_BYTES,
+    SEND_NS_MAX,
     TTL_S,
     Assignment,
     Holding,
@@ -41,6 +55,8 @@ class Action(NamedTuple):
     kind: str
     """For the counts: `rate`, `grant` or `renewal`."""
     strategies: Strategies
+    ttl_s: int
+    """The time to live of the assignment."""
     send_by_ns: int
     """The time after which it must not be sent any more; then decide again."""
     changes: bool
@@ -52,17 +68,20 @@ class Part(Protocol):
 
     cell: str
     """Names what it is a part of; equal for all parts of one rule and subject."""
-    waits: bool
-    """True if the bucket wants more than it has."""
     until_ns: int
     """When Envoy's assignment expires; 0 if it has none."""
+
+    @property
+    def waits(self) -> bool:
+        """True if the bucket wants more than it has."""
+        ...
 
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """Take note of the counts of a report."""
         ...
 
-    async def decide(self) -> Action:
-        """Return what to send. Raises StoreError, TableFull and UnreadableTable."""
+    async def decide(self) -> Action | None:
+        """Return what to send; None for nothing. Raises StoreError, TableFull, UnreadableTable."""
         ...
 
     def sending(self) -> None:
@@ -117,7 +136,7 @@ class RatePart:
         before, self._deciding = self._assigned, found
         is_new = found.is_new and share.rate > 0
         changes = is_new or before is None or before.share != share
-        return Action("rate" if changes else "renewal", send, found.send_by_ns, changes)
+        return Action("rate" if changes else "renewal", send, TTL_S, found.send_by_ns, changes)
 
     def sending(self) -> None:
         """See Part."""
@@ -148,3 +167,104 @@ class RatePart:
             return "nothing yet"
         share, fill_s, *_ = self._assigned
         return f"{share.rate / fill_s:g}/s of {self._pool.rate / fill_s:g}/s, burst {share.burst}"
+
+
+class GrantPart:
+    """Finite grants: units that are charged to the rules before Envoy gets them."""
+
+    def __init__(
+        self,
+        limiter: AsyncLimiter,
+        request: Request,
+        checks: tuple[RuleCheck, ...],
+        envoys: Callable[[str], int],
+        now_ns: Callable[[], int],
+    ) -> None:
+        """`envoys` returns how many buckets share a cell."""
+        first = checks[0]
+        self.cell = f"envoy:{first.rule.id}\x1f{first.subject}"
+        self.until_ns = 0
+        self._limiter = limiter
+        self._request = request
+        self._checks = checks
+        self._limits = [limit for check in checks for limit in check.prepared.limits]
+        self._envoys = envoys
+        self._now_ns = now_ns
+        self._ledger = GrantLedger(now_ns())
+        self._refunds: list[Refund] = []
+        self._granting: Grant | None = None
+
+    @property
+    def waits(self) -> bool:
+        """See Part."""
+        return self._ledger.is_due(self._now_ns())
+
+    def note(self, allowed: int, denied: int, now_ns: int) -> None:
+        """See Part."""
+        self._refunds += self._ledger.reported(allowed, denied, now_ns)
+
+    async def decide(self) -> Action | None:
+        """See Part. Two round trips or more if a grant is due, and one for each refund."""
+        refunds, self._refunds = self._refunds, []
+        for each in refunds:
+            await self._refund(each)
+        started_ns = self._now_ns()
+        if not self._ledger.is_due(started_ns):
+            return None
+        grant = await self._charged()
+        if grant is None:
+            if not self._ledger.denied(self._now_ns()):
+                return None
+            grant = NO_UNITS
+        self._granting = grant
+        send_by_ns = started_ns + SEND_NS_MAX
+        return Action("grant", finite(grant.units), grant.ttl_s, send_by_ns, changes=True)
+
+    async def _charged(self) -> Grant | None:
+        """Charge a grant and return it; None if there is no room."""
+        steps = charging(self._room, self._charge, self._ledger.wanted, self._envoys(self.cell))
+        units, charged_ns = await run_async(steps)
+        if not units:
+            return None
+        grant = grant_of(self._limits, units, charged_ns)
+        if grant is None:
+            await self._refund(Refund(units, charged_ns))
+        return grant
+
+    async def _room(self) -> int:
+        found = await self._limiter.peek(self._request, 0)
+        if found.degraded:
+            raise StoreUnavailable("the store could not be read")
+        return found.remaining
+
+    async def _charge(self, units: int) -> int | None:
+        """Charge units to all rules; return the time of the charge, or None for a denial."""
+        found = await self._limiter.check(self._request, units)
+        if found.degraded:
+            raise StoreUnavailable("the store could not be charged")
+        return found.charged_ns if found.allowed else None
+
+    async def _refund(self, refund: Refund) -> None:
+        """Give units back. If the store fails, they stay spent."""
+        charges = [(check, refund.charged_ns) for check in self._checks]
+        with suppress(StoreError):
+            await asyncio.shield(self._limiter.refund_charges(charges, refund.units))
+
+    def sending(self) -> None:
+        """See Part."""
+        if self._granting is not None:
+            self._ledger.sending(self._granting)
+
+    def sent(self, now_ns: int) -> None:
+        """See Part."""
+        self._ledger.sent(now_ns)
+        if self._granting is not None:
+            self.until_ns = now_ns + self._granting.ttl_s * NS_PER_SECOND
+
+    async def end(self, *, abandoned: bool) -> None:
+        """See Part. Units that Envoy has not reported count as spent."""
+
+    def shown(self) -> str:
+        """See Part."""
+        found = self._ledger.current
+        return "nothing yet" if found is None else f"{found.units} granted last"

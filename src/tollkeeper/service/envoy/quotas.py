@@ -49,7 +49,7 @@ from tollkeeper.service.envoy.buckets import (
     resolve,
 )
 from tollkeeper.service.envoy.descriptors import VALUE_LENGTH_MAX, countable, request_of
-from tollkeeper.service.envoy.parts import Action, Part, RatePart
+from tollkeeper.service.envoy.parts import Action, GrantPart, Part, RatePart
 from tollkeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
@@ -383,7 +383,7 @@ class QuotaService:
         if isinstance(target, Assigned):
             if not stream.may_assign(bucket, target.rule):
                 target = on_failure_of(target.checks, "too_many_buckets", self._on_failure)
-            elif cells is None or target.quota == "grants":  # which are not assigned yet
+            elif cells is None:
                 target = on_failure_of(target.checks, "store", self._on_failure)
         before = bucket.target
         stream.use(bucket, target)
@@ -398,12 +398,18 @@ class QuotaService:
         if isinstance(target, Assigned) and cells is not None:
             # A share that an Envoy takes over keeps its tokens; a blanket answer has removed them.
             name = "" if bucket.answer is not None else stream.name
-            bucket.part = self._part_of(target, cells, name)
+            bucket.part = self._part_of(bucket, target, cells, name)
             self._sharing.setdefault(bucket.part.cell, set()).add(bucket)
             bucket.part.note(*bucket.reported, bucket.reported_ns)
 
-    def _part_of(self, target: Assigned, cells: Cells, name: str) -> Part:
-        return RatePart(cells, target.checks[0], name, self._clock.now_ns)
+    def _part_of(self, bucket: QuotaBucket, target: Assigned, cells: Cells, name: str) -> Part:
+        now_ns = self._clock.now_ns
+        if target.quota == "rate":
+            return RatePart(cells, target.checks[0], name, now_ns)
+        return GrantPart(self._limiter, bucket.request, target.checks, self._envoys, now_ns)
+
+    def _envoys(self, cell: str) -> int:
+        return len(self._sharing.get(cell, ()))
 
     async def _decided(self, bucket: QuotaBucket, *, renew: bool) -> Action | Blanket | None:
         """Return what to send for a bucket with a part; None to send nothing now."""
@@ -420,11 +426,13 @@ class QuotaService:
             if self._clock.now_ns() + LEFT_NS_MIN < part.until_ns:
                 return None
             return on_failure_of(target.checks, "store", self._on_failure)
+        bucket.again = False
+        if action is None:
+            return None
         if action.changes or (renew and part.waits):
             # What one bucket gives back, or wants, changes what the others get.
             for other in self._sharing.get(part.cell, ()):
                 other.again = other is not bucket
-        bucket.again = False
         return action if renew or action.changes else None
 
     async def _send(
@@ -445,7 +453,7 @@ class QuotaService:
             elif isinstance(answer, Action) and answer.send_by_ns <= now_ns:
                 bucket.again = True
             elif isinstance(answer, Action) and bucket.part is not None:
-                add_assignment(response, bucket.id, answer.strategies)
+                add_assignment(response, bucket.id, answer.strategies, answer.ttl_s)
                 self._count_assignment(answer.kind)
                 bucket.part.sending()
                 parts.append(bucket.part)
