@@ -46,7 +46,7 @@ from tollkeeper.service.grpc._http2 import (
 )
 
 STREAMING = "/test.Test/stream"
-ENHANCE_YOUR_CALM, PROTOCOL_ERROR, CANCEL, REFUSED_STREAM = 11, 1, 8, 7
+PROTOCOL_ERROR, INTERNAL_ERROR, REFUSED_STREAM, CANCEL, ENHANCE_YOUR_CALM = 1, 2, 7, 8, 11
 
 
 def server(**changed: int) -> Server:
@@ -529,7 +529,7 @@ def test_a_header_block_that_repeats_a_large_field() -> None:
     large = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4_000  # a literal that the table keeps
     block = frames.hpack.Encoder().encode(request()) + large + b"\xbe" * 5_000
     assert session(frame(HEADERS, block, flags=END_HEADERS, stream=1)) == []
-    assert session.reply_to(1).reset is not None
+    assert session.reply_to(1).reset == INTERNAL_ERROR
     assert session(call(b"", 3))[0][0] == CALL
 
 
