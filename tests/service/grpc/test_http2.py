@@ -8,6 +8,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.service.grpc.frames import (
     OPENING,
     PING,
     SETTINGS,
+    Response,
     Responses,
     call,
     frame,
@@ -44,11 +46,10 @@ WAIT_SECONDS = 10.0
 
 @asynccontextmanager
 async def serving(
-    method: Any, *, at_once: bool = True, bounds: Bounds | None = None
+    method: Any, bounds: Bounds | None = None
 ) -> AsyncIterator[tuple[http2.Http2Server, Any]]:
     """Run a server with one method, and return a client's function for it."""
-    methods = Methods({PATH: method}, at_once=frozenset({PATH} if at_once else ()))
-    server = await http2.start(methods, "127.0.0.1:0", None, bounds or Bounds())
+    server = await http2.start(Methods({PATH: method}), "127.0.0.1:0", None, bounds or Bounds())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield server, channel.unary_unary(PATH)
@@ -61,20 +62,30 @@ async def code_of(sent: Any) -> str:
     return str((await sent.code()).name)
 
 
-async def test_a_method_that_ends_at_once_runs_in_no_task() -> None:
-    """It is called by the protocol itself."""
+async def test_a_method_that_waits_for_nothing_gets_no_task() -> None:
+    """A task would cost more than everything else."""
+    tasks = []
 
-    async def method(_: bytes, __: GrpcCall) -> bytes:
-        return b"no" if asyncio.current_task() is None else b"yes"
+    def made(loop: Any, running: Any, **options: Any) -> asyncio.Task[Any]:
+        tasks.append(running)
+        return asyncio.Task(running, loop=loop, **options)
 
-    async with serving(method) as (_, client):
-        assert await client(b"", timeout=WAIT_SECONDS) == b"no"
-    async with serving(method, at_once=False) as (_, client):
-        assert await client(b"", timeout=WAIT_SECONDS) == b"yes"
+    async def method(content: bytes, _: GrpcCall) -> bytes:
+        if content:
+            await asyncio.sleep(0)
+        return b""
+
+    async with serving(method) as (server, _), connected(server) as client:
+        client.writer.write(OPENING)
+        await client.until(lambda got: got.frames)
+        asyncio.get_running_loop().set_task_factory(made)
+        for stream, content, expected in ((1, b"", 0), (3, b"wait", 1)):
+            client.writer.write(call(content, stream))
+            await client.replied(stream)
+            assert len(tasks) == expected
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-async def test_a_method_that_waits_goes_on_in_a_task(at_once: bool) -> None:
+async def test_a_method_that_waits_goes_on_in_a_task() -> None:
     """After its first step, several times, with exceptions from what it waits for."""
 
     async def method(content: bytes, _: GrpcCall) -> bytes:
@@ -87,9 +98,43 @@ async def test_a_method_that_waits_goes_on_in_a_task(at_once: bool) -> None:
             await asyncio.sleep(0)
         return content * 2
 
-    async with serving(method, at_once=at_once) as (server, client):
+    async with serving(method) as (server, client):
         assert await client(b"ab", timeout=WAIT_SECONDS) == b"abab"
         assert server.calls == 0
+
+
+async def test_the_first_step_of_a_method_may_need_a_task() -> None:
+    """Timeouts, groups and context variables work as in a task."""
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        token = variable.set(variable.get() + 1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asyncio.Event().wait()
+        async with asyncio.timeout(WAIT_SECONDS), asyncio.TaskGroup() as group:
+            task = group.create_task(asyncio.sleep(0, variable.get()))
+        variable.reset(token)
+        return b"%d" % task.result()
+
+    async def grouped(_: bytes, __: GrpcCall) -> bytes:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_fails())
+                await asyncio.Event().wait()
+        except* ValueError:
+            pass
+        return b"cancelled by its group"
+
+    async with serving(method) as (_, client):
+        replies = [client(b"", timeout=WAIT_SECONDS) for _ in range(3)]
+        assert await asyncio.gather(*replies) == [b"1"] * 3
+    async with serving(grouped) as (_, client):
+        assert await client(b"", timeout=WAIT_SECONDS) == b"cancelled by its group"
+
+
+async def _fails() -> None:
+    raise ValueError("expected")
 
 
 @pytest.mark.parametrize("first_waits", [True, False])
@@ -122,6 +167,11 @@ class Client:
                 assert data, "the server closed the connection"
                 self.responses.read(data)
         return self.responses
+
+    async def replied(self, stream: int) -> Response:
+        """Read until a call has its status."""
+        found = await self.until(lambda got: got.streams.get(stream, Response()).is_complete)
+        return found.streams[stream]
 
     async def closed(self) -> Responses:
         """Read until the server closes the connection."""
@@ -167,8 +217,8 @@ async def test_a_call_whose_deadline_has_passed_does_not_run() -> None:
 
     async with serving(method) as (server, _), connected(server) as client:
         client.writer.write(OPENING + call(b"", 1, request(grpc_timeout="0n")))
-        found = await client.until(lambda got: 1 in got.streams and got.streams[1].is_complete)
-        assert found.streams[1].status == "4"
+        reply = await client.replied(1)
+        assert reply.status == "4"
 
 
 async def test_a_flood_ends_its_connection_only() -> None:
@@ -266,8 +316,8 @@ async def test_streams_leave_room_for_other_calls() -> None:
             found = await client.until(lambda got: 5 in got.streams)
             assert found.streams[5].status == "8"
             client.writer.write(call(b"a", 7))
-            found = await client.until(lambda got: 7 in got.streams and got.streams[7].is_complete)
-            assert found.streams[7].status == "0"
+            reply = await client.replied(7)
+            assert reply.status == "0"
     finally:
         await server.stop(0)
 
@@ -414,8 +464,8 @@ async def test_a_request_in_pieces() -> None:
         client.writer.write(OPENING + headers(request(), 1))
         await client.until(lambda got: got.frames)
         client.writer.write(frame(0, message(b"abc"), flags=1, stream=1))
-        found = await client.until(lambda got: 1 in got.streams and got.streams[1].is_complete)
-        assert found.streams[1].data == message(b"abc")
+        reply = await client.replied(1)
+        assert reply.data == message(b"abc")
 
 
 async def test_a_socket_file_is_replaced(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ clock. This module calls its `tick` once a second. The connection decides by the
 which clients are too slow, too quiet or too busy.
 
 **The fast path.** A batch of bytes with calls costs one `receive`, one step of each method, one
-`reply` each and one `write`. A method in `Methods.at_once` makes its first step without a task.
-Only if it has to wait is a task created for the rest of it.
+`reply` each and one `write`. A unary method makes its first step at once. Most end in it. Only for
+one that waits is a task created, which runs the rest of it. In the first step `current_task` is a
+stand-in for that task, because `asyncio.timeout` asks for it.
 
 **Shutdown.** The listeners close. Each client gets a notice (GOAWAY with the highest id), so that
 it opens no more streams here. When it has confirmed that, the final GOAWAY follows, and the
@@ -20,8 +21,10 @@ import logging
 import socket
 import ssl
 from asyncio import AbstractEventLoop, Future, Task, TimerHandle
+from asyncio.tasks import _enter_task, _leave_task
 from collections import Counter, deque
 from collections.abc import Coroutine, Generator
+from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
 from types import coroutine
@@ -98,12 +101,16 @@ async def start(
     """Start a server. Raises OSError if it cannot listen, ConfigError for unusable TLS files."""
     certificate = None if tls is None else _Certificate(tls)
     server = Http2Server(methods, bounds, certificate)
-    if address.startswith("unix:"):
-        await server.listen_on_path(address.removeprefix("unix:").removeprefix("//"))
-    else:
-        host, _, port = address.rpartition(":")
-        for each in await _sockets(host.removeprefix("[").removesuffix("]"), int(port)):
-            await server.listen(each)
+    try:
+        if address.startswith("unix:"):
+            await server.listen_on_path(address.removeprefix("unix:").removeprefix("//"))
+        else:
+            host, _, port = address.rpartition(":")
+            for each in await _sockets(host.removeprefix("[").removesuffix("]"), int(port)):
+                await server.listen(each)
+    except BaseException:
+        await server.stop(0)
+        raise
     return server
 
 
@@ -206,7 +213,7 @@ class Http2Server:
         """Use `start`."""
         self.unary = {path.encode(): method for path, method in methods.unary.items()}
         self.streaming = {path.encode(): method for path, method in methods.streaming.items()}
-        self.at_once = frozenset(path.encode() for path in methods.at_once)
+        self.first_step = _FirstStep()
         self.calls = 0
         self.calls_max = bounds.calls
         # Streams last. Half of the calls are left to others.
@@ -420,6 +427,27 @@ class _InFlight:
             self._timer.cancel()
 
 
+class _FirstStep:
+    """The current task while a method makes its first step; stands for the task it gets later."""
+
+    __slots__ = ("task",)
+
+    def __init__(self) -> None:
+        self.task: Task[Any] | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        return self.task is not None and self.task.cancel(msg)
+
+    def done(self) -> bool:
+        return self.task is not None and self.task.done()
+
+    def cancelling(self) -> int:
+        return 0 if self.task is None else self.task.cancelling()
+
+    def uncancel(self) -> int:
+        return 0 if self.task is None else self.task.uncancel()
+
+
 @coroutine
 def _resumed(started: Coroutine[Any, Any, bytes], waits_for: Any) -> Generator[Any, Any, bytes]:
     """Go on with a coroutine that has made its first step outside of a task."""
@@ -605,17 +633,22 @@ class _Connection(asyncio.Protocol):
         running = cast(
             "Coroutine[Any, Any, bytes]", method(message, _Call(self.loop, metadata, due_s))
         )
-        if path in server.at_once:
-            try:
-                waits_for = running.send(None)
-            except StopIteration as done:
-                self._http2.reply(stream, done.value)
-                return
-            except Exception as error:
-                self._tell(stream, told_of(error))
-                return
-            running = cast("Coroutine[Any, Any, bytes]", _resumed(running, waits_for))
-        self._track(stream, running, due_s, None)
+        context = copy_context()
+        first = cast("Task[Any]", server.first_step)
+        _enter_task(self.loop, first)
+        try:
+            waits_for = context.run(running.send, None)
+        except StopIteration as done:
+            self._http2.reply(stream, done.value)
+            return
+        except Exception as error:
+            self._tell(stream, told_of(error))
+            return
+        finally:
+            _leave_task(self.loop, first)
+        rest = cast("Coroutine[Any, Any, bytes]", _resumed(running, waits_for))
+        server.first_step.task = self._track(stream, rest, due_s, None, context)
+        server.first_step = _FirstStep()
 
     def _start_streaming(self, stream: int, path: bytes, metadata: bytes, timeout_ns: int) -> None:
         server = self._server
@@ -625,7 +658,8 @@ class _Connection(asyncio.Protocol):
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
         call = _StreamingCall(self, stream, metadata, due_s)
-        self._track(stream, cast("Coroutine[Any, Any, None]", method(call)), due_s, call)
+        running = cast("Coroutine[Any, Any, None]", method(call))
+        self._track(stream, running, due_s, call, None)
 
     def _refuse(
         self, stream: int, method: UnaryMethod | StreamingMethod | None, timeout_ns: int
@@ -641,8 +675,9 @@ class _Connection(asyncio.Protocol):
         running: Coroutine[Any, Any, bytes | None],
         due_s: float | None,
         call: _StreamingCall | None,
-    ) -> None:
-        task: Task[bytes | None] = self.loop.create_task(running)
+        context: Context | None,
+    ) -> Task[bytes | None]:
+        task: Task[bytes | None] = self.loop.create_task(running, context=context)
         timer = None
         if due_s is not None:
             timer = self.loop.call_at(due_s, self._cancel, stream, TOO_LATE)
@@ -650,6 +685,7 @@ class _Connection(asyncio.Protocol):
         self._server.calls += 1
         self._server.streaming_calls += call is not None
         task.add_done_callback(partial(self._done, stream))
+        return task
 
     def _done(self, stream: int, task: Task[bytes | None]) -> None:
         in_flight = self._in_flight.pop(stream)
