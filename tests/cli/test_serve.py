@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.service_process import run_to_end
 from tollkeeper.cli.main import app
 from tollkeeper.service.process import startup
 from tollkeeper.service.process.settings import NAMES
@@ -33,16 +32,19 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
         assert f"TOLLKEEPER_{name.upper()}" in text, name
 
 
-def test_port_variable_set_by_kubernetes_is_ignored(tmp_path: Path) -> None:
+def test_port_variable_set_by_kubernetes_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kubernetes sets TOLLKEEPER_PORT to an address if a service is called tollkeeper."""
+    monkeypatch.setattr(startup.logging.config, "dictConfig", lambda _: None)
     # Without tokens, this fails after all settings are read and before a port is bound.
     options = ["serve", "--data", str(tmp_path), "--host", "0.0.0.0"]
     address = "tcp://10.0.0.7:8080"
-    given = run_to_end(options, TOLLKEEPER_PORT=address)
+    given = run.invoke(app, options, env={"TOLLKEEPER_PORT": address})
     assert "--insecure-no-tokens" in given.stderr
-    typed = run_to_end([*options, "--port", address])
+    typed = run.invoke(app, [*options, "--port", address])
     assert "Invalid value for '--port'" in typed.stderr
-    wrong = run_to_end(options, TOLLKEEPER_PORT="eighty")
+    wrong = run.invoke(app, options, env={"TOLLKEEPER_PORT": "eighty"})
     assert "'eighty' is not a whole number" in wrong.stderr
 
 
@@ -55,6 +57,12 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--tls-cert", "a", "--tls-key", "b"], 2, "cannot be read"),
     (["--config", "missing.yaml"], 2, "missing.yaml"),
     (["--on-failure", "perhaps"], 2, "open, closed"),
+    (["--record", "mysql://host/name"], 2, "mysql"),
+    (["--sample", "2"], 2, "--sample 2 is not between 0 and 1"),
+    (["--record-subjects", "some"], 2, "plain, hashed, none"),
+    (["--keep-usage", "0"], 2, "--keep-usage 0 is not between 1"),
+    (["--keep-rows", "5"], 2, "--keep-rows 5 is not between 10"),
+    (["--keep-megabytes", "1"], 2, "--keep-megabytes 1 is not between 64"),
 ]
 
 

@@ -36,7 +36,7 @@ from tollkeeper.core.errors import TollkeeperError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.rules.document.reading import read
 
-SECONDS = 6.0
+SECONDS = 4.0
 # Tasks, threads, the service, and the node with the wrong clock.
 NODES = 4
 DISK_KILOBYTES = 8_192

@@ -38,14 +38,10 @@ def test_promtool_accepts_the_alerts_and_their_tests_pass(tmp_path: Path) -> Non
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"), [("our alerts.rules.yml", 0.37), ("a: b, #'\"]é.yaml", 1.2)]
-)
-def test_the_tests_pass_with_other_thresholds_and_file_names(
-    name: str, factor: float, tmp_path: Path
-) -> None:
+def test_the_tests_pass_with_other_thresholds_and_file_names(tmp_path: Path) -> None:
     """An operator prints both files with the same options, and names the rules file."""
-    thresholds = {each: value * factor for each, value in operations.DEFAULTS.items()}
+    name = "a: b, #'\"]é.yaml"
+    thresholds = {each: value * 0.37 for each, value in operations.DEFAULTS.items()}
     (tmp_path / name).write_text(operations.alerts(thresholds), encoding="utf-8")
     tests = tmp_path / "tests.yaml"
     tests.write_text(operations.alert_tests(thresholds, rules_file=name), encoding="utf-8")

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.stub_service import run
@@ -318,25 +317,6 @@ def test_recording_can_be_switched_off(tmp_path: Path) -> None:
             answer = found.send("GET", f"/v1/admin/{path}")
             assert (answer.status, answer.data["error"]["code"]) == (404, "NOT_RECORDED")
         assert not list(found.service.data.glob("records.db*"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--record", "mysql://host/name"), "mysql"),
-        (("--sample", "2"), "--sample 2 is not between 0 and 1"),
-        (("--record-subjects", "some"), "plain, hashed, none"),
-        (("--keep-usage", "0"), "--keep-usage 0 is not between 1"),
-        (("--keep-rows", "5"), "--keep-rows 5 is not between 10"),
-        (("--keep-megabytes", "1"), "--keep-megabytes 1 is not between 64"),
-    ],
-)
-def test_invalid_options_are_rejected_at_startup(options: tuple[str, str], words: str) -> None:
-    """The error names the value and the valid ones."""
-    service = ServiceProcess(RULES, *options)
-    service.launch()
-    until(lambda: service.pid is None, "the service has ended", SECONDS_MAX)
-    assert words in service.log_text()
 
 
 def test_the_service_starts_without_its_records_database(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tollkeeper.lab.regions import (
 from tollkeeper.lab.trials import SEED_BITS
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
-SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "10"))
+SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "5"))
 MINUTE = (Limit(600, per=60),)
 STEADY = (Limit(300, per=60, capacity=60),)
 
@@ -127,6 +127,7 @@ PLANTED: dict[str, tuple[planted.Plant, RegionsPlan, str]] = {
 }
 
 
+@pytest.mark.long  # 20 runs, which test the simulator
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checker fails on a defect, and finds nothing without it."""

@@ -40,7 +40,7 @@ STEPS_MAX = 25
 
 _EXPLORE = int(os.environ.get("TOLLKEEPER_EXPLORE", "0"))
 # Without TOLLKEEPER_EXPLORE the examples are the same on every run: more of them find nothing new.
-_SHARE = Fraction(_EXPLORE or Fraction(1, 2))
+_SHARE = Fraction(_EXPLORE or Fraction(1, 3))
 
 
 def promise(
@@ -48,8 +48,8 @@ def promise(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test as a property of the `drawn` values, with up to `max_examples` examples.
 
-    A run without TOLLKEEPER_EXPLORE tries half of them, the same ones every time. A slow store runs
-    the share that its factory sets. There is no deadline, because a shared machine stalls at times.
+    A run without TOLLKEEPER_EXPLORE tries a third of them, the same ones every time. A slow store
+    runs the share that its factory sets. There is no deadline: a shared machine stalls at times.
 
     Without `shrink`, the property ends at its first failure. This is for properties that are known
     to fail: shrinking an example takes ten times as long as finding it.
