@@ -736,6 +736,22 @@ def test_of_two_changes_at_once_one_is_refused() -> None:
     run(main())
 
 
+def test_a_change_waits_once_for_a_region_that_is_gone() -> None:
+    """An operator who removes a lost region waits for one deadline, and learns of the error."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap")
+        await world.started()
+        world.cut("eu", "ap")
+        operator = RegionSync("eu", world.table, slow_stores(world, "eu"))
+        began_s = asyncio.get_running_loop().time()
+        unreached = await operator.change_shares(dict.fromkeys(("eu", "us"), Fraction(1, 2)))
+        assert unreached == {"ap": "no answer within 2 s"}
+        assert asyncio.get_running_loop().time() - began_s < 3
+
+    run(main())
+
+
 def slow_stores(world: World, region: str) -> dict[str, RegionalCounts]:
     """Return the stores as an operator of a region reaches them."""
     process = Process(world, region, "operator")

@@ -686,12 +686,13 @@ class RegionSync:
                 f"first. Those that are set up are {', '.join(self.names)}"
             )
         share_table(1, shares)  # raises before anything is read
-        found = await self._tables()
+        found, failed = await self._tables({})
         wanted = share_table(max([1, *(table.version for table in found)]) + 1, shares)
         text = wanted.text()
         await in_time(self._exchange.own.note(TABLE_NOTE, text), LINK_S)
-        written = await self._for_others(lambda store: store.note(TABLE_NOTE, text))
-        newest = max(await self._tables(), key=lambda table: table.epoch, default=wanted)
+        written = await self._for_others(lambda store: store.note(TABLE_NOTE, text), failed)
+        found, _ = await self._tables(failed)
+        newest = max(found, key=lambda table: table.epoch, default=wanted)
         if newest != wanted:
             raise ChangeRefused(
                 f"another change of the shares was made at the same time: "
@@ -701,27 +702,34 @@ class RegionSync:
             )
         return {peer: str(each) for peer, each in written.items() if each is not None}
 
-    async def _tables(self) -> list[ShareTable]:
-        """Return the newest table in each store that answers. The own store must."""
+    async def _tables(
+        self, failed: Mapping[str, StoreError]
+    ) -> tuple[list[ShareTable], dict[str, StoreError]]:
+        """Return the newest table in each store that answers, and the errors of the others.
+
+        The own store must answer.
+        """
         own = await in_time(self._exchange.own.notes(), LINK_S)
-        read = await self._for_others(lambda store: store.notes())
+        read = await self._for_others(lambda store: store.notes(), failed)
+        errors = {peer: each for peer, each in read.items() if isinstance(each, StoreError)}
         found = [newest_table(each) for each in [own, *read.values()] if isinstance(each, dict)]
-        return [table for table in found if table is not None]
+        return [table for table in found if table is not None], errors
 
     async def _for_others(
-        self, call: Callable[[RegionalCounts], Awaitable[T]]
+        self, call: Callable[[RegionalCounts], Awaitable[T]], failed: Mapping[str, StoreError]
     ) -> dict[str, T | StoreError]:
-        """Call the store of every other region, all at once."""
+        """Call the store of every other region, all at once; not those that have failed before."""
 
-        async def called(store: RegionalCounts) -> T | StoreError:
+        async def called(peer: str) -> T | StoreError:
+            if peer in failed:  # an operator waits for one deadline, not for one for each call
+                return failed[peer]
             try:
-                return await in_time(call(store), LINK_S)
+                return await in_time(call(self._stores[peer]), LINK_S)
             except StoreError as error:
                 return error
 
-        others = self._exchange.others
-        found = await asyncio.gather(*map(called, others.values()))
-        return dict(zip(others, found, strict=True))
+        others = tuple(self._exchange.others)
+        return dict(zip(others, await asyncio.gather(*map(called, others)), strict=True))
 
     def on_excess(self, listener: OnExcess) -> None:
         """Call `listener` with rule, subject, other region and units of each excess."""
