@@ -221,12 +221,12 @@ def over_of(limit: Limit, found: Sequence[Sent]) -> int:
 
 def central(limit: Limit, found: Sequence[Sent]) -> int:
     """Return how many of these requests one central limiter admits."""
-    clock = ManualClock(0)
+    # Not at 0: windows begin by the clock.
+    clock = ManualClock(min(each.sent_ns for each in found) // NS_PER_SECOND)
     with Limiter(limit, clock=clock) as limiter:
         admitted = 0
-        began_ns = min(each.sent_ns for each in found)
         for each in sorted(found, key=lambda one: one.sent_ns):
-            clock.advance(max((each.sent_ns - began_ns - clock.now_ns()) / NS_PER_SECOND, 0))
+            clock.advance(max((each.sent_ns - clock.now_ns()) / NS_PER_SECOND, 0))
             admitted += limiter.check(each.user).allowed
     return admitted
 

@@ -1,18 +1,20 @@
 """Five regions on this machine: real services and Redis servers, joined by slow links.
 
-    python -m bench.regions              # a few minutes
-    python -m bench.regions --seconds 20 --only exact
+    python -m bench.regions              # seven minutes; each figure with its goal
+    python -m bench.regions --only exact known
 
 One of the regions has a Redis Cluster (3 primaries, 3 replicas). Messages between two regions take
 50 to 150 ms in each direction. The services run in processes of their own; this process relays
 between the regions and sends the requests, at a bounded rate.
 
-exact       subjects below their limit, in one or all regions; a subject that moves; cold bursts
-partitions  load at three times the limit in all regions while links are cut, for each algorithm
+exact       subjects at 0.9 times a limit of a minute, whose buckets are filled to 0.8 before; a
+            subject that moves; cold bursts
+partitions  load at twice the limit in all regions while links are cut, for each algorithm
 eventual    subjects at 0.9, 2 and 10 times the limit, from all regions together
-known       from the answer to a check until all other regions know of it, less the link's delay
+known       from a check until all other regions know of it, less the link's delay
 p99         checks of global rules beside a regional rule on the same Redis
 bytes       between all regions, for subjects that send one request a minute
+redis       on a server of its own: time of a check, memory of a subject, bytes of a report
 
 failed      checks that a service could not decide: its Redis did not answer in time
 over        units above the limit in the worst interval, by the history checker of `tests/faults`
@@ -28,13 +30,15 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.faults.checker import Admitted, excess
+from tests.redis_servers import Single
 from tests.region_links import NAMES, RegionServers
 from tests.service_process import ServiceProcess
 
@@ -42,23 +46,30 @@ from bench.fleet import NodeClient, Sent, central, progress
 from bench.measure import SEED
 from tollkeeper import Limit
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import ALGORITHM_NAMES
-from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
+from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from tollkeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
+from tollkeeper.decide.store import Gate, Store
 from tollkeeper.decide.stores import open_store
+from tollkeeper.regions.status import STATUS_NOTE
 
 EU, US, AP, SA, AF = NAMES
 CLUSTER: Final = AP
-PARTS: Final = ("exact", "partitions", "eventual", "known", "p99", "bytes")
+PARTS: Final = ("exact", "partitions", "eventual", "known", "p99", "bytes", "redis")
 MINUTE: Final = Limit(1_000, per=60)
 RATE: Final = MINUTE.limit / 60
-# Short enough for the partitions, and as long as five regions need: 2 s for each.
-SHORT_LIMIT, SHORT_PER_S = 100, 10
+# Exact limits, by each algorithm. Buckets are filled so far, in this time.
+EXACT_LIMIT: Final = 600
+EXACT_RATE: Final = EXACT_LIMIT / 60
+FILLED, FILLED_S = 0.8, 17.0
+# The limits of the partitions: as short as five regions allow, 2 s for each. The share of the
+# bucket is used up before the links are cut.
+SHORT_LIMIT, SHORT_PER_S, SHORT_CAPACITY = 200, 10, 60
 DELAY_S: Final = (0.05, 0.15)
 MOVES_S: Final = 10.0
 MOVED_S: Final = 2.0
-PARTITION_S, LONG_PARTITION_S = 12.0, 25.0
-SETTLED_S: Final = 3.0
-SUBJECTS: Final = (1_000, 10_000, 100_000)
+# Load before a cut; the time in which all leaders find it; the time after that; and after healing.
+BEFORE_S, FOUND_S, PARTITION_S, AFTER_S = 5.0, 7.0, 18.0, 2.0
+SUBJECTS: Final = (10_000, 100_000)
 BYTES_S: Final = 8.0
 KNOWN_SAMPLES: Final = 400
 KNOWN_EVERY_S: Final = (0.05, 0.15)
@@ -67,6 +78,16 @@ KNOWN_S_MAX: Final = 10.0
 READY_S_MAX: Final = 120.0
 CHECKS: Final = 1_000
 AT_ONCE_MAX: Final = 200
+SECONDS: Final = 75.0
+
+
+class Figure(NamedTuple):
+    """One printed line."""
+
+    name: str
+    value: str
+    goal: str = ""
+    met: bool = True
 
 
 class Planned(NamedTuple):
@@ -85,16 +106,24 @@ class Got(NamedTuple):
     sent: Sent
 
 
+def exact_limit(algorithm: str) -> Limit:
+    """Return the limit of the exact rules, by one algorithm."""
+    return Limit(EXACT_LIMIT, per=60, algorithm=algorithm)  # type: ignore[arg-type]  # known
+
+
 def short_limit(algorithm: str) -> Limit:
     """Return the limit of the partitions, by one algorithm."""
-    return Limit(SHORT_LIMIT, per=SHORT_PER_S, algorithm=algorithm)  # type: ignore[arg-type]  # known
+    capacity = SHORT_CAPACITY if algorithm in BUCKETS else 0
+    return Limit(SHORT_LIMIT, per=SHORT_PER_S, algorithm=algorithm, capacity=capacity)  # type: ignore[arg-type]  # known
 
 
 def document() -> dict[str, Any]:
-    """Return the rules: of a minute for each mode, and short exact ones for each algorithm."""
+    """Return the rules: of a minute for each mode, and short exact ones, for each algorithm."""
 
     def rule(name: str, limit: Limit, across: str) -> dict[str, Any]:
         written = {"limit": limit.limit, "per": f"{limit.per:g}s", "algorithm": limit.algorithm}
+        if limit.algorithm in BUCKETS:
+            written["capacity"] = limit.capacity
         found = {
             "id": name,
             "match": {"endpoint": f"/{name}"},
@@ -106,7 +135,8 @@ def document() -> dict[str, Any]:
             found if across == "region" else {**found, "scope": "global", "across_regions": across}
         )
 
-    rules = [rule(across, MINUTE, across) for across in ("exact", "eventual", "region")]
+    rules = [rule("eventual", MINUTE, "eventual")]
+    rules += [rule(f"exact-{each}", exact_limit(each), "exact") for each in ALGORITHM_NAMES]
     rules += [rule(f"short-{each}", short_limit(each), "exact") for each in ALGORITHM_NAMES]
     return {"version": 1, "rules": rules}
 
@@ -128,6 +158,9 @@ class World:
         self.clients = {
             region: NodeClient(each.url, may_fail=True) for region, each in services.items()
         }
+        eu = self.servers.servers[EU]
+        assert isinstance(eu, Single)
+        self._eu = stack.enter_context(closing(eu.client()))
         self.stores = {region: open_store(self.servers.uri(region)) for region in NAMES}
         for store in self.stores.values():
             stack.callback(store.close)
@@ -143,17 +176,23 @@ class World:
         assert found is not None
         return found
 
+    async def links(self, region: str) -> set[str]:
+        """Return the states of the links of a region, as its leader has noted them."""
+        note = json.loads((await self.counts(region).notes()).get(STATUS_NOTE, "{}"))
+        return {each["state"] for each in note.get("links", [{"state": "down"}])}
+
     async def until_synced(self) -> None:
         """Wait until all regions exchange totals."""
         ends_s = time.monotonic() + READY_S_MAX
         for region in NAMES:
-            while True:
-                note = json.loads((await self.counts(region).notes()).get("status", "{}"))
-                states = {each["state"] for each in note.get("links", [{"state": "down"}])}
-                if states == {"up"}:
-                    break
-                assert time.monotonic() < ends_s, f"{region} does not work: {note}"
+            while (states := await self.links(region)) != {"up"}:
+                assert time.monotonic() < ends_s, f"{region} does not work: its links are {states}"
                 await asyncio.sleep(0.1)
+
+    def redis_s(self) -> float:
+        """Return the processor time that the Redis server of eu has used so far."""
+        used = self._eu.info("cpu")
+        return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
     async def send(self, plan: Iterable[Planned]) -> list[Got]:
         """Send each request at its time."""
@@ -180,10 +219,11 @@ def steady(
     per_s: float,
     seconds: float,
     region_at: Callable[[float, random.Random], str],
+    since_s: float = 0.0,
 ) -> Iterator[Planned]:
     """Return the requests of a subject: at random times, each in the region of the moment."""
-    chance = random.Random(f"{SEED} {user}")
-    at_s = chance.expovariate(per_s)
+    chance = random.Random(f"{SEED} {user} {per_s}")
+    at_s = since_s + chance.expovariate(per_s)
     while at_s < seconds:
         yield Planned(at_s, region_at(at_s, chance), endpoint, user)
         at_s += chance.expovariate(per_s)
@@ -224,24 +264,36 @@ def fewer_of(limit: Limit, found: Sequence[Got]) -> int:
 
 # ── Exact ─────────────────────────────────────────────────────────────────────────────────────────
 
+# Subjects below their limits: the algorithm, and where their requests are.
+BELOW: Final = {
+    "in one region": ("token_bucket", lambda *_: SA),
+    "mostly in one region": ("token_bucket", mostly_eu),
+    "in another region every 10 s": ("token_bucket", moving),
+    **{f"in all regions, {each}": (each, anywhere) for each in ALGORITHM_NAMES},
+}
+
 
 async def measure_exact(world: World, seconds: float) -> dict[str, Any]:
     """Return the figures of exact limits while all links work."""
     plan = [
-        *steady("exact", "one region", 0.9 * RATE, seconds, lambda *_: SA),
-        *steady("exact", "all regions", 0.9 * RATE, seconds, anywhere),
-        *steady("exact", "mostly one", 0.9 * RATE, seconds, mostly_eu),
-        *steady("exact", "moves below", 0.9 * RATE, seconds, moving),
-        *steady("exact", "moves above", 2.0 * RATE, seconds, moving),
+        *steady("exact-token_bucket", "moves above", 2.0 * EXACT_RATE, seconds, moving),
         # It is at its limit from the first move on.
-        *steady("exact", "moves above", MINUTE.limit / MOVES_S, MOVES_S, anywhere),
+        *steady("exact-token_bucket", "moves above", EXACT_LIMIT / MOVES_S, MOVES_S, anywhere),
     ]
+    for user, (algorithm, region_at) in BELOW.items():
+        endpoint, since_s = f"exact-{algorithm}", 0.0
+        if algorithm in BUCKETS:
+            per_s = FILLED * EXACT_LIMIT / FILLED_S + EXACT_RATE
+            plan += steady(endpoint, user, per_s, FILLED_S, region_at)
+            since_s = FILLED_S
+        plan += steady(endpoint, user, 0.9 * EXACT_RATE, seconds, region_at, since_s)
     found = await world.send(plan)
-    below = ["one region", "all regions", "mostly one", "moves below"]
+    limits = {user: exact_limit(algorithm) for user, (algorithm, _) in BELOW.items()}
+    limits["moves above"] = exact_limit("token_bucket")
     return {
-        "over": max(over_of(MINUTE, of(found, user)) for user in {each.user for each in plan}),
-        "fewer": {user: fewer_of(MINUTE, of(found, user)) for user in below},
-        "sent": {user: len(of(found, user)) for user in below},
+        "over": max(over_of(limit, of(found, user)) for user, limit in limits.items()),
+        "fewer": {user: fewer_of(limits[user], of(found, user)) for user in BELOW},
+        "sent": {user: len(of(found, user)) for user in BELOW},
         "failed": sum(each.sent.failed for each in found),
         "moved": moved_rate(of(found, "moves above"), seconds),
         "burst": await measure_bursts(world),
@@ -259,8 +311,8 @@ def moved_rate(found: Sequence[Got], seconds: float) -> float:
         asked = [each for each in found if since_s <= each.planned.at_s < ends_s]
         admitted = sum(each.sent.allowed for each in asked)
         if len(asked) > admitted:
-            rates.append(admitted / (ends_s - since_s) / RATE)
-    return min(rates, default=1.0)
+            rates.append(admitted / (ends_s - since_s) / EXACT_RATE)
+    return min(rates, default=0.0)
 
 
 async def measure_bursts(world: World) -> dict[str, int]:
@@ -268,8 +320,8 @@ async def measure_bursts(world: World) -> dict[str, int]:
     plan = [
         Planned(0.0, region, f"short-{algorithm}", f"burst-{region}")
         for algorithm in ALGORITHM_NAMES
-        for region in NAMES
-        for _ in range(SHORT_LIMIT // len(NAMES) + 5)
+        for region in (EU, AP, SA)
+        for _ in range(short_limit(algorithm).capacity // len(NAMES) + 5)
     ]
     found = await world.send(plan)
     first: dict[tuple[str, str], Got] = {}
@@ -288,16 +340,28 @@ async def measure_bursts(world: World) -> dict[str, int]:
     return {"denied": len(first), "true": true}
 
 
+def exact_figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Return the lines of exact limits."""
+    yield Figure("over in any interval", f"{found['over']}", "0", found["over"] == 0)
+    for user, fewer in found["fewer"].items():
+        value = f"{fewer} of {found['sent'][user]:,}"
+        yield Figure(f"fewer at 0.9, {user}", value, "0", fewer <= 0)
+    moved, burst = found["moved"], found["burst"]
+    yield Figure("rate in another region, 2 s later", f"{moved:.2f}", ">= 0.95", moved >= 0.95)
+    value, is_true = f"{burst['true']} of {burst['denied']}", burst["true"] == burst["denied"] > 0
+    yield Figure("retry_after of a cold burst is true", value, "all", is_true)
+    yield Figure("failed", f"{found['failed']}")
+
+
 # ── Partitions ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which links are cut, and how long."""
+    """Which links are cut."""
 
     name: str
     cuts: tuple[tuple[str, str], ...]
-    seconds: float = PARTITION_S
 
 
 def _between(some: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -307,15 +371,16 @@ def _between(some: Sequence[str]) -> tuple[tuple[str, str], ...]:
 PARTITIONS: Final = (
     Partition("two and three", _between((EU, US))),
     Partition("one alone", _between((AP,))),
+    Partition("one pair", tuple(permutations((EU, US), 2))),
     Partition("one way", ((EU, US), (EU, AP), (SA, AF))),
-    Partition("all alone", tuple(permutations(NAMES, 2)), LONG_PARTITION_S),
+    Partition("all alone", tuple(permutations(NAMES, 2))),
 )
 
 
 async def measure_partition(world: World, partition: Partition) -> dict[str, Any]:
     """Return the figures of one partition."""
-    seconds = SETTLED_S + partition.seconds + SETTLED_S
-    per_s = 3 * SHORT_LIMIT / SHORT_PER_S
+    seconds = BEFORE_S + FOUND_S + PARTITION_S + AFTER_S
+    per_s = 2 * SHORT_LIMIT / SHORT_PER_S
     plan = [
         each
         for algorithm in ALGORITHM_NAMES
@@ -324,58 +389,93 @@ async def measure_partition(world: World, partition: Partition) -> dict[str, Any
         )
     ]
 
-    async def cut() -> None:
-        await asyncio.sleep(SETTLED_S)
+    async def cut() -> float:
+        await asyncio.sleep(BEFORE_S)
         for pair in partition.cuts:
             world.servers.cut(*pair)
-        await asyncio.sleep(partition.seconds)
+        began_s = time.monotonic()
+        # A call needs both directions, so both ends of a link find it.
+        for region in {name for pair in partition.cuts for name in pair}:
+            while await world.links(region) == {"up"}:  # noqa: ASYNC110 - another process notes it
+                await asyncio.sleep(0.1)
+        found_s = time.monotonic() - began_s
+        await asyncio.sleep(began_s + FOUND_S + PARTITION_S - time.monotonic())
         world.servers.heal()
+        return found_s
 
-    found, _ = await asyncio.gather(world.send(plan), cut())
+    found, found_s = await asyncio.gather(world.send(plan), cut())
     users = {algorithm: of(found, f"{partition.name} {algorithm}") for algorithm in ALGORITHM_NAMES}
+    steps_s = (BEFORE_S, BEFORE_S + FOUND_S, BEFORE_S + FOUND_S + PARTITION_S)
+    buckets = [got for algorithm, got in users.items() if algorithm in BUCKETS]
     return {
         "failed": sum(each.sent.failed for each in found),
         "over": {each: over_of(short_limit(each), got) for each, got in users.items()},
         "admitted": {each: sum(one.sent.allowed for one in got) for each, got in users.items()},
-        "of_share": {
-            each: shares_delivered(users[each], partition.seconds)
-            for each in ("token_bucket", "leaky_bucket")
-        },
+        "found_s": found_s,
+        "first": min(delivered(got, *steps_s[:2]) for got in buckets),
+        "of_share": min(delivered(got, *steps_s[1:]) for got in buckets),
     }
 
 
-def shares_delivered(found: Sequence[Got], seconds: float) -> float:
-    """Return the least that a region has admitted in a partition, as a part of its share."""
-    since_s, ends_s = 2 * SETTLED_S, SETTLED_S + seconds
+def delivered(found: Sequence[Got], since_s: float, ends_s: float) -> float:
+    """Return the least that a region has admitted in this time, as a part of its share."""
     share = SHORT_LIMIT / SHORT_PER_S / len(NAMES)
-    rates = []
-    for region in NAMES:
-        admitted = sum(
-            each.sent.allowed
-            for each in found
-            if each.planned.region == region and since_s <= each.planned.at_s < ends_s
-        )
-        rates.append(admitted / (ends_s - since_s) / share)
-    return min(rates)
+    admitted = dict.fromkeys(NAMES, 0)
+    for each in found:
+        if since_s <= each.planned.at_s < ends_s:
+            admitted[each.planned.region] += each.sent.allowed
+    return min(admitted.values()) / (ends_s - since_s) / share
+
+
+def partition_figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Return the lines of the partitions."""
+    for name, each in found.items():
+        over, share = max(each["over"].values()), each["of_share"]
+        yield Figure(f"{name}: over in any interval", f"{over}", "0", over == 0)
+        yield Figure(f"{name}: of the share", f"{share:.2f}", ">= 0.95", share >= 0.95)
+        first = f"{each['first']:.2f}, found after {each['found_s']:.1f} s"
+        yield Figure(f"{name}: in the first {FOUND_S:g} s", first)
+        admitted = ", ".join(f"{count}" for count in each["admitted"].values())
+        yield Figure(f"{name}: admitted; failed", f"{admitted}; {each['failed']}")
 
 
 # ── Eventual ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def measure_eventual(world: World, seconds: float) -> dict[str, Any]:
-    """Return the figures of eventual limits at several times the limit."""
+    """Return the figures of eventual limits at several times the limit, all at the same time."""
+    users = {f"{times} times": times for times in (0.9, 2, 10)}
+    plan: list[Planned] = []
+    for user, times in users.items():
+        plan += steady("eventual", user, times * RATE, seconds, anywhere)
+        if times < 10:  # the others have used up their bucket after some seconds
+            more = FILLED * MINUTE.limit / FILLED_S + (1 - times) * RATE
+            plan += steady("eventual", user, more, FILLED_S, anywhere)
+    got = await world.send(plan)
     found = {}
-    for times in (0.9, 2, 10):
-        user = f"{times} times"
-        got = await world.send(steady("eventual", user, times * RATE, seconds, anywhere))
+    for user in users:
+        mine = of(got, user)
+        admitted = sum(each.sent.allowed for each in mine)
         found[user] = {
-            "sent": len(got),
-            "admitted": sum(each.sent.allowed for each in got),
-            "failed": sum(each.sent.failed for each in got),
-            "over": over_of(MINUTE, got),
-            "fewer": fewer_of(MINUTE, got),
+            "sent": len(mine),
+            "admitted": admitted,
+            "failed": sum(each.sent.failed for each in mine),
+            "over": over_of(MINUTE, mine),
+            "fewer": fewer_of(MINUTE, mine),
         }
     return found
+
+
+def eventual_figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Return the lines of eventual limits."""
+    for user, each in found.items():
+        over = each["over"] / MINUTE.limit
+        yield Figure(f"{user}: over", f"{each['over']} ({over:.1%})", "<= 1.0%", over <= 0.01)
+        value = f"{each['fewer']} of {each['admitted']:,} ({each['sent']:,} sent)"
+        # However long it takes: a unit in the part of each region is free when the load ends.
+        goal, most = f"<= {len(NAMES)} units", len(NAMES)
+        yield Figure(f"{user}: fewer", value, goal, each["fewer"] <= most)
+        yield Figure(f"{user}: failed", f"{each['failed']}")
 
 
 async def measure_known(world: World) -> dict[str, float]:
@@ -424,15 +524,31 @@ async def _known_s(world: World, region: str, other: str, subject: str, began_ns
         await asyncio.sleep(KNOWN_POLL_S)
 
 
+def known_figures(found: dict[str, float]) -> Iterator[Figure]:
+    """Return the lines of the time until other regions know."""
+    for name in ("p50", "p90", "p99", "max"):
+        took, is_goal = found[f"{name}_ms"], name == "p99"
+        goal = "<= 100 ms" if is_goal else ""
+        yield Figure(f"{name} beyond the link's delay", f"{took:.0f} ms", goal, took <= 100)
+    yield Figure("samples", f"{found['samples']:,.0f}")
+
+
 # ── Costs ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gates(store: Store) -> dict[str, Gate]:
+    """Return a gate of a regional rule, and one of each kind of global rule."""
+    assert store.regional is not None
+    gates = {"region": store.gate((MINUTE,), "region")}
+    modes: tuple[AcrossRegions, ...] = ("exact", "eventual")
+    for mode in modes:
+        gates[mode] = store.regional.global_gate((MINUTE,), mode, mode)
+    return gates
 
 
 def measure_p99(world: World) -> dict[str, dict[str, float]]:
     """Return the time of a check by a regional and by global rules, on the same Redis."""
-    gates = {"region": world.stores[EU].gate((MINUTE,), "region")}
-    modes: tuple[AcrossRegions, ...] = ("exact", "eventual")
-    for mode in modes:
-        gates[mode] = world.counts(EU).global_gate((MINUTE,), mode, mode)
+    gates = _gates(world.stores[EU])
     took: dict[str, list[float]] = {name: [] for name in gates}
     for number in range(CHECKS):
         for name, gate in gates.items():
@@ -449,6 +565,17 @@ def measure_p99(world: World) -> dict[str, dict[str, float]]:
     return found
 
 
+def p99_figures(found: dict[str, dict[str, float]]) -> Iterator[Figure]:
+    """Return the lines of the time of a check."""
+    base = found["region"]
+    for name, each in found.items():
+        yield Figure(f"{name}: p50, p99", f"{each['p50_us']:.0f}, {each['p99_us']:.0f} us")
+        if each is not base:
+            yield Figure(f"{name}: times regional, p50", f"{each['p50_us'] / base['p50_us']:.2f}")
+            times = each["p99_us"] / base["p99_us"]
+            yield Figure(f"{name}: times regional, p99", f"{times:.2f}", "<= 1.20", times <= 1.2)
+
+
 async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
     """Return the bytes between all regions, with subjects that send a request a minute."""
     gates = [
@@ -456,7 +583,7 @@ async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
     ]
     chance = random.Random(SEED)
     per_s = subjects / 60
-    before = world.servers.sent_bytes()
+    before, used_s = world.servers.sent_bytes(), world.redis_s()
     began_s = time.monotonic()
     sent = 0
     while (spent_s := time.monotonic() - began_s) < BYTES_S:
@@ -468,8 +595,83 @@ async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
         )
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
-    bytes_per_s = (world.servers.sent_bytes() - before) / (time.monotonic() - began_s)
-    return {"checks_per_s": sent / BYTES_S, "bytes_per_s": bytes_per_s}
+    took_s = time.monotonic() - began_s
+    return {
+        "checks_per_s": sent / BYTES_S,
+        "bytes_per_s": (world.servers.sent_bytes() - before) / took_s,
+        "redis": (world.redis_s() - used_s) / took_s,
+    }
+
+
+def bytes_figures(found: dict[int, dict[str, float]]) -> Iterator[Figure]:
+    """Return the lines of the traffic."""
+    idle = found[0]["bytes_per_s"]
+    for subjects, each in found.items():
+        value = f"{each['bytes_per_s'] / 1e3:,.0f} kB/s at {each['checks_per_s']:,.0f} checks/s"
+        yield Figure(f"{subjects:,} subjects, all links", value)
+        if subjects:
+            more = (each["bytes_per_s"] - idle) / max(each["checks_per_s"], 1)
+            yield Figure(f"{subjects:,} subjects, for a check", f"{more:,.0f} bytes")
+        value = f"{each['redis']:.1%} of a processor"
+        yield Figure(f"{subjects:,} subjects, the Redis of {EU}", value)
+
+
+async def measure_redis() -> dict[str, float]:
+    """Return what one region costs its Redis, on a server that does nothing else."""
+    with (
+        Single() as server,
+        closing(open_store(f"{server.uri}?deadline_ms=10000")) as store,
+        closing(server.client()) as raw,
+    ):
+        counts = store.regional
+        assert counts is not None
+        _, token = await counts.lead("bench", 3_600 * NS_PER_SECOND)
+        fifth = Fraction(1, len(NAMES))
+        await counts.set_shares(Shares(1, fifth, fifth, 0, NAMES[1:]), token)
+        gates = _gates(store)
+
+        gates["exact"].check("warm", 1)
+        empty = raw.info("memory")["used_memory"]
+
+        def memory() -> float:
+            return float(raw.info("memory")["used_memory"] - empty) / SUBJECTS[0]
+
+        for number in range(SUBJECTS[0]):
+            gates["exact"].check(f"user-{number:06}", 1)
+        found = {"checked_bytes": memory()}
+        reports = await counts.due(2 * SUBJECTS[0], token)
+        done = [Accepted(each.key, each.generation, each.total, each.returned) for each in reports]
+        await counts.accept(1, done, token)
+        found["accepted_bytes"] = memory()
+        before = counts.traffic()
+        for region in NAMES[1:]:
+            await counts.learn(region, 1, reports)
+        found["learnt_bytes"] = memory()
+        messages = len(reports) * len(NAMES[1:])
+        for name, was, now in zip(("report", "answer"), before, counts.traffic(), strict=True):
+            found[f"{name}_bytes"] = (now - was) / messages
+        for name, gate in gates.items():
+            gate.check("warm", 1)
+            used = raw.info("commandstats")["cmdstat_evalsha"]["usec"]
+            for number in range(CHECKS):
+                gate.check(f"cost-{number % 500}", 1)
+            used = raw.info("commandstats")["cmdstat_evalsha"]["usec"] - used
+            found[f"{name}_us"] = used / CHECKS
+        return found
+
+
+def redis_figures(found: dict[str, float]) -> Iterator[Figure]:
+    """Return the lines of one region's Redis."""
+    for name in ("region", "exact", "eventual"):
+        yield Figure(f"server time of a check, {name}", f"{found[f'{name}_us']:.1f} us")
+    value = f"{found['checked_bytes']:.0f}, {found['accepted_bytes']:.0f} bytes"
+    yield Figure("memory of a subject; accepted", value)
+    yield Figure("learnt from four regions as well", f"{found['learnt_bytes']:.0f} bytes")
+    value = f"{found['report_bytes']:.0f}, {found['answer_bytes']:.0f} bytes"
+    yield Figure("a report; its answer", value)
+
+
+# ── All ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def measure_part(part: str, world: World, seconds: float) -> dict[Any, Any]:
@@ -484,6 +686,8 @@ async def measure_part(part: str, world: World, seconds: float) -> dict[Any, Any
         return measure_p99(world)
     if part == "bytes":
         return {count: await measure_bytes(world, count) for count in (0, *SUBJECTS)}
+    if part == "redis":
+        return await measure_redis()
     found = {}
     for each in PARTITIONS:
         progress(f"measuring the partition {each.name} …")
@@ -495,6 +699,7 @@ async def measure_part(part: str, world: World, seconds: float) -> dict[Any, Any
 async def measure_all(seconds: float, only: Sequence[str]) -> dict[str, Any]:
     """Start everything, print the figures of each part and return all."""
     found: dict[str, Any] = {}
+    figures: list[Figure] = []
     with ExitStack() as stack:
         progress("starting five regions …")
         world = World(stack)
@@ -503,85 +708,41 @@ async def measure_all(seconds: float, only: Sequence[str]) -> dict[str, Any]:
             progress(f"measuring {part} …")
             found[part] = await measure_part(part, world, seconds)
             progress("")
-            print(report(part, found[part]), flush=True)
+            lines = list(_FIGURES[part](found[part]))
+            print(report(part, lines), flush=True)
+            figures += lines
         for client in world.clients.values():
             client.close()
+    goals = [each for each in figures if each.goal]
+    missed = [each for each in goals if not each.met]
+    print(f"\n{len(goals) - len(missed)} of {len(goals)} goals are met", flush=True)
     return found
 
 
-def report(part: str, figures: dict[Any, Any]) -> str:
+def report(part: str, figures: Iterable[Figure]) -> str:
     """Return the figures of one part as lines."""
-    return "\n".join([f"\n{part}", *(f"  {line}" for line in _LINES[part](figures))])
+    lines = [f"\n{part}"]
+    for name, value, goal, met in figures:
+        verdict = f"goal {goal:<10} {'met' if met else 'MISSED'}" if goal else ""
+        lines.append(f"  {name:<52} {value:<34} {verdict}".rstrip())
+    return "\n".join(lines)
 
 
-def _exact_lines(figures: dict[str, Any]) -> Iterator[str]:
-    yield f"over in any interval               {figures['over']}"
-    yield f"failed                             {figures['failed']}"
-    for user, fewer in figures["fewer"].items():
-        yield f"fewer, {user + ', 0.9 times':<27} {fewer} of {figures['sent'][user]:,}"
-    yield f"2 s after a move, of the rate      {figures['moved']:.2f}"
-    burst = figures["burst"]
-    yield f"retry_after of a cold burst true   {burst['true']} of {burst['denied']}"
-
-
-def _partition_lines(figures: dict[str, Any]) -> Iterator[str]:
-    for name, each in figures.items():
-        over, least = each["over"].values(), min(each["of_share"].values())
-        admitted = ", ".join(f"{count}" for count in each["admitted"].values())
-        yield (
-            f"{name:<14} over {max(over)}, admitted {admitted}, failed {each['failed']}; "
-            f"{least:.2f} of the share"
-        )
-
-
-def _eventual_lines(figures: dict[str, Any]) -> Iterator[str]:
-    for user, each in figures.items():
-        over = each["over"] / MINUTE.limit
-        yield (
-            f"{user:<10} over {each['over']} ({over:.1%}), fewer {each['fewer']}, "
-            f"failed {each['failed']}, admitted {each['admitted']:,} of {each['sent']:,}"
-        )
-
-
-def _known_lines(figures: dict[str, float]) -> Iterator[str]:
-    took = ", ".join(f"{name} {figures[f'{name}_ms']:.0f}" for name in ("p50", "p90", "p99", "max"))
-    yield f"beyond the link's delay: {took} ms, of {figures['samples']:,.0f}"
-
-
-def _p99_lines(figures: dict[str, dict[str, float]]) -> Iterator[str]:
-    base = figures["region"]
-    for name, each in figures.items():
-        yield (
-            f"{name:<9} p50 {each['p50_us']:.0f} us ({each['p50_us'] / base['p50_us']:.2f}), "
-            f"p99 {each['p99_us']:.0f} us ({each['p99_us'] / base['p99_us']:.2f})"
-        )
-
-
-def _bytes_lines(figures: dict[int, dict[str, float]]) -> Iterator[str]:
-    idle = figures[0]["bytes_per_s"]
-    for count, each in figures.items():
-        more = each["bytes_per_s"] - idle
-        yield (
-            f"{count:>7,} subjects  {each['checks_per_s']:>6,.0f} checks/s  "
-            f"{each['bytes_per_s'] / 1e3:>8,.0f} kB/s  "
-            f"{more / max(each['checks_per_s'], 1):>6,.0f} bytes for a check"
-        )
-
-
-_LINES: Final[dict[str, Callable[[Any], Iterator[str]]]] = {
-    "exact": _exact_lines,
-    "partitions": _partition_lines,
-    "eventual": _eventual_lines,
-    "known": _known_lines,
-    "p99": _p99_lines,
-    "bytes": _bytes_lines,
+_FIGURES: Final[dict[str, Callable[[Any], Iterator[Figure]]]] = {
+    "exact": exact_figures,
+    "partitions": partition_figures,
+    "eventual": eventual_figures,
+    "known": known_figures,
+    "p99": p99_figures,
+    "bytes": bytes_figures,
+    "redis": redis_figures,
 }
 
 
 def main() -> None:
     """Measure five regions and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.regions", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=70.0, help="of the load, for each mode")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the load, for each mode")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there too")
     options = parser.parse_args()

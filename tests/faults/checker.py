@@ -49,16 +49,14 @@ def _excess(limit: Limit, ordered: Sequence[Admitted]) -> int:
 
 def _excess_of_bucket(limit: Limit, ordered: Sequence[Admitted]) -> int:
     """Return the excess over capacity + rate × time, from any request to any later answer."""
-    worst = Fraction(0)
+    worst = 0  # in units × window_ns: whole numbers are ten times as fast as fractions
     for first, begun in enumerate(ordered):
-        units = 0
+        units = -limit.capacity
         for each in sorted(ordered[first:], key=lambda one: one.answered_ns):
             units += each.units
             time_ns = each.answered_ns - begun.sent_ns + CLOCK_STEP_NS
-            worst = max(
-                worst, units - limit.capacity - Fraction(limit.limit, limit.window_ns) * time_ns
-            )
-    return ceil(worst)
+            worst = max(worst, units * limit.window_ns - limit.limit * time_ns)
+    return -(-worst // limit.window_ns)
 
 
 def _excess_of_log(limit: Limit, ordered: Sequence[Admitted]) -> int:
