@@ -307,10 +307,9 @@ class AsgiCharges(RequestCharges):
         if self.denied is not None:
             return _nothing()
         if kind == _BODY or kind == _FILE:  # noqa: PLR1714, SIM109 - faster than `in`
-            if not message.get("more_body"):
-                for charge in self.made:  # `is_settled`, without the call
-                    if not charge.is_settled:
-                        return self._settle_and_send(message)
+            for charge in self.made:  # `is_settled`, without the call
+                if not charge.is_settled and not message.get("more_body"):
+                    return self._settle_and_send(message)
             return self._send(message)
         if kind in _STARTS:
             self.status = message.get("status", 101)
