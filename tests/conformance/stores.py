@@ -40,6 +40,7 @@ LOG_BYTES_MIN = 2**18
 
 # A busy machine may stall a test for longer than the deadlines of production.
 PATIENCE = {"deadline_ms": 10_000, "connect_ms": 10_000}
+PATIENT = "deadline_ms=10000&connect_ms=10000"  # the same in a URI
 
 _numbers = count()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.stores import PATIENCE
+from tests.conformance.stores import PATIENCE, PATIENT
 from tests.faults.checker import Admitted, excess
 from tests.redis_servers import Cluster, Single
 from tests.redis_servers.waiting import until
@@ -88,7 +88,7 @@ def test_asyncio(server: Single, key: str, consistency: Consistency) -> None:
     """The same, awaited; concurrent checks of one key neither lose nor double a unit."""
 
     async def main() -> None:
-        limiter = AsyncLimiter(A_YEAR, store=server.uri, consistency=consistency)
+        limiter = AsyncLimiter(A_YEAR, store=f"{server.uri}?{PATIENT}", consistency=consistency)
         for _ in range(30):
             answers = await asyncio.gather(*(limiter.check(key) for _ in range(10)))
             assert all(answers)
@@ -96,7 +96,7 @@ def test_asyncio(server: Single, key: str, consistency: Consistency) -> None:
         await limiter.close()
 
     asyncio.run(main())
-    with Limiter(A_YEAR, store=server.uri) as strict:
+    with Limiter(A_YEAR, store=f"{server.uri}?{PATIENT}") as strict:
         assert strict.peek(key).remaining == 9_700
 
 
@@ -120,11 +120,11 @@ def test_rules_of_different_consistency(kind: str, server: Single, key: str) -> 
     """They pass together or cost nothing, on one server and on several."""
     request = Request(user=key, tenant=key, ip=f"192.0.2.{kind}")
     with Cluster() if kind == "cluster" else nullcontext(server) as started:
-        limiter = Limiter.from_rules(RULES, store=started.uri)
+        limiter = Limiter.from_rules(RULES, store=f"{started.uri}?{PATIENT}")
         allowed = sum(limiter.check(request).allowed for _ in range(130))
         assert allowed == 100
         limiter.close()
-        with Limiter.from_rules(RULES, store=started.uri) as after:
+        with Limiter.from_rules(RULES, store=f"{started.uri}?{PATIENT}") as after:
             left = [each.decision for each in after.explain(request).rules]
         assert [each.remaining for each in left if each is not None] == [9_900, 9_900, 0]
 

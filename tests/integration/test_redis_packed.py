@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.stores import PATIENCE
+from tests.conformance.stores import PATIENCE, PATIENT
 from tests.integration.redis_wires import YEAR, key_of
 from tests.redis_servers import Single, running, until
 from tollkeeper import AsyncLimiter, Limit, Limiter
@@ -234,7 +234,7 @@ def test_joint_checks_of_one_bucket_are_all_or_none(store: Store) -> None:
 def test_the_hash_key_chooses_the_place(server: Single) -> None:
     """Nodes with the same key count together, others apart. The key is not shown."""
     server.flush()
-    uris = [f"{server.uri}?hash_key={key}" for key in ("s3cret", "s3cret", "other")]
+    uris = [f"{server.uri}?hash_key={key}&{PATIENT}" for key in ("s3cret", "s3cret", "other")]
     limiters = [Limiter("5/hour", store=uri) for uri in uris]
     assert [each.check("k").remaining for each in limiters] == [4, 3, 4]
     assert "s3cret" not in repr(parse(uris[0]))
@@ -245,10 +245,10 @@ def test_the_hash_key_chooses_the_place(server: Single) -> None:
 def test_both_layouts_are_read_by_their_own_option(server: Single) -> None:
     """`layout=subject` keeps the hash per subject that earlier versions wrote."""
     server.flush()
-    with Limiter("5/hour", store=f"{server.uri}?layout=subject") as own:
+    with Limiter("5/hour", store=f"{server.uri}?layout=subject&{PATIENT}") as own:
         own.check("k")
         assert server.admin.keys() == ["tk:{k}"]
-        with Limiter("5/hour", store=server.uri) as packed:
+        with Limiter("5/hour", store=f"{server.uri}?{PATIENT}") as packed:
             assert packed.check("k").remaining == 4
             assert own.check("k").remaining == 3
     keys = server.admin.keys()
@@ -264,7 +264,7 @@ def test_a_fleet_that_changes_its_layout_never_exceeds_a_limit(
     server.flush()
     limit, random = Limit(100, per=YEAR, algorithm=algorithm), Random(7)
     old, both, new = (
-        Limiter(limit, store=f"{server.uri}?layout={layout}&denied_cache_ms=0")
+        Limiter(limit, store=f"{server.uri}?layout={layout}&denied_cache_ms=0&{PATIENT}")
         for layout in (before, "both", after)
     )
     # The first nodes have changed to `both`: the old nodes and they share the quota of a window.
@@ -319,8 +319,8 @@ async def test_several_subjects_are_charged_in_both_layouts_or_in_none(kind: str
 async def test_asyncio_counts_in_the_same_places(server: Single) -> None:
     """Coalesced checks of one subject too."""
     server.flush()
-    limiter = AsyncLimiter("100/hour", store=server.uri)
+    limiter = AsyncLimiter("100/hour", store=f"{server.uri}?{PATIENT}")
     await asyncio.gather(*(limiter.check("k") for _ in range(60)))
-    with Limiter("100/hour", store=server.uri) as threads:
+    with Limiter("100/hour", store=f"{server.uri}?{PATIENT}") as threads:
         assert threads.peek("k").remaining == 40
     await limiter.close()
