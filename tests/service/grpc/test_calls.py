@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.grpc import calls
-from tollkeeper.service.grpc.calls import CallError, Status, TlsFiles
+from tollkeeper.service.grpc.calls import CallError, SeldomLog, Status, TlsFiles
 
 
 @pytest.mark.parametrize("status", Status)
@@ -38,10 +38,10 @@ def test_a_client_that_causes_errors_does_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One in a second is logged, with the number of the others."""
-    failures = calls._Failures()
+    failures = SeldomLog(logging.ERROR)
     for now_s in (100.0, 100.5, 100.9, 101.0):
-        failures.note(ValueError("a"), now_s)
+        failures.note("a method failed", now_s, ValueError("a"))
     assert [each.getMessage() for each in caplog.records] == [
-        "a gRPC method failed; 0 not logged before",
-        "a gRPC method failed; 2 not logged before",
+        "a method failed (0 others)",
+        "a method failed (2 others)",
     ]

@@ -49,7 +49,7 @@ async def serving(
     method: Any, bounds: Bounds | None = None
 ) -> AsyncIterator[tuple[http2.Http2Server, Any]]:
     """Run a server with one method, and return a client's function for it."""
-    server = await http2.start(Methods({PATH: method}), "127.0.0.1:0", None, bounds or Bounds())
+    server = await http2.start(Methods({PATH: method}), "127.0.0.1:0", None, bounds or Bounds(), {})
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield server, channel.unary_unary(PATH)
@@ -209,6 +209,32 @@ async def test_replies_of_a_batch_are_written_together() -> None:
         assert {each.status for stream, each in found.streams.items() if stream} == {"0"}
 
 
+async def test_calls_that_no_method_answers_are_counted() -> None:
+    """By status: refused by the extension, by the server, past the deadline, and cancelled."""
+    started = asyncio.Event()
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        started.set()
+        await asyncio.Event().wait()
+        return b""
+
+    async with serving(method) as (server, _), connected(server) as client:
+        malformed = headers(request(), 1) + frame(0, message(b"", flag=1), flags=1, stream=1)
+        unknown = call(b"", 3, request("/test.Test/other"))
+        late = call(b"", 5, request(grpc_timeout="1m"))
+        client.writer.write(OPENING + malformed + unknown + late)
+        for stream in (1, 3, 5):
+            await client.replied(stream)
+        started.clear()
+        client.writer.write(call(b"", 7))
+        await asyncio.wait_for(started.wait(), WAIT_SECONDS)
+        client.writer.write(frame(3, b"\0\0\0\x08", stream=7) + frame(PING, b"12345678"))
+        await client.until(lambda got: got.kinds(PING))
+        server.tick()
+        expected = {"INTERNAL": 1, "UNIMPLEMENTED": 1, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
+        assert server.counted == expected
+
+
 async def test_a_call_whose_deadline_has_passed_does_not_run() -> None:
     """The client gets DEADLINE_EXCEEDED."""
 
@@ -221,12 +247,14 @@ async def test_a_call_whose_deadline_has_passed_does_not_run() -> None:
         assert reply.status == "4"
 
 
-async def test_a_flood_ends_its_connection_only() -> None:
-    """Other clients notice nothing."""
+async def test_a_flood_ends_its_connection_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Other clients notice nothing; the log names the address."""
+    caplog.set_level("INFO")
     async with serving(echo) as (server, other), connected(server) as client:
         client.writer.write(OPENING + frame(6, b"12345678") * 20_000)
         found = await client.closed()
         assert found.goaway is not None
+        assert "a gRPC connection from 127.0.0.1 was closed: too many frames" in caplog.text
         assert await other(b"a", timeout=WAIT_SECONDS) == b"a"
 
 
@@ -308,7 +336,7 @@ async def test_streams_leave_room_for_other_calls() -> None:
 
     streaming = {"/test.Test/forever": forever}
     methods = Methods({PATH: echo}, streaming)
-    server = await http2.start(methods, "127.0.0.1:0", None, Bounds(calls=4))
+    server = await http2.start(methods, "127.0.0.1:0", None, Bounds(calls=4), {})
     try:
         async with connected(server) as client:
             fields = request("/test.Test/forever")
@@ -471,16 +499,16 @@ async def test_a_request_in_pieces() -> None:
 async def test_a_socket_file_is_replaced(tmp_path: Path) -> None:
     """One that a server has left behind does not stop the next one."""
     for _ in range(2):
-        server = await http2.start(Methods(), f"unix:{tmp_path}/s", None, Bounds())
+        server = await http2.start(Methods(), f"unix:{tmp_path}/s", None, Bounds(), {})
         await server.stop(0)
     (tmp_path / "file").write_text("not a socket")
     with pytest.raises(OSError, match="already in use"):
-        await http2.start(Methods(), f"unix:{tmp_path}/file", None, Bounds())
+        await http2.start(Methods(), f"unix:{tmp_path}/file", None, Bounds(), {})
 
 
 async def test_every_address_of_a_host() -> None:
     """`[::]` listens for IPv4 too; all addresses have one port."""
-    server = await http2.start(Methods({PATH: echo}), "[::]:0", None, Bounds())
+    server = await http2.start(Methods({PATH: echo}), "[::]:0", None, Bounds(), {})
     try:
         for host in ("127.0.0.1", "::1"):
             reader, writer = await asyncio.open_connection(host, server.port)
@@ -496,7 +524,7 @@ async def test_every_address_of_a_host() -> None:
 @asynccontextmanager
 async def secured(files: TlsFiles) -> AsyncIterator[http2.Http2Server]:
     """Run a server with TLS."""
-    server = await http2.start(Methods({PATH: echo}), "127.0.0.1:0", files, Bounds())
+    server = await http2.start(Methods({PATH: echo}), "127.0.0.1:0", files, Bounds(), {})
     try:
         yield server
     finally:
@@ -578,4 +606,4 @@ async def test_a_certificate_without_its_key_is_an_error(tmp_path: Path) -> None
     made = make_certificates(tmp_path)
     files = TlsFiles(made.server_cert_path, made.client_key_path)
     with pytest.raises(ConfigError, match="are not a certificate and its key"):
-        await http2.start(Methods(), "127.0.0.1:0", files, Bounds())
+        await http2.start(Methods(), "127.0.0.1:0", files, Bounds(), {})

@@ -228,6 +228,18 @@ async def test_an_unknown_method_is_unimplemented(on: server.Implementation) -> 
         assert code_of(error) == "UNIMPLEMENTED"
 
 
+async def test_calls_that_no_method_answers_are_counted(on: server.Implementation) -> None:
+    """By their status; a method counts its own."""
+    counted: dict[str, int] = {}
+    handle = await server.start(Tried().methods, ADDRESS, bounds=SMALL, counted=counted, on=on)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{handle.port}") as channel:
+        call = Client(channel)
+        sent = (call("fail"), call("other"), call("echo", b"a" * 1_001), call("refuse", b"\5"))
+        await asyncio.gather(*sent, call("echo"), return_exceptions=True)
+    await handle.stop(0)
+    assert counted == {"INTERNAL": 1, "UNIMPLEMENTED": 1, "RESOURCE_EXHAUSTED": 1}
+
+
 async def test_a_compressed_message_is_refused_or_read(on: server.Implementation) -> None:
     """Never misread."""
     async with both(on) as (_, call):

@@ -99,6 +99,8 @@ async def start(
             **listed.methods.streaming,
         },
     )
-    running = await server.start(methods, address, tls, bounds=bounds, on=on)
+    running = await server.start(
+        methods, address, tls, bounds=bounds, counted=context.counters.grpc_requests, on=on
+    )
     context.envoys.own = partial(quotas.statuses, context.node_id, context.settings.worker)
     return EnvoyServer(running, checked, quotas, context.envoys.renew())

@@ -11,6 +11,21 @@ static PyObject *http2_error;
 
 /* ---- Server ---- */
 
+/* Steals the items; returns NULL if one of them is NULL. */
+static PyObject *tuple_of(PyObject **items, Py_ssize_t count)
+{
+    bool is_whole = true;
+    for (Py_ssize_t i = 0; i < count; i++)
+        is_whole = is_whole && items[i] != NULL;
+    PyObject *tuple = is_whole ? PyTuple_New(count) : NULL;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (tuple != NULL)
+            PyTuple_SET_ITEM(tuple, i, items[i]);
+        else
+            Py_XDECREF(items[i]);
+    return tuple;
+}
+
 typedef struct {
     PyObject ob_base;
     h2_server server;
@@ -80,7 +95,10 @@ static void server_dealloc(server_object *self)
 static PyObject *server_refused(server_object *self, void *closure)
 {
     (void)closure;
-    return PyLong_FromUnsignedLongLong(self->server.refused);
+    PyObject *items[H2_STATUS_MAX + 1];
+    for (size_t i = 0; i <= H2_STATUS_MAX; i++)
+        items[i] = PyLong_FromUnsignedLongLong(self->server.refused[i]);
+    return tuple_of(items, H2_STATUS_MAX + 1);
 }
 
 static PyObject *server_pool_bytes(server_object *self, void *closure)
@@ -90,7 +108,8 @@ static PyObject *server_pool_bytes(server_object *self, void *closure)
 }
 
 static PyGetSetDef server_getset[] = {
-    {"refused", (getter)server_refused, NULL, "Requests that no method has seen.", NULL},
+    {"refused", (getter)server_refused, NULL, "Calls that no method has answered, by status.",
+     NULL},
     {"pool_bytes", (getter)server_pool_bytes, NULL, "Bytes of unfinished messages.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
@@ -109,21 +128,6 @@ static PyTypeObject server_type = {
 static PyObject *bytes_of(const uint8_t *bytes, size_t length)
 {
     return PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length);
-}
-
-/* Steals the items; returns NULL if one of them is NULL. */
-static PyObject *tuple_of(PyObject **items, Py_ssize_t count)
-{
-    bool is_whole = true;
-    for (Py_ssize_t i = 0; i < count; i++)
-        is_whole = is_whole && items[i] != NULL;
-    PyObject *tuple = is_whole ? PyTuple_New(count) : NULL;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (tuple != NULL)
-            PyTuple_SET_ITEM(tuple, i, items[i]);
-        else
-            Py_XDECREF(items[i]);
-    return tuple;
 }
 
 static PyObject *event_as_tuple(const h2_event *event)

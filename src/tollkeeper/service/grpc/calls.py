@@ -58,31 +58,40 @@ class CallError(Exception):
         self.message = message
 
 
-def told_of(error: Exception) -> CallError:
-    """Return what the client is told about an error, and log one that no method expects."""
+def count(counted: dict[str, int], status: Status, calls: int = 1) -> None:
+    """Add calls to the counts by the name of the status."""
+    counted[status.name] = counted.get(status.name, 0) + calls
+
+
+def told_of(error: Exception, counted: dict[str, int]) -> CallError:
+    """Return what the client is told about an error; log and count one that no method expects."""
     if isinstance(error, CallError):
         return error
-    _failures.note(error, monotonic())
+    count(counted, Status.INTERNAL)
+    _failures.note("a gRPC method failed", monotonic(), error)
     return CallError(Status.INTERNAL, "the server failed; its log says why")
 
 
-class _Failures:
-    """Logs one error in a second, because a client may cause as many as it likes."""
+class SeldomLog:
+    """Logs one message in a second, because a client may cause as many as it likes."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int) -> None:
+        """Log with a level of `logging`."""
+        self._level = level
         self._next_s = 0.0
         self._unlogged = 0
 
-    def note(self, error: Exception, now_s: float) -> None:
+    def note(self, text: str, now_s: float, error: Exception | None = None) -> None:
+        """Log a text with the number of those that were not logged before it."""
         if now_s < self._next_s:
             self._unlogged += 1
             return
-        log.error("a gRPC method failed; %d not logged before", self._unlogged, exc_info=error)
+        log.log(self._level, "%s (%d others)", text, self._unlogged, exc_info=error)
         self._next_s = now_s + LOG_EVERY_SECONDS
         self._unlogged = 0
 
 
-_failures = _Failures()
+_failures = SeldomLog(logging.ERROR)
 
 
 class GrpcCall(Protocol):

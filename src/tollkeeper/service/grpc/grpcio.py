@@ -15,6 +15,7 @@ from tollkeeper.service.grpc.calls import (
     StreamingMethod,
     TlsFiles,
     UnaryMethod,
+    count,
     told_of,
 )
 
@@ -43,7 +44,11 @@ class GrpcioServer:
 
 
 async def start(
-    methods: Methods, address: str, tls: TlsFiles | None, bounds: Bounds
+    methods: Methods,
+    address: str,
+    tls: TlsFiles | None,
+    bounds: Bounds,
+    counted: dict[str, int],
 ) -> GrpcioServer:
     """Start a server. Raises OSError if it cannot listen, ConfigError for an unreadable file."""
     server = grpc.aio.server(
@@ -56,7 +61,7 @@ async def start(
         ],
         maximum_concurrent_rpcs=bounds.calls,
     )
-    server.add_generic_rpc_handlers((_Handlers(methods, bounds),))
+    server.add_generic_rpc_handlers((_Handlers(methods, bounds, counted),))
     try:
         if tls is None:
             port = server.add_insecure_port(address)
@@ -82,41 +87,50 @@ def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 class _Handlers(grpc.GenericRpcHandler):
     """Finds the method of a path. grpcio answers UNIMPLEMENTED for a path without one."""
 
-    def __init__(self, methods: Methods, bounds: Bounds) -> None:
+    def __init__(self, methods: Methods, bounds: Bounds, counted: dict[str, int]) -> None:
+        self._counted = counted
         self._handlers: dict[str, Any] = {
             **{
-                path: grpc.unary_unary_rpc_method_handler(_unary(method, bounds))
+                path: grpc.unary_unary_rpc_method_handler(_unary(method, bounds, counted))
                 for path, method in methods.unary.items()
             },
             **{
-                path: grpc.stream_stream_rpc_method_handler(_streaming(method))
+                path: grpc.stream_stream_rpc_method_handler(_streaming(method, counted))
                 for path, method in methods.streaming.items()
             },
         }
 
     def service(self, handler_call_details: Any) -> Any:
-        return self._handlers.get(handler_call_details.method)
+        found = self._handlers.get(handler_call_details.method)
+        if found is None:
+            count(self._counted, Status.UNIMPLEMENTED)
+        return found
 
 
-def _unary(method: UnaryMethod, bounds: Bounds) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _unary(
+    method: UnaryMethod, bounds: Bounds, counted: dict[str, int]
+) -> Callable[[bytes, Any], Awaitable[bytes]]:
     async def run(message: bytes, context: Any) -> bytes:
         if len(message) > bounds.message_bytes:
+            count(counted, Status.RESOURCE_EXHAUSTED)
             detail = f"a message has at most {bounds.message_bytes} bytes"
             await _abort(context, CallError(Status.RESOURCE_EXHAUSTED, detail))
         try:
             return await method(message, _GrpcioCall(context))
         except Exception as error:
-            await _abort(context, told_of(error))
+            await _abort(context, told_of(error, counted))
 
     return run
 
 
-def _streaming(method: StreamingMethod) -> Callable[[Any, Any], Awaitable[None]]:
+def _streaming(
+    method: StreamingMethod, counted: dict[str, int]
+) -> Callable[[Any, Any], Awaitable[None]]:
     async def run(_: Any, context: Any) -> None:
         try:
             await method(_GrpcioCall(context))
         except Exception as error:
-            await _abort(context, told_of(error))
+            await _abort(context, told_of(error, counted))
 
     return run
 

@@ -46,10 +46,10 @@ from tollkeeper.service.grpc.calls import (
     Bounds,
     CallError,
     Methods,
+    SeldomLog,
     Status,
-    StreamingMethod,
     TlsFiles,
-    UnaryMethod,
+    count,
     told_of,
 )
 
@@ -96,11 +96,15 @@ CANCELLED: Final = CallError(Status.CANCELLED, "the call was cancelled")
 
 
 async def start(
-    methods: Methods, address: str, tls: TlsFiles | None, bounds: Bounds
+    methods: Methods,
+    address: str,
+    tls: TlsFiles | None,
+    bounds: Bounds,
+    counted: dict[str, int],
 ) -> Http2Server:
     """Start a server. Raises OSError if it cannot listen, ConfigError for unusable TLS files."""
     certificate = None if tls is None else _Certificate(tls)
-    server = Http2Server(methods, bounds, certificate)
+    server = Http2Server(methods, bounds, certificate, counted)
     try:
         if address.startswith("unix:"):
             await server.listen_on_path(address.removeprefix("unix:").removeprefix("//"))
@@ -209,8 +213,16 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
 class Http2Server:
     """A running server."""
 
-    def __init__(self, methods: Methods, bounds: Bounds, certificate: _Certificate | None) -> None:
+    def __init__(
+        self,
+        methods: Methods,
+        bounds: Bounds,
+        certificate: _Certificate | None,
+        counted: dict[str, int],
+    ) -> None:
         """Use `start`."""
+        self.counted = counted
+        self.closed = SeldomLog(logging.INFO)
         self.unary = {path.encode(): method for path, method in methods.unary.items()}
         self.streaming = {path.encode(): method for path, method in methods.streaming.items()}
         self.first_step = _FirstStep()
@@ -233,6 +245,7 @@ class Http2Server:
             keepalive_ticks=KEEPALIVE_TICKS,
             ping_ticks=PING_TICKS,
         )
+        self._refused = self.shared.refused
         self.loop = asyncio.get_running_loop()
         self._certificate = certificate
         self._listeners: list[asyncio.Server] = []
@@ -314,8 +327,17 @@ class Http2Server:
         self.ticks += 1
         for connection in list(self._connections):
             connection.tick()
+        self._count_refused()
         if self._certificate is not None and self.ticks % RENEWAL_TICKS == 0:
             self._certificate.follow()
+
+    def _count_refused(self) -> None:
+        """Count the calls that no method of this module has seen."""
+        refused = self.shared.refused
+        for status, (now, before) in enumerate(zip(refused, self._refused, strict=True)):
+            if now > before:
+                count(self.counted, Status(status), now - before)
+        self._refused = refused
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """See GrpcServer.stop."""
@@ -331,6 +353,7 @@ class Http2Server:
                     connection.abort()
                 await self.lost()
         self._ticking.cancel()
+        self._count_refused()
 
     async def lost(self) -> None:
         """Wait until there are no connections."""
@@ -405,7 +428,7 @@ class _StreamingCall(_Call):
 class _InFlight:
     """A call that waits: its task, and the timer of its deadline."""
 
-    __slots__ = ("_is_cancelled", "_task", "_timer", "call")
+    __slots__ = ("_is_cancelled", "_task", "_timer", "call", "is_uncounted")
 
     def __init__(
         self, task: Task[bytes | None], timer: TimerHandle | None, call: _StreamingCall | None
@@ -413,6 +436,7 @@ class _InFlight:
         self._task = task
         self._timer = timer
         self._is_cancelled = False
+        self.is_uncounted = True
         self.call = call
 
     def cancel(self) -> None:
@@ -547,7 +571,8 @@ class _Connection(asyncio.Protocol):
         self._flush()
 
     def _fail(self, error: Http2Error) -> None:
-        log.debug("a gRPC connection from %s ends: %s", self._address or "a socket", error)
+        text = f"a gRPC connection from {self._address or 'this machine'} was closed: {error}"
+        self._server.closed.note(text, self.loop.time())
         if not self._is_paused:
             self._transport.write(self._http2.to_send(SEND_BYTES))
         self._has_ended = True
@@ -627,7 +652,8 @@ class _Connection(asyncio.Protocol):
         server = self._server
         method = server.unary.get(path)
         if method is None or server.calls >= server.calls_max or not timeout_ns:
-            self._refuse(stream, method, timeout_ns)
+            full = TOO_MANY_CALLS if timeout_ns else TOO_LATE
+            self._refuse(stream, UNIMPLEMENTED if method is None else full)
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
         running = cast(
@@ -642,7 +668,7 @@ class _Connection(asyncio.Protocol):
             self._http2.reply(stream, done.value)
             return
         except Exception as error:
-            self._tell(stream, told_of(error))
+            self._tell(stream, told_of(error, self._server.counted))
             return
         finally:
             _leave_task(self.loop, first)
@@ -654,20 +680,17 @@ class _Connection(asyncio.Protocol):
         server = self._server
         method = server.streaming[path]
         if server.streaming_calls >= server.streaming_calls_max or not timeout_ns:
-            self._refuse(stream, method, timeout_ns)
+            self._refuse(stream, TOO_MANY_CALLS if timeout_ns else TOO_LATE)
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
         call = _StreamingCall(self, stream, metadata, due_s)
         running = cast("Coroutine[Any, Any, None]", method(call))
         self._track(stream, running, due_s, call, None)
 
-    def _refuse(
-        self, stream: int, method: UnaryMethod | StreamingMethod | None, timeout_ns: int
-    ) -> None:
-        if method is None:
-            self._tell(stream, UNIMPLEMENTED)
-        else:
-            self._tell(stream, TOO_MANY_CALLS if timeout_ns else TOO_LATE)
+    def _refuse(self, stream: int, reason: CallError) -> None:
+        """End a call with a status that the server and not the method chooses."""
+        count(self._server.counted, reason.status)
+        self._tell(stream, reason)
 
     def _track(
         self,
@@ -694,10 +717,12 @@ class _Connection(asyncio.Protocol):
         in_flight.stop_timer()
         if task.cancelled():
             self._tell(stream, CANCELLED)  # unless the client knows already
+            if in_flight.is_uncounted:
+                count(self._server.counted, Status.CANCELLED)
         elif (error := task.exception()) is not None:
             if not isinstance(error, Exception):
                 raise error
-            self._tell(stream, told_of(error))
+            self._tell(stream, told_of(error, self._server.counted))
         elif in_flight.call is None:
             self._http2.reply(stream, cast("bytes", task.result()))
         else:
@@ -706,7 +731,8 @@ class _Connection(asyncio.Protocol):
 
     def _cancel(self, stream: int, reason: CallError) -> None:
         """End a call with a status, and cancel its method."""
-        self._tell(stream, reason)
+        self._refuse(stream, reason)
+        self._in_flight[stream].is_uncounted = False
         self._in_flight[stream].cancel()
         self._flush_soon()
 

@@ -5,12 +5,11 @@
 #include <string.h>
 
 enum {
-    STATUS_MAX = 16,
     STATUS_TEXT_BYTES_MAX = 1024,
     BYTES_PER_POINT_BACK = 1024,
 };
 
-static const char *const STATUSES[STATUS_MAX + 1] = {
+static const char *const STATUSES[H2_STATUS_MAX + 1] = {
     "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16"};
 
 enum { CONSTANT = NGHTTP2_NV_FLAG_NO_COPY_NAME | NGHTTP2_NV_FLAG_NO_COPY_VALUE };
@@ -46,7 +45,7 @@ static void pay_back(h2_session *session, size_t bytes)
 static bool set_status(h2_stream *stream, unsigned status, const uint8_t *text, size_t length)
 {
     static const char HEX[] = "0123456789ABCDEF";
-    stream->status = status <= STATUS_MAX ? status : 2; /* UNKNOWN */
+    stream->status = status <= H2_STATUS_MAX ? status : 2; /* UNKNOWN */
     for (size_t i = 0; i < length && stream->status_text.length < STATUS_TEXT_BYTES_MAX; i++) {
         uint8_t c = text[i];
         bool is_plain = c >= ' ' && c <= '~' && c != '%';
@@ -182,7 +181,7 @@ bool h2_refuse(h2_session *session, h2_stream *stream, const char *http_status, 
                const char *text)
 {
     bool was_given = stream->state == GIVEN;
-    session->server->refused++;
+    session->server->refused[status]++;
     h2_give_to_pool(session, stream, stream->pooled);
     h2_drop(&stream->message);
     bool is_done = set_status(stream, status, (const uint8_t *)text, strlen(text)) &&

@@ -41,19 +41,22 @@ async def start(
     tls: TlsFiles | None = None,
     *,
     bounds: Bounds | None = None,
+    counted: dict[str, int] | None = None,
     on: Implementation = IMPLEMENTATION,
 ) -> GrpcServer:
     """Start a server on `address` ("127.0.0.1:8081", "unix:/run/tollkeeper.sock").
 
-    Raises ConfigError if it cannot listen. `on` selects an implementation.
+    Raises ConfigError if it cannot listen. `counted` gets the number of calls for which the server
+    and not a method chose the status, by its name. `on` selects an implementation.
     """
+    counted = {} if counted is None else counted
     try:
         _check(address)
         if chosen(on) == "libnghttp2":
-            return await http2.start(methods, address, tls, bounds or Bounds())
+            return await http2.start(methods, address, tls, bounds or Bounds(), counted)
         from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
 
-        return await grpcio.start(methods, address, tls, bounds or Bounds())
+        return await grpcio.start(methods, address, tls, bounds or Bounds(), counted)
     except OSError as error:
         raise ConfigError(
             f"gRPC cannot listen on {show(address)}: {error.strerror or error}; "

@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <nghttp2/nghttp2.h>
 
+enum { H2_STATUS_MAX = 16 }; /* the highest status code of gRPC */
+
 typedef struct {
     uint8_t *bytes;
     size_t length, room;
@@ -39,7 +41,7 @@ typedef struct {
     h2_buffer *streaming; /* the paths of the streaming methods */
     size_t streaming_count;
     size_t pool_bytes;
-    uint64_t refused; /* requests that the session answered itself */
+    uint64_t refused[H2_STATUS_MAX + 1]; /* calls that sessions answered themselves, by status */
     nghttp2_session_callbacks *callbacks;
     nghttp2_option *option;
 } h2_server;
