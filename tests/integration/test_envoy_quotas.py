@@ -7,12 +7,15 @@ disturb each other have Envoys of their own; all others share them, with a tenan
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Self
 
+import httpx
 import pytest
+import yaml
 
 from tests.envoy_load import Load, most_over
 from tests.envoy_process import (
@@ -27,9 +30,15 @@ from tests.envoy_process import (
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
-from tests.service.envoy.client import serving
+from tests.service.envoy.client import Serving, serving
+from tollkeeper import Request
+from tollkeeper.service.envoy import quotas
+from tollkeeper.service.grpc.server import Implementation
+from tollkeeper.service.http.envoys import EnvoyStatus
 
 RATE, BURST = 40, 40
+GRANTED = 600
+BUCKETS = 5
 WAIT_S = 60.0
 UNUSED_PORT = 9
 
@@ -95,6 +104,14 @@ def redis() -> Any:
         yield found
 
 
+async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer each request on a connection."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    writer.close()
+
+
 class Restarting:
     """A service that can be stopped and started again on its port, while Envoys are connected."""
 
@@ -124,30 +141,41 @@ async def moving(urls: Sequence[str], tenant: str) -> list[Load]:
     """Load three Envoys; the demand moves from the first to the last."""
     async with loads(urls, tenant) as found:
         for demands in ((60, 6, 0), (6, 6, 60)):
-            runs = [
-                load.run(demand, 16) for load, demand in zip(found, demands, strict=True) if demand
-            ]
-            await asyncio.gather(*runs)
+            pairs = zip(found, demands, strict=True)
+            await asyncio.gather(*[load.run(demand, 16) for load, demand in pairs if demand])
         return found
 
 
-async def test_three_envoys_whose_demand_moves_stay_within_the_rate(redis: Single) -> None:
-    """Rate shares: in no interval more than rate × T + burst, and the rate is used."""
-    rules = document(rule("tenants", "moves", f"{RATE}/second"))
+async def test_three_envoys_whose_demand_moves_never_exceed_the_limits(redis: Single) -> None:
+    """Rate shares: in no interval more than rate × T + burst. Grants: never more than the limit.
+
+    The assignments are renewed in this time, and a bucket whose size changes keeps its fill ratio.
+    """
+    rules = document(
+        rule("rates", "rated", f"{RATE}/second"),
+        rule("grants", "granted", f"{GRANTED}/365d", "grants"),
+    )
     async with serving(rules, store=redis.uri) as service:
         port = service.handle.port
         async with envoys(*[config_of(port, name) for name in "abc"]) as found:
-            moved = await moving([each.url for each in found], "moves")
-    assert most_over(moved, RATE, BURST) <= 0
-    total = sum(load.passed() for load in moved)
-    assert total > 0.5 * RATE * 32
+            urls = [each.url for each in found]
+            # Other clients of the service share the limit of the grants.
+            asked = await service.limiter.check(Request(tenant="granted"), 50)
+            rated, granted = await asyncio.gather(moving(urls, "rated"), moving(urls, "granted"))
+    assert asked.allowed
+    assert most_over(rated, RATE, BURST) <= 0
+    assert sum(load.passed() for load in rated) > 0.5 * RATE * 32
     # The share of the first one has moved to the last.
-    assert moved[2].passed() > 0.2 * RATE * 16
+    assert rated[2].passed() > 0.2 * RATE * 16
+    assert 0.9 * GRANTED <= 50 + sum(load.passed() for load in granted) <= GRANTED
 
 
-async def test_a_restart_and_a_lost_stream_never_give_more_than_the_rate(redis: Single) -> None:
+async def test_a_restart_and_a_lost_stream_never_give_more_than_the_limits(redis: Single) -> None:
     """Shares are in the store; that of a lost stream is reserved until it has expired."""
-    rules = document(rule("tenants", "*", f"{RATE}/second"))
+    rules = document(
+        rule("rates", "restarts", f"{RATE}/second"),
+        rule("grants", "granted-2", f"{GRANTED}/365d", "grants"),
+    )
     port = free_port()
     async with AsyncExitStack() as stack:
         proxy = stack.enter_context(Proxy(port))
@@ -156,7 +184,10 @@ async def test_a_restart_and_a_lost_stream_never_give_more_than_the_rate(redis: 
             envoys(config_of(port, "a"), config_of(proxy.port, "b"))
         )
         found = await stack.enter_async_context(loads([a.url, b.url], "restarts"))
-        running = asyncio.gather(*[load.run(RATE, 46) for load in found])
+        granted = await stack.enter_async_context(loads([a.url, b.url], "granted-2"))
+        running = asyncio.gather(
+            *[load.run(RATE, 42) for load in found], *[load.run(20, 42) for load in granted]
+        )
         await until(lambda: all(load.passed() for load in found), "both have shares")
         await asyncio.sleep(2)
         await service.stop()
@@ -169,5 +200,138 @@ async def test_a_restart_and_a_lost_stream_never_give_more_than_the_rate(redis: 
         await running
     assert found[1].passed(lost_s, lost_s + 4) > 0
     assert found[1].passed(lost_s + 11) == 0
+    assert granted[1].passed(lost_s + 13) == 0
     assert found[0].passed(lost_s + 11) > 0
     assert most_over(found, RATE, BURST) <= 0
+    assert 0.5 * GRANTED <= sum(load.passed() for load in granted) <= GRANTED
+
+
+MISCELLANEOUS = document(
+    rule("many", "many-*", "1000/second", on_failure="closed"),
+    rule("idle", "idle", "1000/second"),
+    rule("changed", "changed", "1000/second"),
+    deny=["tenant:mallory"],
+)
+
+
+class Shared:
+    """One Envoy and one service, for scenarios that do not disturb each other."""
+
+    def __init__(self, service: Serving, url: str) -> None:
+        self.service = service
+        self.url = url
+
+    @property
+    def stream(self) -> EnvoyStatus:
+        """The status of the Envoy's only stream."""
+        (found,) = self.service.context.envoys.own()
+        return found
+
+    async def passes(self, tenant: str, *, at_last: bool = True) -> None:
+        """Send requests until one passes, or is denied."""
+        async with Load(self.url, tenant) as load:
+            started_s = time.monotonic()
+            while bool(await load.send()) != at_last:
+                assert time.monotonic() - started_s < WAIT_S, f"{tenant}: {not at_last} for long"
+                await asyncio.sleep(0.1)
+
+    async def abandons_an_idle_bucket(self) -> None:
+        """Envoy forgets it, and reports it anew with its next request."""
+
+        def is_known() -> bool:
+            return "tenant=idle" in {part.bucket for part in self.stream.parts}
+
+        await self.passes("idle")
+        assert is_known()
+        await until(lambda: not is_known(), "it is abandoned")
+        assert self.service.context.counters.quota_assignments["abandon"] > 0
+        await self.passes("idle")
+        assert is_known()
+
+    async def bounds_the_buckets_of_a_rule(self) -> None:
+        """Above the bound, the failure policy of the rule answers."""
+        for at in range(BUCKETS):
+            await self.passes(f"many-{at}")
+        for at in range(3):
+            await self.passes(f"many-more-{at}", at_last=False)
+        blankets = self.service.context.counters.quota_blankets
+        await until(lambda: blankets.get("too_many_buckets", 0) >= 3, "they are counted")
+
+    async def reads_reports_of_more_than_four_megabytes(self) -> None:
+        """gRPC's usual bound would end the stream, again and again."""
+        stream = self.stream.stream
+        for at in range(90):
+            async with Load(self.url, f"{at:03}-{'x' * 50_000}") as load:
+                await load.send()
+        before = self.service.context.counters.quota_reports
+        await until(lambda: self.service.context.counters.quota_reports > before + 2, "reports")
+        assert (self.stream.stream, self.stream.buckets >= 90) == (stream, True)
+        # They were renewed: the first assignments have expired.
+        await self.passes(f"{0:03}-{'x' * 50_000}")
+
+    async def uses_other_limits_with_another_fill_interval(self) -> None:
+        """Envoy ignores a change of the interval alone; the service makes it start a new bucket."""
+        await self.passes("changed")
+        rules = [*MISCELLANEOUS["rules"][:-1], rule("changed", "changed", "1/365d")]
+        self.service.limiter.use({**MISCELLANEOUS, "rules": rules})
+        await self.passes("changed", at_last=False)
+        async with Load(self.url, "changed") as load:
+            assert await load.send(5) <= 1
+
+    async def denies_a_blocked_tenant(self) -> None:
+        """A list answers for all requests of the bucket."""
+        await self.passes("mallory", at_last=False)
+        await until(
+            lambda: self.service.context.counters.quota_blankets.get("blocked"), "it is blocked"
+        )
+
+
+async def test_the_filters_traps(
+    redis: Single, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Idle buckets, too many buckets, long reports, other intervals and lists, with one Envoy."""
+    monkeypatch.setattr(quotas, "BUCKETS_MAX", BUCKETS)
+    async with (
+        serving(MISCELLANEOUS, store=redis.uri) as service,
+        envoys(config_of(service.handle.port, "a")) as (envoy,),
+    ):
+        shared = Shared(service, envoy.url)
+        with caplog.at_level(logging.WARNING):
+            await asyncio.gather(
+                shared.abandons_an_idle_bucket(),
+                shared.bounds_the_buckets_of_a_rule(),
+                shared.uses_other_limits_with_another_fill_interval(),
+                shared.denies_a_blocked_tenant(),
+            )
+        await shared.reads_reports_of_more_than_four_megabytes()
+    assert "the rule has too many buckets; count by a tenant, plan or service" in caplog.text
+
+
+def rule_in_the_example() -> Any:
+    """Return the rules in the comment of the example."""
+    lines = QUOTAS_EXAMPLE.read_text(encoding="utf-8").splitlines()
+    start = lines.index("#   rules:")
+    end = lines.index("#", start)
+    return {"version": 1, **yaml.safe_load("\n".join(line[1:] for line in lines[start:end]))}
+
+
+@pytest.mark.parametrize("on", ["libnghttp2", "grpcio"])
+async def test_the_example_works_as_it_is(redis: Single, on: Implementation) -> None:
+    """With the rule in its comment and an application, on both gRPC servers."""
+    rules = rule_in_the_example()
+    rules["rules"][0]["limits"] = "2/365d"
+    application = await asyncio.start_server(hello, HOST, 0)
+    async with application, serving(rules, store=redis.uri, on=on) as service:
+        config = example(
+            application.sockets[0].getsockname()[1], service.handle.port, QUOTAS_EXAMPLE
+        )
+        async with envoys(config) as (envoy,), httpx.AsyncClient() as client:
+            headers = {"x-tenant": f"example-{on}"}
+            answer = await client.get(envoy.url, headers=headers)
+            assert (answer.status_code, answer.text) == (200, "ok")
+            # Before the first assignment, the example lets requests pass.
+            while (answer := await client.get(envoy.url, headers=headers)).status_code == 200:
+                pass
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            # A request without the header is in no bucket.
+            assert (await client.get(envoy.url)).status_code == 200
