@@ -117,7 +117,7 @@ class QuotaBucket:
     @property
     def waits(self) -> bool:
         """True if it is to be served between reports."""
-        return self.part is not None and (self.again or self.part.waits)
+        return self.again or (self.part is not None and self.part.waits)
 
     def note(self, usage: BucketUsage, now_ns: int) -> None:
         """Take note of the counts in a report."""
@@ -375,7 +375,7 @@ class QuotaService:
                 await self._use(stream, bucket, target)
             parts = [each for each in some if each.part is not None]
             answers = await asyncio.gather(*[self._decided(each, renew=renew) for each in parts])
-            await self._send(some, dict(zip(parts, answers, strict=True)), call)
+            await self._send(some, dict(zip(parts, answers, strict=True)), call, renew=renew)
 
     async def _use(self, stream: QuotaStream, bucket: QuotaBucket, target: Target) -> None:
         """Give a bucket its target, and a new part if the limits are others than before."""
@@ -440,6 +440,8 @@ class QuotaService:
         buckets: Sequence[QuotaBucket],
         answers: Mapping[QuotaBucket, Action | Blanket | None],
         call: StreamingCall,
+        *,
+        renew: bool,
     ) -> None:
         """Send the answers for these buckets in one message."""
         response = RateLimitQuotaResponse()
@@ -449,7 +451,8 @@ class QuotaService:
         for bucket in buckets:
             answer = answers.get(bucket, bucket.target)
             if isinstance(answer, Blanket):
-                self._add_blanket(response, bucket, answer)
+                if renew or answer != bucket.answer:
+                    self._add_blanket(response, bucket, answer)
             elif isinstance(answer, Action) and answer.send_by_ns <= now_ns:
                 bucket.again = True
             elif isinstance(answer, Action) and bucket.part is not None:
