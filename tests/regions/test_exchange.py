@@ -109,6 +109,44 @@ def test_a_dead_link_delays_no_other() -> None:
     run(main())
 
 
+def test_a_region_that_reaches_all_holds_exact_totals_while_two_others_are_apart() -> None:
+    """It would take the rate of all. A region whose leader is gone says nothing any more."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap")
+        eu, _, ap = await world.started()
+        await asyncio.sleep(2)
+        world.cuts.add(("eu", "us"))
+        assert await until(lambda: ap.exchange.sync.holds_exact) < 6
+        assert usable(ap) == ("eu", "us")
+        assert world.gate("ap").check("ann", 30)
+        await asyncio.sleep(2)
+        assert await world.used("us") == 0
+        eu.stopped = True
+        assert await until(lambda: not ap.exchange.sync.holds_exact) < 8
+        await asyncio.sleep(2)
+        assert await world.used("us") >= 29
+
+    run(main())
+
+
+def test_a_region_that_is_removed_is_apart_from_none() -> None:
+    """It cannot be reached any more, and the others go on with their shares of all."""
+
+    async def main() -> None:
+        world = World("eu", "us", "ap")
+        eu, us, ap = await world.started()
+        world.cut("eu", "ap")
+        world.cut("us", "ap")
+        await until(lambda: eu.exchange.sync.holds_exact and us.exchange.sync.holds_exact)
+        await monitor(world, "eu").change_shares(dict.fromkeys(("eu", "us"), Fraction(1, 2)))
+        ap.stopped = True
+        await until(lambda: not eu.exchange.sync.holds_exact)
+        await until(lambda: not us.exchange.sync.holds_exact)
+
+    run(main())
+
+
 def test_eventual_limits_merge_after_a_partition() -> None:
     """Also a subject that no client touches any more: the others learn of it in seconds."""
 

@@ -220,19 +220,6 @@ def test_no_number_of_a_note_stops_the_leader(field: str, value: str) -> None:
     assert "cannot be read" in heard.problem or "not a table" in heard.problem
 
 
-def test_regions_that_do_not_reach_each_other_are_known_to_a_third() -> None:
-    """Each notes the regions that it does not reach. One that was removed does not count."""
-    thirds = share_table(1, {name: Fraction(1, 3) for name in ("ap", "eu", "us")})
-    us, eu = Membership("us", thirds, []), Membership("eu", thirds, ["us"])
-    for live, is_whole in ((("ap", "eu"), True), (("eu",), False), ((), False)):
-        eu.hear("us", {REGION_NOTE: us.plan({}, None, 5, live).note})
-        assert eu.is_whole is is_whole
-    without_ap = share_table(2, {"eu": Fraction(1, 2), "us": Fraction(1, 2)})
-    note = us.plan({TABLE_NOTE: without_ap.text()}, None, 5, ("eu",)).note
-    eu.hear("us", {REGION_NOTE: note, TABLE_NOTE: without_ap.text()})
-    assert eu.is_whole
-
-
 def test_a_region_is_added_and_removed_in_proportion() -> None:
     """Shares always add up to 1, also after many changes, with allowed denominators."""
     shares = {"eu": Fraction(1, 3), "us": Fraction(2, 3)}

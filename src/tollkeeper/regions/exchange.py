@@ -125,6 +125,8 @@ class Link:
         self.problem = ""
         self.clock_ns: int | None = None
         """The clock of its store minus that of this process."""
+        self.apart: frozenset[str] = frozenset()
+        """The regions with which its leader exchanges no totals, as that has noted."""
 
     def state(self, now_s: float) -> LinkState:
         """Return whether totals are exchanged."""
@@ -221,6 +223,7 @@ class Term:
         else:
             link.clock_ns = clock_ns - (asked_ns + self._now_ns()) // 2
             heard = self.membership.hear(link.peer, notes)
+            link.apart = _apart(link.peer, notes, clock_ns)
             link.heard_s = self._loop.time()
             link.usable, link.refused = heard.usable, not heard.usable
             link.problem = heard.problem or self._clock_problem(link)
@@ -318,7 +321,8 @@ class Term:
         self.shares = shares
         others = [each for each in self.membership.table.regions if each != self._exchange.region]
         if self.membership.table.epoch == shares.epoch:
-            is_whole = self.membership.is_whole
+            apart = frozenset[str]().union(*(self.links[each].apart for each in self.usable()))
+            is_whole = apart.isdisjoint(self.membership.table.regions)
             self._sync.use(others, self.live(), shares.epoch, self.usable(), is_whole=is_whole)
 
     def status(self) -> RegionStatus:
@@ -416,6 +420,19 @@ class Term:
 
     def _now_ns(self) -> int:
         return round(self._loop.time() * NS_PER_SECOND)
+
+
+def _apart(region: str, notes: Mapping[str, str], now_ns: int) -> frozenset[str]:
+    """Return the regions with which the leader of a region exchanges no totals.
+
+    None if it has noted nothing for some seconds: a region without a leader sends no reports, but
+    its store accepts those of others.
+    """
+    with suppress(ConfigError):
+        status = parse_status(region, notes.get(STATUS_NOTE), now_ns, is_self=False)
+        if status.leader:
+            return frozenset(link.peer for link in status.links if link.state != "up")
+    return frozenset()
 
 
 class Exchange:

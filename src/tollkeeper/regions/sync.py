@@ -136,10 +136,11 @@ class Sync:
         self.epoch = 0
         self.unaccepted_units = 0
         """Units of the subjects that are known here and not accepted by all; about."""
+        self.holds_exact = False
+        """True while exact totals are not sent, because not all regions reach each other."""
         self._others: frozenset[str] = frozenset()
         self._live: frozenset[str] = frozenset()
         self._usable: frozenset[str] = frozenset()
-        self._holds_exact = False
         self._subjects: dict[SubjectKey, _Reported] = {}
         self._queues: dict[str, _Queue] = {}
         self._accepted: list[Accepted] = []
@@ -169,7 +170,7 @@ class Sync:
             self.unaccepted_units = 0
         self._live = others & frozenset(live)
         self._usable = self._live if usable is None else others & frozenset(usable)
-        self._holds_exact = not is_whole or self._usable != others
+        self.holds_exact = not is_whole or self._usable != others
         for region in self._queues.keys() - self._usable:
             self._queues[region].waiting.clear()
 
@@ -186,7 +187,7 @@ class Sync:
             # shares: with four of five regions joined, 0.6 of them. A region that reaches all
             # holds its totals as well while two others are apart: those cannot report theirs, so
             # it would take the whole rate, and leave nothing for them.
-            is_held = report.across == "exact" and self._holds_exact
+            is_held = report.across == "exact" and self.holds_exact
             for region in () if is_held else usable:
                 if not _is_known(subject, region, report):
                     self._queue(region).add(report, now_ns)

@@ -195,8 +195,6 @@ class RegionNote(NamedTuple):
     """True: this is the first start of the region, and it has not taken its share yet."""
     differed: bool = False
     """True: regions had different tables, so one may have used what is another's share now."""
-    unreached: tuple[str, ...] = ()
-    """The other regions of the table with which it exchanges no totals now."""
 
     def text(self) -> str:
         """Return the note."""
@@ -227,7 +225,6 @@ def parse_region(text: str) -> RegionNote:
             _shares_of(fields["shares"]),
             fields.get("starts") is True,
             fields.get("differed") is True,
-            tuple(str(name) for name in fields.get("unreached", ())),
         )
     except NOTE_ERRORS as error:
         raise ConfigError(f"the note of a region cannot be read: {show(text)}: {error}") from None
@@ -357,8 +354,6 @@ class Membership:
         self._announced: dict[str, int] = {}
         self._met: dict[str, str] = {}
         self._met_us: dict[str, str] = {}
-        self._apart: dict[str, tuple[str, ...]] = {}
-        self._unreached: tuple[str, ...] = ()
         self._store = ""
 
     @property
@@ -400,7 +395,6 @@ class Membership:
         self._adopt(notes, note)
         self._announced = _highest(self._announced, note.announced)
         self._met[peer] = note.store
-        self._apart[peer] = note.unreached
         met = note.met.get(self._region)
         if met is None:
             self._met_us.pop(peer, None)
@@ -431,17 +425,6 @@ class Membership:
     def has_asked_all(self) -> bool:
         """True if each other region has answered, or could not be reached."""
         return not self._untried and not self._begins
-
-    @property
-    def is_whole(self) -> bool:
-        """True if no other region of the table says that it does not reach one of the table."""
-        regions = self.table.regions
-        return not any(
-            unreached in regions
-            for peer, names in self._apart.items()
-            if peer in regions
-            for unreached in names
-        )
 
     def missed(self, peer: str) -> None:
         """Note that another region's store could not be read."""
@@ -492,9 +475,6 @@ class Membership:
             note = self._note(announced, None, starts=True)
             return Plan(None, note, "starts for the first time: asks the other regions again")
         chosen = tuple(sorted(each for each in live if each in table.regions))
-        self._unreached = tuple(
-            each for each in table.regions if each not in chosen and each != self._region
-        )
         found = next_shares(
             self._region, table, shares, self._announced, now_ns, chosen, first=is_first
         )
@@ -524,7 +504,6 @@ class Membership:
         return RegionNote(
             *(self._region, LAYOUT, self._store, self.table, announced, met, shares, starts),
             differed=bool(self._differs),
-            unreached=self._unreached,
         ).text()
 
     def _own_note(self, notes: Mapping[str, str]) -> tuple[RegionNote | None, str]:
