@@ -68,13 +68,14 @@ class Model:
             self.check()
 
     def pass_time(self, wait_ns: int) -> None:
-        """Let a short time pass. An Envoy that was stopped reports before it reads."""
+        """Let a short time pass. An Envoy that was stopped reports and admits before it reads."""
+        was_stopped = self.now_ns < self.stopped_ns
         self.now_ns += wait_ns
         if self.now_ns >= self.stopped_ns:
             if self.now_ns >= self.report_ns:
                 self.report_ns = self.now_ns + REPORT_NS
                 self.report()
-            while self.messages and self.messages[0][0] <= self.now_ns:
+            while self.messages and self.messages[0][0] <= self.now_ns and not was_stopped:
                 grant = self.messages.pop(0)[1]
                 self.tokens, self.ends_ns = grant.units, self.now_ns + grant.ttl_s * NS_PER_SECOND
             self.spend(self.demand * wait_ns // NS_PER_SECOND)
@@ -198,7 +199,6 @@ def test_unspent_units_come_back(per_second: int) -> None:
 
 def settles_with_one_report(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(grants, "REPORTS", 1)
-    patch.setattr(grants, "DELIVERY_NS", 0)
 
 
 def ignores_missing_reports(patch: pytest.MonkeyPatch) -> None:
