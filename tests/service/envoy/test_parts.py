@@ -97,8 +97,21 @@ async def test_a_part_waits_while_requests_are_denied() -> None:
         assert second.waits == (denied > 0)
     action = await second.decide()
     assert test.send(second, action) == ["deny all"]
+    assert second.waits
     action = await second.decide()
     assert not action.changes
+
+
+async def test_a_part_that_has_its_target_does_not_wait() -> None:
+    """Although requests are denied: the limit is reached."""
+    test = PartTest()
+    part = test.part()
+    part.note(1, 0, test.clock.now_ns())
+    test.send(part, await part.decide())
+    test.clock.advance(5)
+    part.note(500, 900, test.clock.now_ns())
+    test.send(part, await part.decide())
+    assert not part.waits
 
 
 async def test_the_end_of_a_part_marks_its_entry() -> None:
@@ -189,3 +202,21 @@ async def test_a_store_that_fails_grants_nothing() -> None:
     await part.end(abandoned=False)
     test.cells.fails = False
     assert await test.room() == 1_000
+
+
+async def test_a_grant_that_was_not_sent_is_refunded() -> None:
+    """Its Envoy never gets it."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    part.note(1, 0, test.clock.now_ns())
+    before = await test.room()
+    action = await part.decide()
+    assert action is not None
+    assert await test.room() < before
+    test.clock.advance(2)
+    again = await part.decide()
+    assert again is not None
+    test.send(part, again)
+    granted = part._ledger.current
+    assert granted is not None
+    assert await test.room() == before - granted.units

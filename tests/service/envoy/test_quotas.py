@@ -407,6 +407,42 @@ async def test_other_limits_take_effect_at_the_next_report() -> None:
         assert await envoy.answer() == [(ACME, "allow all")]
 
 
+async def test_a_lower_limit_lowers_the_share_that_an_envoy_has() -> None:
+    """It is not taken away until the old one has expired: the Envoy goes on at the lower rate."""
+    async with running(RateTest()) as test:
+        envoy = test.open(x_envoy_node="a")
+        envoy.report((ACME, 1, 0))
+        await envoy.answer()
+        test.limiter.use(rate_rules("60/s"))
+        test.clock.advance(5)
+        envoy.report((ACME, 400, 0))
+        assert await envoy.answer() == [(ACME, "60, 60/1s")]
+        assert test.table().reserved == (100, 100)
+        test.clock.advance(5)
+        envoy.report((ACME, 400, 0))
+        await envoy.answer()
+        assert test.table().reserved == (60, 60)
+
+
+async def test_two_buckets_of_one_subject_are_both_taken_over() -> None:
+    """When their Envoy returns, each keeps its own share."""
+    async with running(RateTest()) as test:
+        buckets = [{**ACME, "path": path} for path in "xy"]
+        for _ in range(2):
+            envoy = test.open(x_envoy_node="a")
+            envoy.report(*((each, 9, 9) for each in buckets))
+            await envoy.answer()
+            for _ in range(3):
+                test.clock.advance(5)
+                envoy.report(*((each, 500, 500) for each in buckets))
+                await envoy.answer()
+            envoy.put(None)
+            await asyncio.wait_for(test.ended.pop(), 10)
+            await test.service.ended()
+            assert len(test.table().entries) == 2
+            assert min(each.assigned.rate for each in test.table().entries) >= 45
+
+
 async def test_a_client_that_does_not_read_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

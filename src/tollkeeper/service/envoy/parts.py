@@ -27,7 +27,7 @@ from tollkeeper.core.steps import run_async
 from tollkeeper.decide.store import Cells
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.compiled import RuleCheck
-from tollkeeper.service.envoy.buckets import Strategies, blanket, finite, token_bucket
+from tollkeeper.service.envoy.buckets import Assigned, Strategies, blanket, finite, token_bucket
 from tollkeeper.service.envoy.grants import (
     NO_UNITS,
     Grant,
@@ -76,6 +76,10 @@ class Part(Protocol):
         """True if the bucket wants more than it has."""
         ...
 
+    def use(self, target: Assigned) -> bool:
+        """Go on with the limits that the rules have now; return False if another part must."""
+        ...
+
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """Take note of the counts of a report."""
         ...
@@ -105,18 +109,27 @@ class RatePart:
     """A share of a rate: a token bucket."""
 
     def __init__(
-        self, cells: Cells, check: RuleCheck, node: str, now_ns: Callable[[], int]
+        self, cells: Cells, check: RuleCheck, name: str, now_ns: Callable[[], int]
     ) -> None:
-        """`node` is the name of the Envoy; empty if it must not take an earlier share over."""
+        """`name` is that of the bucket in its Envoy; empty if it takes no earlier share over."""
         self.waits = False
         self.until_ns = 0
         self.cells = cells
         self.cell = f"envoy:{check.rule.id}\x1f{check.subject}"
         self._pool = pool_of(check.prepared.limits[0])
-        self._holding = Holding(os.urandom(HOLDER_BYTES), name_of(node))
+        self._holding = Holding(os.urandom(HOLDER_BYTES), name_of(name))
         self._now_ns = now_ns
         self._deciding: Assignment | None = None
         self._assigned: Assignment | None = None
+        self._key = check.rule.id, check.subject
+
+    def use(self, target: Assigned) -> bool:
+        """See Part. Other limits of the same rule divide the same table."""
+        check = target.checks[0]
+        if target.quota != "rate" or (check.rule.id, check.subject) != self._key:
+            return False
+        self._pool = pool_of(check.prepared.limits[0])
+        return True
 
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """See Part."""
@@ -129,6 +142,8 @@ class RatePart:
             reporting(self.cells, self.cell, self._pool, self._holding, self._now_ns)
         )
         share = found.share
+        # At its target there is nothing to wait for, although requests are denied.
+        self.waits = found.is_short and (self.waits or not share.rate)
         if share.rate:
             send = token_bucket(share.burst, share.rate, found.fill_s, afresh=found.is_new)
         else:
@@ -199,6 +214,10 @@ class GrantPart:
         """See Part."""
         return self._ledger.is_due(self._now_ns())
 
+    def use(self, target: Assigned) -> bool:
+        """See Part. Grants of other limits count as spent."""
+        return target.same(Assigned("grants", self._checks))
+
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """See Part."""
         self._refunds += self._ledger.reported(allowed, denied, now_ns)
@@ -206,6 +225,9 @@ class GrantPart:
     async def decide(self) -> Action | None:
         """See Part. Two round trips or more if a grant is due, and one for each refund."""
         refunds, self._refunds = self._refunds, []
+        if self._granting is not None:  # it was not sent in time
+            refunds.append(Refund(self._granting.units, self._granting.charged_ns))
+            self._granting = None
         for each in refunds:
             await self._refund(each)
         started_ns = self._now_ns()
@@ -254,12 +276,13 @@ class GrantPart:
         """See Part."""
         if self._granting is not None:
             self._ledger.sending(self._granting)
+            self._granting = None
 
     def sent(self, now_ns: int) -> None:
         """See Part."""
         self._ledger.sent(now_ns)
-        if self._granting is not None:
-            self.until_ns = now_ns + self._granting.ttl_s * NS_PER_SECOND
+        if (grant := self._ledger.current) is not None:
+            self.until_ns = now_ns + grant.ttl_s * NS_PER_SECOND
 
     async def end(self, *, abandoned: bool) -> None:
         """See Part. Units that Envoy has not reported count as spent."""

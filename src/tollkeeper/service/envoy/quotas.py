@@ -385,19 +385,15 @@ class QuotaService:
                 target = on_failure_of(target.checks, "too_many_buckets", self._on_failure)
             elif cells is None:
                 target = on_failure_of(target.checks, "store", self._on_failure)
-        before = bucket.target
         stream.use(bucket, target)
-        if (
-            isinstance(target, Assigned)
-            and isinstance(before, Assigned)
-            and bucket.part is not None
-            and target.same(before)
-        ):
+        if isinstance(target, Assigned) and bucket.part is not None and bucket.part.use(target):
             return
         await self._end([bucket], abandoned=True)
         if isinstance(target, Assigned) and cells is not None:
             # A share that an Envoy takes over keeps its tokens; a blanket answer has removed them.
-            name = "" if bucket.answer is not None else stream.name
+            # Two buckets of an Envoy may count for one subject, so the name has the bucket too.
+            known = bucket.answer is None and stream.name
+            name = f"{stream.name}\x1f{bucket.id.hex()}" if known else ""
             bucket.part = self._part_of(bucket, target, cells, name)
             self._sharing.setdefault(bucket.part.cell, set()).add(bucket)
             bucket.part.note(*bucket.reported, bucket.reported_ns)

@@ -180,12 +180,10 @@ class Table:
             [each._replace(expires_ns=min(each.expires_ns, latest_ns)) for each in self.entries]
         )
         table = replace(self, at_ns=min(self.at_ns, now_ns), entries=entries)
-        if pool != table.pool:
-            table = _with_pool(table, pool)
         ends = sorted({each.expires_ns for each in entries if each.expires_ns <= now_ns})
         for end_ns in (*ends, now_ns):
             table = _refilled(table, max(end_ns, table.at_ns))
-        return table
+        return table if pool == table.pool else _with_pool(table, pool)
 
     @property
     def reserved(self) -> Share:
