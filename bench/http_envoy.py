@@ -1,57 +1,116 @@
-"""A real Envoy in front of a small upstream, with and without calls of the service over gRPC.
+"""A real Envoy in front of a small upstream: without a limit, asking the service, and with quotas.
 
-The configuration is that of the example, with one thread. The first row has no rate limit filter.
-Envoy, the upstream, the service and wrk share the machine, so the ratio is better with more than
-two processors.
+The configurations are those of the examples, with one thread. The first row has no filter. Envoy,
+the upstream, the service and wrk share the machine, so the ratio is better with more than two
+processors.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
-from tests.envoy_process import envoy_path, example, filter_of
-from tests.redis_servers.ports import free_port
+from tests.envoy_process import QUOTAS_EXAMPLE, envoy_path, example, filter_of
+from tests.redis_servers import Single
+from tests.redis_servers.ports import HOST, free_port
 
 from bench.grpc_servers import RULES, grpc_serve
+from bench.http_load import LoadFailed
 from bench.http_measure import Contender, HttpEffort, HttpWork, Progress, measure
-from bench.http_servers import Serving, get, granian, post
+from bench.http_servers import Serving, answer_of, get, granian, post, tollkeeper_serve
 from bench.redis_placement import Placement
 
-_REQUEST: Final = b"GET /v1/orders HTTP/1.1\r\nhost: localhost\r\nx-api-key: sk_1\r\n\r\n"
+QUOTA_RULES: Final = """
+version: 1
+rules:
+  - id: {quota}
+    match: {{attributes: {{domain: shop}}, tenant: "*"}}
+    by: [tenant]
+    limits: [1000000/second]
+    consistency: leased
+    envoy_quota: {quota}
+"""
+_REQUEST: Final = (
+    b"GET /v1/orders HTTP/1.1\r\nhost: localhost\r\nx-api-key: sk_1\r\nx-tenant: acme\r\n\r\n"
+)
 
 
 def measure_envoy(
     name: str, folder: Path, placement: Placement, effort: HttpEffort, progress: Progress
 ) -> HttpWork:
     """Start the upstream and the services, then an Envoy for each row, and measure these."""
-    rules = folder / "envoy.yaml"
-    rules.write_text(RULES)
     with ExitStack() as stack:
         progress(f"{name}: starting the upstream and the services …")
         upstream = Serving("upstream", granian("bench.http_apps:bare"), get("/"))
         stack.enter_context(upstream)
+        redis = stack.enter_context(Single())
         bare = _without_filter(example(upstream.port, free_port()))
         contenders = [Contender("Envoy", _command(bare), [_REQUEST], timed=True)]
-        for on in ("grpcio", "libnghttp2"):
-            port = free_port()
-            service = Serving(
-                f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}")
-            )
-            stack.enter_context(service)
-            contenders.append(
-                Contender(
-                    f"Envoy, asking tollkeeper on {on}",
-                    _command(example(upstream.port, port)),
-                    [_REQUEST],
-                    ours=on == "libnghttp2",
-                    timed=True,
-                    beside=(service,),
-                )
-            )
-        return measure(name, contenders, placement, effort, progress)
+        contenders += [_asking(on, upstream, folder, stack) for on in ("grpcio", "libnghttp2")]
+        quotas = [_with_quotas(how, upstream, redis, folder, stack) for how in ("rate", "grants")]
+        contenders += [contender for contender, _ in quotas]
+        began_s = monotonic()
+        work = measure(name, contenders, placement, effort, progress)
+        for contender, service in quotas:
+            found = _messages(service) / (monotonic() - began_s)
+            work.notes.append(f"{contender.name}: {found:.2f} messages/s between Envoy and service")
+        return work
+
+
+def _asking(on: str, upstream: Serving, folder: Path, stack: ExitStack) -> Contender:
+    """Return an Envoy that asks the service for each request."""
+    rules = folder / "envoy.yaml"
+    rules.write_text(RULES)
+    port = free_port()
+    service = Serving(f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}"))
+    stack.enter_context(service)
+    return Contender(
+        f"Envoy, asking tollkeeper on {on}",
+        _command(example(upstream.port, port)),
+        [_REQUEST],
+        ours=on == "libnghttp2",
+        timed=True,
+        beside=(service,),
+    )
+
+
+def _with_quotas(
+    quota: str, upstream: Serving, redis: Single, folder: Path, stack: ExitStack
+) -> tuple[Contender, Serving]:
+    """Return an Envoy that decides by assigned quotas, and the service that assigns them."""
+    rules = folder / f"{quota}.yaml"
+    rules.write_text(QUOTA_RULES.format(quota=quota))
+    port = free_port()
+    command = tollkeeper_serve(rules, "--store", redis.uri, "--grpc", f"{HOST}:{port}")
+    service = Serving(f"service for {quota}", command, post("/v1/check", b"{}"))
+    stack.enter_context(service)
+    config = example(upstream.port, port, QUOTAS_EXAMPLE)
+    # This Envoy is paused while others have their turn, and its assignment expires.
+    text = json.dumps(config).replace('"DENY_ALL"', '"ALLOW_ALL"')
+    contender = Contender(
+        f"Envoy, with quotas ({quota})",
+        _command(json.loads(text)),
+        [_REQUEST],
+        ours=True,
+        timed=True,
+        beside=(service,),
+    )
+    return contender, service
+
+
+def _messages(service: Serving) -> float:
+    """Return how many reports the service has received, and as many answers."""
+    text = answer_of(service.port, get("/metrics")).decode()
+    found = re.search(
+        r"^tollkeeper_envoy_quota_reports_total(?:{[^}]*})? (\S+)", text, re.MULTILINE
+    )
+    if found is None:
+        raise LoadFailed(f"the service counts no reports: {text[:500]}")
+    return 2 * float(found[1])
 
 
 def _command(config: dict[str, Any]) -> list[str]:

@@ -123,6 +123,8 @@ class HttpWork:
     rows: Sequence[HttpRow]
     half_load: float = 0.0
     """Requests per second of the paced runs."""
+    notes: list[str] = field(default_factory=list)
+    """Lines to print below the table."""
 
 
 Turn = tuple[HttpRow, Contender, Serving]

@@ -19,7 +19,9 @@ _HEADINGS: Final = (
 )
 
 
-# What a row must keep of the first row, and what it should. Other works are middlewares.
+# What a row must keep of the first row, and what it should.
+_GOAL: Final = (0.85, 0.95)
+_QUOTA_GOAL: Final = (0.8, 0.9)
 _GOALS: Final = {"http check": (0.6, 0.85), "http grpc": (10, 20), "http envoy": (0.45, 0.7)}
 
 
@@ -53,6 +55,7 @@ def work_table(work: HttpWork) -> str:
     lines = [f"\n{work.name}, {work.placement}{timed}", _line(_HEADINGS), _line(rule)]
     lines += [_line(_cells(row, work.rows[0])) for row in work.rows]
     slow = [row.name for row in work.rows if not all(each.kept_up for each in row.paced)]
+    lines += work.notes
     if slow:
         lines.append(
             f"did not keep up with half load, so their latencies mean little: {', '.join(slow)}"
@@ -99,7 +102,7 @@ def http_goals(works: Sequence[HttpWork]) -> list[Goal]:
             # A dependency is no middleware: most of its cost is FastAPI's.
             if not row.ours or "dependency" in row.name:
                 continue
-            floor, goal = _GOALS.get(work.name, (0.85, 0.95))
+            floor, goal = _QUOTA_GOAL if "quotas" in row.name else _GOALS.get(work.name, _GOAL)
             first = work.rows[0]
             what = f"{work.name.removeprefix('http ')}, {row.name}: × {first.name}"
             goals.append(Goal(what, row.kept(first), floor, goal))

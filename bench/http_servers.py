@@ -21,7 +21,7 @@ from typing import Final, Self
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.waiting import until
 
-READY_SECONDS_MAX: Final = 30.0
+READY_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 10.0
 ROOT: Final = Path(__file__).parents[1]
 _LOG_LINES_SHOWN: Final = 20
