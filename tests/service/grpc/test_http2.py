@@ -8,7 +8,6 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,11 @@ WAIT_SECONDS = 10.0
 
 @asynccontextmanager
 async def serving(
-    method: Any, bounds: Bounds | None = None
+    method: Any, *, at_once: bool = True, bounds: Bounds | None = None
 ) -> AsyncIterator[tuple[http2.Http2Server, Any]]:
     """Run a server with one method, and return a client's function for it."""
-    server = await http2.start(Methods({PATH: method}), "127.0.0.1:0", None, bounds or Bounds(), {})
+    methods = Methods({PATH: method}, at_once=frozenset({PATH} if at_once else ()))
+    server = await http2.start(methods, "127.0.0.1:0", None, bounds or Bounds(), {})
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield server, channel.unary_unary(PATH)
@@ -85,7 +85,8 @@ async def test_a_method_that_waits_for_nothing_gets_no_task() -> None:
             assert len(tasks) == expected
 
 
-async def test_a_method_that_waits_goes_on_in_a_task() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_method_that_waits_goes_on_in_a_task(at_once: bool) -> None:
     """After its first step, several times, with exceptions from what it waits for."""
 
     async def method(content: bytes, _: GrpcCall) -> bytes:
@@ -98,43 +99,22 @@ async def test_a_method_that_waits_goes_on_in_a_task() -> None:
             await asyncio.sleep(0)
         return content * 2
 
-    async with serving(method) as (server, client):
+    async with serving(method, at_once=at_once) as (server, client):
         assert await client(b"ab", timeout=WAIT_SECONDS) == b"abab"
         assert server.calls == 0
 
 
-async def test_the_first_step_of_a_method_may_need_a_task() -> None:
-    """Timeouts, groups and context variables work as in a task."""
-    variable: ContextVar[int] = ContextVar("variable", default=0)
+async def test_a_method_whose_first_step_needs_a_task_has_one() -> None:
+    """Timeouts work from the first step on, unless the method declared that it needs none."""
 
     async def method(_: bytes, __: GrpcCall) -> bytes:
-        token = variable.set(variable.get() + 1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.001):
                 await asyncio.Event().wait()
-        async with asyncio.timeout(WAIT_SECONDS), asyncio.TaskGroup() as group:
-            task = group.create_task(asyncio.sleep(0, variable.get()))
-        variable.reset(token)
-        return b"%d" % task.result()
+        return b"in time"
 
-    async def grouped(_: bytes, __: GrpcCall) -> bytes:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_fails())
-                await asyncio.Event().wait()
-        except* ValueError:
-            pass
-        return b"cancelled by its group"
-
-    async with serving(method) as (_, client):
-        replies = [client(b"", timeout=WAIT_SECONDS) for _ in range(3)]
-        assert await asyncio.gather(*replies) == [b"1"] * 3
-    async with serving(grouped) as (_, client):
-        assert await client(b"", timeout=WAIT_SECONDS) == b"cancelled by its group"
-
-
-async def _fails() -> None:
-    raise ValueError("expected")
+    async with serving(method, at_once=False) as (_, client):
+        assert await client(b"", timeout=WAIT_SECONDS) == b"in time"
 
 
 @pytest.mark.parametrize("first_waits", [True, False])

@@ -91,13 +91,16 @@ async def start(
     services = (SERVICE, QUOTA_SERVICE, health.SERVICE)
     checked = health.Health(services)
     listed = reflection.Reflection(services, POOL)
+    path = f"/{SERVICE}/{METHOD}"
     methods = Methods(
-        {f"/{SERVICE}/{METHOD}": service.should_rate_limit, **checked.methods.unary},
+        {path: service.should_rate_limit, **checked.methods.unary},
         {
             f"/{QUOTA_SERVICE}/{QUOTA_METHOD}": quotas.stream,
             **checked.methods.streaming,
             **listed.methods.streaming,
         },
+        # A remote store is waited for, with timeouts that need a task.
+        at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
     )
     running = await server.start(
         methods, address, tls, bounds=bounds, counted=context.counters.grpc_requests, on=on

@@ -4,8 +4,7 @@ A *method* is a coroutine function that takes a call and raises CallError to end
 It does not know which server runs it: the server on libnghttp2 (`http2.py`) and the server on
 grpcio (`grpcio.py`) run the same methods.
 
-- A *unary* method takes one message and returns one. Its first step, until it waits, may run before
-  it has a task of its own.
+- A *unary* method takes one message and returns one.
 - A *streaming* method receives and sends messages until it returns, or the client goes away. Then
   the server cancels it.
 
@@ -128,6 +127,8 @@ class Methods:
 
     unary: Mapping[str, UnaryMethod] = field(default_factory=dict)
     streaming: Mapping[str, StreamingMethod] = field(default_factory=dict)
+    at_once: frozenset[str] = frozenset()
+    """Unary methods that seldom wait, and need no task before they wait: coroutine functions."""
 
 
 @dataclass(frozen=True, slots=True)

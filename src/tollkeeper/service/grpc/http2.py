@@ -5,9 +5,8 @@ clock. This module calls its `tick` once a second. The connection decides by the
 which clients are too slow, too quiet or too busy.
 
 **The fast path.** A batch of bytes with calls costs one `receive`, one step of each method, one
-`reply` each and one `write`. A unary method makes its first step at once. Most end in it. Only for
-one that waits is a task created, which runs the rest of it. In the first step `current_task` is a
-stand-in for that task, because `asyncio.timeout` asks for it.
+`reply` each and one `write`. A method in `Methods.at_once` makes its first step without a task.
+Only if it has to wait is a task created for the rest of it.
 
 **Shutdown.** The listeners close. Each client gets a notice (GOAWAY with the highest id), so that
 it opens no more streams here. When it has confirmed that, the final GOAWAY follows, and the
@@ -21,10 +20,8 @@ import logging
 import socket
 import ssl
 from asyncio import AbstractEventLoop, Future, Task, TimerHandle
-from asyncio.tasks import _enter_task, _leave_task
 from collections import Counter, deque
 from collections.abc import Coroutine, Generator
-from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
 from types import coroutine
@@ -225,7 +222,7 @@ class Http2Server:
         self.closed = SeldomLog(logging.INFO)
         self.unary = {path.encode(): method for path, method in methods.unary.items()}
         self.streaming = {path.encode(): method for path, method in methods.streaming.items()}
-        self.first_step = _FirstStep()
+        self.at_once = frozenset(path.encode() for path in methods.at_once)
         self.calls = 0
         self.calls_max = bounds.calls
         # Streams last. Half of the calls are left to others.
@@ -451,27 +448,6 @@ class _InFlight:
             self._timer.cancel()
 
 
-class _FirstStep:
-    """The current task while a method makes its first step; stands for the task it gets later."""
-
-    __slots__ = ("task",)
-
-    def __init__(self) -> None:
-        self.task: Task[Any] | None = None
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        return self.task is not None and self.task.cancel(msg)
-
-    def done(self) -> bool:
-        return self.task is not None and self.task.done()
-
-    def cancelling(self) -> int:
-        return 0 if self.task is None else self.task.cancelling()
-
-    def uncancel(self) -> int:
-        return 0 if self.task is None else self.task.uncancel()
-
-
 @coroutine
 def _resumed(started: Coroutine[Any, Any, bytes], waits_for: Any) -> Generator[Any, Any, bytes]:
     """Go on with a coroutine that has made its first step outside of a task."""
@@ -659,22 +635,17 @@ class _Connection(asyncio.Protocol):
         running = cast(
             "Coroutine[Any, Any, bytes]", method(message, _Call(self.loop, metadata, due_s))
         )
-        context = copy_context()
-        first = cast("Task[Any]", server.first_step)
-        _enter_task(self.loop, first)
-        try:
-            waits_for = context.run(running.send, None)
-        except StopIteration as done:
-            self._http2.reply(stream, done.value)
-            return
-        except Exception as error:
-            self._tell(stream, told_of(error, self._server.counted))
-            return
-        finally:
-            _leave_task(self.loop, first)
-        rest = cast("Coroutine[Any, Any, bytes]", _resumed(running, waits_for))
-        server.first_step.task = self._track(stream, rest, due_s, None, context)
-        server.first_step = _FirstStep()
+        if path in server.at_once:
+            try:
+                waits_for = running.send(None)
+            except StopIteration as done:
+                self._http2.reply(stream, done.value)
+                return
+            except Exception as error:
+                self._tell(stream, told_of(error, server.counted))
+                return
+            running = cast("Coroutine[Any, Any, bytes]", _resumed(running, waits_for))
+        self._track(stream, running, due_s, None)
 
     def _start_streaming(self, stream: int, path: bytes, metadata: bytes, timeout_ns: int) -> None:
         server = self._server
@@ -684,8 +655,7 @@ class _Connection(asyncio.Protocol):
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
         call = _StreamingCall(self, stream, metadata, due_s)
-        running = cast("Coroutine[Any, Any, None]", method(call))
-        self._track(stream, running, due_s, call, None)
+        self._track(stream, cast("Coroutine[Any, Any, None]", method(call)), due_s, call)
 
     def _refuse(self, stream: int, reason: CallError) -> None:
         """End a call with a status that the server and not the method chooses."""
@@ -698,9 +668,8 @@ class _Connection(asyncio.Protocol):
         running: Coroutine[Any, Any, bytes | None],
         due_s: float | None,
         call: _StreamingCall | None,
-        context: Context | None,
-    ) -> Task[bytes | None]:
-        task: Task[bytes | None] = self.loop.create_task(running, context=context)
+    ) -> None:
+        task: Task[bytes | None] = self.loop.create_task(running)
         timer = None
         if due_s is not None:
             timer = self.loop.call_at(due_s, self._cancel, stream, TOO_LATE)
@@ -708,7 +677,6 @@ class _Connection(asyncio.Protocol):
         self._server.calls += 1
         self._server.streaming_calls += call is not None
         task.add_done_callback(partial(self._done, stream))
-        return task
 
     def _done(self, stream: int, task: Task[bytes | None]) -> None:
         in_flight = self._in_flight.pop(stream)
