@@ -11,6 +11,7 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from fractions import Fraction
 from functools import partial
@@ -115,16 +116,16 @@ class Running:
         """Return the counts of all regions."""
         return [counts_of(node.store) for node in self.nodes.values()]
 
-    async def status(self, region: str) -> RegionStatus:
-        """Return the status of a region."""
-        return (await self.monitor(region).status())[0]
+    def status(self, region: str) -> RegionStatus:
+        """Return the status of a region, whose only node leads it."""
+        return self.monitor(region).here() or RegionStatus(region, is_self=True)
 
     async def until_synced(self) -> None:
         """Wait until all regions exchange totals."""
 
-        async def works(region: str) -> bool:
-            status = await self.status(region)
-            return bool(status.links) and all(each.state == "up" for each in status.links)
+        def works(region: str) -> bool:
+            links = self.status(region).links
+            return bool(links) and all(each.state == "up" for each in links)
 
         for region in self.nodes:
             await until(partial(works, region), f"{region} exchanges totals")
@@ -207,8 +208,8 @@ def servers() -> Iterator[RegionServers]:
 def regions(servers: RegionServers) -> Iterator[Running]:
     """Start a node in each region, once for all tests: it takes seconds until they exchange."""
     found = Running(servers)
-    for region in servers.names:
-        found.open(region)
+    with ThreadPoolExecutor() as pool:  # the first one waits for the others
+        list(pool.map(found.open, servers.names))
     yield found
     asyncio.run(found.close())
 
@@ -253,10 +254,10 @@ async def test_eventual_limits_go_on_alone_and_merge(running: Running) -> None:
     key, limit = EVENTUAL[0], limit_of(LONG).limit
     running.servers.part((EU,), (US, AP))
 
-    async def alone() -> bool:
-        return all(each.state == "down" for each in (await running.status(EU)).links)
-
-    await until(alone, "the region knows that it is alone")
+    await until(
+        lambda: all(each.state == "down" for each in running.status(EU).links),
+        "the region knows that it is alone",
+    )
     async with running.load([key]):
         await until(lambda: running.admitted(key, EU) == limit, "the whole limit, alone")
         await until(
@@ -271,10 +272,10 @@ async def test_eventual_limits_go_on_alone_and_merge(running: Running) -> None:
     admitted = running.admitted(key)
     await until_agreed(running.counts(), key, admitted, admitted)
 
-    async def excess() -> int:
-        return sum([(await running.status(each)).excess_units for each in running.nodes])
-
-    await until(excess, "the excess is reported")
+    await until(
+        lambda: sum(running.status(each).excess_units for each in running.nodes),
+        "the excess is reported",
+    )
 
 
 async def test_a_region_is_removed_and_added_again(running: Running) -> None:
@@ -282,8 +283,8 @@ async def test_a_region_is_removed_and_added_again(running: Running) -> None:
     keys = [key._replace(user="moved") for key in EXACT]
     third, half = Fraction(1, 3), Fraction(1, 2)
 
-    async def have(regions: Sequence[str], share: Fraction) -> bool:
-        found = [await running.status(each) for each in regions]
+    def have(regions: Sequence[str], share: Fraction) -> bool:
+        found = [running.status(each) for each in regions]
         return all((each.share, each.target) == (share, None) for each in found)
 
     async with running.load(keys):
