@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import re
 import shutil
@@ -44,6 +45,16 @@ VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "bas
 IGNORE = re.compile("noqa|type: ignore")
 LINT_IGNORE = re.compile(r"# noqa: [A-Z]+[0-9]+(?:, ?[A-Z]+[0-9]+)* - \S")
 TYPE_IGNORE = re.compile(r"# type: ignore\[[a-z-]+(?:, ?[a-z-]+)*\]  # \S")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage_collection() -> Iterator[None]:
+    """The trees of all files are a million objects, which each collection would visit."""
+    gc.disable()
+    yield
+    _tree.cache_clear()
+    _statements.cache_clear()
+    gc.enable()
 
 
 @cache
@@ -95,10 +106,20 @@ def _lines_with(pattern: re.Pattern[str], paths: Iterable[Path] | None = None) -
     ]
 
 
+@cache
+def _statements(path: Path) -> list[ast.AST]:
+    """Return the statements of a file, also those inside others, and no expressions."""
+    found: list[ast.AST] = [_tree(path)]
+    for node in found:
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            found.extend(getattr(node, name, ()))
+    return found
+
+
 def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (
         node
-        for node in ast.walk(_tree(path))
+        for node in _statements(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
 
@@ -279,7 +300,7 @@ def test_no_two_classes_share_a_name() -> None:
     """A class is found by its name alone. RateLimit is public, once for each framework."""
     places: dict[str, list[str]] = {}
     for path in _python("src/"):
-        for node in ast.walk(_tree(path)):
+        for node in _statements(path):
             if isinstance(node, ast.ClassDef) and node.name != "RateLimit":
                 places.setdefault(node.name, []).append(f"{_name(path)}:{node.lineno}")
     assert not {name: found for name, found in places.items() if len(found) > 1}
