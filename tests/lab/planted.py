@@ -9,7 +9,7 @@ import pytest
 
 from tollkeeper.core.model import Limit
 from tollkeeper.decide import regional
-from tollkeeper.decide.ledgers import BucketLedger, Ledger, Share, ledger_of
+from tollkeeper.decide.ledgers import BucketLedger, Ledger, Ratio, ledger_of
 from tollkeeper.decide.regional import Learnt, MemoryRegional, Report, Shares
 from tollkeeper.regions import exchange, table
 
@@ -19,7 +19,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 class DrainsOwnAtOnce(BucketLedger):
     """Time drains `own` also while `known` is not empty."""
 
-    def _at(self, now_ns: int, share: Share) -> tuple[int, int, int]:
+    def _at(self, now_ns: int, share: Ratio) -> tuple[int, int, int]:
         known, own, last_ns = super()._at(now_ns, share)
         passed_ns = last_ns - self._last_ns if known else 0
         micros = passed_ns * self.limit.micros_numerator // self.limit.ns_denominator
@@ -29,7 +29,7 @@ class DrainsOwnAtOnce(BucketLedger):
 class KeepsOwnInKnown(BucketLedger):
     """All units together drain at the rate, and `own` drains at the share as well."""
 
-    def _at(self, now_ns: int, share: Share) -> tuple[int, int, int]:
+    def _at(self, now_ns: int, share: Ratio) -> tuple[int, int, int]:
         elapsed_ns = max(now_ns - self._last_ns, 0)
         drained = elapsed_ns * self.limit.micros_numerator // self.limit.ns_denominator
         own = max(self._own - int(drained * share), 0)
@@ -40,7 +40,7 @@ class KeepsOwnInKnown(BucketLedger):
 class MovesTwice(BucketLedger):
     """Own units that are accepted are added to `known` twice."""
 
-    def move(self, now_ns: int, share: Share, last: int) -> None:
+    def move(self, now_ns: int, share: Ratio, last: int) -> None:
         """Move own units to `known`."""
         before = self.levels(now_ns, share)[1]
         super().move(now_ns, share, last)
@@ -50,7 +50,7 @@ class MovesTwice(BucketLedger):
 class PromisesTooSoon(BucketLedger):
     """The time until a request fits is half of what it is."""
 
-    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+    def wait_ns(self, now_ns: int, share: Ratio, most: int, load: int) -> int:
         """Return the half."""
         return super().wait_ns(now_ns, share, most, load) // 2
 

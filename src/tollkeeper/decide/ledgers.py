@@ -27,7 +27,7 @@ from tollkeeper.decide.algorithms.outcome import Outcome, outcome_of
 _LOG_PARTS: Final = 64
 
 
-class Share(Protocol):
+class Ratio(Protocol):
     """The fraction w: a Fraction, or a plainer pair of numbers. A Fraction is slow to read."""
 
     @property
@@ -42,15 +42,15 @@ class Ledger(Protocol):
 
     limit: Limit
 
-    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:
+    def levels(self, now_ns: int, share: Ratio) -> tuple[int, int]:
         """Return `known` and `own`."""
         ...
 
-    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:
+    def add(self, now_ns: int, share: Ratio, known: int, own: int) -> None:
         """Add units that are learnt or admitted now."""
         ...
 
-    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:
+    def learn(self, now_ns: int, share: Ratio, known: int, at_ns: int) -> None:
         """Add units of another member, which it reported at `at_ns` by its own clock.
 
         A window counter adds them to the window of that time, if that still counts.
@@ -64,11 +64,11 @@ class Ledger(Protocol):
         """
         ...
 
-    def move(self, now_ns: int, share: Share, last: int) -> None:
+    def move(self, now_ns: int, share: Ratio, last: int) -> None:
         """Move own units to `known`, all but the last so many that were added."""
         ...
 
-    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+    def wait_ns(self, now_ns: int, share: Ratio, most: int, load: int) -> int:
         """Return the time until the load is at most `most`, if nothing is added.
 
         `load` is that of now.
@@ -76,7 +76,7 @@ class Ledger(Protocol):
         ...
 
     def give_back(
-        self, now_ns: int, share: Share, known: int, own: int, charged_ns: int | None = None
+        self, now_ns: int, share: Ratio, known: int, own: int, charged_ns: int | None = None
     ) -> None:
         """Take units off the levels, as far as they are there.
 
@@ -94,7 +94,7 @@ class Ledger(Protocol):
     def numbers(self, numbers: list[int]) -> None: ...
 
 
-def load(ledger: Ledger, now_ns: int, share: Share) -> int:
+def load(ledger: Ledger, now_ns: int, share: Ratio) -> int:
     """Return w × known + own, times the denominator of w."""
     known, own = ledger.levels(now_ns, share)
     return share.numerator * known + share.denominator * own
@@ -111,7 +111,7 @@ class BucketLedger:
         self._known = known
         self._own = own
 
-    def _at(self, now_ns: int, share: Share) -> tuple[int, int, int]:
+    def _at(self, now_ns: int, share: Ratio) -> tuple[int, int, int]:
         """Return the levels, and the time up to which they are drained."""
         if now_ns == self._last_ns:  # the usual case right after a change
             return self._known, self._own, now_ns
@@ -127,25 +127,25 @@ class BucketLedger:
             known = 0
         return known, own, self._last_ns + elapsed_ns if known or own else now_ns
 
-    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:
+    def levels(self, now_ns: int, share: Ratio) -> tuple[int, int]:
         if now_ns == self._last_ns:
             return self._known, self._own
         known, own, _ = self._at(now_ns, share)
         return known, own
 
-    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:
+    def add(self, now_ns: int, share: Ratio, known: int, own: int) -> None:
         if not known and not own:  # each change rounds the drain down to a micro-unit
             return
         was_known, was_own, self._last_ns = self._at(now_ns, share)
         self._known, self._own = was_known + known, was_own + own
 
-    def move(self, now_ns: int, share: Share, last: int) -> None:
+    def move(self, now_ns: int, share: Ratio, last: int) -> None:
         self._known, self._own, self._last_ns = self._at(now_ns, share)
         moved = max(self._own - last, 0)
         self._known += moved
         self._own -= moved
 
-    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+    def wait_ns(self, now_ns: int, share: Ratio, most: int, load: int) -> int:
         if load <= most:
             return 0
         limit, parts, step_ns = self.limit, share.numerator, self.limit.refill_step_ns
@@ -154,7 +154,7 @@ class BucketLedger:
         steps = -(-over * limit.ns_denominator // (parts * limit.micros_numerator * step_ns))
         return max(self._last_ns + steps * step_ns - now_ns, 0)
 
-    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Ratio, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         self.add(now_ns, share, known, 0)
 
     def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
@@ -163,7 +163,7 @@ class BucketLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Share,
+        share: Ratio,
         known: int,
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
@@ -205,7 +205,7 @@ class WindowLedger:
             return number, (0, 0, known, own)
         return number, (0, 0, 0, 0)
 
-    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
+    def levels(self, now_ns: int, share: Ratio) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
         number, (known, own, known_before, own_before) = self._at(now_ns)
         if not known_before and not own_before:
             return known, own
@@ -215,16 +215,16 @@ class WindowLedger:
         own += -(-own_before * left_ns // window_ns)
         return known, own
 
-    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
+    def add(self, now_ns: int, share: Ratio, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
         self._number, (was_known, was_own, *before) = self._at(now_ns)
         self._counts = (was_known + known, was_own + own, before[0], before[1])
 
-    def move(self, now_ns: int, share: Share, last: int) -> None:  # noqa: ARG002 - as every ledger
+    def move(self, now_ns: int, share: Ratio, last: int) -> None:  # noqa: ARG002 - as every ledger
         self._number, (known, own, *before) = self._at(now_ns)
         moved = max(own - last, 0)
         self._counts = (known + moved, own - moved, before[0], before[1])
 
-    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+    def wait_ns(self, now_ns: int, share: Ratio, most: int, load: int) -> int:
         if load <= most:
             return 0
         number, (known, own, known_before, own_before) = self._at(now_ns)
@@ -244,7 +244,7 @@ class WindowLedger:
             fits_ns = end_ns + window_ns - max(most - rounded, 0) * window_ns // current
         return max(fits_ns - now_ns, 0)
 
-    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Ratio, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         behind = self.behind(now_ns, at_ns)
         self._number, (was_known, own, known_before, own_before) = self._at(now_ns)
         if behind <= 0:
@@ -260,7 +260,7 @@ class WindowLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Share,  # noqa: ARG002 - as every ledger
+        share: Ratio,  # noqa: ARG002 - as every ledger
         known: int,
         own: int,
         charged_ns: int | None = None,  # noqa: ARG002 - as every ledger
@@ -302,7 +302,7 @@ class LogLedger:
         part_ns = -(-window_ns // (_LOG_PARTS * WINDOW_NS_STEP)) * WINDOW_NS_STEP
         return -(-(at_ns + window_ns) // part_ns) * part_ns
 
-    def levels(self, now_ns: int, share: Share) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
+    def levels(self, now_ns: int, share: Ratio) -> tuple[int, int]:  # noqa: ARG002 - as every ledger
         known = own = 0
         for leaves_ns, each_known, each_own in self._groups:
             if leaves_ns > now_ns:
@@ -310,7 +310,7 @@ class LogLedger:
                 own += each_own
         return known, own
 
-    def add(self, now_ns: int, share: Share, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
+    def add(self, now_ns: int, share: Ratio, known: int, own: int) -> None:  # noqa: ARG002 - as every ledger
         if not known and not own:
             return
         leaves_ns = self._leaves_ns(now_ns)
@@ -320,7 +320,7 @@ class LogLedger:
             known, own = was_known + known, was_own + own
         groups.append((leaves_ns, known, own))
 
-    def move(self, now_ns: int, share: Share, last: int) -> None:  # noqa: ARG002 - as every ledger
+    def move(self, now_ns: int, share: Ratio, last: int) -> None:  # noqa: ARG002 - as every ledger
         moved: list[tuple[int, int, int]] = []
         for leaves_ns, known, own in reversed(self._groups):
             kept = min(own, last)
@@ -328,7 +328,7 @@ class LogLedger:
             moved.append((leaves_ns, known + own - kept, kept))
         self._groups = [group for group in reversed(moved) if group[0] > now_ns]
 
-    def wait_ns(self, now_ns: int, share: Share, most: int, load: int) -> int:
+    def wait_ns(self, now_ns: int, share: Ratio, most: int, load: int) -> int:
         at_ns = now_ns
         for leaves_ns, known, own in self._groups:
             if load <= most:
@@ -338,7 +338,7 @@ class LogLedger:
                 load -= share.numerator * known + share.denominator * own
         return at_ns - now_ns
 
-    def learn(self, now_ns: int, share: Share, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
+    def learn(self, now_ns: int, share: Ratio, known: int, at_ns: int) -> None:  # noqa: ARG002 - as every ledger
         self.add(now_ns, share, known, 0)
 
     def behind(self, now_ns: int, at_ns: int) -> int:  # noqa: ARG002 - as every ledger
@@ -347,7 +347,7 @@ class LogLedger:
     def give_back(
         self,
         now_ns: int,
-        share: Share,  # noqa: ARG002 - as every ledger
+        share: Ratio,  # noqa: ARG002 - as every ledger
         known: int,
         own: int,
         charged_ns: int | None = None,
@@ -383,7 +383,7 @@ def ledger_of(limit: Limit) -> Ledger:
 
 
 def outcome(
-    ledger: Ledger, now_ns: int, share: Share, load: int, cost: int, room: int, *, charged: bool
+    ledger: Ledger, now_ns: int, share: Ratio, load: int, cost: int, room: int, *, charged: bool
 ) -> Outcome:
     """Return the outcome for one limit, which has `room` for so many units, and this load.
 
@@ -405,12 +405,12 @@ def outcome(
     return outcome_of((False, left, wait_ns, max(whole_ns, wait_ns), 0, None))
 
 
-def exact_room(ledger: Ledger, now_ns: int, share: Share) -> int:
+def exact_room(ledger: Ledger, now_ns: int, share: Ratio) -> int:
     """Return the units that fit w × known + own <= w × C; negative if it does not hold now."""
     return room_at(ledger.limit, share, *ledger.levels(now_ns, share))
 
 
-def room_at(limit: Limit, share: Share, known: int, own: int) -> int:
+def room_at(limit: Limit, share: Ratio, known: int, own: int) -> int:
     """Return the room of `exact_room` at these levels."""
     left = share.numerator * (limit.capacity * MICROS_PER_UNIT - known)
     return (left // share.denominator - own) // MICROS_PER_UNIT

@@ -54,7 +54,7 @@ from tollkeeper.core.clock import NS_PER_SECOND, Clock
 from tollkeeper.core.errors import CapacityError, StoreUnavailable
 from tollkeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit, Limits
 from tollkeeper.decide.combine import combine
-from tollkeeper.decide.ledgers import Ledger, Share, exact_room, ledger_of, outcome, room_at
+from tollkeeper.decide.ledgers import Ledger, Ratio, exact_room, ledger_of, outcome, room_at
 from tollkeeper.decide.store import AsyncGate, Gate
 
 AcrossRegions = Literal["exact", "eventual"]
@@ -79,7 +79,7 @@ _PARTS: Final = 1_000
 _SILENT_NS: Final = 10 * NS_PER_SECOND
 # A request that only the share of an eventual limit denies can pass when the other regions have
 # accepted what this one has admitted: about a round of the sync and two trips later.
-_ROUND_NS: Final = NS_PER_SECOND // 2
+ROUND_NS: Final = NS_PER_SECOND // 2
 # By so much an eventual limit is over without a partition: a part of it, or some units.
 _USUAL_PART: Final = 100
 _USUAL_UNITS: Final = 5
@@ -721,7 +721,7 @@ def _learn_units(
 
 
 def room_of(
-    limit: Limit, across: AcrossRegions, share: Share, known: int, own: int, cost: int
+    limit: Limit, across: AcrossRegions, share: Ratio, known: int, own: int, cost: int
 ) -> int:
     """Return the units that one limit has room for at these levels; negative if it is above.
 
@@ -743,7 +743,7 @@ def decision_of(
     limits: Limits,
     ledgers: Sequence[Ledger],
     across: AcrossRegions,
-    share: Share,
+    share: Ratio,
     now_ns: int,
     cost: int,
     rule: str,
@@ -759,7 +759,7 @@ def decision_of(
     outcomes = []
     cost = max(cost - granted, 0)
     # Own units of an eventual limit are accepted soon, and then drain at the whole rate.
-    drains: Share = share if across == "exact" else 1
+    drains: Ratio = share if across == "exact" else 1
     for ledger in ledgers:
         known, own = ledger.levels(now_ns, share)
         room = room_of(ledger.limit, across, share, known, own, cost)
@@ -770,13 +770,17 @@ def decision_of(
             ledger, now_ns, drains, now_load, cost, room, charged=charged
         )
         if across == "eventual" and retry_ns == 1:
-            retry_ns = _ROUND_NS
+            retry_ns = ROUND_NS
         retry_ns, reset_ns = retry_ns // -step_ns * -step_ns, reset_ns // -step_ns * -step_ns
-        outcomes.append((allowed, remaining + granted, retry_ns, reset_ns, delay_ns, charged_ns))
+        left = remaining + granted
+        if len(ledgers) == 1:  # the usual case: nothing is to be combined
+            fields = (allowed, limits[0], left, retry_ns, reset_ns, delay_ns, rule, False)
+            return Decision(*fields, charged_ns, now_ns, granted)
+        outcomes.append((allowed, left, retry_ns, reset_ns, delay_ns, charged_ns))
     return combine(limits, outcomes, rule, now_ns, [granted] * len(limits) if granted else ())
 
 
-def require_room(limits: Sequence[Limit], share: Share, cost: int) -> None:
+def require_room(limits: Sequence[Limit], share: Ratio, cost: int) -> None:
     """Raise CapacityError for a cost that never fits this region's share of an exact limit."""
     parts, whole = share.numerator, share.denominator
     for limit in limits:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tests.promises.strategies import limit_of
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Limits
-from tollkeeper.decide.regional import Shares
+from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
+    BUCKETS,
+    AlgorithmName,
+    Limits,
+    decision_fields,
+)
+from tollkeeper.decide.regional import AcrossRegions, Shares, decision_of
 from tollkeeper.decide.stores.redis import regional
 from tollkeeper.decide.stores.redis.codec import refill_per_us
 from tollkeeper.decide.stores.redis.scripts import (
@@ -77,3 +85,106 @@ def test_a_share_that_the_scripts_cannot_multiply_is_refused() -> None:
 def test_a_client_that_is_not_logged_in_may_send_the_script(script: regional.LuaScript) -> None:
     """Redis closes the connection of such a client after an argument of more than 16 KiB."""
     assert len(script.text) < 16_384
+
+
+MICROS = 1_000_000
+levels = st.integers(0, 40 * MICROS)
+
+
+@given(
+    algorithm=st.sampled_from([each for each in ALGORITHM_NAMES if each != "sliding_window_log"]),
+    across=st.sampled_from(["exact", "eventual"]),
+    share=st.sampled_from([(1, 1), (1, 5), (200, 1_000), (1, 1_000), (999, 1_000)]),
+    now_us=st.integers(1_800_000_000 * MICROS, 1_800_000_020 * MICROS),
+    found=st.tuples(levels, levels, levels, levels),
+    cost=st.integers(1, 30),
+    refill_us=st.sampled_from([0, 700_000]),
+)
+def test_a_charged_request_is_decided_as_by_the_reference(
+    algorithm: AlgorithmName,
+    across: AcrossRegions,
+    share: tuple[int, int],
+    now_us: int,
+    found: tuple[int, int, int, int],
+    cost: int,
+    refill_us: int,
+) -> None:
+    """The shorter way has every field of `decision_of`, whatever the levels are."""
+    is_bucket = algorithm in BUCKETS
+    step_us = refill_us if algorithm == "token_bucket" else 0
+    limit = limit_of(algorithm, 25, 7_000_001, 40 * is_bucket, refill_us=step_us)
+    known, own, known_before, own_before = found
+    own += cost * MICROS
+    if algorithm == "fixed_window":
+        known_before = own_before = 0
+    numbers = [now_us // 7_000_001, known, own, known_before, own_before]
+    if is_bucket:
+        numbers = [now_us, known, own]
+    decided = regional.charged_decision(limit, across, *share, now_us, numbers, cost, "rule")
+    assert decided is not None
+    expected = decision_of(
+        (limit,),
+        [regional._ledger_of(limit, numbers)],
+        across,
+        Fraction(*share),
+        now_us * 1_000,
+        cost,
+        "rule",
+        charged=True,
+        granted=0,
+        step_ns=1_000,
+    )
+    assert decision_fields(decided) == decision_fields(expected)
+
+
+@given(
+    algorithm=st.sampled_from(sorted(BUCKETS)),
+    across=st.sampled_from(["exact", "eventual"]),
+    share=st.sampled_from([(1, 1), (1, 5), (200, 1_000), (1, 1_000), (999, 1_000)]),
+    now_us=st.integers(1_800_000_000 * MICROS, 1_800_000_020 * MICROS),
+    ago_us=st.integers(0, 30 * MICROS),
+    found=st.tuples(levels, levels),
+    cost=st.integers(1, 50),
+)
+def test_a_denial_by_a_bucket_is_that_of_the_reference(
+    algorithm: AlgorithmName,
+    across: AcrossRegions,
+    share: tuple[int, int],
+    now_us: int,
+    ago_us: int,
+    found: tuple[int, int],
+    cost: int,
+) -> None:
+    """The shorter way has every field of `decision_of`, or leaves the request to it."""
+    limit = limit_of(algorithm, 25, 7_000_001, 40)
+    numbers = [now_us - ago_us, *found]
+    whole = Fraction(*share)
+    expected = decision_of(
+        (limit,),
+        [regional._ledger_of(limit, numbers)],
+        across,
+        whole,
+        now_us * 1_000,
+        cost,
+        "rule",
+        charged=False,
+        granted=0,
+        step_ns=1_000,
+    )
+    assume(not expected.allowed)
+    decided = regional.denied_by_bucket(limit, across, *share, now_us, numbers, cost, "rule")
+    never = cost > 40 * (whole if across == "exact" else 1)
+    assert (decided is None) == never
+    if decided is not None:
+        assert decision_fields(decided) == decision_fields(expected)
+
+
+def test_a_ledger_that_is_not_of_now_is_left_to_the_reference() -> None:
+    """After the clock was set back, and for a bucket between two steps."""
+    bucket, window = limit_of("token_bucket", 9, MICROS), limit_of("fixed_window", 9, MICROS)
+    ahead = (5 * MICROS, 0, MICROS)
+    assert regional.charged_decision(bucket, "exact", 1, 5, MICROS, ahead, 1, "r") is None
+    ahead_window = (5, 0, MICROS, 0, 0)
+    assert regional.charged_decision(window, "exact", 1, 5, MICROS, ahead_window, 1, "r") is None
+    log = limit_of("sliding_window_log", 9, MICROS)
+    assert regional.charged_decision(log, "exact", 1, 5, MICROS, (MICROS, 0, 1), 1, "r") is None

@@ -31,7 +31,7 @@
 -- and state in one call, unpacks only the numbers that it needs, and copies the rest. It sets the expiry
 -- occasionally, and notes that the subject is due only if it is not due already. `struct` is much faster
 -- than msgpack. A script makes its functions each time it runs, and each costs 0.1 us: those that a check
--- seldom needs are in `regional_state.lua`.
+-- seldom needs are in `regional_state.lua`, and those of eventual limits in `regional_demand.lua`.
 
 local VERSION, EXACT, MICROS_PER_UNIT, DEMAND_US, PARTS, REPEAT_US = 2, 0, 1000000, 2000000, 1000, 1000000
 local SHARE_BYTES, SHARES_BYTES = 14, 34
@@ -180,38 +180,6 @@ local function slots_with(number, current, before, slot, units)
         return new, units, new == number + 1 and current or 0
     end
     return number, current + units, before
-end
-
--- Return the units of the last slot of time, rounded up.
-local function sum_of_slots(number, current, before, slot)
-    local new = max(floor(now / slot), number)
-    if new > number + 1 then
-        return 0
-    end
-    local left = min((new + 1) * slot - now, slot)
-    local faded, rest = multiply_divide(left, new > number and current or before, slot)
-    return faded + (rest > 0 and 1 or 0) + (new > number and 0 or current)
-end
-
--- Return the share that an eventual limit uses now, as two numbers.
-local function share_by_demand(demands, number, current, before)
-    local others, p = 0, 1
-    while p <= #demands do
-        local at, demand, name
-        at, demand, name, p = struct.unpack('>I7I6Bc0', demands, p)
-        local left = DEMAND_US - (now - at)
-        -- At a later time, the clock was set back.
-        if left > 0 and left <= DEMAND_US and string.find(packed_shares, name, SHARES_BYTES + 1, true) then
-            local faded, rest = multiply_divide(left, demand, DEMAND_US)
-            others = others + faded + (rest > 0 and 1 or 0)
-        end
-    end
-    if others == 0 then
-        return 1, 1
-    end
-    local own = sum_of_slots(number, current, before, DEMAND_US)
-    local part, rest = multiply_divide(PARTS, own, own + others)
-    return max(part + (rest > 0 and 1 or 0), 1), PARTS
 end
 
 -- Return the ledger at a place of a packed state, and the place after it.

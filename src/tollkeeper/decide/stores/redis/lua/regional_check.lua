@@ -47,6 +47,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     fits = fits and (cost - granted) * d <= n * gate[g + CAPACITY]
 end
 if eventual then
+    --@ regional_demand
     if spend and fits then
         slot, asked, asked_before = slots_with(slot, asked, asked_before, DEMAND_US, cost)
     end

@@ -8,6 +8,8 @@ local GENERATION, ACCEPTED, GRANTED, DEMANDS, RETURNED, SEEN, LEDGERS = 16, 17, 
 local EPOCH, SHARE_NOW, TOKEN, BEFORE, CHANGED = 2, 3, 5, 6, 8
 local SEEN_NAME, SEEN_GENERATION, SEEN_TOTAL, SEEN_AT, SEEN_DEMAND, SEEN_PART, SEEN_STEP = 1, 2, 3, 4, 5, 6, 6
 
+--@ regional_demand
+
 local shares = packed_shares and {struct.unpack('>BI7I3I3I7I3I3I7', packed_shares)}
 
 local function levels(gate, g, ledger, n, d)
