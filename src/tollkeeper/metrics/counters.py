@@ -81,6 +81,9 @@ FAMILIES: Final = (
     MetricFamily("decision_seconds", "histogram", "How long checks took, from request to result."),
     MetricFamily("requests", "counter", "Requests answered over HTTP.", ("route", "status")),
     MetricFamily("grpc_requests", "counter", "Calls answered over gRPC.", ("code",)),
+    MetricFamily(
+        "grpc_resets", "counter", "Calls and connections that ended without status.", ("reason",)
+    ),
     MetricFamily("envoy_quota_streams", "gauge", "Envoys that are connected for quotas."),
     MetricFamily("envoy_quota_buckets", "gauge", "Buckets of these Envoys."),
     MetricFamily("envoy_quota_reports", "counter", "Reports of Envoys on their buckets."),
@@ -235,7 +238,8 @@ class Counters:
     """What one process of the service counts on the path of its requests."""
 
     __slots__ = (
-        *("checks", "decision_seconds", "degraded_checks", "grpc_requests", "requests"),
+        *("checks", "decision_seconds", "degraded_checks"),
+        *("grpc_requests", "grpc_resets", "requests"),
         *("quota_assignments", "quota_blankets", "quota_buckets", "quota_reports", "quota_streams"),
     )
 
@@ -248,6 +252,8 @@ class Counters:
         """By route and status."""
         self.grpc_requests: dict[str, int] = {}
         """By the name of the status code."""
+        self.grpc_resets: dict[str, int] = {}
+        """By reason."""
         self.decision_seconds = Histogram()
         self.quota_streams = 0
         """Envoys that are connected for quotas."""
@@ -277,6 +283,8 @@ class Counters:
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):
             found.put("grpc_requests", count, code)
+        for reason, count in list(self.grpc_resets.items()):
+            found.put("grpc_resets", count, reason)
         if self.quota_reports:
             found.put("envoy_quota_streams", self.quota_streams)
             found.put("envoy_quota_buckets", self.quota_buckets)

@@ -130,6 +130,17 @@ async def test_a_message_has_at_most_one_mebibyte() -> None:
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_connection_that_breaks_the_protocol_is_counted() -> None:
+    """The operator sees clients that do not speak HTTP/2."""
+    async with serving(RULES) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.handle.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        await server.handle.stop(0)
+        assert server.context.counters.grpc_resets == {"violation": 1}
+
+
 async def test_calls_in_flight_are_bounded() -> None:
     """One more call fails at once, and Envoy decides; the one in flight gets its reply."""
     slow = entries(("tenant", "acme"))

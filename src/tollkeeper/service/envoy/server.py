@@ -103,7 +103,11 @@ async def start(
         at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
     )
     running = await server.start(
-        methods, address, tls, bounds=bounds, counted=context.counters.grpc_requests, on=on
+        *(methods, address, tls),
+        bounds=bounds,
+        counted=context.counters.grpc_requests,
+        resets=context.counters.grpc_resets,
+        on=on,
     )
     context.envoys.own = partial(quotas.statuses, context.node_id, context.settings.worker)
     return EnvoyServer(running, checked, quotas, context.envoys.renew())

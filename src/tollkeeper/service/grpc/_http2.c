@@ -101,6 +101,17 @@ static PyObject *server_refused(server_object *self, void *closure)
     return tuple_of(items, H2_STATUS_MAX + 1);
 }
 
+static PyObject *server_resets(server_object *self, void *closure)
+{
+    (void)closure;
+    const h2_server *server = &self->server;
+    return Py_BuildValue("{sKsKsKsKsK}", "streams", (unsigned long long)server->resets.streams,
+                         "slow", (unsigned long long)server->resets.slow, "malformed",
+                         (unsigned long long)server->resets.malformed, "flood",
+                         (unsigned long long)server->resets.floods, "violation",
+                         (unsigned long long)server->resets.violations);
+}
+
 static PyObject *server_pool_bytes(server_object *self, void *closure)
 {
     (void)closure;
@@ -109,6 +120,8 @@ static PyObject *server_pool_bytes(server_object *self, void *closure)
 
 static PyGetSetDef server_getset[] = {
     {"refused", (getter)server_refused, NULL, "Calls that no method has answered, by status.",
+     NULL},
+    {"resets", (getter)server_resets, NULL, "Streams and connections without a status, by reason.",
      NULL},
     {"pool_bytes", (getter)server_pool_bytes, NULL, "Bytes of unfinished messages.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};

@@ -98,10 +98,11 @@ async def start(
     tls: TlsFiles | None,
     bounds: Bounds,
     counted: dict[str, int],
+    resets: dict[str, int] | None = None,
 ) -> Http2Server:
     """Start a server. Raises OSError if it cannot listen, ConfigError for unusable TLS files."""
     certificate = None if tls is None else _Certificate(tls)
-    server = Http2Server(methods, bounds, certificate, counted)
+    server = Http2Server(methods, bounds, certificate, counted, {} if resets is None else resets)
     try:
         if address.startswith("unix:"):
             await server.listen_on_path(address.removeprefix("unix:").removeprefix("//"))
@@ -216,9 +217,11 @@ class Http2Server:
         bounds: Bounds,
         certificate: _Certificate | None,
         counted: dict[str, int],
+        resets: dict[str, int],
     ) -> None:
         """Use `start`."""
         self.counted = counted
+        self._resets = resets
         self.closed = SeldomLog(logging.INFO)
         self.unary = {path.encode(): method for path, method in methods.unary.items()}
         self.streaming = {path.encode(): method for path, method in methods.streaming.items()}
@@ -243,6 +246,7 @@ class Http2Server:
             ping_ticks=PING_TICKS,
         )
         self._refused = self.shared.refused
+        self._reset = self.shared.resets
         self.loop = asyncio.get_running_loop()
         self._certificate = certificate
         self._listeners: list[asyncio.Server] = []
@@ -289,9 +293,10 @@ class Http2Server:
 
     def admit(self, connection: _Connection, address: str) -> bool:
         """Return False if there are too many connections."""
-        if address and self._addresses[address] >= CONNECTIONS_MAX // 2:
-            return False
-        if len(self._connections) >= CONNECTIONS_MAX and not self._close_idle():
+        if (address and self._addresses[address] >= CONNECTIONS_MAX // 2) or (
+            len(self._connections) >= CONNECTIONS_MAX and not self._close_idle()
+        ):
+            self._resets["connections"] = self._resets.get("connections", 0) + 1
             return False
         self._connections.add(connection)
         self._addresses[address] += 1
@@ -329,12 +334,17 @@ class Http2Server:
             self._certificate.follow()
 
     def _count_refused(self) -> None:
-        """Count the calls that no method of this module has seen."""
+        """Count the calls that no method of this module has seen, and the resets."""
         refused = self.shared.refused
         for status, (now, before) in enumerate(zip(refused, self._refused, strict=True)):
             if now > before:
                 count(self.counted, Status(status), now - before)
         self._refused = refused
+        reset = self.shared.resets
+        for reason, now in reset.items():
+            if now > self._reset[reason]:
+                self._resets[reason] = self._resets.get(reason, 0) + now - self._reset[reason]
+        self._reset = reset
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """See GrpcServer.stop."""

@@ -197,10 +197,32 @@ size_t h2_unsent(h2_session *session, int32_t id)
     return stream == NULL ? 0 : stream->output.length - stream->output_at;
 }
 
-/* The reply is complete and the client still sends: it can stop (RFC 9113, 8.1). */
+static void count_reset(h2_server *server, uint32_t code)
+{
+    if (code == NGHTTP2_REFUSED_STREAM)
+        server->resets.streams++;
+    else if (code == NGHTTP2_CANCEL)
+        server->resets.slow++;
+    else if (code != NGHTTP2_NO_ERROR)
+        server->resets.malformed++;
+}
+
+static void count_goaway(h2_server *server, uint32_t code)
+{
+    if (code == NGHTTP2_ENHANCE_YOUR_CALM)
+        server->resets.floods++;
+    else if (code != NGHTTP2_NO_ERROR)
+        server->resets.violations++;
+}
+
 int h2_on_frame_sent(nghttp2_session *http2, const nghttp2_frame *frame, void *context)
 {
-    (void)context;
+    const h2_session *session = context;
+    if (frame->hd.type == NGHTTP2_RST_STREAM)
+        count_reset(session->server, frame->rst_stream.error_code);
+    else if (frame->hd.type == NGHTTP2_GOAWAY)
+        count_goaway(session->server, frame->goaway.error_code);
+    /* The reply is complete and the client still sends: it can stop (RFC 9113, 8.1). */
     if (frame->hd.type == NGHTTP2_HEADERS && frame->hd.flags & NGHTTP2_FLAG_END_STREAM &&
         nghttp2_session_get_stream_remote_close(http2, frame->hd.stream_id) == 0)
         nghttp2_submit_rst_stream(http2, NGHTTP2_FLAG_NONE, frame->hd.stream_id, NGHTTP2_NO_ERROR);

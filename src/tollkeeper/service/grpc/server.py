@@ -42,18 +42,21 @@ async def start(
     *,
     bounds: Bounds | None = None,
     counted: dict[str, int] | None = None,
+    resets: dict[str, int] | None = None,
     on: Implementation = IMPLEMENTATION,
 ) -> GrpcServer:
     """Start a server on `address` ("127.0.0.1:8081", "unix:/run/tollkeeper.sock").
 
     Raises ConfigError if it cannot listen. `counted` gets the number of calls for which the server
-    and not a method chose the status, by its name. `on` selects an implementation.
+    and not a method chose the status, by its name. `resets` gets the number of streams and
+    connections that ended without a status, by reason; grpcio does not know it. `on` selects an
+    implementation.
     """
     counted = {} if counted is None else counted
     try:
         _check(address)
         if chosen(on) == "libnghttp2":
-            return await http2.start(methods, address, tls, bounds or Bounds(), counted)
+            return await http2.start(methods, address, tls, bounds or Bounds(), counted, resets)
         from tollkeeper.service.grpc import grpcio  # noqa: PLC0415 - slow to import
 
         return await grpcio.start(methods, address, tls, bounds or Bounds(), counted)

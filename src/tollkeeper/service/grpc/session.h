@@ -42,6 +42,13 @@ typedef struct {
     size_t streaming_count;
     size_t pool_bytes;
     uint64_t refused[H2_STATUS_MAX + 1]; /* calls that sessions answered themselves, by status */
+    struct {
+        uint64_t streams;    /* over the bound of a connection */
+        uint64_t slow;       /* calls whose client was too slow to send or to read */
+        uint64_t malformed;  /* requests that are not HTTP */
+        uint64_t floods;     /* connections with too many frames, or with endless headers */
+        uint64_t violations; /* connections that break the protocol otherwise */
+    } resets;                /* without a status */
     nghttp2_session_callbacks *callbacks;
     nghttp2_option *option;
 } h2_server;
