@@ -15,7 +15,7 @@ from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy.protocol.messages import SERVICE, RateLimitRequest, RateLimitResponse
 from tollkeeper.service.envoy.server import METHOD, EnvoyServer, start
 from tollkeeper.service.grpc.calls import Bounds, TlsFiles
-from tollkeeper.service.grpc.server import Implementation
+from tollkeeper.service.grpc.server import IMPLEMENTATION, Implementation
 from tollkeeper.service.http.context import WorkerSettings
 from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.tokens import Tokens
@@ -64,7 +64,7 @@ async def serving(
     tls: TlsFiles | None = None,
     on_failure: FailurePolicy = "open",
     bounds: Bounds | None = None,
-    on: Implementation | None = None,
+    on: Implementation = IMPLEMENTATION,
     address: str = ADDRESS,
     **options: Any,
 ) -> AsyncIterator[Serving]:
