@@ -91,7 +91,7 @@ _HINTS: Final = {
     "WRONGPASS": "; check username and password",
     "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
     "+hget +hset +hdel +hrandfield +pttl +pexpire +time, and for global limits and cells "
-    "+get +mget +set +hkeys +zadd +zrem +zrangebyscore +zcard",
+    "+get +mget +set +setrange +hkeys +zadd +zrem +zrangebyscore +zcard",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: repair the disk, or see its log",
     "WRONGTYPE": "; another application has a key of that name: set another prefix=",

@@ -10,8 +10,8 @@
 -- the ledger, or an array for each of several ledgers.
 -- It is empty if the region has no share, and has one text if the state cannot be read.
 
--- Where the granted units and the demands of other regions begin, after the ledgers.
-local GRANTED_AT, DEMANDS_AT = 14, 19
+-- Where the demand begins, after the gate; the granted units and the demands of others, after the ledgers.
+local DEMAND_AT, GRANTED_AT, DEMANDS_AT = 45, 14, 19
 
 if share_n == 0 then
     return {}
@@ -87,10 +87,14 @@ if charged then
     end
 end
 charges = charges and (allowed or eventual)
+local noted = due
 if charges then
     due = now_due(KEYS[3], due)
 end
-if charges or changed then
+if charges and not allowed and due == noted and fetched[2] then
+    -- Only the demand has changed. The expiry is late enough, because the levels have not.
+    call('SETRANGE', KEYS[3], #head + DEMAND_AT, struct.pack('>I5I6I6', slot, asked, asked_before))
+elseif charges or changed then
     local in_ms, packed
     expires, in_ms = expiry(gate, ledgers, 0, n, d, grant_ends, expires)
     local numbers = struct.pack(
