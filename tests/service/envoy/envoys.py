@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import StoreTimeout
+from tollkeeper.core.errors import StoreError, StoreTimeout
 from tollkeeper.core.steps import run
 from tollkeeper.service.envoy import shares
 from tollkeeper.service.envoy.shares import (
@@ -178,8 +178,11 @@ class Model:
     forgets = False
     """A defect: a worker that crashes loses the table."""
 
-    def __init__(self, pool: Pool, names: list[str]) -> None:
+    def __init__(self, pool: Pool, names: list[str], *others: Pool) -> None:
+        """With `others`, the limit changes in between. Then the highest of them must hold."""
         self.pool = pool
+        self.pools = (pool, *others)
+        self.rate_max = max(Fraction(each.rate, each.fill_s) for each in self.pools)
         self.cells = MemoryCells()
         self.envoys = [Envoy(name) for name in names]
         self.streams: list[Stream] = []
@@ -187,7 +190,7 @@ class Model:
         self.delay_ns = MS
         self.level = Fraction(0)
         """Of one bucket for the whole limit: what was admitted and not drained yet."""
-        self.level_max = Fraction(pool.burst)
+        self.level_max = Fraction(max(each.burst for each in self.pools))
         self.level_ns = self.now_ns
         self.admitted = 0
         self._holders = 0
@@ -261,6 +264,7 @@ class Model:
                 self.connect(envoy, number % 2)
             case "idle":
                 envoy.demand = Fraction(0)
+                self.pool = self.pools[number % len(self.pools)]
             case "abandon":
                 self.abandon(envoy)
             case _:
@@ -313,7 +317,7 @@ class Model:
         """Admit requests, and count them against the whole limit."""
         admitted = envoy.spend(units, self.now_ns)
         passed_ns, self.level_ns = self.now_ns - self.level_ns, self.now_ns
-        drained = Fraction(passed_ns * self.pool.rate, self.pool.fill_s * NS_PER_SECOND)
+        drained = passed_ns * self.rate_max / NS_PER_SECOND
         self.level = max(self.level - drained, Fraction(0)) + admitted
         self.admitted += admitted
         if self.level > self.level_max:
@@ -398,7 +402,7 @@ class Model:
         except StopIteration as done:
             stream.work = stream.call = None
             stream.ready = done.value
-        except StoreTimeout:
+        except StoreError:
             stream.work = stream.call = None
 
     def _send(self, stream: Stream, message: Assignment) -> None:
@@ -429,5 +433,5 @@ class Model:
 
     def check(self) -> None:
         """Raise OverLimit if all Envoys together have more than the rate."""
-        if self.rate > Fraction(self.pool.rate, self.pool.fill_s):
+        if self.rate > self.rate_max:
             raise OverLimit(f"{float(self.rate)} tokens in a second of {self.pool}")

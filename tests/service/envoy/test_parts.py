@@ -120,6 +120,8 @@ async def test_the_end_of_a_part_marks_its_entry() -> None:
         test = PartTest()
         part = test.part()
         test.send(part, await part.decide())
+        test.clock.advance(5)
+        part.note(1, 0, test.clock.now_ns())
         await part.end(abandoned=abandoned)
         assert (test.entry().is_lost, test.entry().name) == (True, name)
 

@@ -80,7 +80,7 @@ def holder(number: int) -> bytes:
 
 def claim(number: int, has: Share = NOTHING, demand: int = -1, **values: Any) -> Claim:
     """Return the claim of a holder that keeps its bucket, if it has one."""
-    first = Claim(holder(number), b"", has, has.burst, demand, has == NOTHING)
+    first = Claim(holder(number), b"", has, has.burst, demand, has == NOTHING, has != NOTHING)
     return first._replace(**values)
 
 
@@ -93,6 +93,22 @@ def test_all_envoys_together_never_exceed_the_limit(
 ) -> None:
     """Whatever Envoys, workers, streams and the store do: neither the rate nor the burst."""
     Model(pool, names).run(events)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([Pool(200, 100, 2), Pool(6_000, 100, 60)], id="another fill interval"),
+        pytest.param([Pool(10, 10, 1), Pool(50, 5, 1)], id="another limit"),
+        pytest.param([Pool(100, 10, 30), Pool(7, 90, 3), Pool(1, 1, 1)], id="both"),
+    ],
+)
+@given(st.sampled_from(NAMES), st.integers(0, 10**9))
+def test_a_limit_that_changes_is_not_exceeded(
+    others: list[Pool], names: list[str], seed: int
+) -> None:
+    """While it changes, the Envoys never have more than the highest."""
+    Model(POOL, names, *others).run(random_events(Random(seed), 120))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -369,7 +385,8 @@ def three() -> Table:
     """Return a table with three holders, of which one is lost."""
     table = new_table(POOL, START_NS)
     for number in range(3):
-        table = report(table, POOL, claim(number, name=b"n" * 8), START_NS + number).table
+        known = claim(number, name=b"n" * 8, is_applied=True)
+        table = report(table, POOL, known, START_NS + number).table
     return lose(table, claim(1, Share(9, 9)), START_NS + 9)
 
 
@@ -458,7 +475,8 @@ def test_a_higher_limit_is_used_at_the_next_report() -> None:
 
 def test_another_fill_interval_needs_a_new_bucket() -> None:
     """What Envoys have is converted and rounded up, and nobody takes such an entry over."""
-    table = report(new_table(POOL, START_NS), POOL, claim(1, name=b"n"), START_NS).table
+    known = claim(1, name=b"n", is_applied=True)
+    table = report(new_table(POOL, START_NS), POOL, known, START_NS).table
     slower = Pool(150, 100, 60)
     found = table.at(slower, START_NS)
     assert found.entries[0].reserved == (6_000, 100)
@@ -488,7 +506,8 @@ def test_a_name_of_two_envoys_is_not_taken_over() -> None:
     """Nor is an entry that was renewed just now."""
     name = name_of("envoy-a")
     table = new_table(POOL, START_NS)
-    table = report(table, POOL, claim(1, name=name), START_NS).table
+    unknown = report(table, POOL, claim(1, name=name), START_NS).table
+    table = report(table, POOL, claim(1, name=name, is_applied=True), START_NS).table
     soon_ns, late_ns = START_NS + NS_PER_SECOND, START_NS + 5 * NS_PER_SECOND
     assert report(table, POOL, claim(2, name=name), soon_ns).taken_over == NOTHING
     assert report(table, POOL, claim(2, name=name), late_ns).taken_over == (100, 100)
@@ -496,7 +515,8 @@ def test_a_name_of_two_envoys_is_not_taken_over() -> None:
     assert report(lost, POOL, claim(2, name=name), soon_ns).taken_over == (100, 100)
     gone = lose(table, claim(1, Share(100, 100)), soon_ns)
     assert report(gone, POOL, claim(2, name=name), soon_ns).taken_over == NOTHING
-    both = report(table, POOL, claim(3, name=name), soon_ns).table
+    assert report(unknown, POOL, claim(2, name=name), late_ns).taken_over == NOTHING
+    both = report(table, POOL, claim(3, name=name, is_applied=True), soon_ns).table
     assert report(both, POOL, claim(2, name=name), late_ns).taken_over == NOTHING
     assert name_of("") == b""
     assert report(table, POOL, claim(4), late_ns).taken_over == NOTHING

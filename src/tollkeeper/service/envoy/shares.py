@@ -378,6 +378,9 @@ class Claim(NamedTuple):
     """Requests in a fill interval; -1 if it is not known yet."""
     is_first: bool = False
     """True if nothing was sent to this holder yet."""
+    is_applied: bool = False
+    """True if the Envoy certainly has a bucket with the fill interval. Only then may another stream
+    of it take the entry over: Envoy would ignore another fill interval."""
 
 
 class Reported(NamedTuple):
@@ -406,9 +409,8 @@ def report(table: Table, pool: Pool, claim: Claim, now_ns: int) -> Reported:
             raise TableFull(f"a rule has at most {HOLDERS_MAX} Envoys for one subject")
     others = tuple([each for each in table.entries if each.holder != claim.holder])
     ends_ns = now_ns + RESERVED_NS
-    entry = Entry(
-        claim.holder, claim.name, NOTHING, claim.may_have, claim.demand, ends_ns, is_lost=False
-    )
+    name = claim.name if claim.is_applied or taken_over != NOTHING else b""
+    entry = Entry(claim.holder, name, NOTHING, claim.may_have, claim.demand, ends_ns, is_lost=False)
     table = _capped(replace(table, entries=(*others, entry)))
     target = targets(table, now_ns)[claim.holder]
     room = pool.rate - _sum(each.reserved for each in others).rate
@@ -505,7 +507,7 @@ def lose(table: Table, claim: Claim, now_ns: int) -> Table:
     table = table.at(table.pool, now_ns)
     entries = tuple(
         each._replace(
-            name=claim.name,
+            name=claim.name if claim.is_applied else b"",
             reserved=_highest((claim.may_have, each.assigned)),
             demand=0,
             is_lost=True,
@@ -551,7 +553,10 @@ class Holding:
     abandoned, ends its holding. A bucket that returns has another holding with another holder.
     """
 
-    __slots__ = ("_before", "_demand", "_requests", "_sent", "_since_ns", "holder", "name")
+    __slots__ = (
+        *("_applied_s", "_before", "_demand", "_requests", "_sent", "_since_ns"),
+        *("holder", "name"),
+    )
 
     def __init__(self, holder: bytes, name: bytes) -> None:
         """`holder` is random and has HOLDER_BYTES bytes; `name` is from `name_of`."""
@@ -559,6 +564,8 @@ class Holding:
         self.name = name
         self._sent: list[_Sent] = []
         self._before: _Sent | None = None
+        self._applied_s: int | None = None
+        """The fill interval that the Envoy's bucket certainly has."""
         self._since_ns: int | None = None
         self._requests = 0
         self._demand = -1
@@ -582,6 +589,7 @@ class Holding:
         if settled:
             del self._sent[: settled[-1]]
             self._before = None
+            self._applied_s = self._sent[0].fill_s
 
     def sending(self, assignment: Assignment) -> None:
         """Note an assignment before it is sent."""
@@ -601,6 +609,7 @@ class Holding:
     def had_before(self, share: Share, fill_s: int) -> None:
         """Note what the Envoy may be using from before this stream."""
         self._before = _Sent(share, fill_s, None)
+        self._applied_s = fill_s
 
     def claim(self, pool: Pool, now_ns: int) -> Claim:
         """Return what this worker knows of the holder."""
@@ -613,8 +622,16 @@ class Holding:
             usable.append(self._before)
         may_have = _highest([in_fill(each.share, each.fill_s, pool.fill_s) for each in usable])
         keeps = self._sent[-1].share.burst if self.keeps_bucket(pool, now_ns) else 0
-        is_first = not self._sent
-        return Claim(self.holder, self.name, may_have, keeps, self._demand, is_first)
+        intervals = {self._applied_s, *(each.fill_s for each in self._sent)}
+        return Claim(
+            self.holder,
+            self.name,
+            may_have,
+            keeps,
+            self._demand,
+            is_first=not self._sent,
+            is_applied=intervals == {pool.fill_s},
+        )
 
     def keeps_bucket(self, pool: Pool, now_ns: int) -> bool:
         """Return True if the Envoy's bucket lives until the next assignment arrives."""
