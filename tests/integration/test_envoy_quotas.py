@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Self
 
 import httpx
@@ -31,7 +34,9 @@ from tests.envoy_process import (
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
+from tests.service.admin.client import secrets_of
 from tests.service.envoy.client import Serving, serving
+from tests.service_process import ServiceProcess
 from tollkeeper import Request
 from tollkeeper.service.envoy import quotas
 from tollkeeper.service.grpc.server import Implementation
@@ -336,3 +341,50 @@ async def test_the_example_works_as_it_is(store: str, on: Implementation) -> Non
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             # A request without the header is in no bucket.
             assert (await client.get(envoy.url)).status_code == 200
+
+
+async def listing(listed: Any, without: int = 0) -> dict[str, int]:
+    """Wait until both Envoys are listed, and none with this worker; return their workers."""
+    for _ in range(int(WAIT_S)):
+        found: dict[str, int] = await listed()
+        if set(found) == {"a", "b"} and without not in found.values():
+            return found
+        await asyncio.sleep(1)
+    raise AssertionError(f"the Envoys are {found}")
+
+
+async def test_a_service_lists_its_envoys_and_a_killed_worker_gives_no_more_than_the_rate(
+    store: str, tmp_path: Path
+) -> None:
+    """Any worker lists the Envoys of all. Those of the killed worker connect to another."""
+    secrets = secrets_of(tmp_path)
+    rules = document(rule("rates", "served", f"{RATE}/second"))
+    options = ("--store", store, "--tokens", str(tmp_path / "tokens.json"))
+    with ServiceProcess(rules, *options, workers=2, grpc=True) as service:
+        configs = [config_of(int(service.grpc.rpartition(":")[2]), name) for name in ("a", "b")]
+        for config in configs:
+            token = {"key": "authorization", "value": f"Bearer {secrets['check']}"}
+            filter_of(config)["rlqs_server"]["initial_metadata"].append(token)
+
+        async def listed() -> dict[str, int]:
+            """Return the worker of each Envoy that has a part of the rate."""
+            headers = {"Authorization": f"Bearer {secrets['read']}"}
+            answer = await asyncio.to_thread(service.ask, "GET", "/v1/admin/envoys", None, headers)
+            assert answer.status == 200, answer.body
+            return {
+                each["envoy"]: each["worker"]
+                for each in answer.data["envoys"]
+                if [part["quota"] for part in each["parts"]] == ["rate"]
+                and f"/s of {RATE}/s" in each["parts"][0]["has"]
+            }
+
+        async with envoys(*configs) as found, loads([each.url for each in found], "served") as sent:
+            running = asyncio.gather(*[load.run(RATE, 18) for load in sent])
+            await until(lambda: all(load.passed() for load in sent), "both have shares")
+            workers = await listing(listed)
+            os.kill(workers["a"], signal.SIGKILL)
+            killed_s = time.monotonic()
+            await running
+            assert all(load.passed(killed_s + 6) for load in sent)
+            await listing(listed, without=workers["a"])
+    assert most_over(sent, RATE, BURST) <= 0

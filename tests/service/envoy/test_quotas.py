@@ -189,6 +189,30 @@ async def test_ids_beyond_the_bound_are_answered_and_not_remembered(
         assert len(stream.buckets) == 3
 
 
+async def test_a_long_report_is_answered_in_parts_and_a_bucket_listed_twice_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of buckets that are remembered is bounded too."""
+    monkeypatch.setattr(quotas, "REMEMBERED_MAX", 100)
+    async with streams() as test:
+        envoy = test.open(x_envoy_node="a\nb")
+        ids = [{"tenant": f"{at}"} for at in range(3 * quotas.TOGETHER_MAX)]
+        envoy.report(*((each, 1, 0) for each in (ids[0], *ids)))
+        answers = [answer for _ in range(4) for answer in await envoy.answer()]
+        assert answers == [(each, "allow all") for each in ids]
+        (stream,) = test.service.streams.values()
+        assert (stream.name, len(stream.buckets)) == ("a?b", 100)
+        assert test.counters.quota_buckets == 100
+
+
+async def test_a_stream_that_ends_in_a_bad_report_leaves_no_count() -> None:
+    """The buckets before the bad one were remembered."""
+    async with streams() as test:
+        test.open().report((ACME, 1, 0), ({}, 1, 0))
+        await test.error()
+        assert (test.counters.quota_streams, test.counters.quota_buckets) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [

@@ -139,10 +139,11 @@ def on_failure_of(
 def bucket_of(encoded: bytes) -> dict[str, str]:
     """Return the keys and values of an encoded id, as text to show."""
     found = BucketId.FromString(encoded).bucket
-    return {_shown(key): _shown(value) for key, value in found.items()}
+    return {printable(key): printable(value) for key, value in found.items()}
 
 
-def _shown(value: str | bytes) -> str:
+def printable(value: str | bytes) -> str:
+    """Return text of a client that can be shown, with `?` for every other character."""
     text = value if isinstance(value, str) else value.decode("utf-8", "replace")
     return "".join(each if each.isprintable() else "?" for each in text)
 

@@ -8,8 +8,9 @@ Each report renews the assignments of its buckets. A bucket without requests in 
 is abandoned: Envoy never forgets one itself, and lists all of them in each report. Between reports
 a timer serves buckets that wait for units.
 
-**Bounds.** A stream has at most BUCKETS_MAX buckets of a rule with an assignment, and ID_BYTES_MAX
-bytes of ids. Any bucket beyond them gets a blanket answer and is not remembered.
+**Bounds.** A stream has at most BUCKETS_MAX buckets of a rule with an assignment, REMEMBERED_MAX in
+all, and ID_BYTES_MAX bytes of ids. Any bucket beyond them gets a blanket answer and is not
+remembered.
 
 **Failures.** A report that cannot be read ends the stream as INVALID_ARGUMENT. If the store cannot
 be reached, the failure policy of the rule makes a blanket answer. When the stream ends, Envoy
@@ -21,10 +22,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -46,6 +47,7 @@ from tollkeeper.service.envoy.buckets import (
     blanket,
     bucket_of,
     on_failure_of,
+    printable,
     resolve,
 )
 from tollkeeper.service.envoy.descriptors import VALUE_LENGTH_MAX, countable, request_of
@@ -65,7 +67,8 @@ NODE_LENGTH_MAX: Final = 128
 STREAMS_MAX: Final = 1_000
 # Of one rule in one stream. Each costs the store a call at each report.
 BUCKETS_MAX: Final = 2_000
-# Of all buckets of a stream that are remembered.
+# Of all buckets of a stream that are remembered, and of their ids.
+REMEMBERED_MAX: Final = 20_000
 ID_BYTES_MAX: Final = 16 * 1024 * 1024
 IDLE_REPORTS: Final = 3
 # A bucket that Envoy does not list any more is forgotten. A report comes every 5 s.
@@ -85,6 +88,7 @@ LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
 log = logging.getLogger("tollkeeper.envoy")
 
 BucketUsage = RateLimitQuotaUsageReports.BucketQuotaUsage
+_Item = TypeVar("_Item")
 
 
 class QuotaBucket:
@@ -151,7 +155,8 @@ class QuotaStream:
         bucket = self.buckets.get(found)
         if bucket is None:
             bucket = QuotaBucket(found, self._request_of(usage), now_ns)
-            if self._id_bytes + len(found) <= ID_BYTES_MAX:
+            fits = self._id_bytes + len(found) <= ID_BYTES_MAX
+            if fits and len(self.buckets) < REMEMBERED_MAX:
                 self.buckets[found] = bucket
                 self._id_bytes += len(found)
         bucket.note(usage, now_ns)
@@ -260,7 +265,7 @@ class QuotaService:
         except CallError as error:
             self._count(error.status)
             raise
-        self._counters.quota_streams = len(self.streams)
+        self._count_buckets()
         try:
             await self._serve(stream, call)
             self._count(Status.OK)
@@ -272,8 +277,7 @@ class QuotaService:
             ending = asyncio.create_task(self._end([*stream.buckets.values()], abandoned=False))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
-            self._counters.quota_streams = len(self.streams)
-            self._counters.quota_buckets -= len(stream.buckets)
+            self._count_buckets()
 
     def _open(self, call: StreamingCall) -> QuotaStream:
         token = self._permitted(call)
@@ -281,7 +285,7 @@ class QuotaService:
             raise CallError(
                 Status.RESOURCE_EXHAUSTED, f"this worker has {STREAMS_MAX:,} streams already"
             )
-        name = (call.metadata(NODE_METADATA) or "")[:NODE_LENGTH_MAX]
+        name = printable((call.metadata(NODE_METADATA) or "")[:NODE_LENGTH_MAX])
         if name and any(each.name == name for each in self.streams.values()):
             self._log_seldom(
                 f"name {name}",
@@ -331,17 +335,21 @@ class QuotaService:
         now_ns = self._clock.now_ns()
         stream.reported_ns = now_ns
         self._counters.quota_reports += 1
-        known = len(stream.buckets)
-        buckets: list[QuotaBucket] = []
         idle: list[QuotaBucket] = []
-        for usage in report.bucket_quota_usages:
-            bucket = stream.bucket_of(usage, now_ns)
-            (idle if bucket.idle_reports >= IDLE_REPORTS else buckets).append(bucket)
+        for usages in batched(report.bucket_quota_usages, TOGETHER_MAX):
+            # A dictionary: a report may list a bucket twice.
+            listed = dict.fromkeys(stream.bucket_of(usage, now_ns) for usage in usages)
+            unused = [each for each in listed if each.idle_reports >= IDLE_REPORTS]
+            for bucket in unused:
+                stream.forget(bucket)
+                del listed[bucket]
+            idle += unused
+            await self._assign(stream, [*listed], call)
+            await asyncio.sleep(0)  # other calls go on while a long report is answered
         unlisted = stream.unlisted(now_ns)
-        for bucket in (*idle, *unlisted):
+        for bucket in unlisted:
             stream.forget(bucket)
-        self._counters.quota_buckets += len(stream.buckets) - known
-        await self._assign(stream, buckets, call)
+        self._count_buckets()
         await self._abandon(idle, call)
         await self._end(unlisted, abandoned=True)
 
@@ -368,8 +376,7 @@ class QuotaService:
         Without `renew`, an action that changes nothing is not sent.
         """
         compiled = self._limiter.compiled_rules
-        for start in range(0, len(buckets), TOGETHER_MAX):
-            some = buckets[start : start + TOGETHER_MAX]
+        for some in batched(buckets, TOGETHER_MAX):
             for bucket in some:
                 target = resolve(compiled.plan(bucket.request, 1), self._on_failure)
                 await self._use(stream, bucket, target)
@@ -511,8 +518,8 @@ class QuotaService:
         parts = [bucket.part for bucket in buckets if bucket.part is not None]
         for bucket in buckets:
             self._drop(bucket)
-        for start in range(0, len(parts), TOGETHER_MAX):
-            ends = [part.end(abandoned=abandoned) for part in parts[start : start + TOGETHER_MAX]]
+        for some in batched(parts, TOGETHER_MAX):
+            ends = [part.end(abandoned=abandoned) for part in some]
             for result in await asyncio.gather(*ends, return_exceptions=True):
                 if isinstance(result, StoreError):
                     return  # the others would fail too, and each after its timeout
@@ -545,6 +552,10 @@ class QuotaService:
         counted = self._counters.grpc_requests
         counted[status.name] = counted.get(status.name, 0) + 1
 
+    def _count_buckets(self) -> None:
+        self._counters.quota_streams = len(self.streams)
+        self._counters.quota_buckets = sum(len(each.buckets) for each in self.streams.values())
+
     def _count_assignment(self, kind: str) -> None:
         counted = self._counters.quota_assignments
         counted[kind] = counted.get(kind, 0) + 1
@@ -557,6 +568,12 @@ class QuotaService:
                 self._logged_ns.clear()
             self._logged_ns[what] = now_ns + LOG_EVERY_NS
             log.warning("%s", text)
+
+
+def batched(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Yield the items in order, in lists of at most `size`."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def _shown(bucket: QuotaBucket) -> EnvoyPart:
