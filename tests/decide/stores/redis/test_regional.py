@@ -179,6 +179,47 @@ def test_a_denial_by_a_bucket_is_that_of_the_reference(
         assert decision_fields(decided) == decision_fields(expected)
 
 
+@given(
+    algorithm=st.sampled_from(["fixed_window", "sliding_window_counter"]),
+    across=st.sampled_from(["exact", "eventual"]),
+    share=st.sampled_from([(1, 1), (1, 5), (200, 1_000), (1, 1_000), (999, 1_000)]),
+    now_us=st.integers(1_800_000_000 * MICROS, 1_800_000_020 * MICROS),
+    found=st.tuples(levels, levels, levels, levels),
+    cost=st.integers(1, 30),
+)
+def test_a_denial_by_a_window_is_that_of_the_reference(
+    algorithm: AlgorithmName,
+    across: AcrossRegions,
+    share: tuple[int, int],
+    now_us: int,
+    found: tuple[int, int, int, int],
+    cost: int,
+) -> None:
+    """The shorter way has every field of `decision_of`, or leaves the request to it."""
+    limit = limit_of(algorithm, 25, 7_000_001)
+    before = found[2:] if algorithm == "sliding_window_counter" else (0, 0)
+    numbers = [now_us // 7_000_001, *found[:2], *before]
+    whole = Fraction(*share)
+    expected = decision_of(
+        (limit,),
+        [regional._ledger_of(limit, numbers)],
+        across,
+        whole,
+        now_us * 1_000,
+        cost,
+        "rule",
+        charged=False,
+        granted=0,
+        step_ns=1_000,
+    )
+    assume(not expected.allowed)
+    decided = regional.denied_by_window(limit, across, *share, now_us, numbers, cost, "rule")
+    never = cost > 25 * (whole if across == "exact" else 1)
+    assert (decided is None) == never
+    if decided is not None:
+        assert decision_fields(decided) == decision_fields(expected)
+
+
 def test_a_ledger_that_is_not_of_now_is_left_to_the_reference() -> None:
     """After the clock was set back, and for a bucket between two steps."""
     bucket, window = limit_of("token_bucket", 9, MICROS), limit_of("fixed_window", 9, MICROS)

@@ -252,13 +252,13 @@ def denied_by_bucket(
 ) -> Decision | None:
     """Return the decision on a request that one bucket has denied, without granted units.
 
-    The same as `decision_of`, in half the time. None for other limits, a bucket that is refilled in
-    steps, a cost that never fits, and a clock that was set back.
+    The same as `decision_of`, in half the time. None for a bucket that is refilled in steps, a cost
+    that never fits, and a clock that was set back.
     """
     exact, capacity = across == "exact", limit.capacity * MICROS_PER_UNIT
     micros = cost * MICROS_PER_UNIT
     never = micros * whole > parts * capacity if exact else micros > capacity
-    if limit.algorithm not in BUCKETS or never or limit.refill_step_ns > 1:
+    if never or limit.refill_step_ns > 1:
         return None
     last_us, known, own = numbers
     now_ns, last_ns = now_us * NS_PER_US, last_us * NS_PER_US
@@ -296,6 +296,55 @@ def denied_by_bucket(
     if wait_ns <= 1 and not exact:
         wait_ns = ROUND_NS
     wait_ns, reset_ns = -(-max(wait_ns, 1) // NS_PER_US), -(-reset_ns // NS_PER_US)
+    fields = (False, limit, max(room, 0), wait_ns * NS_PER_US, reset_ns * NS_PER_US, 0, rule)
+    return Decision(*fields, False, None, now_ns)
+
+
+def denied_by_window(
+    limit: Limit,
+    across: AcrossRegions,
+    parts: int,
+    whole: int,
+    now_us: int,
+    numbers: Sequence[int],
+    cost: int,
+    rule: str,
+) -> Decision | None:
+    """Return the decision on a request that one window has denied, as `denied_by_bucket` does.
+
+    None for a log, a cost that never fits, and counts of another window.
+    """
+    exact, capacity = across == "exact", limit.capacity * MICROS_PER_UNIT
+    micros = cost * MICROS_PER_UNIT
+    never = micros * whole > parts * capacity if exact else micros > capacity
+    if never or limit.algorithm == "sliding_window_log":
+        return None
+    number, known, own, known_before, own_before = numbers
+    now_ns, window_ns = now_us * NS_PER_US, limit.window_ns
+    left_ns = (number + 1) * window_ns - now_ns
+    if not 0 < left_ns <= window_ns:
+        return None
+    ledger = WindowLedger(limit, number, (known, own, known_before, own_before))
+    if known_before or own_before:
+        known -= -known_before * left_ns // window_ns  # rounds up
+        own -= -own_before * left_ns // window_ns
+    left = capacity - known
+    if exact or parts == whole:
+        room = (left * parts // whole - own) // MICROS_PER_UNIT
+    elif own or micros > left:
+        part = -(-left * parts // (whole * MICROS_PER_UNIT))
+        room = (part * MICROS_PER_UNIT - own) // MICROS_PER_UNIT
+    else:
+        return None
+    if not exact:
+        parts = whole = 1
+    drains, load = _share_of(parts, whole), parts * known + whole * own
+    most = max(parts * capacity - whole * micros, 0)
+    wait_ns = max(ledger.wait_ns(now_ns, drains, most, load), 1)
+    reset_ns = max(ledger.wait_ns(now_ns, drains, 0, load), wait_ns)
+    if wait_ns == 1 and not exact:
+        wait_ns = ROUND_NS
+    wait_ns, reset_ns = -(-wait_ns // NS_PER_US), -(-reset_ns // NS_PER_US)
     fields = (False, limit, max(room, 0), wait_ns * NS_PER_US, reset_ns * NS_PER_US, 0, rule)
     return Decision(*fields, False, None, now_ns)
 
@@ -466,7 +515,9 @@ class _GlobalRule:
         if not passed:
             now_us = ~now_us
         if spend and cost and not granted and len(limits) == 1:
-            decide = charged_decision if passed else denied_by_bucket
+            decide = charged_decision
+            if not passed:
+                decide = denied_by_bucket if limits[0].algorithm in BUCKETS else denied_by_window
             decision = decide(
                 limits[0], self._across, parts, whole, now_us, numbers, cost, self._rule
             )
