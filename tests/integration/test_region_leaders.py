@@ -91,6 +91,10 @@ class TwoRegions:
     async def _is_led(self, without: tuple[str, ...]) -> bool:
         return await self.leader() not in {"", *without}
 
+    async def us_has_a_share(self) -> bool:
+        """Return True when us can learn: it may be a step behind eu, whose link to it works."""
+        return await self.us.shares() is not None
+
     async def charge(self, units: int, total: int) -> None:
         """Spend units in eu, and wait until us knows all of them and has accepted them."""
         assert await self.gate.check("ann", units)
@@ -115,6 +119,7 @@ async def _usage(counts: RegionalCounts) -> tuple[int, int]:
 
 async def _replaced(regions: TwoRegions, candidates: dict[str, Candidate]) -> None:
     await until(lambda: regions._is_led(()), START_S)
+    await until(regions.us_has_a_share, START_S)
     await regions.charge(10, 10)
 
     stopped = await regions.leader()
