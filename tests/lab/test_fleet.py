@@ -159,6 +159,7 @@ def test_the_same_seed_gives_the_same_fleet_with_gossip_and_faults(consistency: 
     assert once.denial_times.heard_ns == again.denial_times.heard_ns
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_refill_ignores_outstanding_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that are leased and refilled are admitted twice."""
     monkeypatch.setattr(token_bucket, "_lines_of", lambda holds: [])
@@ -167,6 +168,7 @@ def test_bug_refill_ignores_outstanding_leases(monkeypatch: pytest.MonkeyPatch) 
     assert "admitted by node" in fleet.problems()[0]
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_a_return_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The authority admits what another node still holds."""
     report = MemoryGate.report
@@ -182,6 +184,7 @@ def test_bug_a_return_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulate(plan).problems()
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_a_return_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests are admitted than by a central limiter."""
     report = MemoryGate.report
@@ -195,6 +198,7 @@ def test_bug_a_return_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.fewer_share > 0.01
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_a_node_spends_after_the_end_of_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one window are spent in the next."""
     put = Node._put
@@ -212,6 +216,7 @@ def test_bug_a_node_spends_after_the_end_of_its_lease(monkeypatch: pytest.Monkey
     assert simulate(plan).problems()
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_hints_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes go on admitting a subject that the authority would deny."""
     monkeypatch.setattr(Node, "heard_warm", lambda *_: None)
@@ -219,6 +224,7 @@ def test_bug_hints_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulate(RARE).never_over.overshoot() > 0
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_late_charges_are_not_dated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one window count in the next, where they deny others."""
     report = MemoryGate.report
@@ -268,6 +274,7 @@ def test_nodes_that_lose_the_authority_and_each_other_keep_their_shares(
     assert not fleet.problems()
 
 
+@pytest.mark.long  # it tests the simulator
 def test_bug_totals_are_merged_by_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes that have each admitted 10 units have admitted 20, not 10."""
     learn = Totals._learn

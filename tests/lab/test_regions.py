@@ -148,6 +148,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert len({plan.limits[0].algorithm for plan in plans}) == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", ["pairs", "alone", "all"])
 def test_a_long_partition_leaves_each_region_its_share_of_the_rate(partition: Partition) -> None:
     """Also if one region reaches all others, as with this seed, and would take the rate of all."""

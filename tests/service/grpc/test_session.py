@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.kernel.build import SANITIZED
 
 HERE = Path(__file__).parent
@@ -14,6 +16,7 @@ WRAPPED = ("malloc", "calloc", "realloc", "free", "nghttp2_session_server_new2")
 ROUNDS = 600
 
 
+@pytest.mark.long
 def test_random_sessions_pass_the_sanitizers(tmp_path: Path) -> None:
     """Frames, damaged frames, replies and time in any order do no harm.
 
