@@ -124,8 +124,9 @@ class Running:
         """Wait until all regions exchange totals."""
 
         def works(region: str) -> bool:
-            links = self.status(region).links
-            return bool(links) and all(each.state == "up" for each in links)
+            status = self.status(region)
+            is_up = [each.state == "up" for each in status.links]
+            return bool(status.share and is_up) and all(is_up)
 
         for region in self.nodes:
             await until(partial(works, region), f"{region} exchanges totals")
