@@ -37,10 +37,10 @@ from tollkeeper.service.envoy.shares import (
     TOKENS_MAX,
     TTL_S,
     Assignment,
-    Claim,
     Holding,
     Pool,
     Share,
+    ShareClaim,
     Table,
     TableFull,
     UnreadableTable,
@@ -78,9 +78,9 @@ def holder(number: int) -> bytes:
     return number.to_bytes(HOLDER_BYTES)
 
 
-def claim(number: int, has: Share = NOTHING, demand: int = -1, **values: Any) -> Claim:
+def claim(number: int, has: Share = NOTHING, demand: int = -1, **values: Any) -> ShareClaim:
     """Return the claim of a holder that keeps its bucket, if it has one."""
-    first = Claim(holder(number), b"", has, has.burst, demand, has == NOTHING, has != NOTHING)
+    first = ShareClaim(holder(number), b"", has, has.burst, demand, has == NOTHING, has != NOTHING)
     return first._replace(**values)
 
 
@@ -120,7 +120,7 @@ def test_long_runs_never_exceed_the_limit(seed: int) -> None:
 
 
 def forgets_a_lost_stream(patch: pytest.MonkeyPatch) -> None:
-    def forgetting(table: Table, claim: Claim, now_ns: int) -> Table:
+    def forgetting(table: Table, claim: ShareClaim, now_ns: int) -> Table:
         rest = [each for each in table.entries if each.holder != claim.holder]
         return replace(table, entries=tuple(rest))
 
@@ -128,7 +128,7 @@ def forgets_a_lost_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def raises_before_others_have_lowered(patch: pytest.MonkeyPatch) -> None:
-    def hasty(table: Table, pool: Pool, claim: Claim, now_ns: int) -> shares.Reported:
+    def hasty(table: Table, pool: Pool, claim: ShareClaim, now_ns: int) -> shares.Reported:
         return report(table, pool, claim._replace(may_have=NOTHING), now_ns)
 
     patch.setattr(shares, "report", hasty)
@@ -160,7 +160,7 @@ def ignores_that_a_bucket_expires(patch: pytest.MonkeyPatch) -> None:
 
 
 def replaces_old_entries_without_reserving(patch: pytest.MonkeyPatch) -> None:
-    def taking(table: Table, claim: Claim, now_ns: int) -> tuple[Table, Claim, Share]:
+    def taking(table: Table, claim: ShareClaim, now_ns: int) -> tuple[Table, ShareClaim, Share]:
         rest = [each for each in table.entries if each.name != claim.name or not each.name]
         return replace(table, entries=tuple(rest)), claim, NOTHING
 
@@ -484,7 +484,7 @@ def test_another_fill_interval_needs_a_new_bucket() -> None:
     holding = Holding(holder(1), b"n")
     holding.sending(Assignment(Share(100, 100), 1, is_new=True, send_by_ns=0))
     holding.sent(0)
-    assert holding.claim(slower, 1) == Claim(holder(1), b"n", Share(6_000, 100), 0, -1)
+    assert holding.claim(slower, 1) == ShareClaim(holder(1), b"n", Share(6_000, 100), 0, -1)
 
 
 def test_a_clock_that_is_set_back_refills_nothing() -> None:

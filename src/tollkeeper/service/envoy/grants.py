@@ -121,7 +121,7 @@ def charging(
     return 0, None
 
 
-class _Sent:
+class _SentGrant:
     __slots__ = ("allowed", "grant", "is_lost", "reported_ns", "reports", "sent_ns")
 
     def __init__(self, grant: Grant) -> None:
@@ -146,7 +146,7 @@ class GrantLedger:
 
     def __init__(self, now_ns: int) -> None:
         """Begin with the first report of the bucket. Its counts are of an unknown time."""
-        self._grants: list[_Sent] = []
+        self._grants: list[_SentGrant] = []
         self._spent = 0
         """Requests that were allowed, and are not counted for a settled grant yet."""
         self._reported_ns = self._since_ns = now_ns
@@ -229,7 +229,7 @@ class GrantLedger:
         return age_ns >= RETRY_NS and (self._per_second or 0) * age_ns >= units * NS_PER_SECOND
 
     @staticmethod
-    def _expires(last: _Sent, now_ns: int) -> bool:
+    def _expires(last: _SentGrant, now_ns: int) -> bool:
         """Return True if a grant has expired, or will soon."""
         ends_ns = last.grant.ttl_s * NS_PER_SECOND - REPLACED_NS
         return last.sent_ns is None or now_ns - last.sent_ns >= ends_ns
@@ -244,7 +244,7 @@ class GrantLedger:
         if grant.units and grant.window != self._window:
             self._lose()
             self._window = grant.window
-        self._grants.append(_Sent(grant))
+        self._grants.append(_SentGrant(grant))
         # Those that are forgotten count as spent.
         del self._grants[:-GRANTS_MAX]
 

@@ -131,7 +131,7 @@ def pool_of(limit: Limit) -> Pool:
     return Pool(min(rate, TOKENS_MAX), min(limit.capacity, TOKENS_MAX), fill_s)
 
 
-class Entry(NamedTuple):
+class ShareEntry(NamedTuple):
     """One holder in a table."""
 
     holder: bytes
@@ -167,7 +167,7 @@ class Table:
     """Billionths of a token that bigger buckets may still be paid with."""
     at_ns: int
     """The store's time of the last change."""
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ShareEntry, ...] = ()
 
     def at(self, pool: Pool, now_ns: int) -> Table:
         """Return the table at a later time, and with the limit that the rule has now.
@@ -246,7 +246,7 @@ def new_table(pool: Pool, now_ns: int) -> Table:
 def unknown_table(pool: Pool, now_ns: int) -> Table:
     """Return a table for shares that are not known: nothing is free until they have expired."""
     everything = Share(pool.rate, pool.burst)
-    entry = Entry(
+    entry = ShareEntry(
         _UNKNOWN_HOLDER, b"", everything, everything, 0, now_ns + RESERVED_NS, is_lost=True
     )
     return Table(pool, 0, now_ns, (entry,))
@@ -270,7 +270,7 @@ def decode(value: bytes) -> Table:
     except msgspec.MsgspecError as error:
         raise UnreadableTable(f"it is damaged: {error}") from error
     entries = tuple(
-        Entry(row[0], row[1], Share(*row[2:4]), Share(*row[4:6]), *row[6:]) for row in rows
+        ShareEntry(row[0], row[1], Share(*row[2:4]), Share(*row[4:6]), *row[6:]) for row in rows
     )
     sizes = (rate, burst, fill_s - 1, credit, at_ns, *(min(row[2:6]) for row in rows))
     if (
@@ -365,7 +365,7 @@ def targets(table: Table, now_ns: int) -> dict[bytes, int]:
 # ── Transitions ────────────────────────────────────────────────────────────────────────────────
 
 
-class Claim(NamedTuple):
+class ShareClaim(NamedTuple):
     """One holder as its worker knows it."""
 
     holder: bytes
@@ -396,7 +396,7 @@ class Reported(NamedTuple):
     """What the Envoy may be using already, because it took an old entry over."""
 
 
-def report(table: Table, pool: Pool, claim: Claim, now_ns: int) -> Reported:
+def report(table: Table, pool: Pool, claim: ShareClaim, now_ns: int) -> Reported:
     """Renew a holder and compute its share. Raises TableFull."""
     table = table.at(pool, now_ns)
     taken_over = NOTHING
@@ -410,7 +410,9 @@ def report(table: Table, pool: Pool, claim: Claim, now_ns: int) -> Reported:
     others = tuple([each for each in table.entries if each.holder != claim.holder])
     ends_ns = now_ns + RESERVED_NS
     name = claim.name if claim.is_applied or taken_over != NOTHING else b""
-    entry = Entry(claim.holder, name, NOTHING, claim.may_have, claim.demand, ends_ns, is_lost=False)
+    entry = ShareEntry(
+        claim.holder, name, NOTHING, claim.may_have, claim.demand, ends_ns, is_lost=False
+    )
     table = _capped(replace(table, entries=(*others, entry)))
     target = targets(table, now_ns)[claim.holder]
     room = pool.rate - _sum(each.reserved for each in others).rate
@@ -443,7 +445,7 @@ def _share_in(table: Table, rate: int, keeps: int) -> tuple[Share, int]:
     return (Share(rate, burst) if burst else NOTHING), keeps
 
 
-def _take_over(table: Table, claim: Claim, now_ns: int) -> tuple[Table, Claim, Share]:
+def _take_over(table: Table, claim: ShareClaim, now_ns: int) -> tuple[Table, ShareClaim, Share]:
     """Replace the old entry of an Envoy that has returned, if there is one."""
     named = [each for each in table.entries if each.name == claim.name != b""]
     if len(named) != 1:  # there is none, or the name is not that of one Envoy
@@ -459,7 +461,7 @@ def _take_over(table: Table, claim: Claim, now_ns: int) -> tuple[Table, Claim, S
     return replace(table, entries=rest), claim, may_have
 
 
-def _known_again(table: Table, claim: Claim) -> Table:
+def _known_again(table: Table, claim: ShareClaim) -> Table:
     """Return a table that was unknown without the part of a holder that is known again."""
     entries = tuple(
         each._replace(
@@ -498,7 +500,7 @@ def to_change(table: Table, now_ns: int) -> frozenset[bytes]:
     )
 
 
-def lose(table: Table, claim: Claim, now_ns: int) -> Table:
+def lose(table: Table, claim: ShareClaim, now_ns: int) -> Table:
     """Mark the entry of a holder whose stream has ended, or that has abandoned the bucket.
 
     What it may have stays reserved until it expires. Without a name in the claim, no other holder
@@ -522,7 +524,7 @@ def lose(table: Table, claim: Claim, now_ns: int) -> Table:
 # ── What a worker knows ────────────────────────────────────────────────────────────────────────
 
 
-class _Sent(NamedTuple):
+class _SentShare(NamedTuple):
     share: Share
     fill_s: int
     sent_ns: int | None
@@ -562,8 +564,8 @@ class Holding:
         """`holder` is random and has HOLDER_BYTES bytes; `name` is from `name_of`."""
         self.holder = holder
         self.name = name
-        self._sent: list[_Sent] = []
-        self._before: _Sent | None = None
+        self._sent: list[_SentShare] = []
+        self._before: _SentShare | None = None
         self._applied_s: int | None = None
         """The fill interval that the Envoy's bucket certainly has."""
         self._since_ns: int | None = None
@@ -593,7 +595,7 @@ class Holding:
 
     def sending(self, assignment: Assignment) -> None:
         """Note an assignment before it is sent."""
-        self._sent.append(_Sent(assignment.share, assignment.fill_s, None))
+        self._sent.append(_SentShare(assignment.share, assignment.fill_s, None))
         if len(self._sent) > _SENT_MAX:
             first, second = self._sent[:2]
             before = in_fill(first.share, first.fill_s, second.fill_s)
@@ -608,10 +610,10 @@ class Holding:
 
     def had_before(self, share: Share, fill_s: int) -> None:
         """Note what the Envoy may be using from before this stream."""
-        self._before = _Sent(share, fill_s, None)
+        self._before = _SentShare(share, fill_s, None)
         self._applied_s = fill_s
 
-    def claim(self, pool: Pool, now_ns: int) -> Claim:
+    def claim(self, pool: Pool, now_ns: int) -> ShareClaim:
         """Return what this worker knows of the holder."""
         usable = [
             each
@@ -623,7 +625,7 @@ class Holding:
         may_have = _highest([in_fill(each.share, each.fill_s, pool.fill_s) for each in usable])
         keeps = self._sent[-1].share.burst if self.keeps_bucket(pool, now_ns) else 0
         intervals = {self._applied_s, *(each.fill_s for each in self._sent)}
-        return Claim(
+        return ShareClaim(
             self.holder,
             self.name,
             may_have,
@@ -704,7 +706,7 @@ def losing(
     raise StoreUnavailable(f"the cell {cell!r} was changed by others {ATTEMPTS_MAX} times in a row")
 
 
-def _table_of(value: bytes | None, pool: Pool, claim: Claim, now_ns: int) -> Table:
+def _table_of(value: bytes | None, pool: Pool, claim: ShareClaim, now_ns: int) -> Table:
     """Return the table in a cell. Raises UnreadableTable for one of a newer version."""
     if value is None:
         # If this worker has assigned shares, the store has lost the table.
