@@ -88,15 +88,14 @@ def _with_quotas(
     command = tollkeeper_serve(rules, "--store", redis.uri, "--grpc", f"{HOST}:{port}")
     service = Serving(f"service for {quota}", command, post("/v1/check", b"{}"))
     stack.enter_context(service)
-    config = example(upstream.port, port, QUOTAS_EXAMPLE)
-    # This Envoy is paused while others have their turn, and its assignment expires.
-    text = json.dumps(config).replace('"DENY_ALL"', '"ALLOW_ALL"')
     contender = Contender(
         f"Envoy, with quotas ({quota})",
-        _command(json.loads(text)),
+        _command(example(upstream.port, port, QUOTAS_EXAMPLE)),
         [_REQUEST],
         ours=True,
         timed=True,
+        # An Envoy that is paused sends no reports, and its assignments expire.
+        runs_on=True,
         beside=(service,),
     )
     return contender, service

@@ -63,6 +63,8 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Sequence[Serving] = ()
     """Servers that it calls for each request: their processor time counts, too."""
+    runs_on: bool = False
+    """True if the server is not paused between its turns, because it has to talk to others."""
     rate: Callable[[int], float] | None = None
     """Returns the requests per second of some seconds of another load than wrk's."""
     pace: Callable[[float, float], Paced] | None = None
@@ -152,6 +154,7 @@ def measure(
                 server = Serving(
                     each.name, each.command, each.requests[0], placement.server, each.environment
                 )
+                server.runs_on = each.runs_on
                 servers.append(stack.enter_context(server))
                 server.pause()
             turns = list(zip(work.rows, contenders, servers, strict=True))

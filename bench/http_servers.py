@@ -64,6 +64,7 @@ class Serving:
         self.name = name
         self.port = free_port()
         self.request = request
+        self.runs_on = False
         self._processors = processors
         self._folder = Path(tempfile.mkdtemp(prefix="tollkeeper-bench-"))
         self._log = self._folder / "log"
@@ -108,7 +109,8 @@ class Serving:
 
     def pause(self) -> None:
         """Pause the server until its turn, so that its background work does not disturb others."""
-        self._signal(signal.SIGSTOP)
+        if not self.runs_on:
+            self._signal(signal.SIGSTOP)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
