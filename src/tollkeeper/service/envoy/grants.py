@@ -93,15 +93,16 @@ def grant_of(limits: Sequence[Limit], units: int, charged_ns: int) -> Grant | No
 def size_of(wanted: int | None, room: int, envoys: int) -> int:
     """Return how many units to charge: at most room / (2 × Envoys), but at least 1 if there is one.
 
-    A quarter of that if the demand is not known.
+    And at least a quarter of that part, also if the demand is low or not known: until the next
+    report it may rise. What is not spent is refunded.
 
-    >>> [size_of(wanted=50, room=room, envoys=2) for room in (1000, 80, 3, 0)]
-    [50, 20, 1, 0]
-    >>> size_of(None, room=1000, envoys=2)
-    62
+    >>> [size_of(wanted=90, room=room, envoys=2) for room in (1000, 80, 3, 0)]
+    [90, 20, 1, 0]
+    >>> size_of(None, room=1000, envoys=2), size_of(1, room=1000, envoys=2)
+    (62, 62)
     """
     part = room // (2 * max(envoys, 1))
-    return min(max(part // 4 if wanted is None else min(wanted, part), 1), max(room, 0))
+    return min(max(min(wanted or 0, part), part // 4, 1), max(room, 0))
 
 
 def charging(
