@@ -39,11 +39,17 @@ FindingCode = Literal[
     "hidden-tier",
     "short-window",
     "open-exact",
+    "many-buckets",
     "unreachable",
 ]
 
 # Findings that are shown and reject nothing.
-_ADVICE: tuple[FindingCode, ...] = ("hidden-tier", "short-window", "open-exact")
+_ADVICE: tuple[FindingCode, ...] = (
+    "hidden-tier",
+    "short-window",
+    "open-exact",
+    "many-buckets",
+)
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 

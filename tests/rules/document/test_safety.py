@@ -630,3 +630,22 @@ def test_many_rules_are_compared_with_few() -> None:
     rules = [endpoint(f"/v1/things/{n}/*") for n in range(10_000)]
     rules += [endpoint("/v1/things/77/parts/{id}")]
     assert list(covered_rules(rules)) == [(10_000, 77)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ("by: [tenant, ip]", ["rules[0].by"]),
+        ("by: user, mode: 'off'", []),
+        ("by: [tenant, tier, plan]", []),
+        ("by: []", []),
+    ],
+)
+def test_rules_with_too_many_subjects_for_envoys(fields: str, where: list[str]) -> None:
+    """It is advice: such a rule works while its subjects are few."""
+    rule = f"{{id: a, limits: 5/s, consistency: leased, envoy_quota: rate, {fields}}}"
+    found = findings(read(f"{{version: 1, rules: [{rule}]}}"))
+    assert [each.where for each in found] == where
+    assert all(each.code == "many-buckets" and each.is_advice for each in found)
+    plain = rule.replace("envoy_quota: rate, ", "")
+    assert findings(read(f"{{version: 1, rules: [{plain}]}}")) == ()

@@ -52,6 +52,8 @@ REGIONS_MIN: Final = 2
 EXACT_NS_PER_REGION: Final = 2 * NS_PER_SECOND
 # Networks with a prefix this short are combined, to see whether together they cover all addresses.
 _WIDE_BITS: Final = 8
+# Fields that usually have more values than an Envoy should have buckets.
+_MANY_VALUES: Final = frozenset({"user", "api_key", "ip", "endpoint"})
 
 
 def findings(document: Document, before: Document | None = None) -> tuple[SafetyFinding, ...]:
@@ -307,7 +309,24 @@ def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFindi
         _hidden_tiers(document),
         short_windows(document, REGIONS_MIN),
         open_exact(document, on_failure),
+        _many_buckets(document),
     )
+
+
+def _many_buckets(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules whose subjects are too many for Envoys, each of which keeps a bucket for each."""
+    for place, rule in enumerate(document.rules):
+        many = [name for name in rule.by if name in _MANY_VALUES]
+        if rule.envoy_quota is not None and rule.mode != "off" and many:
+            yield SafetyFinding(
+                "many-buckets",
+                below(below("rules", place), "by"),
+                f"it counts by {many[0]}",
+                "an Envoy keeps a bucket for each subject; above 2,000 buckets, the failure policy "
+                "of the rule answers",
+                "count by a tenant, plan or service, or remove envoy_quota",
+                rule.id,
+            )
 
 
 def _hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
