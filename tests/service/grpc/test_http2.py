@@ -29,6 +29,7 @@ from tests.service.grpc.frames import (
 )
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.grpc import http2
+from tollkeeper.service.grpc._http2 import Http2Error
 from tollkeeper.service.grpc.calls import (
     Bounds,
     CallError,
@@ -306,6 +307,29 @@ async def test_each_of_many_new_connections_closes_an_idle_one(
             await client.until(lambda got: got.frames)
         for client in clients:
             assert (await client.closed()).goaway is not None
+
+
+class Exhausted:
+    """The session of a connection that has no more memory."""
+
+    streams = 0
+
+    def tick(self) -> None:
+        raise Http2Error("out of memory")
+
+    def to_send(self, _: int) -> bytes:
+        raise MemoryError
+
+
+async def test_a_connection_without_memory_ends() -> None:
+    """Time passes for the others all the same."""
+    async with serving(echo) as (server, _), connected(server) as client:
+        await client.until(lambda got: got.frames)
+        (connection,) = server._connections
+        connection._http2 = Exhausted()  # type: ignore[assignment]  # that is the test
+        server.tick()
+        await client.closed()
+        await asyncio.wait_for(server.lost(), WAIT_SECONDS)
 
 
 async def test_streams_leave_room_for_other_calls() -> None:

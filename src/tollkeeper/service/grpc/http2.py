@@ -529,7 +529,7 @@ class _Connection(asyncio.Protocol):
         if self._has_ended:
             return
         while not self._is_paused:
-            data = self._http2.to_send(SEND_BYTES)
+            data = self._to_send()
             if data:
                 self._transport.write(data)
             if len(data) < SEND_BYTES:
@@ -538,6 +538,14 @@ class _Connection(asyncio.Protocol):
             self._wake_senders()
         if self._http2.finished:
             self._end()
+
+    def _to_send(self) -> bytes:
+        """Return bytes for the client. If memory is exhausted, the connection ends."""
+        try:
+            return self._http2.to_send(SEND_BYTES)
+        except MemoryError:
+            self.abort()
+            return b""
 
     def _flush_soon(self) -> None:
         """Flush once after all that is ready to run."""
@@ -560,7 +568,7 @@ class _Connection(asyncio.Protocol):
         text = f"a gRPC connection from {self._address or 'this machine'} was closed: {error}"
         self._server.closed.note(text, self.loop.time())
         if not self._is_paused:
-            self._transport.write(self._http2.to_send(SEND_BYTES))
+            self._transport.write(self._to_send())
         self._has_ended = True
         self._stuck_ticks = 0
         self._transport.close()

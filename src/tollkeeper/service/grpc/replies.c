@@ -139,6 +139,8 @@ static bool add_message(h2_session *session, h2_stream *stream, const uint8_t *m
 
 static h2_stream *given_stream(h2_session *session, int32_t id)
 {
+    if (session->is_out_of_memory)
+        return NULL;
     h2_stream *stream = h2_find_stream(session, id);
     return stream != NULL && stream->state == GIVEN ? stream : NULL;
 }

@@ -209,7 +209,10 @@ void h2_close(h2_session *session)
 {
     while (session->streams != NULL)
         h2_close_stream(session, session->streams);
-    nghttp2_session_del(session->http2);
+    /* libnghttp2 may free an item twice if memory was exhausted while it queued the item (1.52: in
+     * nghttp2_submit_data). A leak is better. */
+    if (!session->is_out_of_memory)
+        nghttp2_session_del(session->http2);
     for (size_t i = 0; i < session->events_count; i++)
         h2_event_free(&session->events[i]);
     free(session->events);
@@ -316,18 +319,19 @@ static void fail_with(h2_session *session, ssize_t error)
     case NGHTTP2_ERR_BAD_CLIENT_MAGIC:
         h2_fail(session, NGHTTP2_PROTOCOL_ERROR, "the client does not speak HTTP/2");
         break;
-    case NGHTTP2_ERR_FLOODED:
-        h2_fail(session, NGHTTP2_ENHANCE_YOUR_CALM, "the client sends too many frames");
+    case NGHTTP2_ERR_NOMEM:
+    case NGHTTP2_ERR_CALLBACK_FAILURE:
+        h2_no_memory(session);
         break;
-    default:
-        h2_fail(session, NGHTTP2_INTERNAL_ERROR, "out of memory");
+    default: /* NGHTTP2_ERR_FLOODED, and others of newer versions */
+        h2_fail(session, NGHTTP2_ENHANCE_YOUR_CALM, "the client sends too many frames");
     }
 }
 
 bool h2_receive(h2_session *session, const uint8_t *data, size_t length)
 {
     session->quiet_ticks = 0;
-    if (session->why != NULL || !scan_frames(session, data, length))
+    if (h2_why(session) != NULL || !scan_frames(session, data, length))
         return false;
     ssize_t read = nghttp2_session_mem_recv(session->http2, data, length);
     if (read < 0)
@@ -381,7 +385,7 @@ static void tick_connection(h2_session *session)
 
 bool h2_tick(h2_session *session)
 {
-    if (session->why != NULL)
+    if (h2_why(session) != NULL)
         return false;
     const h2_bounds *bounds = &session->server->bounds;
     session->ticks++;
@@ -403,12 +407,12 @@ ptrdiff_t h2_to_send(h2_session *session, size_t at_most, const uint8_t **bytes)
     if (session->output.room > KEPT_OUTPUT_BYTES)
         h2_drop(&session->output);
     session->output.length = 0;
-    while (session->output.length < at_most) {
+    while (session->output.length < at_most && !session->is_out_of_memory) {
         const uint8_t *frame;
         ssize_t length = nghttp2_session_mem_send(session->http2, &frame);
         if (length < 0 || (length > 0 && !h2_append(&session->output, frame, (size_t)length)))
             session->is_out_of_memory = true;
-        if (length <= 0 || session->is_out_of_memory)
+        if (length <= 0)
             break;
     }
     *bytes = session->output.bytes;
