@@ -379,6 +379,27 @@ async def test_a_method_is_cancelled_once() -> None:
         await asyncio.wait_for(cleaned.wait(), WAIT_SECONDS)
 
 
+async def test_a_method_cleans_up_before_its_task_has_begun() -> None:
+    """Its first step was made without the task, so that it has something to clean up."""
+    cleaned = asyncio.Event()
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.set()
+        return b""
+
+    async with serving(method) as (server, _), connected(server) as client:
+        await client.until(lambda got: got.frames)
+        (connection,) = server._connections
+        connection.data_received(OPENING + call())
+        assert server.calls == 1
+        connection.data_received(frame(3, b"\0\0\0\x08", stream=1))
+        await asyncio.wait_for(cleaned.wait(), WAIT_SECONDS)
+
+
 @pytest.mark.parametrize(
     "sent",
     [b"", b"PRI * HTTP/2.0", OPENING + headers(request(), 1, flags=0)],

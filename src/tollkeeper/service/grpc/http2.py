@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Generator
 from functools import partial
 from pathlib import Path
-from types import coroutine
 from typing import Any, Final, cast
 
 from tollkeeper.core.clock import NS_PER_SECOND
@@ -458,19 +457,34 @@ class _InFlight:
             self._timer.cancel()
 
 
-@coroutine
-def _resumed(started: Coroutine[Any, Any, bytes], waits_for: Any) -> Generator[Any, Any, bytes]:
-    """Go on with a coroutine that has made its first step outside of a task."""
-    try:
-        while True:
-            try:
-                sent = yield waits_for
-            except BaseException as error:
-                waits_for = started.throw(error)
-            else:
-                waits_for = started.send(sent)
-    except StopIteration as done:
-        return cast("bytes", done.value)
+class _Rest(Coroutine[Any, Any, bytes]):
+    """A coroutine that has made its first step outside of a task; a task runs the rest of it.
+
+    It is not a generator, because one that is cancelled before it starts would not pass that on.
+    """
+
+    __slots__ = ("_has_begun", "_started", "_waits_for")
+
+    def __init__(self, started: Coroutine[Any, Any, bytes], waits_for: Any) -> None:
+        self._started = started
+        self._waits_for = waits_for
+        self._has_begun = False
+
+    def send(self, value: Any, /) -> Any:
+        if self._has_begun:
+            return self._started.send(value)
+        self._has_begun = True
+        return self._waits_for
+
+    def throw(self, *error: Any) -> Any:
+        self._has_begun = True
+        return self._started.throw(*error)
+
+    def close(self) -> None:
+        self._started.close()
+
+    def __await__(self) -> Generator[Any, Any, bytes]:
+        raise NotImplementedError("a task runs it")
 
 
 class _Connection(asyncio.Protocol):
@@ -662,7 +676,7 @@ class _Connection(asyncio.Protocol):
             except Exception as error:
                 self._tell(stream, told_of(error, server.counted))
                 return
-            running = cast("Coroutine[Any, Any, bytes]", _resumed(running, waits_for))
+            running = _Rest(running, waits_for)
         self._track(stream, running, due_s, None)
 
     def _start_streaming(self, stream: int, path: bytes, metadata: bytes, timeout_ns: int) -> None:
