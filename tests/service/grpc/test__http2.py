@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -739,3 +741,66 @@ def test_arguments_are_checked() -> None:
         _http2.find("text", "name")  # type: ignore[arg-type]  # that is the test
     with pytest.raises(TypeError):
         Server([b"/a"])  # type: ignore[arg-type, call-arg]  # that is the test
+
+
+def use_everything(of: Server) -> None:
+    """Use all methods of a connection, with errors of every kind."""
+    session = Session(of)
+    connection: Any = session.connection
+    session(call(b"abc", 1, [*request(grpc_timeout="1S"), ("authorization", "a")]))
+    session(headers(request(STREAMING), 3) + frame(DATA, message(b"a" * 5_000), stream=3))
+    connection.reply(1, b"b")
+    connection.send(3, b"c" * 100)
+    connection.taken(3, 5_000)
+    connection.end(3, 5, b"d")
+    session.ticks(1)
+    assert (connection.streams, connection.finished, of.pool_bytes) == (0, False, 0)
+    for wrong in (
+        lambda: connection.receive(memoryview(b"abc")[::2]),
+        lambda: connection.reply("1", b""),
+        lambda: connection.end(1, 2**80, b""),
+        lambda: connection.unsent(None),
+        lambda: Server((b"a", 1)),  # type: ignore[arg-type, call-arg]  # that is the test
+    ):
+        with pytest.raises((TypeError, OverflowError, BufferError)):
+            wrong()
+    session(call(b"", 5) + headers(request(STREAMING), 7))
+    with pytest.raises(Http2Error, match="header block"):
+        session(headers(request(), 9, flags=0) + frame(CONTINUATION, stream=9) * 20)
+    with pytest.raises(Http2Error, match="header block"):
+        connection.receive(b"")
+    assert (of.refused[0], of.resets["violation"]) == (0, 0)
+
+
+def test_nothing_leaks() -> None:
+    """Neither objects nor references to the server, whatever happens to a connection."""
+    of = server()
+    for _ in range(20):
+        use_everything(of)
+    gc.collect()
+    blocks, references = sys.getallocatedblocks(), sys.getrefcount(of)
+    for _ in range(200):
+        use_everything(of)
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < 200
+    assert sys.getrefcount(of) == references
+    assert of.pool_bytes == 0
+
+
+def test_events_without_memory() -> None:
+    """If Python has no memory for the events, receive raises MemoryError, and leaks nothing."""
+    testcapi = pytest.importorskip("_testcapi", reason="this Python was built without it")
+    data = call(b"a" * 600) + headers(request(STREAMING), 3) + frame(DATA, message(b"b"), stream=3)
+    failed = 0
+    for at in range(40):
+        session = Session()
+        receive = session.connection.receive
+        testcapi.set_nomemory(at, at + 1)
+        try:
+            receive(data)
+        except MemoryError:
+            failed += 1
+        finally:
+            testcapi.remove_mem_hooks()
+        session.connection.tick()
+    assert failed > 3
