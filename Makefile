@@ -51,7 +51,8 @@ bytecode: $(READY)
 lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) $(wildcard tests/kernel/*.[ch])
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES) \
+		$(wildcard tests/kernel/*.[ch] tests/service/grpc/*.[ch])
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing_public_api.py
 	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest \

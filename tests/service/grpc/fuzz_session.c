@@ -158,11 +158,15 @@ static void add(client *c, const void *bytes, size_t length)
 static void add_frame(client *c, uint8_t type, uint8_t flags, int32_t stream, const void *payload,
                       size_t length)
 {
-    const uint8_t head[9] = {(uint8_t)(length >> 16), (uint8_t)(length >> 8), (uint8_t)length,
+    const uint8_t head[9] = {(uint8_t)(length >> 16),
+                             (uint8_t)(length >> 8),
+                             (uint8_t)length,
                              type,
                              flags,
-                             (uint8_t)(stream >> 24), (uint8_t)(stream >> 16),
-                             (uint8_t)(stream >> 8),  (uint8_t)stream};
+                             (uint8_t)(stream >> 24),
+                             (uint8_t)(stream >> 16),
+                             (uint8_t)(stream >> 8),
+                             (uint8_t)stream};
     add(c, head, sizeof head);
     add(c, payload, length);
 }
@@ -244,7 +248,8 @@ static void note(run *r, client *c, bool goes_on)
 static void check_bounds(const run *r)
 {
     REQUIRE(r->server.pool_bytes <= r->server.bounds.pool_bytes_max, "the pool overflows");
-    REQUIRE(live_bytes + http2_bytes <= LIVE_BYTES_MAX || allocations_left < 0, "the sessions hold too much memory");
+    REQUIRE(live_bytes + http2_bytes <= LIVE_BYTES_MAX || allocations_left < 0,
+            "the sessions hold too much memory");
     for (size_t i = 0; i < SESSIONS; i++)
         if (r->clients[i].session != NULL)
             REQUIRE(h2_streams(r->clients[i].session) <= STREAMS_MAX, "too many streams");
@@ -467,8 +472,8 @@ static void step(run *r)
         return;
     }
     static void (*const STEPS[16])(run *, client *) = {
-        step_headers, step_headers, step_headers,     step_data,    step_data,      step_data,
-        step_reply,   step_reply,   step_small_frame, step_receive, step_receive,   step_to_send,
+        step_headers, step_headers, step_headers,     step_data,       step_data,    step_data,
+        step_reply,   step_reply,   step_small_frame, step_receive,    step_receive, step_to_send,
         step_owner,   step_time,    step_messages,    step_small_frame};
     if ((verb & 0x7f) == 0x7f)
         step_raw(r, c);

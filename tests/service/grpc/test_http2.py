@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -242,6 +243,22 @@ async def test_a_flood_ends_its_connection_only(caplog: pytest.LogCaptureFixture
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One address has half of them; an idle connection makes room for a new one."""
     monkeypatch.setattr(http2, "CONNECTIONS_MAX", 4)
+    async with (
+        serving(echo) as (server, _),
+        connected(server) as first,
+        connected(server) as second,
+        connected(server) as third,
+    ):
+        await first.until(lambda got: got.frames)
+        await second.until(lambda got: got.frames)
+        assert not (await third.closed()).frames
+
+
+async def test_a_worker_with_few_files_has_few_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quarter of the files that it may open."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
     async with (
         serving(echo) as (server, _),
         connected(server) as first,
@@ -590,6 +607,17 @@ async def test_tls_is_for_http2(protocols: tuple[str, ...], tmp_path: Path) -> N
             assert not (await client.closed()).frames
         if client is not None:
             client.writer.close()
+
+
+async def test_a_client_that_begins_no_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed, although the server has seen no connection yet."""
+    monkeypatch.setattr(http2, "TICK_SECONDS", 0.01)
+    made = make_certificates(tmp_path)
+    async with (
+        secured(TlsFiles(made.server_cert_path, made.server_key_path)) as server,
+        connected(server) as client,
+    ):
+        assert not (await client.closed()).frames
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from asyncio import AbstractEventLoop, Future, Task, TimerHandle
@@ -51,7 +52,7 @@ from tollkeeper.service.grpc.calls import (
 
 log = logging.getLogger("tollkeeper.grpc")
 
-# Of one worker. One address has at most half of them.
+# Of one worker, if it may open so many files. One address has at most half of them.
 CONNECTIONS_MAX: Final = 1_024
 # Of one connection. Envoy opens another connection if it needs more.
 STREAMS_MAX: Final = 256
@@ -207,6 +208,12 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
         ) from None
 
 
+def _connections_max() -> int:
+    """Return how many connections there may be: fewer if the worker may open only few files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS_MAX if files < 0 else min(CONNECTIONS_MAX, files // 4)
+
+
 class Http2Server:
     """A running server."""
 
@@ -292,8 +299,9 @@ class Http2Server:
 
     def admit(self, connection: _Connection, address: str) -> bool:
         """Return False if there are too many connections."""
-        if (address and self._addresses[address] >= CONNECTIONS_MAX // 2) or (
-            len(self._connections) >= CONNECTIONS_MAX and not self._close_idle()
+        most = _connections_max()
+        if (address and self._addresses[address] >= most // 2) or (
+            len(self._connections) >= most and not self._close_idle()
         ):
             self._resets["connections"] = self._resets.get("connections", 0) + 1
             return False
