@@ -145,11 +145,11 @@ async def test_a_grant_is_charged_before_it_is_sent_and_sized_by_demand() -> Non
     assert part.until_ns == test.clock.now_ns() + action.ttl_s * 10**9
     assert await part.decide() is None
     test.clock.advance(5)
-    part.note(40, 0, test.clock.now_ns())
+    part.note(60, 0, test.clock.now_ns())
     action = await part.decide()
     assert action is not None
-    assert test.send(part, action) == ["deny all", f"51, 1/{NEVER_S}s"]
-    assert await test.room() == 1_000 - 62 - 51
+    assert test.send(part, action) == ["deny all", f"76, 1/{NEVER_S}s"]
+    assert await test.room() == 1_000 - 62 - 76
 
 
 async def test_units_that_no_grant_can_spend_any_more_are_refunded() -> None:
@@ -162,18 +162,15 @@ async def test_units_that_no_grant_can_spend_any_more_are_refunded() -> None:
         if action is not None:
             test.send(part, action)
         test.clock.advance(5)
-    left = await test.room()
-    part.note(0, 0, test.clock.now_ns())
-    await part.decide()
-    assert await test.room() > left
-    # 100 were spent, and less than one more is out for the demand of now.
-    for _ in range(4):
-        test.clock.advance(5)
+    # 100 were spent; while the bucket is idle, little more is out.
+    for _ in range(5):
         part.note(0, 0, test.clock.now_ns())
+        part.may_abandon()
         action = await part.decide()
         if action is not None:
             test.send(part, action)
-    assert await test.room() >= 1_000 - 100 - 4
+        test.clock.advance(5)
+    assert 1_000 - 100 - 4 <= await test.room() <= 1_000 - 100
 
 
 async def test_without_room_envoy_denies_and_the_part_asks_again() -> None:
@@ -222,3 +219,45 @@ async def test_a_grant_that_was_not_sent_is_refunded() -> None:
     granted = part._ledger.current
     assert granted is not None
     assert await test.room() == before - granted.units
+
+
+async def test_an_idle_bucket_gives_its_units_back_before_it_is_abandoned() -> None:
+    """Otherwise a tenant with few requests would lose a part of its limit again and again."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    room = await test.room()
+    part.note(1, 0, test.clock.now_ns())
+    reports = 0
+    while True:
+        action = await part.decide()
+        if action is not None:
+            test.send(part, action)
+        test.clock.advance(5)
+        part.note(0, 0, test.clock.now_ns())
+        reports += 1
+        if reports >= 3 and part.may_abandon():
+            break
+    await part.end(abandoned=True)
+    assert reports <= 7
+    assert await test.room() >= room - 2
+
+
+async def test_a_bucket_that_is_used_again_gets_grants_as_before() -> None:
+    """While it is idle, it has one unit for the first request."""
+    test = PartTest(GRANTS)
+    part = test.grants()
+    part.note(1, 0, test.clock.now_ns())
+    action = await part.decide()
+    assert action is not None
+    test.send(part, action)
+    test.clock.advance(5)
+    part.note(0, 0, test.clock.now_ns())
+    assert not part.may_abandon()
+    action = await part.decide()
+    assert action is not None
+    assert test.send(part, action)[1].startswith("1, ")
+    test.clock.advance(5)
+    part.note(1, 3, test.clock.now_ns())
+    action = await part.decide()
+    assert action is not None
+    assert not test.send(part, action)[1].startswith("1, ")

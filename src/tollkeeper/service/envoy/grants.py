@@ -161,6 +161,12 @@ class GrantLedger:
         """The grant that was sent last."""
         return self._grants[-1].grant if self._grants else None
 
+    @property
+    def outstanding(self) -> int:
+        """The units that are granted, and neither spent nor refunded: at most so many are lost."""
+        granted = sum(each.grant.units for each in self._grants if not each.is_lost)
+        return max(granted - self._spent, 0)
+
     # ── Reports ────────────────────────────────────────────────────────────────────────────────
 
     def reported(self, allowed: int, denied: int, now_ns: int) -> list[Refund]:

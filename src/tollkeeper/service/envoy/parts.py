@@ -18,11 +18,11 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.core.model import Request
+from tollkeeper.core.model import UNITS_MAX, Request
 from tollkeeper.core.steps import run_async
 from tollkeeper.decide.store import Cells
 from tollkeeper.limiter import AsyncLimiter
@@ -47,6 +47,9 @@ from tollkeeper.service.envoy.shares import (
     pool_of,
     reporting,
 )
+
+# An idle bucket is abandoned when at most so many of its units can be lost.
+IDLE_UNITS_MAX: Final = 2
 
 
 class Action(NamedTuple):
@@ -82,6 +85,10 @@ class Part(Protocol):
 
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """Take note of the counts of a report."""
+        ...
+
+    def may_abandon(self) -> bool:
+        """Return True if an idle bucket can be abandoned; False: not before it has given back."""
         ...
 
     async def decide(self) -> Action | None:
@@ -135,6 +142,10 @@ class RatePart:
         """See Part."""
         self.waits = denied > 0
         self._holding.reported(allowed + denied, now_ns, self._pool)
+
+    def may_abandon(self) -> bool:
+        """See Part. Its share expires."""
+        return True
 
     async def decide(self) -> Action:
         """See Part. Two round trips."""
@@ -208,6 +219,7 @@ class GrantPart:
         self._ledger = GrantLedger(now_ns())
         self._refunds: list[Refund] = []
         self._granting: Grant | None = None
+        self._is_idle = False
 
     @property
     def waits(self) -> bool:
@@ -221,21 +233,27 @@ class GrantPart:
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """See Part."""
         self._refunds += self._ledger.reported(allowed, denied, now_ns)
+        self._is_idle = self._is_idle and not allowed + denied
+
+    def may_abandon(self) -> bool:
+        """See Part. The next grant has one unit; what the others left is refunded before the end.
+
+        Envoy does not report a bucket that it has forgotten, so all of its units would be lost.
+        """
+        self._is_idle = True
+        return self._ledger.outstanding <= IDLE_UNITS_MAX
 
     async def decide(self) -> Action | None:
         """See Part. Two round trips or more if a grant is due, and one for each refund."""
-        refunds, self._refunds = self._refunds, []
-        if self._granting is not None:  # it was not sent in time
-            refunds.append(Refund(self._granting.units, self._granting.charged_ns))
-            self._granting = None
-        for each in refunds:
-            await self._refund(each)
+        await self._refund_all()
         started_ns = self._now_ns()
-        if not self._ledger.is_due(started_ns):
+        current = self._ledger.current
+        replaces = self._is_idle and current is not None and current.units > 1
+        if not replaces and not self._ledger.is_due(started_ns):
             return None
         grant = await self._charged()
         if grant is None:
-            if not self._ledger.denied(self._now_ns()):
+            if not self._ledger.denied(self._now_ns()) and not replaces:
                 return None
             grant = NO_UNITS
         self._granting = grant
@@ -244,7 +262,8 @@ class GrantPart:
 
     async def _charged(self) -> Grant | None:
         """Charge a grant and return it; None if there is no room."""
-        steps = charging(self._room, self._charge, self._ledger.wanted, self._envoys(self.cell))
+        envoys = UNITS_MAX if self._is_idle else self._envoys(self.cell)
+        steps = charging(self._room, self._charge, self._ledger.wanted, envoys)
         units, charged_ns = await run_async(steps)
         if not units:
             return None
@@ -266,6 +285,15 @@ class GrantPart:
             raise StoreUnavailable("the store could not be charged")
         return found.charged_ns if found.allowed else None
 
+    async def _refund_all(self) -> None:
+        """Give back what no grant can spend any more."""
+        refunds, self._refunds = self._refunds, []
+        if self._granting is not None and self._granting.units:  # it was not sent in time
+            refunds.append(Refund(self._granting.units, self._granting.charged_ns))
+        self._granting = None
+        for each in refunds:
+            await self._refund(each)
+
     async def _refund(self, refund: Refund) -> None:
         """Give units back. If the store fails, they stay spent."""
         charges = [(check, refund.charged_ns) for check in self._checks]
@@ -284,8 +312,9 @@ class GrantPart:
         if (grant := self._ledger.current) is not None:
             self.until_ns = now_ns + grant.ttl_s * NS_PER_SECOND
 
-    async def end(self, *, abandoned: bool) -> None:
-        """See Part. Units that Envoy has not reported count as spent."""
+    async def end(self, *, abandoned: bool) -> None:  # noqa: ARG002 - both lose the same
+        """See Part. Units of grants that are not settled count as spent."""
+        await self._refund_all()
 
     def shown(self) -> str:
         """See Part."""

@@ -123,6 +123,11 @@ class QuotaBucket:
         """True if it is to be served between reports."""
         return self.again or (self.part is not None and self.part.waits)
 
+    def may_abandon(self) -> bool:
+        """Return True if it is idle, and has given back what can be given back."""
+        is_idle = self.idle_reports >= IDLE_REPORTS
+        return is_idle and (self.part is None or self.part.may_abandon())
+
     def note(self, usage: BucketUsage, now_ns: int) -> None:
         """Take note of the counts in a report."""
         allowed, denied = usage.num_requests_allowed, usage.num_requests_denied
@@ -339,7 +344,7 @@ class QuotaService:
         for usages in batched(report.bucket_quota_usages, TOGETHER_MAX):
             # A dictionary: a report may list a bucket twice.
             listed = dict.fromkeys(stream.bucket_of(usage, now_ns) for usage in usages)
-            unused = [each for each in listed if each.idle_reports >= IDLE_REPORTS]
+            unused = [each for each in listed if each.may_abandon()]
             for bucket in unused:
                 stream.forget(bucket)
                 del listed[bucket]
