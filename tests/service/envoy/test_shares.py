@@ -216,7 +216,7 @@ def running(model: Model, seconds: float, step_ms: int = 50) -> int:
     """Let undisturbed time pass, in which all Envoys admit what they can; return how much."""
     before = model.admitted
     for _ in range(int(seconds * 1_000 / step_ms)):
-        for wait_ms in (step_ms, *[0] * 9):  # the store answers at once
+        for wait_ms in (step_ms, *[0] * 5):  # the store answers at once
             model.happen(Event(wait_ms, "go on", 0, 0))
         for envoy in model.envoys:
             model.spend(envoy, int(envoy.demand * step_ms // 1_000) + 1 if envoy.demand else 0)
@@ -264,7 +264,7 @@ def test_demand_that_moves_takes_the_rate_along(workers: int, used_min: float) -
     model = with_demand(POOL, 2, 0, workers=workers)
     running(model, 10)
     used = []
-    for turn in range(3):
+    for turn in range(2):
         for place, envoy in enumerate(model.envoys):
             envoy.demand = Fraction(200 if place == turn % 2 else 0)
         used.append(running(model, 20))
@@ -296,7 +296,7 @@ def test_with_fewer_tokens_than_envoys_they_take_turns(pool: Pool) -> None:
     model = with_demand(pool, 2, 2, 2)
     seen = [0, 0, 0]
     for _ in range(20):
-        running(model, 10, step_ms=500)
+        running(model, 10, step_ms=1_000)
         seen = [most + now for most, now in zip(seen, assigned(model), strict=True)]
     assert min(seen) > 0
 
