@@ -371,6 +371,36 @@ async def test_streams_leave_room_for_other_calls() -> None:
         await server.stop(0)
 
 
+async def test_tasks_of_a_stream_may_send_at_the_same_time() -> None:
+    """All of them go on when the client reads."""
+
+    async def push(stream: StreamingCall) -> None:
+        await asyncio.gather(*[stream.send(b"a" * 100_000) for _ in range(3)])
+
+    methods = Methods({}, {"/test.Test/push": push})
+    server = await http2.start(methods, "127.0.0.1:0", None, Bounds(), {})
+    try:
+        async with connected(server) as client:
+            client.writer.write(OPENING + headers(request("/test.Test/push"), 1))
+            await client.until(lambda got: got.streams.get(1, Response()).data)
+            window = b"\0\x0f\0\0"
+            client.writer.write(frame(8, window) + frame(8, window, stream=1))
+            assert (await client.replied(1)).status == "0"
+    finally:
+        await server.stop(0)
+
+
+async def test_a_text_that_is_not_unicode_reaches_the_client() -> None:
+    """Half a character in a message of a method does not end the connection."""
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        raise CallError(Status.NOT_FOUND, "a \ud800 b")
+
+    async with serving(method) as (server, _), connected(server) as client:
+        client.writer.write(OPENING + call())
+        assert (await client.replied(1)).fields["grpc-message"] == "a ? b"
+
+
 async def test_a_method_is_cancelled_once() -> None:
     """A deadline, or the end of the connection, does not stop it from cleaning up."""
     started, cleaned = asyncio.Event(), asyncio.Event()

@@ -506,7 +506,7 @@ class _Connection(asyncio.Protocol):
         self.loop = server.loop
         self._address = ""
         self._in_flight: dict[int, _InFlight] = {}
-        self._senders: dict[int, Future[None]] = {}
+        self._senders: dict[int, list[Future[None]]] = {}
         self._is_flushing = False
         self._is_paused = False
         self._has_ended = False
@@ -690,7 +690,8 @@ class _Connection(asyncio.Protocol):
     def _start_streaming(self, stream: int, path: bytes, metadata: bytes, timeout_ns: int) -> None:
         server = self._server
         method = server.streaming[path]
-        if server.streaming_calls >= server.streaming_calls_max or not timeout_ns:
+        is_full = server.streaming_calls >= server.streaming_calls_max
+        if is_full or server.calls >= server.calls_max or not timeout_ns:
             self._refuse(stream, TOO_MANY_CALLS if timeout_ns else TOO_LATE)
             return
         due_s = None if timeout_ns < 0 else self.loop.time() + timeout_ns / NS_PER_SECOND
@@ -745,7 +746,7 @@ class _Connection(asyncio.Protocol):
         self._flush_soon()
 
     def _tell(self, stream: int, error: CallError) -> None:
-        self._http2.end(stream, error.status, error.message.encode())
+        self._http2.end(stream, error.status, error.message.encode(errors="replace"))
 
     def _handle(self, event: tuple[Any, ...]) -> None:
         """Handle an event of a streaming call, or the end of a call."""
@@ -773,13 +774,14 @@ class _Connection(asyncio.Protocol):
         unsent = self._http2.send(stream, message)
         self._flush_soon()
         while unsent > UNSENT_BYTES_MAX and not self._has_ended:
-            waiter = self._senders[stream] = self.loop.create_future()
+            waiter: Future[None] = self.loop.create_future()
+            self._senders.setdefault(stream, []).append(waiter)
             await waiter
             unsent = self._http2.unsent(stream)
 
     def _wake_senders(self) -> None:
-        for stream, waiter in list(self._senders.items()):
-            if self._http2.unsent(stream) <= UNSENT_BYTES_MAX:
-                del self._senders[stream]
+        ready = [each for each in self._senders if self._http2.unsent(each) <= UNSENT_BYTES_MAX]
+        for stream in ready:
+            for waiter in self._senders.pop(stream):
                 if not waiter.done():
                     waiter.set_result(None)
