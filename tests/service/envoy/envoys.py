@@ -310,7 +310,7 @@ class Model:
             return
         stream, requests = envoy.stream, int(envoy.requests)
         envoy.requests -= requests
-        stream.holding.reported(requests, self.now_ns, self.pool)
+        stream.holding.reported(requests, self.now_ns)
         self.start(stream)
 
     def spend(self, envoy: Envoy, units: int) -> None:

@@ -548,10 +548,10 @@ def test_a_lower_share_counts_from_the_report_after_its_delivery() -> None:
     holding = Holding(holder(1), b"")
     sent(holding, Share(100, 100), 0)
     sent(holding, Share(10, 10), 3 * NS_PER_SECOND)
-    holding.reported(1, 3 * NS_PER_SECOND + DELIVERY_NS - 1, POOL)
+    holding.reported(1, 3 * NS_PER_SECOND + DELIVERY_NS - 1)
     assert holding.claim(POOL, 4 * NS_PER_SECOND).may_have == (100, 100)
     assert holding.claim(POOL, 4 * NS_PER_SECOND).keeps == 10
-    holding.reported(1, 3 * NS_PER_SECOND + DELIVERY_NS, POOL)
+    holding.reported(1, 3 * NS_PER_SECOND + DELIVERY_NS)
     assert holding.claim(POOL, 4 * NS_PER_SECOND).may_have == (10, 10)
 
 
@@ -560,7 +560,7 @@ def test_an_assignment_that_is_being_sent_may_be_used_and_does_not_settle() -> N
     holding = Holding(holder(1), b"")
     sent(holding, Share(50, 50), 0)
     holding.sending(Assignment(Share(80, 10), 1, is_new=False, send_by_ns=0))
-    holding.reported(1, 9 * NS_PER_SECOND, POOL)
+    holding.reported(1, 9 * NS_PER_SECOND)
     found = holding.claim(POOL, 9 * NS_PER_SECOND)
     assert found.may_have == (80, 50)
     assert found.keeps == 0
@@ -593,7 +593,7 @@ def test_demand_is_measured_by_the_workers_clock() -> None:
     slow = Pool(100, 100, 60)
 
     def demand(requests: int, seconds: float) -> int:
-        holding.reported(requests, int(seconds * NS_PER_SECOND), slow)
+        holding.reported(requests, int(seconds * NS_PER_SECOND))
         return holding.claim(slow, 0).demand
 
     assert demand(10**9, 0) == -1
@@ -601,6 +601,7 @@ def test_demand_is_measured_by_the_workers_clock() -> None:
     assert demand(7, 5) == 120
     assert demand(50, 5.1) == 120
     assert demand(0, 10) == 600
+    assert holding.claim(Pool(10, 10, 6), 0).demand == 60  # another limit has another interval
     assert demand(10**30, 15) == TOKENS_MAX
 
 

@@ -141,7 +141,7 @@ class RatePart:
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
         """See Part."""
         self.waits = denied > 0
-        self._holding.reported(allowed + denied, now_ns, self._pool)
+        self._holding.reported(allowed + denied, now_ns)
 
     def may_abandon(self) -> bool:
         """See Part. Its share expires."""

@@ -556,7 +556,7 @@ class Holding:
     """
 
     __slots__ = (
-        *("_applied_s", "_before", "_demand", "_requests", "_sent", "_since_ns"),
+        *("_applied_s", "_before", "_measured", "_requests", "_sent", "_since_ns"),
         *("holder", "name"),
     )
 
@@ -570,9 +570,10 @@ class Holding:
         """The fill interval that the Envoy's bucket certainly has."""
         self._since_ns: int | None = None
         self._requests = 0
-        self._demand = -1
+        self._measured: tuple[int, int] | None = None
+        """The requests of the last reports, and the time that they cover."""
 
-    def reported(self, requests: int, now_ns: int, pool: Pool) -> None:
+    def reported(self, requests: int, now_ns: int) -> None:
         """Note a report of the Envoy: requests since its last one, allowed and denied."""
         if self._since_ns is None:  # the time that its first report covers is not known
             self._since_ns = now_ns
@@ -580,8 +581,7 @@ class Holding:
             self._requests += requests
             passed_ns = now_ns - self._since_ns
             if passed_ns >= DEMAND_NS_MIN:
-                demand = self._requests * pool.fill_s * NS_PER_SECOND // passed_ns
-                self._demand = min(demand, TOKENS_MAX)
+                self._measured = self._requests, passed_ns
                 self._requests, self._since_ns = 0, now_ns
         settled = [
             place
@@ -630,10 +630,17 @@ class Holding:
             self.name,
             may_have,
             keeps,
-            self._demand,
+            self._demand_in(pool.fill_s),
             is_first=not self._sent,
             is_applied=intervals == {pool.fill_s},
         )
+
+    def _demand_in(self, fill_s: int) -> int:
+        """Return the requests in a fill interval; -1 if they are not known yet."""
+        if self._measured is None:
+            return -1
+        requests, passed_ns = self._measured
+        return min(requests * fill_s * NS_PER_SECOND // passed_ns, TOKENS_MAX)
 
     def keeps_bucket(self, pool: Pool, now_ns: int) -> bool:
         """Return True if the Envoy's bucket lives until the next assignment arrives."""
