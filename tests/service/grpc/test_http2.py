@@ -650,6 +650,27 @@ async def test_a_client_that_begins_no_tls(tmp_path: Path, monkeypatch: pytest.M
         assert not (await client.closed()).frames
 
 
+async def test_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One address has a quarter of them, others get in, and they end with the server."""
+    monkeypatch.setattr(http2, "HANDSHAKES_MAX", 8)
+    made = make_certificates(tmp_path)
+    files = TlsFiles(made.server_cert_path, made.server_key_path)
+    async with secured(files) as server, AsyncExitStack() as stack:
+        first = [await stack.enter_async_context(connected(server)) for _ in range(3)]
+        assert not (await first[2].closed()).frames
+        for number in range(2, 8):
+            await stack.enter_async_context(connected(server, f"127.0.0.{number}"))
+        last = await stack.enter_async_context(connected(server, "127.0.0.9"))
+        assert not (await last.closed()).frames
+        assert len(server._handshakes) == 8
+        for client in first[:2]:
+            client.writer.write(b"this is not TLS")
+            assert not (await client.closed()).frames
+        assert await certificate_of(server)
+        await asyncio.wait_for(server.stop(0), WAIT_SECONDS)
+        assert not server._handshakes
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_old_versions_of_tls_are_refused(tmp_path: Path) -> None:
     """TLS 1.2 is the oldest."""

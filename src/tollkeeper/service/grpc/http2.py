@@ -54,6 +54,9 @@ log = logging.getLogger("tollkeeper.grpc")
 
 # Of one worker, if it may open so many files. One address has at most half of them.
 CONNECTIONS_MAX: Final = 1_024
+# TLS handshakes at the same time: each takes 290 kB before the client has proved anything. One
+# address has at most a quarter of them.
+HANDSHAKES_MAX: Final = 256
 # Of one connection. Envoy opens another connection if it needs more.
 STREAMS_MAX: Final = 256
 # Unfinished messages of all connections. One connection has at most a quarter.
@@ -259,6 +262,7 @@ class Http2Server:
         self._port = 0
         self._connections: set[_Connection] = set()
         self._addresses: Counter[str] = Counter()
+        self._handshakes: dict[_Handshake, str] = {}
         self.ticks = 0
         self._ticking = self.loop.call_later(TICK_SECONDS, self._keep_ticking)
         self._all_lost = asyncio.Event()
@@ -269,33 +273,34 @@ class Http2Server:
         """See GrpcServer.port."""
         return self._port
 
-    @property
-    def _tls(self) -> dict[str, Any]:
-        if self._certificate is None:
-            return {}
-        return {
-            "ssl": self._certificate.context,
-            "ssl_handshake_timeout": REQUEST_TICKS * TICK_SECONDS,
-            "ssl_shutdown_timeout": CLOSE_SECONDS,
-        }
-
     async def listen(self, bound: socket.socket) -> None:
         """Accept connections on a bound socket."""
-        listener = await self.loop.create_server(
-            self._connection, sock=bound, backlog=BACKLOG, **self._tls
-        )
+        listener = await self.loop.create_server(self._connection, sock=bound, backlog=BACKLOG)
         self._port = bound.getsockname()[1]
         self._listeners.append(listener)
 
     async def listen_on_path(self, path: str) -> None:
         """Accept connections on a Unix socket."""
-        listener = await self.loop.create_unix_server(
-            self._connection, path, backlog=BACKLOG, **self._tls
-        )
+        listener = await self.loop.create_unix_server(self._connection, path, backlog=BACKLOG)
         self._listeners.append(listener)
 
-    def _connection(self) -> _Connection:
-        return _Connection(self)
+    def _connection(self) -> asyncio.Protocol:
+        if self._certificate is None:
+            return _Connection(self)
+        return _Handshake(self, self._certificate.context)
+
+    def begin_handshake(self, handshake: _Handshake, address: str) -> bool:
+        """Return False if there are too many handshakes."""
+        of_address = sum(address == each for each in self._handshakes.values() if each)
+        if len(self._handshakes) >= HANDSHAKES_MAX or of_address >= HANDSHAKES_MAX // 4:
+            self._resets["connections"] = self._resets.get("connections", 0) + 1
+            return False
+        self._handshakes[handshake] = address
+        return True
+
+    def end_handshake(self, handshake: _Handshake) -> None:
+        """Note that a handshake is complete, or has failed."""
+        del self._handshakes[handshake]
 
     def admit(self, connection: _Connection, address: str) -> bool:
         """Return False if there are too many connections."""
@@ -357,6 +362,8 @@ class Http2Server:
         """See GrpcServer.stop."""
         for listener in self._listeners:
             listener.close()
+        for handshake in list(self._handshakes):
+            handshake.abort()
         for connection in list(self._connections):
             connection.notice()
         if not await self._lost_within(grace_s):
@@ -495,6 +502,71 @@ class _Rest(Coroutine[Any, Any, bytes]):
         raise NotImplementedError("a task runs it")
 
 
+class _Handshake(asyncio.Protocol):
+    """A connection whose TLS handshake is not complete.
+
+    asyncio could accept connections with TLS itself. It tells the protocol about a connection after
+    the handshake, so that connections without one would have no bound.
+    """
+
+    _transport: asyncio.Transport
+    _task: Task[None]
+
+    def __init__(self, server: Http2Server, context: ssl.SSLContext) -> None:
+        self._server = server
+        self._context = context
+        self._connection: _Connection | None = None
+        self._early: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        if self._server.begin_handshake(self, _address_of(transport)):
+            self._transport.pause_reading()
+            self._task = self._server.loop.create_task(self._secure())
+        else:
+            self.abort()
+
+    async def _secure(self) -> None:
+        try:
+            secured = await self._server.loop.start_tls(
+                *(self._transport, self, self._context),
+                server_side=True,
+                ssl_handshake_timeout=REQUEST_TICKS * TICK_SECONDS,
+                ssl_shutdown_timeout=CLOSE_SECONDS,
+            )
+        except OSError as error:
+            log.debug("a TLS handshake failed: %s", error)
+            return
+        finally:
+            self._server.end_handshake(self)
+        if secured is None or self._transport.is_closing():
+            return
+        self._connection = _Connection(self._server)
+        secured.set_protocol(self._connection)
+        self._connection.connection_made(secured)
+        for data in self._early:
+            self._connection.data_received(data)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Keep bytes that arrive between the handshake and the next step of `_secure`."""
+        self._early.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the connection, if the end was scheduled before it was its protocol."""
+        if self._connection is not None:
+            self._connection.connection_lost(exc)
+
+
+def _address_of(transport: asyncio.BaseTransport) -> str:
+    """Return the address of a client; nothing if it is on this machine."""
+    peer = transport.get_extra_info("peername")
+    return peer[0] if isinstance(peer, tuple) else ""
+
+
 class _Connection(asyncio.Protocol):
     """One connection."""
 
@@ -519,8 +591,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._http2 = Connection(self._server.shared)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) else ""
+        self._address = _address_of(transport)
         secured = transport.get_extra_info("ssl_object")
         if not self._server.admit(self, self._address) or (
             secured is not None and secured.selected_alpn_protocol() != "h2"
