@@ -521,6 +521,37 @@ async def test_shutdown_tells_the_client_first() -> None:
             await asyncio.open_connection("127.0.0.1", server.port)
 
 
+async def test_a_server_that_stops_loses_no_call() -> None:
+    """Clients under load go on at another server of the same port."""
+
+    async def method(content: bytes, _: GrpcCall) -> bytes:
+        await asyncio.sleep(0.001)
+        return content
+
+    replies = 0
+    under_load = asyncio.Event()
+
+    async def load(port: int) -> None:
+        nonlocal replies
+        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+            for _ in range(50):
+                sent = channel.unary_unary(PATH)(b"a", timeout=30, wait_for_ready=True)
+                assert await sent == b"a"
+                replies += 1
+                if replies == 100:
+                    under_load.set()
+
+    async with serving(method) as (first, _):
+        address = f"127.0.0.1:{first.port}"
+        second = await http2.start(Methods({PATH: method}), address, None, Bounds(), {})
+        clients = [asyncio.create_task(load(first.port)) for _ in range(8)]
+        await asyncio.wait_for(under_load.wait(), 30)
+        await first.stop(30)
+        await asyncio.gather(*clients)
+        await second.stop(0)
+
+
 async def test_a_client_that_does_not_confirm_the_notice() -> None:
     """It gets the last GOAWAY after two seconds all the same."""
     async with serving(echo) as (server, _), connected(server) as client:
