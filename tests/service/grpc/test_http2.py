@@ -331,19 +331,23 @@ class Exhausted:
 
     streams = 0
 
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     def tick(self) -> None:
-        raise Http2Error("out of memory")
+        raise self._error
 
     def to_send(self, _: int) -> bytes:
         raise MemoryError
 
 
-async def test_a_connection_without_memory_ends() -> None:
+@pytest.mark.parametrize("error", [Http2Error("out of memory"), MemoryError()])
+async def test_a_connection_without_memory_ends(error: Exception) -> None:
     """Time passes for the others all the same."""
     async with serving(echo) as (server, _), connected(server) as client:
         await client.until(lambda got: got.frames)
         (connection,) = server._connections
-        connection._http2 = Exhausted()  # type: ignore[assignment]  # that is the test
+        connection._http2 = Exhausted(error)  # type: ignore[assignment]  # that is the test
         server.tick()
         await client.closed()
         await asyncio.wait_for(server.lost(), WAIT_SECONDS)

@@ -340,7 +340,12 @@ class Http2Server:
         """Note that a second has passed."""
         self.ticks += 1
         for connection in list(self._connections):
-            connection.tick()
+            try:
+                connection.tick()
+            except Exception as error:
+                # Time passes for the others all the same.
+                self.closed.note("a gRPC connection was closed", self.loop.time(), error)
+                connection.abort()
         self._count_refused()
         if self._certificate is not None and self.ticks % RENEWAL_TICKS == 0:
             self._certificate.follow()
