@@ -377,12 +377,12 @@ def test_without_room_an_envoy_is_told_before_its_grant_ends() -> None:
 
 @given(st.integers(0, 10**10), st.one_of(st.none(), st.integers(1, 10**9)), st.integers(0, 99))
 def test_a_grant_leaves_room_for_others(room: int, wanted: int | None, envoys: int) -> None:
-    """At most half of a fair part; of what is not wanted at most a quarter of that; at least 1."""
+    """At most half of a fair part; if little is wanted, a sixteenth of that; at least 1."""
     units = size_of(wanted, room, envoys)
     assert units <= max(room // (2 * max(envoys, 1)), 1)
     assert units <= room
     assert bool(units) == bool(room)
-    assert units <= max(wanted or 0, room // (8 * max(envoys, 1)), 1)
+    assert wanted is None or units <= max(wanted, room // (32 * max(envoys, 1)), 1)
 
 
 @pytest.mark.parametrize(

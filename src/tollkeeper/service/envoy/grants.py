@@ -93,16 +93,17 @@ def grant_of(limits: Sequence[Limit], units: int, charged_ns: int) -> Grant | No
 def size_of(wanted: int | None, room: int, envoys: int) -> int:
     """Return how many units to charge: at most room / (2 × Envoys), but at least 1 if there is one.
 
-    And at least a quarter of that part, also if the demand is low or not known: until the next
-    report it may rise. What is not spent is refunded.
+    A quarter of that part if the demand is not known, and a sixteenth of it if the demand is low:
+    until the next report it may rise. What is not spent is refunded.
 
     >>> [size_of(wanted=90, room=room, envoys=2) for room in (1000, 80, 3, 0)]
     [90, 20, 1, 0]
     >>> size_of(None, room=1000, envoys=2), size_of(1, room=1000, envoys=2)
-    (62, 62)
+    (62, 15)
     """
     part = room // (2 * max(envoys, 1))
-    return min(max(min(wanted or 0, part), part // 4, 1), max(room, 0))
+    units = part // 4 if wanted is None else max(min(wanted, part), part // 16)
+    return min(max(units, 1), max(room, 0))
 
 
 def charging(

@@ -120,7 +120,7 @@ def pool_of(limit: Limit) -> Pool:
     window, rounded up to a second. Rates are rounded down.
 
     >>> pool_of(Limit(20, per=1, burst=30))
-    Pool(rate=100, burst=50, fill_s=5)
+    Pool(rate=20, burst=50, fill_s=1)
     >>> pool_of(Limit(100, per=3600))
     Pool(rate=100, burst=100, fill_s=3600)
     """
