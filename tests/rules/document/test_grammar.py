@@ -416,6 +416,22 @@ def test_grants_take_several_limits_and_a_rule_that_is_off_may_have_a_quota() ->
         assert read(f"{{version: 1, rules: [{text}]}}").rules[0].envoy_quota == "grants"
 
 
+@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter"])
+def test_grants_need_a_window_that_is_longer_than_they_last(algorithm: str) -> None:
+    """Otherwise a unit could be spent in the next window. Shares of a rate have no windows."""
+
+    def text(seconds: int, quota: str) -> str:
+        limits = f"{{limit: 5, per: {seconds}s, algorithm: {algorithm}}}"
+        fields = f"id: r, by: tenant, limits: {limits}, consistency: leased, envoy_quota: {quota}"
+        return f"{{version: 1, rules: [{{{fields}}}]}}"
+
+    (found,) = problems(text(9, "grants"))
+    assert "a grant lasts some seconds and ends before the window of a counter" in found
+    assert "at least 10 s; use token_bucket" in found
+    assert read(text(10, "grants")).rules[0].envoy_quota == "grants"
+    assert read(text(1, "rate")).rules[0].envoy_quota == "rate"
+
+
 def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:
     """A tier of the document has a consistency of its own, and the rule takes its limits."""
     text = "{version: 1, tiers: {pro: {limits: 9/s, consistency: leased}}, rules: [%s]}"

@@ -152,6 +152,9 @@ REASON_LENGTH_MAX: Final = 1_000
 MULTIPLY_MIN: Final = 0.001
 MULTIPLY_MAX: Final = 1_000.0
 SMOOTHING_S_MAX: Final = 86_400.0
+# The shortest window of a counter that Envoys get grants of.
+GRANT_S: Final = 10
+WINDOW_COUNTERS: Final = frozenset({"fixed_window", "sliding_window_counter"})
 STALE_S_MIN: Final = 1.0
 STALE_S_MAX: Final = 86_400.0
 
@@ -464,6 +467,12 @@ def why_not_assigned(quota: EnvoyQuota, limits: Limits) -> str:
         return (
             f"Envoy has one token bucket for a rate, and these are {len(limits)} limits; "
             f"write one limit, or envoy_quota: grants"
+        )
+    windows = [each for each in limits if each.algorithm in WINDOW_COUNTERS]
+    if quota == "grants" and min((each.window for each in windows), default=GRANT_S) < GRANT_S:
+        return (
+            f"a grant lasts some seconds and ends before the window of a counter, which needs at "
+            f"least {GRANT_S} s; use token_bucket, or a longer window"
         )
     return ""
 

@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.model import UNITS_MAX, Limit
 from tollkeeper.core.steps import Call, Steps
+from tollkeeper.rules.document.grammar import WINDOW_COUNTERS
 from tollkeeper.service.envoy.shares import DELIVERY_NS, DEMAND_NS_MIN, SEND_NS_MAX
 
 TTL_S: Final = 12
@@ -51,8 +52,6 @@ HORIZON_NS: Final = 25 * NS_PER_SECOND // 4
 # For one bucket: more than can be sent in the time of a grant.
 GRANTS_MAX: Final = 32
 RETRY_NS: Final = NS_PER_SECOND
-
-_WINDOWS: Final = frozenset({"fixed_window", "sliding_window_counter"})
 
 
 class Grant(NamedTuple):
@@ -83,7 +82,7 @@ def grant_of(limits: Sequence[Limit], units: int, charged_ns: int) -> Grant | No
     It ends before the current window of each counter. None: a window is almost over. Then refund
     the units, and wait for the next window (`GrantLedger.denied`).
     """
-    windows = [limit.window_ns for limit in limits if limit.algorithm in _WINDOWS]
+    windows = [limit.window_ns for limit in limits if limit.algorithm in WINDOW_COUNTERS]
     left_ns = [each - charged_ns % each - SEND_NS_MAX - DELIVERY_NS for each in windows]
     ttl_s = min([TTL_S, *(each // NS_PER_SECOND for each in left_ns)])
     window = tuple([charged_ns // each for each in windows])
