@@ -146,6 +146,24 @@ async def test_a_rule_without_a_quota_answers_by_its_failure_policy_with_a_warni
         assert await envoy.answer() == [(PLAIN, "deny all")]
 
 
+async def test_a_domain_that_no_rule_has_is_counted_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its buckets are not limited, as by the other filter."""
+    async with streams() as test:
+        envoy = test.open()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                envoy.report((ACME, 1, 0), domain="shopp")
+                assert await envoy.answer() == [(ACME, "allow all")]
+            test.clock.advance(quotas.LOG_EVERY_NS / 1e9)
+            envoy.report((ACME, 1, 0), domain="shopp")
+            await envoy.answer()
+        first, _ = [record.message for record in caplog.records]
+        assert "domain 'shopp': all requests pass in some buckets of Envoys: no rule" in first
+        assert test.counters.quota_blankets == {"unlimited": 4}
+
+
 async def test_an_idle_bucket_is_abandoned_and_comes_back_with_its_next_request() -> None:
     """Envoy forgets it, so that its reports stay short."""
     async with streams() as test:
@@ -272,7 +290,7 @@ async def test_two_streams_of_one_name_are_two_envoys_and_reported(
         with caplog.at_level(logging.WARNING):
             calls = [test.open(x_envoy_node="edge") for _ in range(2)]
             for call in calls:
-                call.report((ACME, 1, 0))
+                call.report((MALLORY, 1, 0))
                 await call.answer()
         assert [each.name for each in test.service.streams.values()] == ["edge", "edge"]
         (record,) = caplog.records

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,11 +25,17 @@ from tests.service.envoy.client import (
     headers,
     serving,
 )
+from tests.service.envoy.streams import actions_of, report_of
 from tollkeeper import Request
 from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.envoy.protocol.messages import QUOTA_SERVICE, SERVICE
-from tollkeeper.service.envoy.server import METHOD, start
+from tollkeeper.service.envoy.protocol.messages import (
+    QUOTA_SERVICE,
+    SERVICE,
+    RateLimitQuotaResponse,
+)
+from tollkeeper.service.envoy.server import METHOD, QUOTA_METHOD, start
 from tollkeeper.service.grpc.calls import Bounds, TlsFiles
+from tollkeeper.service.grpc.server import Implementation
 
 RULES = {"version": 1, "rules": [
     {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
@@ -240,3 +247,45 @@ async def test_the_node_that_decided_is_named() -> None:
         found = [await ask(ANN) for _ in range(2)]
         assert [codes(each)[0] for each in found] == ["OK", "OVER_LIMIT"]
         assert {headers(each)["x-tollkeeper-node"] for each in found} == {"test-1"}
+
+
+def quota_stream(channel: Any) -> Any:
+    """Open a stream of quotas on which bytes are sent."""
+    return channel.stream_stream(
+        f"/{QUOTA_SERVICE}/{QUOTA_METHOD}",
+        response_deserializer=RateLimitQuotaResponse.FromString,
+    )(timeout=30)
+
+
+@pytest.mark.parametrize("on", ["libnghttp2", "grpcio"])
+async def test_streams_of_quotas(on: Implementation) -> None:
+    """Each report is answered. One that cannot be read, or is too long, ends the stream."""
+    report = report_of(({"tenant": "acme"}, 1, 0)).SerializeToString()
+    ends = {b"\xff\xff": "INVALID_ARGUMENT", bytes(5_000): "RESOURCE_EXHAUSTED"}
+    bounds = Bounds(message_bytes=1_000, streamed_bytes=4_000)
+    async with (
+        serving(RULES, bounds=bounds, on=on) as server,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        for last, code in ends.items():
+            stream = quota_stream(channel)
+            for _ in range(2):
+                await stream.write(report)
+                assert actions_of(await stream.read()) == [({"tenant": "acme"}, "allow all")]
+            await stream.write(last)
+            assert (await stream.code()).name == code
+        assert server.context.counters.grpc_requests["INVALID_ARGUMENT"] == 1
+
+
+@pytest.mark.parametrize("on", ["libnghttp2", "grpcio"])
+async def test_a_server_that_stops_ends_streams_of_quotas_at_once(on: Implementation) -> None:
+    """The Envoys connect to another worker; the grace is for calls that have an end."""
+    async with (
+        serving(RULES, on=on) as server,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        stream = quota_stream(channel)
+        await stream.write(report_of(({"tenant": "acme"}, 1, 0)).SerializeToString())
+        await stream.read()
+        await asyncio.wait_for(server.handle.stop(grace_s=3_600), 30)
+        assert (await stream.code()).name == "OK"

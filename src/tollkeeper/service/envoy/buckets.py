@@ -47,6 +47,7 @@ BlanketReason = Literal[
 ]
 # The operator of the rules or of Envoy should know of these.
 WARNINGS: Final[dict[BlanketReason, str]] = {
+    "unlimited": "no rule applies; compare the domain and the keys of the bucket with the rules",
     "not_assigned": "a rule that applies has no envoy_quota",
     "several_rules": "several rules apply, and shares of a rate have one",
     "limits": "an override has limits that cannot be assigned",

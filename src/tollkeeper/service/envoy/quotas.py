@@ -493,10 +493,11 @@ class QuotaService:
         blankets[target.reason] = blankets.get(target.reason, 0) + 1
         if target.reason in WARNINGS:
             answer = "all requests pass" if target.allow else "no request passes"
+            domain = show(bucket.request.attributes["domain"])
+            of = f"rule {target.rule}" if target.rule else f"domain {domain}"
             self._log_seldom(
-                f"{target.reason} {target.rule}",
-                f"rule {target.rule}: {answer} in some buckets of Envoys: "
-                f"{WARNINGS[target.reason]}",
+                f"{target.reason} {of}",
+                f"{of}: {answer} in some buckets of Envoys: {WARNINGS[target.reason]}",
             )
 
     async def _abandon(self, buckets: Sequence[QuotaBucket], call: StreamingCall) -> None:
