@@ -161,7 +161,11 @@ class _Certificate:
         self.context = _context(files)
 
     def follow(self) -> None:
-        """Load the files again if they have changed; keep the old ones if they are unusable."""
+        """Load the files again if they have changed; keep the old ones if they are unusable.
+
+        A context cannot forget an authority: one that was replaced is accepted until the worker
+        restarts (SIGHUP).
+        """
         seen = self._signature()
         if seen == self._seen:
             return
