@@ -136,7 +136,7 @@ def test_failures_are_store_errors(key: str) -> None:
     user = User("limited", "secret", "~* +@connection +@scripting +time")
     with (
         Single(users=[user]) as server,
-        pytest.raises(StoreError, match=r"for global limits and cells \+get \+set"),
+        pytest.raises(StoreError, match=r"for global limits and cells \+get .*\+set "),
     ):
         on(store := opened(server.uri), store.cells.read(key))
 
