@@ -43,9 +43,6 @@ static long allocations_left = NEVER;
 static size_t live_bytes, http2_bytes; /* of the session; of libnghttp2 */
 static bool is_measured;
 
-/* `live_bytes` finds leaks. libnghttp2 is left as it is when memory was exhausted. */
-const char *__asan_default_options(void) { return "detect_leaks=0"; }
-
 static bool fails(void) { return is_measured && allocations_left-- <= 0; }
 
 static void *noted(void *made)
@@ -82,27 +79,51 @@ void __wrap_free(void *old)
     __real_free(old);
 }
 
-static size_t size_of(void *made) { return made == NULL ? 0 : malloc_usable_size(made); }
+/* The session abandons libnghttp2 when memory was exhausted: its blocks are in a list. */
+typedef struct block {
+    struct block *next, **link;
+    size_t size, unused;
+} block;
+
+static block *blocks;
 
 static void mem_free(void *old, void *none)
 {
     (void)none;
-    http2_bytes -= size_of(old);
-    __real_free(old);
+    if (old == NULL)
+        return;
+    block *freed = (block *)old - 1;
+    *freed->link = freed->next;
+    if (freed->next != NULL)
+        freed->next->link = freed->link;
+    http2_bytes -= freed->size;
+    __real_free(freed);
+}
+
+static void *mem_malloc(size_t size, void *none)
+{
+    (void)none;
+    block *made = fails() ? NULL : __real_malloc(sizeof *made + size);
+    if (made == NULL)
+        return NULL;
+    *made = (block){.next = blocks, .link = &blocks, .size = size};
+    if (blocks != NULL)
+        blocks->link = &made->next;
+    blocks = made;
+    http2_bytes += size;
+    return made + 1;
 }
 
 static void *mem_realloc(void *old, size_t size, void *none)
 {
-    (void)none;
-    if (fails())
-        return NULL;
-    http2_bytes -= size_of(old);
-    void *made = __real_realloc(old, size);
-    http2_bytes += size_of(made);
+    void *made = mem_malloc(size, none);
+    if (made == NULL || old == NULL)
+        return made;
+    size_t before = ((block *)old - 1)->size;
+    memcpy(made, old, before < size ? before : size);
+    mem_free(old, none);
     return made;
 }
-
-static void *mem_malloc(size_t size, void *none) { return mem_realloc(NULL, size, none); }
 
 static void *mem_calloc(size_t count, size_t size, void *none)
 {
@@ -519,5 +540,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length)
     is_measured = false;
     REQUIRE(live_bytes == 0, "a leak");
     REQUIRE(http2_bytes == 0 || allocations_left < 0, "a leak of libnghttp2");
+    while (blocks != NULL)
+        mem_free(blocks + 1, NULL);
     return 0;
 }
