@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.service.envoy.streams import FakeCall, FakeCells, FakeLimiter
 from tollkeeper import AsyncLimiter
 from tollkeeper.core.clock import ManualClock
 from tollkeeper.metrics.counters import Counters
 from tollkeeper.service.envoy import quotas, shares
+from tollkeeper.service.envoy.buckets import Assigned
 from tollkeeper.service.envoy.quotas import QuotaService
 from tollkeeper.service.grpc.calls import CallError, Status
 from tollkeeper.service.http.tokens import Tokens, create_token
@@ -511,3 +515,79 @@ async def test_a_silent_stream_is_ended() -> None:
         error = await test.error()
         assert error.status is Status.DEADLINE_EXCEEDED
         assert "there was no report for 30 s" in error.message
+
+
+# ── Any sequence of events ─────────────────────────────────────────────────────────────────────
+
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("report"),
+        st.integers(0, 1),
+        st.lists(st.tuples(st.integers(0, 4), st.integers(0, 300), st.integers(0, 9)), max_size=5),
+    ),
+    st.tuples(st.just("wait"), st.sampled_from([0.5, 5, 13, 29])),
+    st.tuples(st.just("store"), st.booleans()),
+    st.tuples(st.just("rules"), st.sampled_from(["100/s", "9/minute", "1/365d"])),
+)
+
+
+def check_books(service: QuotaService) -> None:
+    """Assert that all tables of the service say the same."""
+    sharing: dict[str, set[quotas.QuotaBucket]] = {}
+    for stream in service.streams.values():
+        buckets = stream.buckets.values()
+        assert stream._id_bytes == sum(len(each.id) for each in buckets)
+        rules = [each.target.rule for each in buckets if isinstance(each.target, Assigned)]
+        assert stream.by_rule == Counter(rules)
+        assert len(rules) <= 3
+        for each in buckets:
+            if each.part is not None:
+                assert isinstance(each.target, Assigned)
+                sharing.setdefault(each.part.cell, set()).add(each)
+    assert service._sharing == sharing
+    counters = service._counters
+    assert counters.quota_buckets == sum(len(each.buckets) for each in service.streams.values())
+
+
+async def until_books_agree(service: QuotaService, reports: int) -> None:
+    """Wait until so many reports were answered, and the books agree."""
+    for _ in range(2_000):
+        await asyncio.sleep(0.001)
+        with suppress(AssertionError):
+            assert service._counters.quota_reports == reports
+            check_books(service)
+            return
+    check_books(service)
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(st.lists(EVENTS, max_size=25))
+def test_the_books_agree_after_any_events(events: list[Any]) -> None:
+    """Two Envoys report, the store fails, the rules change and time passes."""
+
+    async def main() -> None:
+        async with running(RateTest()) as test:
+            assert isinstance(test, RateTest)
+            calls = [test.open(x_envoy_node=name) for name in "ab"]
+            reports = 0
+            for kind, *values in (("wait", 0), *events):
+                if kind == "report":
+                    usages = [({"tenant": f"t{at}"}, *counts) for at, *counts in values[1]]
+                    calls[values[0]].report(*usages)
+                    reports += 1
+                elif kind == "store":
+                    test.cells.fails = not values[0]
+                elif kind == "rules":
+                    test.limiter.use(rate_rules(values[0]))
+                else:
+                    test.clock.advance(values[0])
+                    for call in calls:  # an Envoy reports, even without buckets
+                        call.report()
+                    reports += 2
+                await until_books_agree(test.service, reports)
+            test.cells.fails = False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quotas, "BUCKETS_MAX", 3)
+        patch.setattr(quotas, "TICK_S", 0.001)
+        asyncio.run(main())
