@@ -64,6 +64,8 @@ class Action(NamedTuple):
     """The time after which it must not be sent any more; then decide again."""
     changes: bool
     """False if it only renews what Envoy has."""
+    others: frozenset[bytes] = frozenset()
+    """Other holders of the limit whose parts should change at once; see `Part.holder`."""
 
 
 class Part(Protocol):
@@ -71,6 +73,8 @@ class Part(Protocol):
 
     cell: str
     """Names what it is a part of; equal for all parts of one rule and subject."""
+    holder: bytes
+    """Names the part among those of one cell."""
     until_ns: int
     """When Envoy's assignment expires; 0 if it has none."""
 
@@ -124,7 +128,8 @@ class RatePart:
         self.cells = cells
         self.cell = f"envoy:{check.rule.id}\x1f{check.subject}"
         self._pool = pool_of(check.prepared.limits[0])
-        self._holding = Holding(os.urandom(HOLDER_BYTES), name_of(name))
+        self.holder = os.urandom(HOLDER_BYTES)
+        self._holding = Holding(self.holder, name_of(name))
         self._now_ns = now_ns
         self._deciding: Assignment | None = None
         self._assigned: Assignment | None = None
@@ -162,7 +167,8 @@ class RatePart:
         before, self._deciding = self._assigned, found
         is_new = found.is_new and share.rate > 0
         changes = is_new or before is None or before.share != share
-        return Action("rate" if changes else "renewal", send, TTL_S, found.send_by_ns, changes)
+        kind = "rate" if changes else "renewal"
+        return Action(kind, send, TTL_S, found.send_by_ns, changes, found.others)
 
     def sending(self) -> None:
         """See Part."""
@@ -209,6 +215,7 @@ class GrantPart:
         """`envoys` returns how many buckets share a cell."""
         first = checks[0]
         self.cell = f"envoy:{first.rule.id}\x1f{first.subject}"
+        self.holder = b""  # no other part waits for it
         self.until_ns = 0
         self._limiter = limiter
         self._request = request

@@ -437,10 +437,10 @@ class QuotaService:
         bucket.again = False
         if action is None:
             return None
-        if action.changes or (renew and part.waits):
-            # What one bucket gives back, or wants, changes what the others get.
+        if renew and action.others:
             for other in self._sharing.get(part.cell, ()):
-                other.again = other is not bucket
+                if other.part is not None and other.part.holder in action.others:
+                    other.again = True
         return action if renew or action.changes else None
 
     async def _send(
