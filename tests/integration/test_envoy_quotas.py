@@ -180,6 +180,9 @@ async def test_three_envoys_whose_demand_moves_never_exceed_the_limits(store: st
             # Other clients of the service share the limit of the grants.
             asked = await service.limiter.check(Request(tenant="granted"), 50)
             rated, granted = await asyncio.gather(moving(urls, "rated"), moving(urls, "granted"))
+            listed = await service.context.envoys.everyone()
+    # Each node lists the Envoys of all.
+    assert [(each.envoy, len(each.parts)) for each in listed] == [("a", 2), ("b", 2), ("c", 2)]
     assert asked.allowed
     assert most_over(rated, RATE, BURST) <= 0
     assert sum(load.passed() for load in rated) > 0.4 * RATE * 32
@@ -376,11 +379,11 @@ async def both(listed: Awaitable[dict[str, int]]) -> bool:
 async def test_a_service_lists_its_envoys_and_a_killed_worker_gives_no_more_than_the_rate(
     store: str, tmp_path: Path
 ) -> None:
-    """Any worker lists the Envoys of all. Those of the killed worker connect to another."""
+    """The Envoys connect to the worker that takes its place, and take their shares over."""
     secrets = secrets_of(tmp_path)
     rules = document(rule("rates", "served", f"{RATE}/second"))
     options = ("--store", store, "--tokens", str(tmp_path / "tokens.json"))
-    with ServiceProcess(rules, *options, workers=2, grpc=True) as service:
+    with ServiceProcess(rules, *options, workers=1, grpc=True) as service:
         configs = [config_of(int(service.grpc.rpartition(":")[2]), name) for name in ("a", "b")]
         for config in configs:
             token = {"key": "authorization", "value": f"Bearer {secrets['check']}"}
