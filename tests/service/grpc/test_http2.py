@@ -8,12 +8,14 @@ import resource
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import uvloop
 
 from tests.redis_servers.certificates import make_certificates
 from tests.service.grpc.frames import (
@@ -704,6 +706,19 @@ async def test_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert await certificate_of(server)
         await asyncio.wait_for(server.stop(0), WAIT_SECONDS)
         assert not server._handshakes
+
+
+def test_handshakes_on_uvloop(tmp_path: Path) -> None:
+    """The service runs on uvloop. No byte of a client that is quick is lost."""
+    made = make_certificates(tmp_path)
+    files = TlsFiles(made.server_cert_path, made.server_key_path)
+
+    async def shake_hands() -> int:
+        async with secured(files) as server, asyncio.timeout(WAIT_SECONDS):
+            return len([await certificate_of(server) for _ in range(40)])
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(uvloop.run, shake_hands()).result() == 40
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -84,6 +84,8 @@ SEND_BYTES: Final = 256 * 1024
 # A streaming method waits while more of its output is unsent.
 UNSENT_BYTES_MAX: Final = 64 * 1024
 RENEWAL_TICKS: Final = 10
+# The pause after a connection could not be accepted.
+ACCEPT_SECONDS: Final = 0.1
 BACKLOG: Final = 1_024
 
 CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -191,6 +193,14 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
+def _tls_options(context: ssl.SSLContext) -> dict[str, Any]:
+    return {
+        "ssl": context,
+        "ssl_handshake_timeout": REQUEST_TICKS * TICK_SECONDS,
+        "ssl_shutdown_timeout": CLOSE_SECONDS,
+    }
+
+
 def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -266,7 +276,8 @@ class Http2Server:
         self._port = 0
         self._connections: set[_Connection] = set()
         self._addresses: Counter[str] = Counter()
-        self._handshakes: dict[_Handshake, str] = {}
+        self._accepting: list[Task[None]] = []
+        self._handshakes: dict[Task[None], str] = {}
         self.ticks = 0
         self._ticking = self.loop.call_later(TICK_SECONDS, self._keep_ticking)
         self._all_lost = asyncio.Event()
@@ -279,32 +290,67 @@ class Http2Server:
 
     async def listen(self, bound: socket.socket) -> None:
         """Accept connections on a bound socket."""
-        listener = await self.loop.create_server(self._connection, sock=bound, backlog=BACKLOG)
         self._port = bound.getsockname()[1]
-        self._listeners.append(listener)
+        if self._certificate is None:
+            listener = await self.loop.create_server(self._connection, sock=bound, backlog=BACKLOG)
+            self._listeners.append(listener)
+        else:
+            bound.listen(BACKLOG)
+            accepting = self.loop.create_task(self._accept(bound, self._certificate.context))
+            self._accepting.append(accepting)
 
     async def listen_on_path(self, path: str) -> None:
         """Accept connections on a Unix socket."""
-        listener = await self.loop.create_unix_server(self._connection, path, backlog=BACKLOG)
+        tls = {} if self._certificate is None else _tls_options(self._certificate.context)
+        listener = await self.loop.create_unix_server(
+            self._connection, path, backlog=BACKLOG, **tls
+        )
         self._listeners.append(listener)
 
-    def _connection(self) -> asyncio.Protocol:
-        if self._certificate is None:
-            return _Connection(self)
-        return _Handshake(self, self._certificate.context)
+    def _connection(self) -> _Connection:
+        return _Connection(self)
 
-    def begin_handshake(self, handshake: _Handshake, address: str) -> bool:
-        """Return False if there are too many handshakes."""
-        of_address = sum(address == each for each in self._handshakes.values() if each)
+    async def _accept(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        """Accept connections with TLS.
+
+        asyncio could accept them itself. It tells the protocol about a connection after the
+        handshake, so that connections without one would have no bound.
+        """
+        try:
+            while True:
+                try:
+                    accepted, (address, *_) = await self.loop.sock_accept(listener)
+                except OSError as error:  # too many files are open, or the client has gone
+                    self.closed.note("gRPC cannot accept a connection", self.loop.time(), error)
+                    await asyncio.sleep(ACCEPT_SECONDS)
+                    continue
+                if self._may_begin_handshake(address):
+                    handshake = self.loop.create_task(self._shake_hands(accepted, context))
+                    self._handshakes[handshake] = address
+                    handshake.add_done_callback(self._handshakes.pop)
+                else:
+                    accepted.close()
+        finally:
+            listener.close()
+
+    def _may_begin_handshake(self, address: str) -> bool:
+        of_address = sum(address == each for each in self._handshakes.values())
         if len(self._handshakes) >= HANDSHAKES_MAX or of_address >= HANDSHAKES_MAX // 4:
             self._resets["connections"] = self._resets.get("connections", 0) + 1
             return False
-        self._handshakes[handshake] = address
         return True
 
-    def end_handshake(self, handshake: _Handshake) -> None:
-        """Note that a handshake is complete, or has failed."""
-        del self._handshakes[handshake]
+    async def _shake_hands(self, accepted: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            await self.loop.connect_accepted_socket(
+                self._connection, accepted, **_tls_options(context)
+            )
+        except OSError as error:
+            log.debug("a TLS handshake failed: %s", error)
+            accepted.close()
+        except BaseException:
+            accepted.close()
+            raise
 
     def admit(self, connection: _Connection, address: str) -> bool:
         """Return False if there are too many connections."""
@@ -371,8 +417,10 @@ class Http2Server:
         """See GrpcServer.stop."""
         for listener in self._listeners:
             listener.close()
-        for handshake in list(self._handshakes):
-            handshake.abort()
+        waiting = [*self._accepting, *self._handshakes]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
         for connection in list(self._connections):
             connection.notice()
         if not await self._lost_within(grace_s):
@@ -511,65 +559,6 @@ class _Rest(Coroutine[Any, Any, bytes]):
         raise NotImplementedError("a task runs it")
 
 
-class _Handshake(asyncio.Protocol):
-    """A connection whose TLS handshake is not complete.
-
-    asyncio could accept connections with TLS itself. It tells the protocol about a connection after
-    the handshake, so that connections without one would have no bound.
-    """
-
-    _transport: asyncio.Transport
-    _task: Task[None]
-
-    def __init__(self, server: Http2Server, context: ssl.SSLContext) -> None:
-        self._server = server
-        self._context = context
-        self._connection: _Connection | None = None
-        self._early: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        if self._server.begin_handshake(self, _address_of(transport)):
-            self._transport.pause_reading()
-            self._task = self._server.loop.create_task(self._secure())
-        else:
-            self.abort()
-
-    async def _secure(self) -> None:
-        try:
-            secured = await self._server.loop.start_tls(
-                *(self._transport, self, self._context),
-                server_side=True,
-                ssl_handshake_timeout=REQUEST_TICKS * TICK_SECONDS,
-                ssl_shutdown_timeout=CLOSE_SECONDS,
-            )
-        except OSError as error:
-            log.debug("a TLS handshake failed: %s", error)
-            return
-        finally:
-            self._server.end_handshake(self)
-        if secured is None or self._transport.is_closing():
-            return
-        self._connection = _Connection(self._server)
-        secured.set_protocol(self._connection)
-        self._connection.connection_made(secured)
-        for data in self._early:
-            self._connection.data_received(data)
-
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Keep bytes that arrive between the handshake and the next step of `_secure`."""
-        self._early.append(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the connection, if the end was scheduled before it was its protocol."""
-        if self._connection is not None:
-            self._connection.connection_lost(exc)
-
-
 def _address_of(transport: asyncio.BaseTransport) -> str:
     """Return the address of a client; nothing if it is on this machine."""
     peer = transport.get_extra_info("peername")
@@ -628,7 +617,8 @@ class _Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._is_flushing = False
-        if self._has_ended:
+        # A transport with TLS cannot be written to after the client has closed it.
+        if self._has_ended or self._transport.is_closing():
             return
         while not self._is_paused:
             data = self._to_send()
@@ -669,7 +659,7 @@ class _Connection(asyncio.Protocol):
     def _fail(self, error: Http2Error) -> None:
         text = f"a gRPC connection from {self._address or 'this machine'} was closed: {error}"
         self._server.closed.note(text, self.loop.time())
-        if not self._is_paused:
+        if not self._is_paused and not self._transport.is_closing():
             self._transport.write(self._to_send())
         self._has_ended = True
         self._stuck_ticks = 0
