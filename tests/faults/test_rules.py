@@ -144,7 +144,10 @@ async def test_postgresql_is_killed() -> None:
                     lambda: all(each.rules_status().version == "2" for each in limiters),
                     "the next version is in force",
                 )
-                assert not any(each.rules_status().error for each in limiters)
+                # On a busy machine one more poll may fail before one succeeds.
+                await until_true(
+                    lambda: not any(each.rules_status().error for each in limiters), "no error"
+                )
                 await later(0.5)
         finally:
             await awaited.close()
