@@ -146,6 +146,10 @@ class Postgres(Startable):
 
     def kill(self) -> None:
         """SIGKILL the server; uncommitted data is lost. It can be started again."""
+        # All its processes: one that outlives the main process for a moment could still commit.
+        if self.pid is not None:
+            self._signal_all(signal.SIGSTOP)
+            self._signal_all(signal.SIGKILL)
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
