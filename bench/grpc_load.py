@@ -7,9 +7,7 @@ HTTP/2 and not gRPC: every status of HTTP is 200. So one call is checked with a 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Final
 import grpc
 from tests.redis_servers.ports import HOST
 
-from bench.http_load import LoadFailed, Paced
+from bench.http_load import LoadFailed, Paced, tool_path
 from tollkeeper.service.envoy.protocol.messages import (
     SERVICE,
     RateLimitRequest,
@@ -32,17 +30,6 @@ _DESCRIPTOR: Final = (
     *(("remote_address", "127.0.0.1"), ("path", "/v1/orders"), ("method", "GET")),
     ("api_key", "sk_1"),
 )
-
-
-def h2load_path() -> str:
-    """Return the path of h2load; exit with instructions if it is not installed."""
-    found = shutil.which("h2load")
-    if found is None:
-        sys.exit(
-            "h2load, which loads the gRPC servers, is not installed; try: "
-            "apt-get install nghttp2-client"
-        )
-    return found
 
 
 def message() -> bytes:
@@ -95,7 +82,16 @@ def _run(port: int, seconds: int, options: Sequence[str]) -> float:
         body.flush()
         done = subprocess.run(
             [
-                *(h2load_path(), "-t", "1", "-D", str(seconds), *options, "-d", body.name),
+                *(
+                    tool_path("h2load", "nghttp2-client"),
+                    "-t",
+                    "1",
+                    "-D",
+                    str(seconds),
+                    *options,
+                    "-d",
+                    body.name,
+                ),
                 *("-H", "content-type: application/grpc", "-H", "te: trailers"),
                 f"http://{HOST}:{port}{PATH}",
             ],

@@ -83,11 +83,16 @@ class LoadFailed(RuntimeError):
 
 def wrk_path() -> str:
     """Return the path of wrk; exit with instructions if it is not installed."""
-    found = shutil.which("wrk")
+    return tool_path("wrk", "wrk")
+
+
+def tool_path(name: str, package: str) -> str:
+    """Return the path of a program that loads servers; exit with instructions without it."""
+    found = shutil.which(name)
     if found is None:
         sys.exit(
-            "wrk, which loads the servers of the http works, is not installed; try: "
-            "apt-get install wrk"
+            f"{name}, which loads the servers of the http works, is not installed; try: "
+            f"apt-get install {package}"
         )
     return found
 

@@ -56,6 +56,7 @@ from tollkeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
 )
+from tollkeeper.service.envoy.service import permitted, refusal_of
 from tollkeeper.service.envoy.shares import SEND_NS_MAX, TableFull, UnreadableTable
 from tollkeeper.service.grpc.calls import CallError, GrpcCall, Status, StreamingCall
 from tollkeeper.service.http.envoys import PARTS_MAX, TEXT_LENGTH_MAX, EnvoyPart, EnvoyStatus
@@ -174,7 +175,7 @@ class QuotaStream:
             raise CallError(Status.INVALID_ARGUMENT, f"a bucket: {error}") from None
         found = confined(self.token, request)
         if isinstance(found, TokenRejection):
-            raise CallError(Status.PERMISSION_DENIED, found.detail)
+            raise refusal_of(found)
         return found
 
     def may_assign(self, bucket: QuotaBucket, rule: str) -> bool:
@@ -304,11 +305,7 @@ class QuotaService:
     def _permitted(self, call: GrpcCall) -> Token:
         if self._tokens is None:
             return OPEN
-        token = self._tokens.permitted(call.metadata("authorization"), "check")
-        if isinstance(token, TokenRejection):
-            status = Status.UNAUTHENTICATED if token.status == 401 else Status.PERMISSION_DENIED
-            raise CallError(status, token.detail)
-        return token
+        return permitted(self._tokens, call)
 
     async def _serve(self, stream: QuotaStream, call: StreamingCall) -> None:
         """Answer reports, and serve waiting buckets in between. One task does both, in turn."""

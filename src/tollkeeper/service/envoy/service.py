@@ -86,7 +86,7 @@ class RateLimitService:
         """Handle one call; `body` is a RateLimitRequest, and the reply a RateLimitResponse."""
         try:
             # The token first: without one, the message is neither decoded nor remembered.
-            token = None if self._tokens is None else _permitted(self._tokens, call)
+            token = None if self._tokens is None else permitted(self._tokens, call)
             checks = self._remembered.get(body) or self._read(body)
             if token is not None and token.scope:
                 checks = _confined(token, checks)
@@ -180,11 +180,11 @@ class RateLimitService:
             log.warning("over the limit, and waiting does not help: %s", error)
 
 
-def _permitted(tokens: Tokens, call: GrpcCall) -> Token:
+def permitted(tokens: Tokens, call: GrpcCall) -> Token:
     """Return the caller's token. Raises CallError."""
     token = tokens.permitted(call.metadata("authorization"), "check")
     if isinstance(token, TokenRejection):
-        raise _refusal(token)
+        raise refusal_of(token)
     return token
 
 
@@ -194,12 +194,13 @@ def _confined(token: Token, checks: Sequence[DescriptorCheck]) -> list[Descripto
     for each in checks:
         request = confined(token, each.request)
         if isinstance(request, TokenRejection):
-            raise _refusal(request)
+            raise refusal_of(request)
         within.append(each._replace(request=request, scope=token.scope))
     return within
 
 
-def _refusal(refused: TokenRejection) -> CallError:
+def refusal_of(refused: TokenRejection) -> CallError:
+    """Return the error for a caller whose token is missing, wrong, or of another scope."""
     unknown = refused.status == 401
     return CallError(
         Status.UNAUTHENTICATED if unknown else Status.PERMISSION_DENIED, refused.detail

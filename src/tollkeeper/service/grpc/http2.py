@@ -336,7 +336,7 @@ class Http2Server:
     def _may_begin_handshake(self, address: str) -> bool:
         of_address = sum(address == each for each in self._handshakes.values())
         if len(self._handshakes) >= HANDSHAKES_MAX or of_address >= HANDSHAKES_MAX // 4:
-            self._resets["connections"] = self._resets.get("connections", 0) + 1
+            self._count_resets("connections", 1)
             return False
         return True
 
@@ -358,7 +358,7 @@ class Http2Server:
         if (address and self._addresses[address] >= most // 2) or (
             len(self._connections) >= most and not self._close_idle()
         ):
-            self._resets["connections"] = self._resets.get("connections", 0) + 1
+            self._count_resets("connections", 1)
             return False
         self._connections.add(connection)
         self._addresses[address] += 1
@@ -410,8 +410,11 @@ class Http2Server:
         reset = self.shared.resets
         for reason, now in reset.items():
             if now > self._reset[reason]:
-                self._resets[reason] = self._resets.get(reason, 0) + now - self._reset[reason]
+                self._count_resets(reason, now - self._reset[reason])
         self._reset = reset
+
+    def _count_resets(self, reason: str, number: int) -> None:
+        self._resets[reason] = self._resets.get(reason, 0) + number
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """See GrpcServer.stop."""
