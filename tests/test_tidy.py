@@ -69,7 +69,8 @@ def _tracked() -> tuple[Path, ...]:
         folders = ("src", "tests", "bench", "docs", "examples", "tools")
         found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
         found = [path for path in found if "__pycache__" not in path.parts]
-    return tuple(sorted(path for path in found if path.is_file()))
+    # Vendored files are the work of others: tools/vendor.py builds them.
+    return tuple(sorted(path for path in found if path.is_file() and "/vendor/" not in _name(path)))
 
 
 def _python(under: str = "") -> list[Path]:

@@ -35,6 +35,7 @@ if [ "$purpose" != run ]; then
     need faketime faketime
     need ip iproute2
     need h2load nghttp2-client
+    need chromium chromium
     # Debian installs the programs of the PostgreSQL server in one folder per version.
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
         || missing="$missing postgresql"
