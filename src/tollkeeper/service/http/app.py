@@ -61,6 +61,8 @@ from tollkeeper.service.http.context import (
     token_reply,
 )
 from tollkeeper.service.http.health import WorkerMetrics
+from tollkeeper.service.http.static_files import PREFIX as STATIC
+from tollkeeper.service.http.static_files import console_files
 from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection
 
 # The form of a request ID that a client may choose; any other value is replaced.
@@ -200,6 +202,8 @@ class HttpService:
             await send(message)
 
         app = self._pages.get(scope["path"], self._admin)
+        if scope["path"].startswith(f"{STATIC}/"):
+            app = console_files()
         await app(scope, receive, send_with_headers)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,6 +264,7 @@ def _admin_app(context: ServiceContext) -> Any:
     # Imported here: a worker that never serves the admin API needs no framework.
     from tollkeeper.service.admin.api import admin_app  # noqa: PLC0415 - see above
 
+    console_files()  # reads them now, in this thread
     return admin_app(context)
 
 
@@ -275,7 +280,7 @@ def _reject_query(scope: Scope) -> NoReturn:
 
 
 def _is_admin(path: str) -> bool:
-    return path in _ADMIN or path.startswith(f"{_ADMIN[0]}/")
+    return path in _ADMIN or path.startswith((f"{_ADMIN[0]}/", f"{STATIC}/"))
 
 
 def _any_method(
