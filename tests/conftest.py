@@ -51,7 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every test in these folders runs against a server, a gateway or several processes.
-_SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/")
+_SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/", "tests/console/")
 # The tests that take longest run first, so that no worker starts one when the others are done.
 _LONGEST = (
     "tests/faults/",

@@ -66,7 +66,7 @@ from tollkeeper.service.http.bodies import (
     utf8_text,
 )
 from tollkeeper.service.http.quotas import reason_text
-from tollkeeper.service.http.tokens import Permission, TokenRejection
+from tollkeeper.service.http.tokens import CALLER, Permission, Token, TokenRejection
 
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,8 +176,12 @@ class AdminRoute(APIRoute):
         patches = self.methods == {"PATCH"}
 
         async def authorized(request: Request) -> Response:
-            control = control_of(request)
-            found = control.context.tokens.permitted(request.headers.get("authorization"), needed)
+            tokens = control_of(request).context.tokens
+            caller: Token | None = request.scope.get(CALLER)
+            if caller is None:
+                found = tokens.permitted(request.headers.get("authorization"), needed)
+            else:
+                found = tokens.with_permission(caller, needed)
             if isinstance(found, TokenRejection):
                 raise token_error(found)
             request.state.token = found

@@ -43,6 +43,7 @@ from tollkeeper.service.http.browsers import BrowserGuard
 from tollkeeper.service.http.context import (
     BODY_SECONDS_MAX,
     CLOSE,
+    REQUEST_ID,
     EarlyReply,
     Message,
     Receive,
@@ -70,6 +71,7 @@ _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 # Pages of the admin application that never change; no token is needed to read them.
 _PAGES: Final = ("/docs", "/openapi.json")
 _ADMIN: Final = ("/v1/admin", *_PAGES)
+_CONSOLE: Final = "/console"
 # The routes of an unknown path.
 _NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
 # A body that is too large is still read and dropped, if it is not much too large: many clients read
@@ -108,6 +110,7 @@ class HttpService:
         self._ids = count(1)
         self._defects = _DefectLog()
         self._admin: Any = None
+        self._console: Any = None
         self._pages: dict[str, _StaticPage] = {}
         self._opening_admin = asyncio.Lock()
 
@@ -186,7 +189,7 @@ class HttpService:
         async with self._opening_admin:
             if self._admin is None:
                 # In a thread: the import takes a second or two, and checks must not wait for it.
-                self._admin = await asyncio.to_thread(_admin_app, self.context)
+                self._admin, self._console = await asyncio.to_thread(_admin_apps, self.context)
                 self._pages = {path: _StaticPage(self._admin) for path in _PAGES}
         context = self.context
 
@@ -202,8 +205,9 @@ class HttpService:
             await send(message)
 
         app = self._pages.get(scope["path"], self._admin)
-        if scope["path"].startswith(f"{STATIC}/"):
-            app = console_files()
+        if _is_console(scope["path"]):
+            app = console_files() if scope["path"].startswith(f"{STATIC}/") else self._console
+            scope[REQUEST_ID] = request_id.decode("ascii")
         await app(scope, receive, send_with_headers)
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,12 +264,15 @@ class _StaticPage:
             await send(dict(message))
 
 
-def _admin_app(context: ServiceContext) -> Any:
+def _admin_apps(context: ServiceContext) -> tuple[Any, Any]:
+    """Return the applications of the admin API and of the console, which calls it."""
     # Imported here: a worker that never serves the admin API needs no framework.
     from tollkeeper.service.admin.api import admin_app  # noqa: PLC0415 - see above
+    from tollkeeper.service.console.app import console_app  # noqa: PLC0415 - see above
 
     console_files()  # reads them now, in this thread
-    return admin_app(context)
+    admin = admin_app(context)
+    return admin, console_app(context, admin)
 
 
 def _reject(rejection: TokenRejection) -> NoReturn:
@@ -280,7 +287,11 @@ def _reject_query(scope: Scope) -> NoReturn:
 
 
 def _is_admin(path: str) -> bool:
-    return path in _ADMIN or path.startswith((f"{_ADMIN[0]}/", f"{STATIC}/"))
+    return path in _ADMIN or path.startswith(f"{_ADMIN[0]}/") or _is_console(path)
+
+
+def _is_console(path: str) -> bool:
+    return path == _CONSOLE or path.startswith(f"{_CONSOLE}/")
 
 
 def _any_method(

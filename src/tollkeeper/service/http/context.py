@@ -53,6 +53,8 @@ BODY_SECONDS_MAX: Final = 10.0
 # A leaky bucket may delay a request. A longer delay is rejected: it would hold a connection open.
 HOLD_SECONDS_MAX: Final = 30.0
 
+# The member of an ASGI scope with the request ID, for applications that show it.
+REQUEST_ID: Final = "tollkeeper.request_id"
 JSON: Final = (b"content-type", b"application/json")
 PROBLEM: Final = (b"content-type", PROBLEM_CONTENT_TYPE.encode("ascii"))
 CLOSE: Final = (b"connection", b"close")
@@ -81,6 +83,8 @@ class WorkerSettings:
     """How such limits are enforced while the store is unavailable, with `on_failure="local"`."""
     worker: int = 0
     """The number or process ID of this worker; for logs and metrics."""
+    sessions: Path | None = None
+    """The folder for the sessions of the console, which all workers use; None: no console."""
 
 
 @dataclass(slots=True)

@@ -129,6 +129,9 @@ def _check_scope(scope: object, name: str) -> None:
             )
 
 
+# The member of an ASGI scope with the token of a caller in this process: the console calls the
+# admin API for the operator who has logged in. No request from outside can set it.
+CALLER: Final = "tollkeeper.token"
 # The client of a service that does not require tokens.
 OPEN: Final = Token("anyone", "check")
 
@@ -251,12 +254,24 @@ class Tokens:
                 permission, "the Authorization header is not `Bearer tk_…`"
             )
         secret = secret.strip()[: SECRET_LENGTH_MAX + 1]
-        digest = sha256(secret.encode("utf-8", "replace")).digest()
+        token = self._find(sha256(secret.encode("utf-8", "replace")).digest())
+        if token is None:
+            return self._unauthenticated(permission, "this token is unknown")
+        return self.with_permission(token, permission)
+
+    def with_digest(self, digest: str) -> Token | None:
+        """Return the token whose secret has this hash; None if it has been removed."""
+        if self._path is not None and self._monotonic_s() >= self._refresh_at_s:
+            self._refresh()
+        return self._find(bytes.fromhex(digest))
+
+    def _find(self, digest: bytes) -> Token | None:
         alike = self._by_prefix.get(digest[:_DIGEST_PREFIX_BYTES], ())
         found = [token for each, token in alike if hmac.compare_digest(each, digest)]
-        if not found:
-            return self._unauthenticated(permission, "this token is unknown")
-        token = found[0]
+        return found[0] if found else None
+
+    def with_permission(self, token: Token, permission: Permission) -> Token | TokenRejection:
+        """Return the token if it has the permission, or why its holder is rejected."""
         if permission not in _PERMISSIONS[token.role]:
             reason = f"token {show(token.name)} has the role {token.role}, which may not do this"
         elif token.scope and permission not in _SCOPED:

@@ -42,6 +42,7 @@ from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.history.live import ActivePenalty, ReportFolder
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.regions.settings import Regions
+from tollkeeper.service.console.sessions import FOLDER as SESSIONS
 from tollkeeper.service.http.app import HttpService
 from tollkeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
 from tollkeeper.service.http.health import fold_dead
@@ -182,6 +183,7 @@ def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceCon
         # Each worker has its share: the limiters of calls are too many for a file of their own.
         local_fallback=LocalFallback(nodes=settings.nodes * settings.workers),
         worker=os.getpid(),
+        sessions=Path(settings.data) / SESSIONS,
     )
     limiter = open_limiter(settings, counters)
     return ServiceContext(

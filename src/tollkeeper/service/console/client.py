@@ -1,0 +1,118 @@
+"""AdminClient: calls the admin API in this process, with the rights of the operator.
+
+The pages read and change nothing in another way, so everything that the admin API guarantees holds
+for them: roles, validation, conditions, the audit log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tollkeeper.service.admin.operations import PREFIX
+from tollkeeper.service.http.tokens import CALLER, Token
+
+YAML: Final = "application/yaml"
+
+
+class ApiProblem(Exception):
+    """The admin API has rejected a call. `problem` is its problem JSON."""
+
+    def __init__(self, status: int, problem: Mapping[str, Any], etag: str = "") -> None:
+        self.status = status
+        self.problem = problem
+        self.etag = etag
+        """The ETag of the newest version, after a conflict."""
+        super().__init__(self.detail)
+
+    @property
+    def detail(self) -> str:
+        """What was wrong, for people."""
+        return str(self.problem.get("detail", f"the admin API answered {self.status}"))
+
+    @property
+    def code(self) -> str:
+        """The code of the error, for programs."""
+        return str(self.problem.get("error", {}).get("code", ""))
+
+
+class AdminClient:
+    """Calls the admin API for one operator."""
+
+    def __init__(self, admin: ASGIApp, token: Token) -> None:
+        async def with_caller(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[CALLER] = token
+            await admin(scope, receive, send)
+
+        # A defect is logged by the admin API, and its answer (500) becomes an ApiProblem.
+        transport = httpx.ASGITransport(app=with_caller, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(
+            transport=transport, base_url="http://console", trust_env=False
+        )
+
+    async def get(self, path: str, **query: Any) -> Any:
+        """Return the JSON of a GET, for example `get("/audit", author="ann")`. Raises ApiProblem.
+
+        A parameter that is None or empty is left out. A name that is a Python keyword ends in an
+        underscore: `from_`.
+        """
+        return (await self.call("GET", path, query=query)).json()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        data: Any = None,
+        text: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """Call an operation with JSON (`data`) or a document (`text`). Raises ApiProblem."""
+        given = {
+            name.rstrip("_"): str(value).lower() if isinstance(value, bool) else value
+            for name, value in (query or {}).items()
+            if value is not None and value != ""
+        }
+        sent = dict(headers or {})
+        if text is not None:
+            sent["Content-Type"] = YAML
+        response = await self._client.request(
+            method,
+            f"{PREFIX}{path}",
+            params=given,
+            json=data,
+            content=None if text is None else text.encode("utf-8", "replace"),
+            headers=sent,
+        )
+        if response.status_code >= 400:
+            raise ApiProblem(
+                response.status_code, _problem(response), response.headers.get("etag", "")
+            )
+        return response
+
+
+def _problem(response: httpx.Response) -> Mapping[str, Any]:
+    try:
+        found = response.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def segment(text: str) -> str:
+    """Return a text as one segment of a path: a subject may have slashes and question marks.
+
+    >>> segment("user:a/b?c")
+    'user%3Aa%2Fb%3Fc'
+    """
+    return quote(text, safe="")
+
+
+def header_text(text: str) -> bytes:
+    """Return a text as the value of a header such as X-Reason, which takes UTF-8 on one line."""
+    return " ".join(text.split()).encode("utf-8", "replace")

@@ -1,0 +1,171 @@
+"""An operator in front of Chromium, and the service whose console is open.
+
+    def test_the_audit_log(operator: Operator) -> None:
+        operator.log_in("read")
+        page = operator.open("/audit")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Audit")
+        operator.check_accessibility()
+
+A test fails if the page logs an error, violates its Content-Security-Policy, or calls another host.
+Playwright's synchronous interface has an event loop of its own, so these tests are plain functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import yaml
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+from tests.service_process import Answered, ServiceProcess
+from tollkeeper.service.http.tokens import Role, create_token
+
+CHROMIUM: Final = "/usr/bin/chromium"
+# Long enough for a busy machine.
+TIMEOUT_MS: Final = 60_000
+AXE: Final = Path(__file__).with_name("vendor") / "axe.js"
+PHONE: Final = {"width": 360, "height": 740}
+
+# Rules of every kind that the pages show: tiers, shadow mode, a rollout, lists, penalties.
+RULES: Final[dict[str, Any]] = {
+    "version": 1,
+    "tiers": {"free": ["5/minute"], "pro": ["100/minute"]},
+    "rules": [
+        {
+            "id": "orders",
+            "match": {"endpoint": "/orders"},
+            "by": ["user"],
+            "limits": ["10/minute"],
+            "tiers": {"pro": ["50/minute"]},
+        },
+        {"id": "tenants", "match": {"tenant": "*"}, "by": ["tenant"], "limits": ["1000/hour"]},
+        {
+            "id": "trial",
+            "match": {"endpoint": "/search"},
+            "by": ["user"],
+            "limits": ["2/minute"],
+            "mode": "shadow",
+        },
+        {
+            "id": "login",
+            "match": {"endpoint": "/login"},
+            "by": ["ip"],
+            "limits": ["3/minute"],
+            "penalty": {"after": 2, "within": "1m", "cooldown": "10m"},
+        },
+    ],
+    "assign": {"user:42": "pro"},
+    "deny": ["api_key:sk_revoked_*"],
+}
+
+
+class ConsoleService(ServiceProcess):
+    """A service with rules in a database, complete records, and a token of each role."""
+
+    def __init__(self, rules: Mapping[str, Any] = RULES, *options: str, workers: int = 1) -> None:
+        super().__init__(None, *options, workers=workers, records=True)
+        seed = self.folder / "seed.yaml"
+        seed.write_text(yaml.safe_dump(dict(rules), sort_keys=False), encoding="utf-8")
+        self._options = ("--seed", str(seed), "--sample", "1", *options)
+        roles: tuple[Role, ...] = ("admin", "read", "check")
+        self.tokens = {
+            role: create_token(self.data / "tokens.json", f"{role}-token", role) for role in roles
+        }
+
+    def check(self, **fields: Any) -> Answered:
+        """Check a request."""
+        return self.ask("POST", "/v1/check", fields, self._bearer("check"))
+
+    def admin(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+        """Call the admin API as an admin."""
+        return self.ask(method, f"/v1/admin{path}", body, {**self._bearer("admin"), **headers})
+
+    def _bearer(self, role: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.tokens[role]}"}
+
+
+class Operator:
+    """A browser window with cookies of its own."""
+
+    def __init__(self, browser: Browser, service: ServiceProcess, **options: Any) -> None:
+        self.service = service
+        self.context = browser.new_context(base_url=service.url, **options)
+        self.context.set_default_timeout(TIMEOUT_MS)
+        self.page: Page = self.context.new_page()
+        self.problems: list[str] = []
+        self._expected: set[int] = set()
+        self._host = urlsplit(service.url).netloc
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", self._on_request)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type != "error" and "Content Security Policy" not in message.text:
+            return
+        if any(f"status of {status} " in message.text for status in self._expected):
+            return
+        self.problems.append(message.text)
+
+    def _on_request(self, request: Request) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in {"data", "blob", "about"} and parts.netloc != self._host:
+            self.problems.append(f"a request to {request.url}")
+
+    def expect_status(self, *statuses: int) -> None:
+        """Accept that Chromium logs answers with these statuses: the test causes them."""
+        self._expected |= set(statuses)
+
+    def log_in(self, role: str = "admin") -> Page:
+        """Log in with the token of a role, as a person does."""
+        assert isinstance(self.service, ConsoleService)
+        self.page.goto("/console/login")
+        self.page.get_by_label("Token").fill(self.service.tokens[role])
+        self.page.get_by_role("button", name="Log in").click()
+        self.page.wait_for_url("**/console")
+        return self.page
+
+    def open(self, path: str = "") -> Page:
+        """Open a page of the console."""
+        self.page.goto(f"/console{path}")
+        return self.page
+
+    def confirm(self) -> None:
+        """Confirm the question that the page asks."""
+        self.page.locator("#confirm").get_by_role("button", name="Confirm").click()
+
+    def check_accessibility(self) -> None:
+        """Fail if axe-core finds a violation in the page."""
+        self.page.evaluate(AXE.read_text(encoding="utf-8"))
+        found = self.page.evaluate("() => axe.run()")
+        shown = [
+            {"id": each["id"], "help": each["help"], "at": [n["html"] for n in each["nodes"][:3]]}
+            for each in found["violations"]
+        ]
+        assert not shown, json.dumps(shown, indent=1)
+
+    def check_width(self) -> None:
+        """Fail if the page has to be scrolled sideways."""
+        wide = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert self.page.evaluate(wide) <= 0
+
+    def close(self) -> None:
+        """Close the window. Fail if something went wrong in it."""
+        self.context.close()
+        assert not self.problems, "\n".join(self.problems)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Run Debian's Chromium without a window."""
+    with sync_playwright() as playwright:
+        # Root, as in a container, has to do without the sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
