@@ -66,6 +66,10 @@ class StubRegions:
         """See RegionMonitor."""
         return self.exchanged
 
+    async def own_status(self) -> RegionStatus:
+        """See RegionMonitor."""
+        return self.known[0]
+
     async def status(self) -> Sequence[RegionStatus]:
         """See RegionMonitor."""
         return self.known

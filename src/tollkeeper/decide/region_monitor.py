@@ -106,6 +106,10 @@ class RegionMonitor(Protocol):
         """Return what this process has exchanged, by the other region. No I/O."""
         ...
 
+    async def own_status(self) -> RegionStatus:
+        """Return the status of this region, from its own store; see `status`."""
+        ...
+
     async def status(self) -> Sequence[RegionStatus]:
         """Return the status of all regions, this one first. Reads each region's store.
 

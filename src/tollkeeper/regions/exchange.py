@@ -675,6 +675,10 @@ class RegionSync:
             found[peer] = replace(counts, sent_bytes=sent, received_bytes=received)
         return found
 
+    async def own_status(self) -> RegionStatus:
+        """Return the status of this region. See RegionMonitor."""
+        return await self._status_of(self.region)
+
     async def status(self) -> Sequence[RegionStatus]:
         """Return the status of all regions, this one first. See RegionMonitor."""
         names = [self.region, *self._exchange.others]

@@ -24,6 +24,7 @@ from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.service.admin.api import admin_app
 from tollkeeper.service.admin.control import control_plane
+from tollkeeper.service.http.activity import ActivityHistory
 from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Role, Tokens, create_token
@@ -59,9 +60,13 @@ class FakeContext:
     envoys: EnvoyDirectory = field(init=False)
     identity: Identity = field(default_factory=lambda: Identity({}))
     totals: Callable[[], MetricsSnapshot] = field(init=False)
+    activity: ActivityHistory = field(init=False)
+    store_name: str = "memory://"
 
     def __post_init__(self) -> None:
         self.totals = LimiterMetrics(self.limiter).snapshot
+        self.activity = ActivityHistory(None)
+        self.activity.totals = self.totals
         self.loads = SharedLoads(self.limiter, None)
         self.envoys = EnvoyDirectory(self.limiter)
 

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.core.version import __version__
 from tollkeeper.service.admin import (
+    activity,
     blocklist,
     entry_files,
     fleet,
@@ -75,6 +76,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         rules.versions_router,
         quotas.router,
         records.router,
+        activity.router,
         load.router,
         fleet.router,
         regions.router,

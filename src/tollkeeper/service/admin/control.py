@@ -41,6 +41,7 @@ from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
 from tollkeeper.rules.entries import Entry, EntryKind
+from tollkeeper.service.http.activity import ActivityHistory
 from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
 from tollkeeper.service.http.tokens import Tokens
@@ -67,6 +68,8 @@ class AdminContext(Protocol):
     loads: SharedLoads
     envoys: EnvoyDirectory
     identity: Identity
+    activity: ActivityHistory
+    store_name: str
 
     @property
     def totals(self) -> Callable[[], MetricsSnapshot]:

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from tollkeeper.core.version import __version__
-from tollkeeper.decide.fleet_monitor import FleetMonitor, FleetNode
+from tollkeeper.decide.fleet_monitor import FleetNode
 from tollkeeper.metrics.counters import JOIN, MetricsSnapshot, Values
 from tollkeeper.service.admin.control import AdminContext
 from tollkeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
@@ -126,7 +126,7 @@ async def get_fleet(control: Control) -> FleetOut:
     """Return the nodes that share the limits, and how many checks this node answers itself."""
     context = control.context
     fleet = context.limiter.store.fleet
-    nodes = _nodes(context, fleet)
+    nodes = nodes_of(context)
     counted = context.totals()
     return FleetOut(
         node_id=context.node_id,
@@ -187,8 +187,9 @@ async def _envoys(context: AdminContext) -> list[EnvoyOut]:
     ]
 
 
-def _nodes(context: AdminContext, fleet: FleetMonitor | None) -> list[FleetNode]:
+def nodes_of(context: AdminContext) -> list[FleetNode]:
     """Return the nodes that are known, this one first; this one alone if there is no fleet."""
+    fleet = context.limiter.store.fleet
     if fleet is not None:
         own, *others = fleet.nodes()
         return [replace(own, name=context.node_id), *others]

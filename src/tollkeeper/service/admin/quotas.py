@@ -474,7 +474,6 @@ def _verdict(explanation: Explanation) -> Any:
 async def get_node(control: Control) -> NodeOut:
     """Return the rules in force in this process, its counters and the size of its store."""
     context = control.context
-    status = context.limiter.rules_status()
     store, store_error = None, None
     try:
         stats = await asyncio.to_thread(context.limiter.stats)
@@ -487,15 +486,7 @@ async def get_node(control: Control) -> NodeOut:
         process=os.getpid(),
         software=__version__,
         started_at=datetime.fromtimestamp(context.started_ns / NS_PER_SECOND, UTC),
-        rules=RulesStatusOut(
-            version=status.version,
-            source=status.source,
-            origin=status.origin,
-            since=status.since,
-            age_seconds=status.age,
-            error=status.error,
-            push_error=status.push_error,
-        ),
+        rules=rules_status_out(context.limiter),
         counts={
             name: CountsOut(
                 allowed=each.allowed,
@@ -508,4 +499,18 @@ async def get_node(control: Control) -> NodeOut:
         factors=context.limiter.factors(),
         store=store,
         store_error=store_error,
+    )
+
+
+def rules_status_out(limiter: AsyncLimiter) -> RulesStatusOut:
+    """Return the rules in force in this process, and their age."""
+    status = limiter.rules_status()
+    return RulesStatusOut(
+        version=status.version,
+        source=status.source,
+        origin=status.origin,
+        since=status.since,
+        age_seconds=status.age,
+        error=status.error,
+        push_error=status.push_error,
     )

@@ -91,6 +91,7 @@ class HttpService:
         self.context = context
         self.metrics = WorkerMetrics(context)
         context.totals = self.metrics.total
+        context.activity.totals = self.metrics.recent_total
         self._requests = context.counters.requests
         self._permitted = context.tokens.permitted
         self._open_permissions = context.tokens.open_permissions
@@ -228,6 +229,7 @@ class HttpService:
             asyncio.create_task(self.metrics.keep_writing()),
             asyncio.create_task(self._timeouts.keep_checking()),
             asyncio.create_task(self.context.loads.keep_following()),
+            asyncio.create_task(self.context.activity.keep_counting()),
         ]
 
     async def stop(self) -> None:

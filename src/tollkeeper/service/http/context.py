@@ -19,6 +19,7 @@ import msgspec
 from tollkeeper.core.errors import show
 from tollkeeper.core.model import Request
 from tollkeeper.metrics.counters import Counters, MetricsSnapshot
+from tollkeeper.service.http.activity import ActivityHistory
 from tollkeeper.service.http.bodies import BodyRejected
 from tollkeeper.service.http.envoys import EnvoyDirectory
 from tollkeeper.service.http.loads import SharedLoads
@@ -114,14 +115,19 @@ class ServiceContext:
     """True once this worker is about to end, though others may stay: clients reconnect."""
     totals: Callable[[], MetricsSnapshot] = field(default=MetricsSnapshot)
     """The counts of all workers of the node; HttpService sets it."""
+    store_name: str = ""
+    """The URI of the store, without secrets."""
     loads: SharedLoads = field(init=False)
     """The loads that are pushed to any worker."""
     envoys: EnvoyDirectory = field(init=False)
     """The Envoys that are connected for quotas to any worker."""
+    activity: ActivityHistory = field(init=False)
+    """What all workers decided in the last 15 minutes."""
 
     def __post_init__(self) -> None:
         self.loads = SharedLoads(self.limiter, self.settings.counters)
         self.envoys = EnvoyDirectory(self.limiter)
+        self.activity = ActivityHistory(self.settings.counters, now_ns=self.now_ns)
 
 
 # ── Requests and replies ───────────────────────────────────────────────────────────────────────

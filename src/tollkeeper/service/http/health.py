@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -51,6 +51,7 @@ from tollkeeper.metrics.counters import (
     put_store,
 )
 from tollkeeper.metrics.prometheus import metric_of
+from tollkeeper.service.http.activity import replace_file
 from tollkeeper.service.http.context import (
     NO_STORE,
     Handler,
@@ -63,6 +64,9 @@ from tollkeeper.service.http.context import (
     json_reply,
 )
 from tollkeeper.service.http.tokens import TokenRejection
+
+if TYPE_CHECKING:
+    from tollkeeper.limiter import AsyncLimiter
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 WRITE_SECONDS: Final = 1.0
@@ -141,7 +145,7 @@ def _alive(context: ServiceContext) -> Handler:
 
 def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
     async def ready(http_request: ServiceRequest) -> ServiceReply:
-        rules, store = _rules(context), await _store(context)
+        rules, store = _rules(context), await store_health(context.limiter)
         if not _has_token(context, http_request):
             rules.error = rules.error and _HIDDEN
             store.error = store.error and _HIDDEN
@@ -176,8 +180,9 @@ def _rules(context: ServiceContext) -> ReadyRules:
     )
 
 
-async def _store(context: ServiceContext) -> ReadyStore:
-    store = context.limiter.store
+async def store_health(limiter: AsyncLimiter) -> ReadyStore:
+    """Return whether the store answers. It costs a peek, which spends nothing."""
+    store = limiter.store
     try:
         if store.as_async is None:
             store.gate(_PROBE, _PROBE_RULE).peek("ready", 0)
@@ -221,6 +226,7 @@ class WorkerMetrics:
         self._reading = LimiterMetrics(context.limiter)
         self._folder = context.settings.counters
         self._written = b""
+        self._last: WorkerCounts | None = None
         self._failing = False
         self._stats: StoreStats | None = None
         self._servers: Sequence[ServerStatus] = ()
@@ -249,15 +255,19 @@ class WorkerMetrics:
             taken_s = time.monotonic() - started_s
             await asyncio.sleep(max(WRITE_SECONDS, taken_s / WRITE_SHARE_MAX))
 
-    def write(self) -> None:
-        """Write the counters for the other workers if they changed. A full disk is only logged."""
+    def write(self) -> WorkerCounts:
+        """Write the counters for the other workers if they changed, and return them.
+
+        A full disk is only logged.
+        """
+        counts = self._last = WorkerCounts(self.snapshot(), self._reading.subject_rates())
         if self._folder is None:
-            return
-        text = encode(WorkerCounts(self.snapshot(), self._reading.subject_rates()))
+            return counts
+        text = encode(counts)
         path = self._folder / f"{os.getpid()}.json"
         try:
             if text != self._written or not path.exists():
-                _replace(path, text)
+                replace_file(path, text)
                 self._written = text
         except OSError as error:
             if not self._failing:  # logged once, and not every second
@@ -267,18 +277,27 @@ class WorkerMetrics:
             self._failing = True
         else:
             self._failing = False
+        return counts
 
     def total(self) -> MetricsSnapshot:
-        """Return the sum of the counters of all workers."""
+        """Return the sum of the counters of all workers, those of this one as they are now."""
+        return self._total(fresh=True)
+
+    def recent_total(self) -> MetricsSnapshot:
+        """Return the sum of the counters of all workers, as each worker last wrote them."""
+        return self._total(fresh=self._folder is None)
+
+    def _total(self, *, fresh: bool) -> MetricsSnapshot:
         own = os.getpid()
         with _locked(self._folder, fcntl.LOCK_SH):
-            self.write()
-            total = self.snapshot()
+            counts = self.write() if fresh or self._last is None else self._last
+            total = MetricsSnapshot()
+            total.add(counts.counted)
             dead = WorkerCounts()
             if self._folder is not None:
                 dead = _read(self._folder / _DEAD) or dead
             total.add(dead.counted)
-            subjects = Counter(self._reading.subject_rates())
+            subjects = Counter(counts.subjects)
             for path in _files(self._folder):
                 number = int(path.stem)
                 if number != own and number not in dead.folded and (found := _read(path)):
@@ -358,11 +377,11 @@ def fold_dead(folder: Path) -> None:
                 if found := _read(path):
                     total.counted.add(found.counted.lasting())
             total.folded = [int(path.stem) for path in dead]
-            _replace(folder / _DEAD, encode(total))
+            replace_file(folder / _DEAD, encode(total))
             for path in dead:
                 path.unlink(missing_ok=True)
             total.folded = []
-            _replace(folder / _DEAD, encode(total))
+            replace_file(folder / _DEAD, encode(total))
     except OSError as error:
         log.warning("metrics: the counters of dead workers cannot be added up: %s", error.strerror)
 
@@ -397,10 +416,3 @@ def _read(path: Path) -> WorkerCounts | None:
         if path.stat().st_size <= FILE_BYTES_MAX:
             return _decode(path.read_bytes())
     return None
-
-
-def _replace(path: Path, text: bytes) -> None:
-    # No fsync: after a crash of the machine the counters start again from zero.
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(text)
-    temporary.replace(path)

@@ -37,6 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tollkeeper.control.follow import without_secrets
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.history.live import ActivePenalty, ReportFolder
@@ -195,6 +196,7 @@ def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceCon
         started_ns=time.time_ns(),
         database=settings.database,
         recorder=recorder_of(settings, limiter, counters),
+        store_name=without_secrets(settings.store),
     )
 
 
