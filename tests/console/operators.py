@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import yaml
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.service_process import Answered, ServiceProcess
 from tollkeeper.service.http.tokens import Role, create_token
@@ -28,6 +28,7 @@ from tollkeeper.service.http.tokens import Role, create_token
 CHROMIUM: Final = "/usr/bin/chromium"
 # Long enough for a busy machine.
 TIMEOUT_MS: Final = 60_000
+expect.set_options(timeout=TIMEOUT_MS)
 AXE: Final = Path(__file__).with_name("vendor") / "axe.js"
 PHONE: Final = {"width": 360, "height": 740}
 

@@ -22,7 +22,7 @@ from tests.service_process import RULES, Answered, ServiceProcess, ask_on
 from tollkeeper import Request
 from tollkeeper.rules.document.reading import from_data
 from tollkeeper.rules.document.writing import to_yaml
-from tollkeeper.service.admin import page
+from tollkeeper.service.http import openapi
 
 # No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
@@ -370,7 +370,7 @@ def test_every_example_of_the_documentation_works(tmp_path: Path) -> None:
             called.add((method, path.partition("?")[0]))
         kinds = {each["kind"] for each in served.ask("GET", "/v1/admin/audit").data["items"]}
         assert {"patch-rule", "rollback", "grant", "reset"} <= kinds
-    for method, path, operation in page.operations(document):
+    for method, path, operation in openapi.operations(document):
         if path.startswith("/v1/admin/") and "requestBody" in operation:
             pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))
             same = any(method == name and re.fullmatch(pattern, each) for name, each in called)

@@ -13,7 +13,7 @@ from openapi_spec_validator import validate
 
 from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.service.admin import page
+from tollkeeper.service.http import openapi
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,13 @@ def test_every_schema_is_valid(document: dict[str, Any]) -> None:
 
 def test_every_operation_has_a_role_and_its_errors(document: dict[str, Any]) -> None:
     """Each has a unique name, a known tag, a description, and problem JSON for errors."""
-    names = [operation["operationId"] for _, _, operation in page.operations(document)]
+    names = [operation["operationId"] for _, _, operation in openapi.operations(document)]
     assert len(names) == len(set(names))
     tags = {tag["name"] for tag in document["tags"]}
-    for method, path, operation in page.operations(document):
+    for method, path, operation in openapi.operations(document):
         where = f"{method} {path}"
         assert set(operation["tags"]) <= tags, where
+        assert len(operation["tags"]) == 1, where
         assert operation["summary"], where
         assert operation["description"].endswith((".", "`")), where
         if path.startswith("/v1/"):
@@ -84,7 +85,7 @@ def test_every_path_of_the_service_is_described(
     running, secret = service
     headers = {"Authorization": f"Bearer {secret}"}
     described: dict[str, set[str]] = {}
-    for method, path, _ in page.operations(document):
+    for method, path, _ in openapi.operations(document):
         described.setdefault(path, set()).add(method)
     for path, methods in described.items():
         if path == "/v1/authorize" or path.endswith(("/validate", "/promote", "/demote")):
@@ -137,7 +138,7 @@ def test_an_unknown_parameter_is_rejected_everywhere(
     service: tuple[ServiceProcess, str], document: dict[str, Any]
 ) -> None:
     """The error names it, and the parameter with the most similar name."""
-    for method, path, operation in page.operations(document):
+    for method, path, operation in openapi.operations(document):
         if path in HEALTH:
             continue
         parameters = operation.get("parameters", [])
@@ -157,7 +158,7 @@ def test_an_unknown_field_of_a_body_is_rejected_everywhere(
     service: tuple[ServiceProcess, str], document: dict[str, Any]
 ) -> None:
     """The error names it and the most similar field; so is any body where none belongs."""
-    for method, path, operation in page.operations(document):
+    for method, path, operation in openapi.operations(document):
         if path in HEALTH or path in OTHER_BODIES:
             continue
         entry = "?entry=1" if method == "DELETE" and "/lists/" in path else ""

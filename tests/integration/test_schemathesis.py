@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.service.admin import page
+from tollkeeper.service.http import openapi
 
 SECONDS_MAX = 400
 EXAMPLES_MAX = 2
@@ -75,7 +75,7 @@ def test_every_reply_conforms_to_the_openapi_document(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, shortened(ran.stdout) + ran.stderr[-2_000:]
         # The test must not pass because no operation was called.
-        count = len(list(page.operations(service.ask("GET", "/openapi.json").data)))
+        count = len(list(openapi.operations(service.ask("GET", "/openapi.json").data)))
         assert f"Operations:       {count} selected / {count} total" in ran.stdout
         assert service.ask("GET", "/readyz").status == 200
         assert "Traceback" not in service.log_text()

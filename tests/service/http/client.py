@@ -98,6 +98,7 @@ class HttpClient:
         scope = {
             "type": "http",
             "http_version": "1.1",
+            "scheme": "http",
             "method": method,
             "path": path,
             "raw_path": path.encode(),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.service.http.client import HttpClient, http_service
 from tollkeeper.service.http.browsers import ACCEPTED_MAX, BrowserGuard, is_own_host
@@ -66,6 +68,54 @@ async def test_programs_of_this_machine_may_call(host: str) -> None:
         assert (await http("GET", "/v1/admin/rules", b"", sent)).status == 401
 
 
+@pytest.mark.parametrize("host", OWN)
+async def test_the_pages_of_the_service_may_call_it(host: str) -> None:
+    """/docs and the console: their origin is the scheme and the Host of the request."""
+    sent = {"Host": host, "Origin": f"http://{host.lower()}"}
+    async with http_service() as http:
+        assert (await http("POST", "/v1/check", {"user": "1"}, sent)).status == 200
+        assert (await http("GET", "/v1/admin/rules", b"", sent)).status == 401
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://127.0.0.1:8080",
+        "http://127.0.0.1:3000",
+        "http://127.0.0.1",
+        "http://localhost:8080",
+        "http://127.0.0.1:8080.evil.example",
+        "http://evil.example",
+        "http://127.0.0.1:8080/",
+        "null",
+        "",
+    ],
+)
+async def test_a_page_of_another_server_on_this_machine_is_a_stranger(origin: str) -> None:
+    """Another port or scheme is another server, whose pages may be of anyone."""
+    async with http_service() as http:
+        sent = {"Host": "127.0.0.1:8080", "Origin": origin}
+        assert (await http("POST", "/v1/check", {"user": "1"}, sent)).status == 403
+        assert (await http.check(user="1")).data["remaining"] == 2
+
+
+@given(
+    scheme=st.sampled_from(["http", "https"]),
+    host=st.sampled_from([*OWN, *FOREIGN]),
+    origin=st.sampled_from(["null", *(f"{s}://{h}" for s in ("http", "https") for h in OWN)])
+    | st.sampled_from([f"http://{host}" for host in FOREIGN]),
+    loopback=st.booleans(),
+)
+def test_only_the_own_origin_at_an_address_is_accepted(
+    scheme: str, host: str, origin: str, loopback: bool
+) -> None:
+    """For every pair of Host and Origin: a page of another origin never gets through."""
+    guard = BrowserGuard(Tokens.load(None), loopback=loopback)
+    headers = {b"host": host.encode(), b"origin": origin.encode()}
+    accepted = guard.rejection("/v1/check", headers, scheme) is None
+    assert accepted == (origin == f"{scheme}://{host.lower()}" and host in OWN)
+
+
 @pytest.mark.parametrize("header", ["X-Original-URI", "X-Forwarded-Uri"])
 async def test_a_gateway_forwards_the_origin_of_its_client(header: str) -> None:
     """A page cannot send the header with the URI: the browser would ask for permission first."""
@@ -95,6 +145,10 @@ def test_a_service_for_other_machines_has_any_name() -> None:
     guard = BrowserGuard(Tokens.load(None), loopback=False)
     assert guard.rejection("/metrics", {b"host": b"limits.example"}) is None
     assert guard.rejection("/metrics", {b"host": b"x", b"origin": b"null"}) is not None
+    # A name can be rebound to the address of this service, an address cannot.
+    for host, accepted in ((b"evil.example", False), (b"10.0.0.1:8080", True)):
+        headers = {b"host": host, b"origin": b"http://" + host}
+        assert (guard.rejection("/v1/check", headers) is None) == accepted
 
 
 def test_the_accepted_hosts_are_bounded() -> None:

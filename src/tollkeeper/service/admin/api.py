@@ -1,7 +1,8 @@
 """The application of the admin API: its routers, the OpenAPI document and the page /docs.
 
 `/openapi.json` describes the whole service, including the raw endpoints. `/docs` shows it as a page
-that loads nothing from other servers. Neither needs a token: they show only what the source shows.
+that can send requests to this service, with the token that the reader gives it. The page loads
+nothing from other servers. Neither needs a token: they show only what the source shows.
 
 **Rejected bodies.** Many clients write a whole body before they read anything. If the reply comes
 first and the connection is closed, they report a broken pipe and never show the error. So the rest
@@ -96,20 +97,19 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _describe(app: FastAPI) -> None:
-    """Add the OpenAPI document and its page; both are made at the first request."""
+    """Add the OpenAPI document, which is made at the first request, and its page."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = openapi.document(app)
         return app.openapi_schema
 
-    # In threads: it takes a while, and checks must not wait for it.
+    # In a thread: it takes a while, and checks must not wait for it.
     async def openapi_json(_: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(described))
 
     async def docs(_: Request) -> Response:
-        text = page.of(await asyncio.to_thread(described))
-        return HTMLResponse(text, headers={"Content-Security-Policy": page.POLICY})
+        return HTMLResponse(page.page(), headers={"Content-Security-Policy": page.POLICY})
 
     app.openapi = described  # type: ignore[method-assign]  # as FastAPI's documentation recommends
     app.add_route("/openapi.json", openapi_json, methods=["GET"], include_in_schema=False)

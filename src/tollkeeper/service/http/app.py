@@ -132,7 +132,7 @@ class HttpService:
             request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
         token: Token | TokenRejection = OPEN
         if b"origin" in headers or headers.get(b"host") not in self._accepted_hosts:
-            token = self._browsers.rejection(path, headers) or OPEN
+            token = self._browsers.rejection(path, headers, scope.get("scheme", "http")) or OPEN
         methods = self._routes.get(path, _NO_ROUTES)
         if methods is _NO_ROUTES and token is OPEN and _is_admin(path):
             await self._call_admin(scope, request_id, receive, send)

@@ -4,7 +4,9 @@ Without a token file, every program on this machine may use the service. A brows
 runs programs of strangers: web pages. Two headers of a request show that a page sends it.
 
 `Origin`  A browser sends it with every request of a page that could spend units. The page cannot
-          read the reply, but the units would be spent.
+          read the reply, but the units would be spent. The pages of the service itself, /docs and
+          the console, may call it: their Origin is the scheme and the Host of the request, and the
+          Host is an address or `localhost`, which no page of a stranger can have.
 `Host`    The name in the page's URL. A page of evil.example whose name resolves to 127.0.0.1 (DNS
           rebinding) is of the same origin as the service: it could read every reply, and a GET has
           no `Origin`. A service that only this machine can reach is called by an address or as
@@ -37,7 +39,7 @@ _ADVICE: Final = (
 )
 _FROM_PAGE: Final = TokenRejection(
     403,
-    "the Origin header shows that a web page in a browser sends this, which a service without "
+    "the Origin header shows that a web page of another origin sends this, which a service without "
     f"tokens does not permit; {_ADVICE}",
 )
 
@@ -52,8 +54,10 @@ class BrowserGuard:
         self._tokens = tokens
         self._loopback = loopback
 
-    def rejection(self, path: str, headers: Mapping[bytes, bytes]) -> TokenRejection | None:
-        """Return why a request is rejected; None if it is not from a web page."""
+    def rejection(
+        self, path: str, headers: Mapping[bytes, bytes], scheme: str = "http"
+    ) -> TokenRejection | None:
+        """Return why a request is rejected; None if no page of another origin can have sent it."""
         host = headers.get(b"host")
         if not self._tokens.required:
             if self._loopback and host is not None and not is_own_host(host.decode("latin-1")):
@@ -64,13 +68,23 @@ class BrowserGuard:
                     f"to reach it; send `Host: localhost`, or make a token: "
                     f"tollkeeper token create NAME --role check",
                 )
-            if b"origin" in headers and not (
-                path == AUTHORIZE and any(headers.get(name) for name in GATEWAY_HEADERS)
-            ):
+            from_gateway = path == AUTHORIZE and any(map(headers.get, GATEWAY_HEADERS))
+            if b"origin" in headers and not from_gateway and not _is_own_origin(headers, scheme):
                 return _FROM_PAGE
         if len(self.accepted) < ACCEPTED_MAX:
             self.accepted.add(host)
         return None
+
+
+def _is_own_origin(headers: Mapping[bytes, bytes], scheme: str) -> bool:
+    """Return True if a page of this service sent the request.
+
+    A service for other machines accepts any Host, and a name can be rebound to its address. So a
+    page of the service that was opened by a name is rejected there.
+    """
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    origin = headers[b"origin"].decode("latin-1")
+    return origin == f"{scheme}://{host}" and is_own_host(host)
 
 
 def is_own_host(host: str) -> bool:

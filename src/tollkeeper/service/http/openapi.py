@@ -8,6 +8,7 @@ replies, and a test compares the document with the running service. The schema o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ Json = dict[str, Any]
 # Members of an operation that this program reads and the document does not show.
 _INTERNAL: Final = frozenset({"x-any-content", "x-query-prefix"})
 ADMIN: Final = "/v1/admin"
+METHODS: Final = ("get", "put", "post", "delete", "patch", "head", "options")
 _SCHEMAS: Final = "#/components/schemas/{name}"
 
 DESCRIPTION: Final = """A distributed rate limiter: never over the limit.
@@ -77,9 +79,8 @@ def document(app: FastAPI) -> Json:
         description=DESCRIPTION,
         tags=TAGS,
     )
-    for item in found["paths"].values():
-        for method, operation in item.items():
-            _finish(method, operation)
+    for method, _, operation in operations(found):
+        _finish(method, operation)
     components: Json = found.setdefault("components", {})
     theirs = components.get("schemas", {})
     components["schemas"] = {
@@ -101,13 +102,23 @@ def document(app: FastAPI) -> Json:
     return resolved
 
 
+def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    """Yield the method, the path and the description of each operation."""
+    for path, item in document["paths"].items():
+        for method in METHODS:
+            if method in item:
+                yield method.upper(), path, item[method]
+
+
 def _finish(method: str, operation: Json) -> None:
     """Add the role that an operation of the admin API requires."""
+    # The tag of an operation comes after the tag of its router, and replaces it.
+    operation["tags"] = operation["tags"][-1:]
     operation["security"] = [{"bearer": []}]
     # FastAPI adds its own 422 to every operation with parameters; an invalid one is a 400 here.
     if "HTTPValidationError" in str(operation["responses"].get("422")):
         del operation["responses"]["422"]
-    operation.setdefault("x-role", "read" if method == "get" else "admin")
+    operation.setdefault("x-role", "read" if method == "GET" else "admin")
     for name in _INTERNAL:
         operation.pop(name, None)
 
