@@ -28,8 +28,8 @@ include-name = "GET /v1/authorize"
 checks.unsupported_method.enabled = false
 
 [[operations]]
-# `validate` may also be a rule's ID, and the operation accepts invalid documents.
-include-name = "POST /v1/admin/rules/validate"
+# `validate` and `preview` may also be a rule's ID, and `validate` accepts invalid documents.
+include-name = ["POST /v1/admin/rules/validate", "POST /v1/admin/rules/preview"]
 checks.allow_header_conformance.enabled = false
 checks.negative_data_rejection.enabled = false
 # This phase would send documents with 20,001 rules, of 3 MB, which take seconds each.

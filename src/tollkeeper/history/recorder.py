@@ -128,7 +128,7 @@ class Recorder:
         self._sink: Sink | None = None
         self._node = node
         self._region = region
-        self._share = share
+        self.share = share
         self._reports = live
         self._penalties = penalties
         self._now_ns = now_ns
@@ -187,7 +187,7 @@ class Recorder:
             is_only = request.user is None and request.tenant is None and len(counted) == 1
             if shadows or not is_only:
                 self._note_denials(request, result, minute)
-        elif random() >= self._share:  # noqa: S311 - a sample
+        elif random() >= self.share:  # noqa: S311 - a sample
             return
         noted = self._noted
         if len(noted) >= EVENTS_MAX:

@@ -92,6 +92,12 @@ class OwnerTable(Generic[_Item]):
         if (self._lengths[4] or self._lengths[6]) and isinstance(request.ip, str):
             yield from self._find_address(request.ip)
 
+    def owners(self) -> Iterator[str]:
+        """Yield the owners that are no networks: `user:42`. Another thread may change the table."""
+        for owner in list(self._by_owner):
+            if not owner.startswith("ip:"):
+                yield owner
+
     def _find_address(self, text: str) -> Iterator[tuple[str, _Item]]:
         address = address_of(text)
         if address is None:
@@ -222,6 +228,15 @@ class EntryTable:
             marked = name.encode() + _SEPARATOR
             items = [item for item in items if not item.startswith(marked, _END.size)]
         self.overrides.replace(attribute, value, items if removed else [packed, *items])
+
+    def owners(self) -> Iterator[str]:
+        """Yield every subject and exact value that an entry names: `user:42`, or `42` of a list.
+
+        It may yield one several times. Another thread may change the table meanwhile.
+        """
+        yield from list(self.assigned)
+        yield from self.overrides.owners()
+        yield from self.lists.exact_values()
 
     def drop_expired(self, now_ns: int) -> int:
         """Remove expired overrides from memory; return how many."""

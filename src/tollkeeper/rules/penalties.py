@@ -255,6 +255,8 @@ class Penalties:
     ) -> None:
         self.tracker = PenaltyTracker()
         self.listener: Callable[[Penalty], None] | None = None
+        self.is_logged = True
+        """False in a replay of recorded decisions, whose penalties apply to no client."""
         self._now_ns = clock.now_ns
         self._make_gate = make_gate
         self._counts_of = counts_of
@@ -365,6 +367,8 @@ class Penalties:
         counts = self._counts_of(penalty.rule)
         counts.blocks += penalty.blocked
         counts.cooldowns += not penalty.blocked
+        if not self.is_logged:
+            return
         _log.warning(
             "rule %r: %s of %d s, number %d, for %s; limiter.penalties() names the subject",
             penalty.rule,

@@ -108,6 +108,7 @@ def test_yaml_is_sent_if_accept_prefers_it(accept: str, yaml: bool) -> None:
         ("GET", "/rules", "read"),
         ("PUT", "/rules", "admin"),
         ("POST", "/rules/validate", "read"),
+        ("POST", "/rules/preview", "read"),
         ("DELETE", "/rules/orders", "admin"),
         ("GET", "/quota?user=1", "read"),
         ("POST", "/quota/reset", "admin"),

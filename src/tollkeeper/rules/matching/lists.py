@@ -372,6 +372,13 @@ class _CompiledList:
         else:
             (known.prefixes if is_prefix else known.exact).pop(pattern, None)
 
+    def exact_values(self) -> Iterator[str]:
+        """Yield the exact values, with their attribute if they have one."""
+        for attribute, values in list(self._values.items()):
+            # A copy: another thread may change the list meanwhile.
+            for value in list(values.exact):
+                yield f"{attribute}:{value}" if attribute else value
+
     def _seal(self) -> None:
         self.networks.seal()
         either = self._values.get("")
@@ -450,6 +457,11 @@ class Lists:
             # A copy: the follower may change the list meanwhile.
             for prefix in list(prefixes):
                 yield Network(version, length, prefix)
+
+    def exact_values(self) -> Iterator[str]:
+        """Yield the values that are listed one by one: `user:42`, or `42` without an attribute."""
+        for each in self._both:
+            yield from each.exact_values()
 
     def _find(self, request: Request) -> tuple[Verdict, _Hit] | None:
         address = None

@@ -33,6 +33,7 @@ from tollkeeper.service.admin import (
     fleet,
     load,
     page,
+    preview,
     problems,
     quotas,
     records,
@@ -71,6 +72,7 @@ def admin_app(context: AdminContext) -> FastAPI:
     )
     app.state.control = control_plane(context)
     routers = [
+        preview.router,
         rules.router,
         subjects.router,
         entry_files.router,

@@ -241,6 +241,8 @@ class ControlPlane:
         self._opening = asyncio.Lock()
         self.importing = asyncio.Lock()
         """Held by the one import of entries that this worker makes at a time."""
+        self.previewing = asyncio.Lock()
+        """Held by the one preview of a draft that this worker makes at a time."""
 
     def compiled_rules(self) -> CompiledRules:
         """Return the rules in force in this node."""

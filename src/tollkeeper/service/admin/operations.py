@@ -527,6 +527,7 @@ _MEANING: Final[dict[int, str]] = {
     413: "The body is too large.",
     415: "The type of the body is not supported.",
     422: "A rule document is invalid (`problems` says where), or the cost can never fit.",
+    429: "Another operation of this kind is running in this worker.",
     503: "The database or the store is unavailable.",
 }
 READ: Final = (400, 401, 403, 503)

@@ -443,7 +443,8 @@ def _time(seconds: float) -> datetime:
     return EPOCH + timedelta(seconds=seconds)
 
 
-def _parts(subject: str) -> list[str]:
+def parts_of(subject: str) -> list[str]:
+    """Return the parts of a recorded subject; none if it is empty."""
     return subject.split(SEPARATOR) if subject else []
 
 
@@ -497,7 +498,7 @@ async def list_usage(
         UsageOut(
             start=_time(row.start_s),
             seconds=row.step_s,
-            subject=_parts(row.subject),
+            subject=parts_of(row.subject),
             rule=row.rule,
             allowed=row.allowed,
             denied=row.denied,
@@ -530,7 +531,7 @@ async def _csv(records: Records, wanted: RecordFilter, step: UsageStep) -> Respo
 
 def _cells(row: UsageRow) -> tuple[Any, ...]:
     start = _time(row.start_s).isoformat().replace("+00:00", "Z")
-    subject = ", ".join(_parts(row.subject))
+    subject = ", ".join(parts_of(row.subject))
     return (start, row.step_s, subject, *row[3:])
 
 
@@ -590,7 +591,7 @@ def _decision(row: DecisionRow) -> DecisionLogOut:
         region=event.region or None,
         request_id=event.request_id or None,
         rule=event.rule,
-        subject=_parts(event.subject),
+        subject=parts_of(event.subject),
         identity=IdentityOut(
             user=event.user_id or None,
             tenant=event.tenant or None,
@@ -659,7 +660,7 @@ async def top(
     ]
     items = [
         TalkerOut(
-            subject=_parts(each.item[0]),
+            subject=parts_of(each.item[0]),
             rule=each.item[1],
             count=round(each.count, 3),
             error=round(each.error, 3),
@@ -677,7 +678,7 @@ async def _top_of_records(
     seconds = (selection.to - selection.from_).total_seconds()
     items = [
         TalkerOut(
-            subject=_parts(row.subject),
+            subject=parts_of(row.subject),
             rule=row.rule,
             count=row.requests,
             error=0,
@@ -724,7 +725,7 @@ async def _still(limiter: AsyncLimiter, standing: Sequence[ActivePenalty]) -> li
 def _penalty(each: ActivePenalty, how: SubjectMode) -> PenaltyOut:
     return PenaltyOut(
         rule=each.rule,
-        subject=_parts(recorded_subject(each.subject, how)),
+        subject=parts_of(recorded_subject(each.subject, how)),
         kind="block" if each.blocked else "cooldown",
         level=each.level,
         seconds=each.seconds,

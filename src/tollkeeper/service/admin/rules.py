@@ -84,7 +84,7 @@ _CONTENT: Final = {
     # A string, and not the schema of a document: YAML has structure only after it is parsed.
     YAML: {"schema": {"type": "string"}, "example": to_yaml(from_data(_EXAMPLE))},
 }
-_BODY: Final = {"requestBody": {"required": True, "content": _CONTENT}, ANY_CONTENT: True}
+DOCUMENT_BODY: Final = {"requestBody": {"required": True, "content": _CONTENT}, ANY_CONTENT: True}
 
 _PATCH: Final = {
     "requestBody": {
@@ -212,7 +212,7 @@ def _json(found: CurrentRules) -> str:
     operation_id="put_rules",
     summary="Apply a document",
     responses=change_responses(),
-    openapi_extra=_BODY,
+    openapi_extra=DOCUMENT_BODY,
 )
 async def put_rules(
     request: Request, response: Response, control: Control, change: Change
@@ -231,7 +231,7 @@ async def put_rules(
     operation_id="validate_rules",
     summary="Validate a document",
     responses=error_responses(400, 401, 403, 408, 413, 415, 422, 503),
-    openapi_extra={**_BODY, ROLE: "read"},
+    openapi_extra={**DOCUMENT_BODY, ROLE: "read"},
 )
 async def validate_rules(request: Request, control: Control) -> ValidationOut:
     """Report the problems of a document, its findings and its changes. Applies nothing."""

@@ -1,0 +1,203 @@
+"""Requests made from recorded decisions, and what the records do not say about them.
+
+A recorded decision has the time, the endpoint, the method, the cost and the identity of a request:
+user, tenant, API key and address. It has no attributes. An API key is always a digest. With
+`--record-subjects hashed` the other fields of the identity are digests too, and with `none` they
+are missing.
+
+A digest still counts one client at a time. Rules, assignments, overrides and lists that name one
+value apply to it, because the digest of that value is the same. A pattern such as `sk_live_*` or a
+network cannot be compared with a digest. A rule that needs anything that the records lack is left
+out of a replay (`unreadable`), because it would count many clients as one, or no client at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Final
+
+from tollkeeper.core.model import REQUEST_FIELDS, Request
+from tollkeeper.history.events import EXCESS, PART, DecisionEvent, SubjectMode, recorded_value
+from tollkeeper.history.reading import DecisionRow
+from tollkeeper.rules.document.model import Document, Rule
+from tollkeeper.rules.entry_table import EntryTable
+from tollkeeper.rules.matching.patterns import compile_glob
+
+# The fields of a request that identify its client.
+IDENTITY: Final = ("user", "tenant", "api_key", "ip")
+# Entries beside the document whose digests are made; a digest takes about a microsecond.
+ENTRIES_DIGESTED_MAX: Final = 100_000
+# A pattern that matches every value, also a digest.
+_ANY: Final = "*"
+
+
+def hidden_fields(mode: SubjectMode) -> frozenset[str]:
+    """Return the fields that are recorded as digests.
+
+    >>> sorted(hidden_fields("plain")), sorted(hidden_fields("hashed"))
+    (['api_key'], ['api_key', 'ip', 'tenant', 'user'])
+    """
+    if mode == "none":
+        return frozenset()
+    return frozenset(IDENTITY) if mode == "hashed" else frozenset({"api_key"})
+
+
+def unreadable(rule: Rule, mode: SubjectMode, hidden: frozenset[str]) -> str:
+    """Return why the records cannot be replayed under a rule; "" if they can.
+
+    `hidden`  the fields of which the records have digests of unknown values.
+    """
+    attributes = [name for name in (*rule.by, *rule.match.attributes) if name not in REQUEST_FIELDS]
+    if attributes:
+        return f"it reads {', '.join(dict.fromkeys(attributes))}; attributes are not recorded"
+    for name in IDENTITY:
+        patterns: Sequence[str] = getattr(rule.match, name)
+        if mode == "none" and (patterns or name in rule.by):
+            return f"it reads {name}, which is not recorded (--record-subjects none)"
+        if name not in hidden:
+            continue
+        keys = rule.keys if rule.by == (name,) else ()
+        found = [each for each in (*patterns, *keys) if each != _ANY and _value_of(each) is None]
+        if name == "ip" and patterns:
+            found = list(patterns)
+        if found:
+            return f"it matches {name} by {found[0]}; {name} is recorded as a digest"
+    return ""
+
+
+def _value_of(pattern: str) -> str | None:
+    """Return the only value that a pattern matches, or None."""
+    return compile_glob(pattern).exact
+
+
+def named_values(document: Document, fields: Iterable[str]) -> Iterator[str]:
+    """Yield the values of these fields that a document names one by one."""
+    wanted = frozenset(fields)
+    for rule in document.rules:
+        for name in wanted - {"ip"}:
+            for pattern in (*getattr(rule.match, name), *(rule.keys if name in rule.by else ())):
+                value = _value_of(pattern)
+                if value is not None:
+                    yield value
+    for owner in document.assign:
+        yield owner.partition(":")[2]
+    for override in document.overrides:
+        yield override.value
+    for entry in (*document.allow, *document.deny):
+        yield entry
+        yield entry.partition(":")[2]
+
+
+def entry_values(entries: EntryTable, fields: frozenset[str]) -> Iterator[str]:
+    """Yield the values of these fields that entries beside the document name."""
+    owners = entries.owners()
+    for owner in islice(owners, ENTRIES_DIGESTED_MAX):
+        name, _, value = owner.partition(":")
+        # A value without a name is an entry of a list: an API key or a user.
+        if not value:
+            yield name
+        elif name in fields:
+            yield value
+
+
+class RecordedRequests:
+    """Makes requests from recorded decisions; the same object for equal requests."""
+
+    def __init__(self, mode: SubjectMode) -> None:
+        self._mode: SubjectMode = mode
+        self._hidden = hidden_fields(mode)
+        self._known: dict[str, str] = {}
+        """Values of digests that subjects in the records reveal."""
+        self._named: dict[str, str] = {}
+        """Values of digests that rules or entries name."""
+        self._unknown: set[str] = set()
+        """Digests of API keys that no subject reveals."""
+        self._requests: dict[tuple[str, ...], Request] = {}
+
+    def learn_value(self, value: str) -> None:
+        """Remember a value that a rule or an entry names, to recognise its digest."""
+        self._named[recorded_value(value, "hashed")] = value
+
+    def learn_row(self, event: DecisionEvent) -> None:
+        """Remember the API key of a row whose subject has it."""
+        digest = event.api_key
+        if digest and digest not in self._known:
+            for part in event.subject.split(PART):
+                name, _, value = part.partition(":")
+                if name == "api_key" and recorded_value(value, "hashed") == digest:
+                    self._known[digest] = value
+                    return
+            self._unknown.add(digest)
+
+    def hidden(self) -> frozenset[str]:
+        """Return the fields of which the records have digests of unknown values."""
+        if self._mode == "plain":
+            unknown = self._unknown - self._known.keys() - self._named.keys()
+            return self._hidden if unknown else frozenset()
+        return self._hidden
+
+    def request_of(self, event: DecisionEvent) -> Request:
+        """Return the request of a decision, as far as it is recorded."""
+        key = (event.user_id, event.tenant, event.api_key, event.ip, event.endpoint, event.method)
+        found = self._requests.get(key)
+        if found is None:
+            found = self._requests[key] = self._made(event)
+        return found
+
+    def _made(self, event: DecisionEvent) -> Request:
+        api_key = self._known.get(event.api_key, event.api_key)
+        digests: Mapping[str, str] = {
+            each: self._named[each]
+            for each in (event.user_id, event.tenant, api_key, event.ip)
+            if each in self._named
+        }
+        return Request(
+            user=event.user_id or None,
+            api_key=api_key or None,
+            ip=event.ip or None,
+            tenant=event.tenant or None,
+            endpoint=event.endpoint or None,
+            method=event.method or None,
+            digests=digests or None,
+        )
+
+
+def is_replayable(row: DecisionRow, rules: frozenset[str]) -> bool:
+    """Return True for a decision by rules, of these ids or others.
+
+    An excess is no decision. A request without any field was checked by limits that came with the
+    call (`POST /v1/limit`), unless it was checked by one of the rules.
+    """
+    event = row.event
+    if event.outcome == EXCESS:
+        return False
+    has_fields = (
+        event.user_id or event.tenant or event.api_key or event.ip or event.endpoint or event.method
+    )
+    return bool(has_fields) or not row.rules or not rules.isdisjoint(row.rules)
+
+
+def replayed_document(document: Document, left_out: Iterable[str]) -> Document:
+    """Return a document for a replay in one process, with some rules switched off.
+
+    One store decides exactly. Loads are not recorded, so limits that follow them are replayed
+    without a factor.
+    """
+    off = frozenset(left_out)
+    rules = tuple(
+        replace(
+            rule,
+            mode="off" if rule.id in off else rule.mode,
+            consistency="strict",
+            tier_consistency={},
+            key_consistency={},
+            scope="region",
+            across_regions=None,
+            scale=(),
+            split=1,
+        )
+        for rule in document.rules
+    )
+    return replace(document, rules=rules, tier_consistency={})

@@ -1,0 +1,530 @@
+"""Replays recorded decisions under the rules in force and under a draft of them.
+
+Both documents get the same requests at the same times, each on an empty store in memory, with the
+assignments, overrides and lists that stand beside the document. The differences are those between
+the two replays. How often the replay of the rules in force agrees with what was recorded says how
+far to trust them.
+
+**Samples.** All denials are recorded, and a share of the allowed requests: 1 % by default. If the
+share is below 1, a recorded allowed request stands for 1 / share requests. The replay makes that
+many, spread evenly until the next recorded request of the same client; the last ones at the pace of
+those before. The sum is right on average. The replay cannot know when these requests came, nor any
+client of which no request was recorded. So all its numbers are estimates.
+
+**Bounds.** Each request of the replay is a step of `Replay.steps`, so that a caller can pause
+between steps, and stop. The report then covers the requests so far, the same for both documents.
+Nothing here reads a clock or waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, nsmallest
+from typing import Any, Final, NamedTuple
+
+from tollkeeper.core.clock import ManualClock
+from tollkeeper.core.errors import CapacityError, TollkeeperError
+from tollkeeper.core.model import Limits, Request
+from tollkeeper.decide.failure import FailurePolicy
+from tollkeeper.decide.stores import open_store
+from tollkeeper.history.events import (
+    LISTED,
+    DecisionEvent,
+    SubjectMode,
+    caller_of,
+    rule_of,
+    subject_of,
+)
+from tollkeeper.history.reading import DecisionRow
+from tollkeeper.history.recorded import (
+    RecordedRequests,
+    entry_values,
+    hidden_fields,
+    is_replayable,
+    named_values,
+    replayed_document,
+    unreadable,
+)
+from tollkeeper.rules.document.model import Document, Rule
+from tollkeeper.rules.engine import RepeatedCheck, RuleEngine
+from tollkeeper.rules.entry_table import EntryTable
+
+RULES_MAX: Final = 100
+SUBJECTS_MAX: Final = 50
+ENDPOINTS_MAX: Final = 20
+EXAMPLES_MAX: Final = 20
+# The subject of a rule that counts all requests together.
+_EVERYONE: Final = "*"
+_NS_PER_US: Final = 1_000
+_FOREVER_NS: Final = 2**63
+
+
+class ReplayOutcome(NamedTuple):
+    """The decision on a request in one of the replays."""
+
+    denied: bool
+    rule: str
+    """The rule or list that decided."""
+    subject: str
+    """The subject that the rule counts; the client if the rule counts no subject."""
+    shadows: tuple[str, ...]
+    """The rules in shadow mode that would have denied the request."""
+    retry_after_ns: int = 0
+
+
+@dataclass(slots=True)
+class Change:
+    """Denials of a rule, a subject, an endpoint, or of all, in both replays."""
+
+    before: int = 0
+    after: int = 0
+    newly_denied: int = 0
+    newly_allowed: int = 0
+    shadow_before: int = 0
+    """Of a rule: requests that it would have denied if it were not in shadow mode."""
+    shadow_after: int = 0
+
+    def note(self, denied_before: bool, denied_after: bool) -> None:
+        """Count a request of both replays."""
+        self.before += denied_before
+        self.after += denied_after
+        self.newly_denied += denied_after and not denied_before
+        self.newly_allowed += denied_before and not denied_after
+
+    @property
+    def size(self) -> int:
+        """How much differs, to order changes by."""
+        moved = self.newly_denied + self.newly_allowed
+        shadows = abs(self.shadow_after - self.shadow_before)
+        return max(abs(self.after - self.before), moved) + shadows
+
+
+class Example(NamedTuple):
+    """A recorded request whose decision differs."""
+
+    event: DecisionEvent
+    before: ReplayOutcome
+    after: ReplayOutcome
+
+
+class LeftOut(NamedTuple):
+    """A rule that the records do not say enough about."""
+
+    rule: str
+    why: str
+    decisions: int
+    """Recorded decisions that the rule took part in."""
+
+
+class ReplayReport(NamedTuple):
+    """What the replays found."""
+
+    decisions: int
+    """Recorded decisions that were replayed."""
+    requests: int
+    """Requests that they stand for."""
+    recorded_denied: int
+    agreed: int
+    """Recorded decisions that have the same outcome in the replay of the rules in force."""
+    first_us: int
+    last_us: int
+    total: Change
+    rules: list[tuple[str, Change]]
+    subjects: list[tuple[str, Change]]
+    endpoints: list[tuple[str, Change]]
+    examples: list[Example]
+    left_out: list[LeftOut]
+    notes: list[str]
+
+
+class _Case(NamedTuple):
+    """A recorded decision, and the requests that it stands for."""
+
+    at_ns: int
+    event: DecisionEvent
+    before: RepeatedCheck
+    after: RepeatedCheck
+    copies: int
+    step_ns: int
+
+
+def sampled_weight(row: DecisionRow, share: float) -> float:
+    """Return the number of requests that a recorded decision stands for.
+
+    Denials, and requests that a rule in shadow mode would have denied, are always recorded.
+    """
+    is_sampled = row.event.outcome == "allowed" and not row.shadow_denied
+    return 1.0 / share if is_sampled and 0 < share < 1 else 1.0
+
+
+class Replay:
+    """Recorded decisions under the rules in force (*before*) and under a draft (*after*)."""
+
+    def __init__(
+        self,
+        rows: Sequence[DecisionRow],
+        in_force: Document,
+        draft: Document,
+        *,
+        entries: EntryTable | None = None,
+        share: float = 1.0,
+        subjects: SubjectMode = "plain",
+        on_failure: FailurePolicy = "open",
+    ) -> None:
+        """Prepare a replay.
+
+        `rows`       the recorded decisions, the oldest first.
+        `entries`    the assignments, overrides and list entries beside both documents.
+        `share`      the share of the allowed requests that was recorded.
+        `subjects`   how subjects were recorded.
+        `on_failure` the failure policy of rules that have none.
+        """
+        self._rows = rows
+        self._documents = in_force, draft
+        self._entries = entries or EntryTable()
+        self._share = share
+        self._mode: SubjectMode = subjects
+        self._on_failure: FailurePolicy = on_failure
+        self._requests = RecordedRequests(subjects)
+        self._hidden: frozenset[str] = frozenset()
+        self._left_out: dict[str, str] = {}
+        self._left_out_decisions: dict[str, int] = {}
+        self._decisions = self._denied = self._agreed = self._made = 0
+        self._last_us = 0
+        self._total = Change()
+        self._rules: dict[str, Change] = {}
+        self._subjects: dict[str, Change] = {}
+        self._endpoints: dict[str, Change] = {}
+        self._examples: dict[tuple[str, str, bool], Example] = {}
+
+    # ── The steps ────────────────────────────────────────────────────────────────────────────
+
+    def steps(self) -> Generator[None]:
+        """Replay; each step takes microseconds."""
+        yield from self._learn()
+        self._leave_out()
+        clock = ManualClock()
+        before, after = (
+            _Side(replayed_document(each, self._left_out), clock, self._entries, self._on_failure)
+            for each in self._documents
+        )
+        try:
+            cases: list[_Case] = []
+            yield from self._prepare(cases)
+            for at_ns, case, is_recorded in _in_order(cases):
+                clock.advance_ns(max(at_ns - clock.now_ns(), 0))
+                found = before.outcome(case.before), after.outcome(case.after)
+                self._note(case.event, *found, is_recorded=is_recorded)
+                yield
+        finally:
+            before.close()
+            after.close()
+
+    def _learn(self) -> Iterator[None]:
+        """Learn the values of digests, and which rules took part in the decisions."""
+        fields = hidden_fields(self._mode)
+        for document in self._documents:
+            for value in named_values(document, fields):
+                self._requests.learn_value(value)
+                yield
+        for value in entry_values(self._entries, fields):
+            self._requests.learn_value(value)
+            yield
+        ids = frozenset(rule.id for rule in self._documents[0].rules)
+        replayable: list[DecisionRow] = []
+        taken_part = self._left_out_decisions
+        for row in self._rows:
+            if is_replayable(row, ids):
+                replayable.append(row)
+                self._requests.learn_row(row.event)
+                for rule in row.rules:
+                    taken_part[rule] = taken_part.get(rule, 0) + 1
+            yield
+        self._rows = replayable
+
+    def _leave_out(self) -> None:
+        hidden = self._hidden = self._requests.hidden()
+        for document in self._documents:
+            for rule in document.rules:
+                why = unreadable(rule, self._mode, hidden)
+                if why and rule.mode != "off":
+                    self._left_out[rule.id] = why
+
+    def _prepare(self, cases: list[_Case]) -> Iterator[None]:
+        """Add the recorded decisions with the copies that each stands for, the oldest first."""
+        gaps_ns: list[int] = []
+        yield from self._measure_gaps(gaps_ns)
+        known: dict[tuple[Request, int], tuple[RepeatedCheck, RepeatedCheck]] = {}
+        owed = 0.0
+        for row, gap_ns in zip(self._rows, reversed(gaps_ns), strict=True):
+            event = row.event
+            request = self._requests.request_of(event)
+            # Equal requests share a plan.
+            pair = known.get((request, event.cost))
+            if pair is None:
+                pair = RepeatedCheck(request, event.cost), RepeatedCheck(request, event.cost)
+                known[request, event.cost] = pair
+            owed += sampled_weight(row, self._share)
+            copies = int(owed)
+            owed -= copies
+            step_ns = gap_ns // max(copies, 1)
+            cases.append(_Case(event.at_us * _NS_PER_US, event, *pair, copies, step_ns))
+            yield
+
+    def _measure_gaps(self, gaps_ns: list[int]) -> Iterator[None]:
+        """Add the time over which the copies of each row are spread, the newest row first.
+
+        It lasts until the next sampled row of the client. For the last one it is as long as for
+        the one before; for the only one, as long as the whole period.
+        """
+        period_us = self._rows[-1].event.at_us - self._rows[0].event.at_us if self._rows else 0
+        # Of each client: the time of the next row, and the place of a row without a next one.
+        following: dict[tuple[str, ...], int] = {}
+        last: dict[tuple[str, ...], int] = {}
+        for row in reversed(self._rows):
+            gap_us = 0
+            if sampled_weight(row, self._share) > 1:
+                client, at_us = _client(row.event), row.event.at_us
+                if client not in following:
+                    gap_us, last[client] = period_us, len(gaps_ns)
+                else:
+                    gap_us = following[client] - at_us
+                    if client in last:
+                        gaps_ns[last.pop(client)] = gap_us * _NS_PER_US
+                following[client] = at_us
+            gaps_ns.append(gap_us * _NS_PER_US)
+            yield
+
+    def _note(
+        self,
+        event: DecisionEvent,
+        before: ReplayOutcome | None,
+        after: ReplayOutcome | None,
+        *,
+        is_recorded: bool,
+    ) -> None:
+        """Count a request; None: its fields cannot be counted, which the service rejects."""
+        if before is None or after is None:
+            return
+        self._made += 1
+        if is_recorded:
+            was_denied = event.outcome == "denied"
+            self._decisions += 1
+            self._denied += was_denied
+            self._agreed += was_denied == before.denied
+            self._last_us = event.at_us
+        self._total.note(before.denied, after.denied)
+        for side, outcome in enumerate((before, after)):
+            for rule in outcome.shadows:
+                change = self._of(self._rules, rule)
+                change.shadow_before += side == 0
+                change.shadow_after += side == 1
+        if before.denied or after.denied:
+            self._note_denial(event, before, after, is_recorded=is_recorded)
+
+    def _note_denial(
+        self,
+        event: DecisionEvent,
+        before: ReplayOutcome,
+        after: ReplayOutcome,
+        *,
+        is_recorded: bool,
+    ) -> None:
+        self._of(self._endpoints, event.endpoint).note(before.denied, after.denied)
+        for table, old, new in (
+            (self._rules, before.rule, after.rule),
+            (self._subjects, before.subject, after.subject),
+        ):
+            if before.denied and after.denied and old != new:
+                # Both deny it, for another reason: it moves from one to the other.
+                self._of(table, old).before += 1
+                self._of(table, new).after += 1
+            else:
+                found = self._of(table, old if before.denied else new)
+                found.note(before.denied, after.denied)
+        if is_recorded and before.denied != after.denied and len(self._examples) < EXAMPLES_MAX:
+            denial = before if before.denied else after
+            key = (denial.rule, denial.subject, before.denied)
+            self._examples.setdefault(key, Example(event, before, after))
+
+    @staticmethod
+    def _of(table: dict[str, Change], key: str) -> Change:
+        found = table.get(key)
+        if found is None:
+            found = table[key] = Change()
+        return found
+
+    # ── The report ───────────────────────────────────────────────────────────────────────────
+
+    def report(self) -> ReplayReport:
+        """Return what the steps so far have found."""
+        first_us = self._rows[0].event.at_us if self._rows else 0
+        return ReplayReport(
+            self._decisions,
+            self._made,
+            self._denied,
+            self._agreed,
+            first_us,
+            max(self._last_us, first_us),
+            self._total,
+            _largest(self._rules, RULES_MAX),
+            _largest(self._subjects, SUBJECTS_MAX),
+            _largest(self._endpoints, ENDPOINTS_MAX),
+            list(self._examples.values()),
+            [
+                LeftOut(rule, why, self._left_out_decisions.get(rule, 0))
+                for rule, why in self._left_out.items()
+            ],
+            list(self._notes(first_us)),
+        )
+
+    def _notes(self, first_us: int) -> Iterator[str]:
+        """Yield what the replay cannot know, in sentences."""
+        if self._share <= 0:
+            yield (
+                "No allowed request is recorded (--sample 0), so the replay has only the denied "
+                "ones. Record a share of the allowed requests, for example --sample 0.1."
+            )
+        elif self._share < 1:
+            yield (
+                f"An estimate: of the allowed requests, {_percent(self._share)} are recorded. Each "
+                f"stands for {1 / self._share:,.4g} requests, spread evenly until the client's "
+                f"next recorded request; the replay cannot know their real times, nor clients "
+                f"without a recorded request. With --sample 1 every request is recorded."
+            )
+        active = [
+            rule
+            for document in self._documents
+            for rule in document.rules
+            if rule.mode != "off" and rule.id not in self._left_out
+        ]
+        covered_ns = (self._last_us - first_us) * _NS_PER_US
+        tiers = [limits for document in self._documents for limits in document.tiers.values()]
+        long = [rule for rule in active if _longest_ns(rule, tiers) > covered_ns]
+        if long and self._rows:
+            yield (
+                f"Both replays begin with unused limits. The period is shorter than a window of "
+                f"{_ids(long)}, so the real counts of these rules are higher."
+            )
+        if scaled := [rule for rule in active if rule.scale]:
+            yield f"Loads are not recorded: {_ids(scaled)} are replayed with their base limits."
+        if tiered := [rule for rule in active if rule.tiers or rule.match.tier or not rule.limits]:
+            yield (
+                f"The tier that a caller names with a request is not recorded; {_ids(tiered)} are "
+                f"replayed with the assigned tiers."
+            )
+        lists = [document.allow or document.deny for document in self._documents]
+        if self._hidden and (any(lists) or self._entries.lists):
+            yield (
+                f"The records have digests of {', '.join(sorted(self._hidden))}: list entries that "
+                f"are patterns or networks do not apply to them in the replay."
+            )
+        partial = [rule for rule in active if rule.rollout < 100 and self._counts_digests(rule)]
+        if partial:
+            yield (
+                f"The rollout of {_ids(partial)} reaches about as many clients in the replay, but "
+                f"other ones, because these clients are recorded as digests."
+            )
+
+    def _counts_digests(self, rule: Rule) -> bool:
+        return not self._hidden.isdisjoint(rule.by)
+
+
+class _Side:
+    """One document on an empty store, at the time of the recorded decisions."""
+
+    def __init__(
+        self, document: Document, clock: ManualClock, entries: EntryTable, policy: FailurePolicy
+    ) -> None:
+        self._store = open_store("memory://", clock=clock)
+        self._engine = RuleEngine(self._store, document, clock, "", policy, entries=entries)
+        self._engine.penalties.is_logged = False
+
+    def outcome(self, repeated: RepeatedCheck) -> ReplayOutcome | None:
+        """Decide a request; None if it cannot be counted."""
+        try:
+            result = self._engine.evaluate_repeated(repeated)
+        except CapacityError:
+            return self._never_fits(repeated)
+        except TollkeeperError:
+            return None
+        decision = result.decision
+        if decision.allowed:
+            return ReplayOutcome(False, "", "", result.shadow_denied)
+        subject = subject_of(result)
+        if subject in {"", _EVERYONE}:
+            subject = caller_of(repeated.request) or subject
+        return ReplayOutcome(
+            True, rule_of(result), subject, result.shadow_denied, decision.retry_after_ns
+        )
+
+    def _never_fits(self, repeated: RepeatedCheck) -> ReplayOutcome:
+        """Return the denial of a cost above the capacity of a limit, which the service rejects."""
+        plan = self._engine.compiled_rules.plan(repeated.request, repeated.cost)
+        for check in plan.enforced:
+            if check.units > min(limit.capacity for limit in check.prepared.limits):
+                return ReplayOutcome(True, check.rule.id, check.subject, ())
+        return ReplayOutcome(True, LISTED["unlimited"], caller_of(repeated.request), ())
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _in_order(cases: Sequence[_Case]) -> Iterator[tuple[int, _Case, bool]]:
+    """Yield the time of each request, its decision, and whether it is the recorded one itself."""
+    # The next copy of each decision that has more: its time, the place of the decision, and which.
+    waiting: list[tuple[int, int, int]] = []
+
+    def until(now_ns: int) -> Iterator[tuple[int, _Case, bool]]:
+        while waiting and waiting[0][0] <= now_ns:
+            at_ns, place, copy = heappop(waiting)
+            case = cases[place]
+            yield at_ns, case, False
+            if copy + 1 < case.copies:
+                heappush(waiting, (at_ns + case.step_ns, place, copy + 1))
+
+    for place, case in enumerate(cases):
+        yield from until(case.at_ns)
+        yield case.at_ns, case, True
+        if case.copies > 1:
+            heappush(waiting, (case.at_ns + case.step_ns, place, 1))
+    yield from until(_FOREVER_NS)
+
+
+def _client(event: DecisionEvent) -> tuple[str, ...]:
+    return event.user_id, event.tenant, event.api_key, event.ip
+
+
+def _largest(table: Mapping[str, Change], count: int) -> list[tuple[str, Change]]:
+    """Return the largest changes; those that deny the most first among equals."""
+    order: Callable[[tuple[str, Change]], Any] = lambda item: (  # noqa: E731 - a type of its own
+        -item[1].size,
+        -item[1].after,
+        -item[1].before,
+        item[0],
+    )
+    return nsmallest(count, table.items(), key=order)
+
+
+def _longest_ns(rule: Rule, tiers: Sequence[Limits]) -> int:
+    sets = [rule.limits, *rule.tiers.values(), *rule.keys.values()]
+    if not rule.limits:
+        sets += tiers
+    return max((limit.window_ns for limits in sets for limit in limits), default=0)
+
+
+def _ids(rules: Sequence[Rule]) -> str:
+    """Return the ids of rules for a sentence, a few of them."""
+    ids = list(dict.fromkeys(rule.id for rule in rules))
+    shown = ", ".join(ids[:5])
+    return f"{shown} and {len(ids) - 5} more" if len(ids) > 5 else shown
+
+
+def _percent(share: float) -> str:
+    """Return a share as a percentage.
+
+    >>> _percent(0.01), _percent(0.125)
+    ('1 %', '12.5 %')
+    """
+    return f"{share * 100:g} %"
