@@ -17,6 +17,7 @@ import pytest
 from tests.service.admin.client import RULES, secrets_of
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
+from tollkeeper.decide.store import Store
 from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
@@ -75,7 +76,11 @@ class ConsoleClient:
 
 @asynccontextmanager
 async def console_of(
-    folder: Path, database: str | None, *, tokens: bool = True
+    folder: Path,
+    database: str | None,
+    *,
+    tokens: bool = True,
+    store: str | Store = "memory://",
 ) -> AsyncIterator[ConsoleClient]:
     """Run a service with RULES, records and a console; yield a client that has not logged in."""
     secrets = secrets_of(folder) if tokens else {}
@@ -86,7 +91,8 @@ async def console_of(
         node="node-1",
         share=1.0,
     )
-    async with AsyncLimiter.from_rules(database or read(RULES), poll=0.05) as limiter:
+    rules = database or read(RULES)
+    async with AsyncLimiter.from_rules(rules, poll=0.05, store=store) as limiter:
         context = ServiceContext(
             limiter=limiter,
             tokens=Tokens.load(folder / "tokens.json" if tokens else None),

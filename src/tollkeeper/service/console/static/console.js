@@ -29,10 +29,44 @@ document.addEventListener("htmx:configRequest", (event) => {
   if (csrf) event.detail.headers["X-CSRF-Token"] = csrf.content;
 });
 // A rejected form is shown again with its problem; htmx would drop an answer with an error status.
+// A part that the page asks for by itself, every few seconds, stays as it is instead.
 document.addEventListener("htmx:beforeSwap", (event) => {
-  const { status } = event.detail.xhr;
-  if (status >= 400 && status < 600 && event.detail.xhr.responseText) event.detail.shouldSwap = true;
+  const { status, responseText } = event.detail.xhr;
+  if (status >= 400 && responseText) event.detail.shouldSwap = !isPoll(event);
 });
+
+function isPoll(event) {
+  const { elt, triggeringEvent } = event.detail.requestConfig;
+  return !triggeringEvent && elt.getAttribute("hx-trigger")?.startsWith("every ");
+}
+
+// The notice below the navigation. An empty text hides it.
+export const LOST = "The live connection is lost. The page shows the last known state and reconnects.";
+export function connection(text) {
+  const notice = document.getElementById("connection");
+  if (notice.textContent !== text) notice.textContent = text;
+  notice.hidden = !text;
+}
+
+// A page in the background does not ask, and a page whose question fails says so.
+document.addEventListener("htmx:beforeRequest", (event) => {
+  if (document.hidden && isPoll(event)) event.preventDefault();
+});
+document.addEventListener("htmx:afterRequest", (event) => {
+  if (isPoll(event)) connection(event.detail.successful ? "" : LOST);
+});
+
+// What an update must not undo: how far a table is scrolled.
+const scrolled = new Map();
+document.addEventListener("htmx:beforeSwap", () => keepScroll(document));
+document.addEventListener("htmx:afterSwap", () => restoreScroll(document));
+export function keepScroll(root) {
+  scrolled.clear();
+  for (const each of root.querySelectorAll(".scroll[id]")) scrolled.set(each.id, each.scrollLeft);
+}
+export function restoreScroll(root) {
+  for (const each of root.querySelectorAll(".scroll[id]")) each.scrollLeft = scrolled.get(each.id) ?? 0;
+}
 
 // <button data-confirm="Reset the counts of user:42?"> asks before its form is sent.
 const dialog = document.getElementById("confirm");
