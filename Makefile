@@ -27,8 +27,10 @@ endif
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(RUN_READY)  ## start the service with example rules, on http://127.0.0.1:8080
-	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml
+# The lines for people, also without a terminal: they have a one-time login link.
+run: $(RUN_READY)  ## start the service with example rules and a console, on http://127.0.0.1:8080
+	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml --sample 1 \
+		--log-format text --console-link
 
 check: $(READY)  ## lint, types, and the quick tests that need no server
 	$(MAKE) --no-print-directory --jobs=2 lint unit

@@ -36,6 +36,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "entries": ("entries", "app"),
     "override": ("entries", "override_app"),
     "token": ("tokens", "app"),
+    "console": ("console", "app"),
     "load": ("load", "app"),
     "metrics": ("metrics", "app"),
     "records": ("records", "app"),

@@ -429,6 +429,14 @@ LogFormatOption = Annotated[
 AccessLogOption = Annotated[
     bool | None, _option("--access-log/--no-access-log", help="Log each request.")
 ]
+ConsoleLinkOption = Annotated[
+    bool | None,
+    _option(
+        "--console-link/--no-console-link",
+        help="Print a one-time login link of the console at startup. With the log format json it "
+        "is not printed: logs are kept and read by others. See `tollkeeper console link`.",
+    ),
+]
 DrainSecondsOption = Annotated[
     float | None,
     _option(
@@ -504,16 +512,16 @@ def serve(
     keep_megabytes: KeepMegabytesOption = None,
     log_format: LogFormatOption = None,
     access_log: AccessLogOption = None,
+    console_link: ConsoleLinkOption = None,
     drain_seconds: DrainSecondsOption = None,
     shutdown_seconds: ShutdownSecondsOption = None,
 ) -> None:
-    """Run the service: checks over HTTP and, for Envoy, over gRPC.
+    """Run the service: checks over HTTP and, for Envoy, over gRPC; the console is at /console.
 
-    Each option is also a variable (--node-id is TOLLKEEPER_NODE_ID) and a line of the --config file
-    (node-id: eu-1). The service listens on this machine only; to serve others, it requires tokens.
-    Exit code: 0 a signal ended it; 1 a worker crashed repeatedly; 2 it could not start.
+    An option is also a variable (TOLLKEEPER_NODE_ID) and a line of the --config file (node-id: a).
+    Other machines need tokens. Exit code: 0 ended by a signal; 1 repeated crashes; 2 no start.
 
-    Example: tollkeeper serve --rules limits.yaml
+    Example: tollkeeper serve --seed limits.yaml --console-link
 
     Example: tollkeeper serve --rules postgresql://app@db/rules --store redis://cache --host 0.0.0.0
     """

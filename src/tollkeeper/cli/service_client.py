@@ -113,7 +113,7 @@ class ServiceClient:
     def __init__(
         self, url: str, token: str | None, *, timeout_s: float, ca_file: str | None = None
     ) -> None:
-        parts = _checked_url(url)
+        parts = checked_url(url)
         if not 0 < timeout_s <= TIMEOUT_S_MAX:
             raise ConfigError(
                 f"--timeout {timeout_s:g} is not between 0 and {TIMEOUT_S_MAX:g} seconds; try 5"
@@ -297,7 +297,8 @@ def _httpx() -> Any:
     return httpx
 
 
-def _checked_url(url: str) -> SplitResult:
+def checked_url(url: str) -> SplitResult:
+    """Return the parts of the URL of a service. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0

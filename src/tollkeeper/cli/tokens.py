@@ -78,7 +78,7 @@ def create(
 
     Example: tollkeeper token create checkout --role check --scope tenant=acme
     """
-    path = _path(tokens, data)
+    path = tokens_path(tokens, data)
     secret = create_token(
         path, name, cast("Role", role), parse_pairs("--scope", scope or [], "tenant=acme")
     )
@@ -98,7 +98,7 @@ def list_(tokens: FileOption = None, data: DataOption = None, as_json: JsonOptio
 
     Example: tollkeeper token list
     """
-    path = _path(tokens, data)
+    path = tokens_path(tokens, data)
     found = read_tokens(path) if path.exists() else ()
     if as_json:
         print_json({"exit_code": OK, "tokens": [_data(each) for each in found]})
@@ -121,14 +121,15 @@ def remove(
 
     Example: tollkeeper token remove checkout
     """
-    remove_token(_path(tokens, data), name)
+    remove_token(tokens_path(tokens, data), name)
     if as_json:
         print_json({"exit_code": OK, "removed": name})
     else:
         print_text(f"removed: {name}")
 
 
-def _path(tokens: str | None, data: str | None) -> Path:
+def tokens_path(tokens: str | None, data: str | None) -> Path:
+    """Return the token file of the options."""
     if tokens:
         return Path(tokens)
     return (Path(data) if data else state_folder()) / "tokens.json"

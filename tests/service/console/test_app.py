@@ -9,6 +9,7 @@ import pytest
 from tests.service.console.client import ConsoleClient, console_of
 from tests.service.http.client import http_service
 from tollkeeper.service.console.sessions import Sessions
+from tollkeeper.service.http.tokens import Token
 
 
 async def test_logging_in_and_out(console: ConsoleClient) -> None:
@@ -96,3 +97,21 @@ async def test_a_service_without_a_data_folder_has_no_console() -> None:
         answer = await call("GET", "/console", headers={"Host": "localhost"})
         assert answer.status == 404
         assert b"no console" in answer.body
+
+
+async def test_logging_out_everywhere_else(console: ConsoleClient) -> None:
+    """The other sessions of the same token end; those of other tokens and this one stay."""
+    sessions, tokens = Sessions(console.context.settings.sessions or Path()), console.context.tokens
+    kept = console.cookie
+    found = sessions.find(kept, tokens)
+    assert found is not None
+    other = sessions.begin(found.token)
+    stranger = sessions.begin(Token("bob", "admin"))
+    text = await console.get("/sessions")
+    assert text.count("another browser") == 1
+    answer = await console.post("/sessions/end")
+    assert (
+        "The other sessions are ended" in (await console.http.get(answer.headers["location"])).text
+    )
+    alive = [sessions.find(each, tokens) is not None for each in (kept, other, stranger)]
+    assert alive == [True, False, True]

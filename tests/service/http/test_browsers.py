@@ -57,6 +57,25 @@ async def test_a_page_of_another_origin_reaches_no_endpoint() -> None:
         assert (await http.check(user="1")).data["remaining"] == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "host", "origin", "accepted"),
+    [
+        ("/v1/check", "127.0.0.1:8080", "http://127.0.0.1:8080", True),
+        ("/console/login", "localhost:8080", "http://localhost:8080", True),
+        ("/console/login", "localhost:8080", "http://localhost:3000", False),
+        ("/console/login", "localhost", "https://shop.example", False),
+        ("/console/login", "localhost", "null", False),
+        ("/console/login", "limits.example", "http://limits.example", True),
+        ("/v1/check", "limits.example", "http://limits.example", False),
+    ],
+)
+def test_pages_of_the_service_itself(path: str, host: str, origin: str, accepted: bool) -> None:
+    """The console and /docs send their own origin. Under a name, only the console may."""
+    guard = BrowserGuard(Tokens.load(None), loopback=False)
+    headers = {b"host": host.encode(), b"origin": origin.encode()}
+    assert (guard.rejection(path, headers, "http") is None) == accepted
+
+
 @pytest.mark.parametrize("host", OWN)
 async def test_programs_of_this_machine_may_call(host: str) -> None:
     """They name an address or localhost; a check, a look, and the documentation work."""

@@ -13,14 +13,14 @@ from tollkeeper.service.process.main_process import (
     QUICK_ENDS_MAX,
     WorkerRestarts,
     connections_max,
-    started_line,
+    started_lines,
     url_of,
 )
 from tollkeeper.service.process.settings import ServiceSettings
 
 
-def test_started_line(tmp_path: Path) -> None:
-    """It has the address, the rules, the store without its password, and a working command."""
+def test_started_lines(tmp_path: Path) -> None:
+    """They are short; they have addresses, rules and store without passwords, and a command."""
     settings = ServiceSettings.gather(
         {
             "data": str(tmp_path / "data"),
@@ -31,13 +31,18 @@ def test_started_line(tmp_path: Path) -> None:
             "tls_key": "k",
         }
     )
-    line = started_line(settings, "12")
-    assert "pa55" not in line
-    assert "version 12" in line
+    lines = started_lines(settings, "12", 3)
+    text = "\n".join(lines)
+    assert "pa55" not in text
+    assert "version 12, 3 rules" in text
+    assert "https://127.0.0.1:8080/console\n" in text
+    assert "  records  sqlite:" in text
+    assert "gossip" not in text
+    assert max(map(len, lines)) < 160
     assert url_of(settings) == "https://127.0.0.1:8080"
-    assert "curl -k https://127.0.0.1:8080/v1/check -d" in line
+    assert "curl -k https://127.0.0.1:8080/v1/check -d" in lines[-1]
     create_token(settings.tokens_path, "a", "check")
-    assert "$TOLLKEEPER_TOKEN" in started_line(settings, "12")
+    assert "$TOLLKEEPER_TOKEN" in started_lines(settings, "12", 3)[-1]
 
 
 def test_only_repeated_quick_ends_count_as_a_crash_loop() -> None:

@@ -174,7 +174,7 @@ def test_data_folder_may_have_any_name(name: str, tmp_path: Path, rules: str) ->
     data = tmp_path / name
     settings = ServiceSettings.gather({"data": str(data), "seed": rules})
     data.mkdir()
-    assert asyncio.run(startup.prepared(settings)) == "1"
+    assert asyncio.run(startup.prepared(settings)) == ("1", 1)
     assert {"rules.db", "limits"} <= {each.name for each in data.iterdir()}
     assert {each.name for each in tmp_path.iterdir()} == {name, "limits.yaml"}
 
@@ -183,8 +183,8 @@ def test_database_is_seeded_once(tmp_path: Path, rules: str) -> None:
     """The document becomes version 1. A second startup changes nothing."""
     settings = given(tmp_path, seed=rules)
     Path(settings.data).mkdir()
-    assert asyncio.run(startup.prepared(settings)) == "1"
-    assert asyncio.run(startup.prepared(settings)) == "1"
+    assert asyncio.run(startup.prepared(settings)) == ("1", 1)
+    assert asyncio.run(startup.prepared(settings)) == ("1", 1)
     assert settings.database is not None
 
     async def authors(url: str) -> list[tuple[int, str]]:

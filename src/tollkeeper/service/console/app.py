@@ -28,7 +28,7 @@ from tollkeeper.service.console import (
     rules,
     subjects,
 )
-from tollkeeper.service.console.sessions import SESSION_SECONDS, Sessions
+from tollkeeper.service.console.sessions import SESSION_SECONDS, Session, Sessions
 from tollkeeper.service.console.views import (
     COOKIE,
     ROOT,
@@ -66,6 +66,8 @@ def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
         Route(f"{ROOT}/login", _log_in, methods=["POST"]),
         Route(f"{ROOT}/link/{{code}}", _use_link, methods=["GET"]),
         view("/logout", _log_out, "POST"),
+        view("/sessions", _show_sessions),
+        view("/sessions/end", _end_sessions, "POST"),
         *(route for page in pages for route in page.routes()),
     ]
     app = Starlette(
@@ -202,3 +204,24 @@ async def _log_out(page: Page) -> Response:
     response = RedirectResponse(f"{ROOT}/login", 303)
     response.delete_cookie(COOKIE, path=ROOT)
     return response
+
+
+async def _show_sessions(page: Page) -> Response:
+    return page.render("sessions.html", sessions=await _own_sessions(page))
+
+
+async def _end_sessions(page: Page) -> Response:
+    """End the operator's other sessions: a log-out everywhere else."""
+    sessions = page.console.sessions
+    for each in await _own_sessions(page):
+        if each.key != page.session.key:
+            await asyncio.to_thread(sessions.end, each.key)
+    return page.redirect(f"{ROOT}/sessions", "sessions-ended")
+
+
+async def _own_sessions(page: Page) -> list[Session]:
+    """Return the sessions of the same token; after a link, those of links with the same name."""
+    console = page.console
+    found = await asyncio.to_thread(console.sessions.all, console.context.tokens)
+    own = page.session.token
+    return [e for e in found if (e.token.name, e.token.sha256) == (own.name, own.sha256)]

@@ -13,6 +13,7 @@ A link is a file, too. To use it is to remove its file, which only one request c
 
 from __future__ import annotations
 
+import getpass
 import os
 import secrets
 import tempfile
@@ -22,13 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.http.tokens import Role, Token, Tokens
 
+# Where the console is. A one-time link is CONSOLE/link/CODE.
+CONSOLE: Final = "/console"
 # The folder of the sessions in the data folder.
 FOLDER: Final = "sessions"
 SESSION_SECONDS: Final = 12 * 3600
@@ -89,6 +92,11 @@ class Sessions:
     def __init__(self, folder: Path, now_s: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._now_s = now_s
+
+    @classmethod
+    def of(cls, data: Path | str) -> Self:
+        """Return the sessions of a data folder."""
+        return cls(Path(data) / FOLDER)
 
     def begin(self, token: Token) -> str:
         """Begin a session and return the secret for the cookie. Raises ConfigError."""
@@ -207,3 +215,20 @@ class Sessions:
 
 def _named(kind: str, secret: str) -> str:
     return f"{kind}{sha256(secret.encode('utf-8', 'replace')).hexdigest()}"
+
+
+def link_url(service: str, code: str) -> str:
+    """Return the one-time link with this code.
+
+    >>> link_url("http://127.0.0.1:8080", "abc")
+    'http://127.0.0.1:8080/console/link/abc'
+    """
+    return f"{service.rstrip('/')}{CONSOLE}/link/{code}"
+
+
+def login_name() -> str:
+    """Return the name for the links of this user; `operator` for a user without a name."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container whose user has no name
+        return "operator"

@@ -34,11 +34,11 @@ from starlette.types import ASGIApp
 
 from tollkeeper.core.version import __version__
 from tollkeeper.service.console.client import AdminClient, ApiProblem
-from tollkeeper.service.console.sessions import Session, Sessions
+from tollkeeper.service.console.sessions import CONSOLE, Session, Sessions
 from tollkeeper.service.http.context import REQUEST_ID, ServiceContext
 from tollkeeper.service.http.static_files import console_files
 
-ROOT: Final = "/console"
+ROOT: Final = CONSOLE
 COOKIE: Final = "tollkeeper_console"
 # A rule document may have 5 MB, and a form encodes many characters in three.
 FORM_BYTES_MAX: Final = 16 * 2**20

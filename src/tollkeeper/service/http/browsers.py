@@ -30,6 +30,7 @@ from tollkeeper.service.http.tokens import TokenRejection, Tokens
 # Hosts that were accepted are remembered, so that most requests are checked by one look-up.
 ACCEPTED_MAX: Final = 64
 AUTHORIZE: Final = "/v1/authorize"
+_CONSOLE: Final = "/console/"
 # The headers in which a gateway names its client's URI.
 GATEWAY_HEADERS: Final = (b"x-original-uri", b"x-forwarded-uri")
 
@@ -69,21 +70,25 @@ class BrowserGuard:
                     f"tollkeeper token create NAME --role check",
                 )
             from_gateway = path == AUTHORIZE and any(map(headers.get, GATEWAY_HEADERS))
-            if b"origin" in headers and not from_gateway and not _is_own_origin(headers, scheme):
+            has_origin = b"origin" in headers and not from_gateway
+            if has_origin and not _is_own_origin(path, headers, scheme):
                 return _FROM_PAGE
         if len(self.accepted) < ACCEPTED_MAX:
             self.accepted.add(host)
         return None
 
 
-def _is_own_origin(headers: Mapping[bytes, bytes], scheme: str) -> bool:
+def _is_own_origin(path: str, headers: Mapping[bytes, bytes], scheme: str) -> bool:
     """Return True if a page of this service sent the request.
 
     A service for other machines accepts any Host, and a name can be rebound to its address. So a
-    page of the service that was opened by a name is rejected there.
+    page of the service that was opened by a name is rejected there. The console is not: whatever
+    its name, and behind a proxy that ends TLS, its forms need a session.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     origin = headers[b"origin"].decode("latin-1")
+    if path.startswith(_CONSOLE):
+        return origin.partition("://")[2] == host
     return origin == f"{scheme}://{host}" and is_own_host(host)
 
 

@@ -22,6 +22,8 @@ LINE_LENGTH_MAX: Final = 8_192
 
 _TOKEN: Final = re.compile(r"tk_[A-Za-z0-9_-]{16,}")
 _BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s{1,9}[A-Za-z0-9._~+/=-]+")
+# One-time login links of the console.
+_LINK: Final = re.compile(r"(/console/link/)[A-Za-z0-9_-]+")
 # The bounds keep this fast on any text: it runs on every line, whatever it holds.
 _PASSWORD: Final = re.compile(r"(?i)(?P<scheme>[a-z][a-z0-9+.-]{0,30}://)[^/\s@]{0,1000}@")
 _ACCESS: Final = "granian.access"
@@ -36,13 +38,14 @@ def event(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without tokens and without passwords in URLs.
+    """Return the text without tokens, login links and passwords in URLs.
 
     >>> without_secrets("redis://app:s3cret@db/0 for tk_0123456789abcdefghij")
     'redis://…@db/0 for tk_…'
     """
     text = _TOKEN.sub("tk_…", text)
     text = _BEARER.sub(r"\1 …", text)
+    text = _LINK.sub(r"\1…", text)
     return _PASSWORD.sub(r"\g<scheme>…@", text)
 
 

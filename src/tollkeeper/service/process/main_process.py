@@ -19,8 +19,10 @@ import logging
 import multiprocessing
 import os
 import resource
+import shlex
 import signal
 import ssl
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +40,15 @@ from granian.http import HTTP1Settings
 from granian.log import LogLevels
 
 from tollkeeper.control.follow import without_secrets
+from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.version import __version__
+from tollkeeper.service.console.sessions import (
+    CONSOLE,
+    LINK_SECONDS,
+    Sessions,
+    link_url,
+    login_name,
+)
 from tollkeeper.service.http.tokens import Tokens
 from tollkeeper.service.process import logs
 from tollkeeper.service.process.settings import ServiceSettings
@@ -64,6 +74,8 @@ QUICK_ENDS_MAX: Final = 5
 QUICK_END_SECONDS: Final = 5.5
 # A service that listens on every address is called on loopback.
 _CALLABLE_HOST: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not to listen on
+# A request that most rules of the examples match.
+_TRIED: Final = '{"api_key": "sk_1", "endpoint": "/v1/search"}'
 
 log = logging.getLogger("tollkeeper.service")
 
@@ -89,8 +101,11 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve_until_signal(settings: ServiceSettings, counters: Path, version: str) -> None:
-    """Start the workers, log where they listen, and return when all of them have ended."""
+def serve_until_signal(settings: ServiceSettings, counters: Path, version: str, rules: int) -> None:
+    """Start the workers, log where they listen, and return when all of them have ended.
+
+    `version` and `rules` are the version and the number of the rules in force.
+    """
     # Not fork: a forked process would inherit locks that threads hold, without the threads.
     multiprocessing.set_start_method("spawn", force=True)
     # Starting the tracker unblocks SIGINT. If the first worker started it, no worker would inherit
@@ -100,7 +115,7 @@ def serve_until_signal(settings: ServiceSettings, counters: Path, version: str) 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = _server(settings)
     server.counters = counters
-    threading.Thread(target=_announce, args=(settings, version), daemon=True).start()
+    threading.Thread(target=_announce, args=(settings, version, rules), daemon=True).start()
     server.serve(
         target_loader=partial(load_worker, settings, counters, os.getpid()), wrap_loader=False
     )
@@ -264,20 +279,52 @@ class WorkerRestarts(dict[int, float]):
         """Do nothing. granian clears the times of all workers when one of them ends."""
 
 
-# ── The line at startup ────────────────────────────────────────────────────────────────────────
+# ── The lines at startup ───────────────────────────────────────────────────────────────────────
 
 
-def _announce(settings: ServiceSettings, version: str) -> None:
+def _announce(settings: ServiceSettings, version: str, rules: int) -> None:
     """Log where the service listens as soon as it answers."""
     pause = threading.Event()
     for _ in range(int(READY_SECONDS_MAX / _READY_PAUSE_SECONDS)):
         if _answers(settings):
-            log.info(started_line(settings, version), extra=_started(settings, version))
+            lines = started_lines(settings, version, rules)
+            # For people one fact on each line; for programs one short message beside the fields.
+            message = "\n".join(lines) if settings.log_format == "text" else lines[0]
+            log.info("%s", message, extra=_started(settings, version, rules))
+            if settings.console_link:
+                _print_link(settings)
             return
         pause.wait(_READY_PAUSE_SECONDS)
     log.warning(
         "the service does not answer after %g s", READY_SECONDS_MAX, extra=logs.event("not_ready")
     )
+
+
+def _print_link(settings: ServiceSettings) -> None:
+    """Print a one-time login link below the lines for people; never into a log of JSON.
+
+    The link is not logged: it is written to the standard error itself, whose reader has asked for
+    it.
+    """
+    data, url = shlex.quote(settings.data), url_of(settings)
+    command = f"tollkeeper console link --data {data} --url {url}"
+    if settings.log_format != "text" or sys.stderr is None:
+        log.info(
+            "no login link is printed into a log of JSON; make one with: %s",
+            command,
+            extra=logs.event("no_console_link"),
+        )
+        return
+    try:
+        code = Sessions.of(settings.data).make_link(login_name(), "admin")
+    except ConfigError as error:
+        log.warning("no login link: %s", error, extra=logs.event("no_console_link"))
+        return
+    sys.stderr.write(
+        f"  log in   {link_url(url, code)}\n"
+        f"           once, within {LINK_SECONDS // 60} minutes; then: {command}\n"
+    )
+    sys.stderr.flush()
 
 
 def _answers(settings: ServiceSettings) -> bool:
@@ -297,11 +344,12 @@ def _answers(settings: ServiceSettings) -> bool:
         connection.close()
 
 
-def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
+def _started(settings: ServiceSettings, version: str, rules: int) -> dict[str, Any]:
     return logs.event(
         "started",
         version=__version__,
         url=url_of(settings),
+        console=f"{url_of(settings)}{CONSOLE}",
         grpc=settings.grpc,
         grpc_server=_grpc_server(settings) if settings.grpc else "",
         gossip=settings.gossip,
@@ -309,6 +357,7 @@ def _started(settings: ServiceSettings, version: str) -> dict[str, Any]:
         workers=settings.workers,
         rules=_shown(settings.rules),
         rules_version=version,
+        rules_count=rules,
         store=_shown(settings.store),
         pid=os.getpid(),
     )
@@ -331,20 +380,34 @@ def _callable_host(settings: ServiceSettings) -> str:
     return _CALLABLE_HOST.get(settings.host, settings.host)
 
 
-def started_line(settings: ServiceSettings, version: str) -> str:
-    """Return one line: address, rules, store, and a command that tries the service."""
+def started_lines(settings: ServiceSettings, version: str, rules: int) -> list[str]:
+    """Return the lines at startup: addresses, store, rules, and a command to try the service."""
     url = url_of(settings)
     options = "-k " if settings.tls_cert else ""
     if Tokens.load(settings.tokens_path).required:
         options += '-H "Authorization: Bearer $TOLLKEEPER_TOKEN" '
-    grpc = f", gRPC {settings.grpc} on {_grpc_server(settings)}" if settings.grpc else ""
-    gossip = f", gossip {settings.gossip}" if settings.gossip else ""
-    region = f", region {settings.region}" if settings.region else ""
-    return (
-        f"tollkeeper {__version__} on {url}{grpc}{gossip}{region}; workers: {settings.workers}; "
-        f"rules {_shown(settings.rules)}, version {version}; store {_shown(settings.store)}; "
-        f'try: curl {options}{url}/v1/check -d \'{{"user": "42"}}\''
-    )
+    facts = {
+        "console": f"{url}{CONSOLE}",
+        "gRPC": f"{settings.grpc} on {_grpc_server(settings)}" if settings.grpc else "",
+        "gossip": settings.gossip,
+        "region": settings.region,
+        "store": _shown(settings.store),
+        "rules": f"{_shown(settings.rules)}, version {version}, {_counted(rules, 'rule')}",
+        "records": _records_text(settings),
+        "try": f"curl {options}{url}/v1/check -d '{_TRIED}'",
+    }
+    first = f"tollkeeper {__version__} on {url}, {_counted(settings.workers, 'worker')}"
+    return [first, *(f"  {name:8} {value}" for name, value in facts.items() if value)]
+
+
+def _records_text(settings: ServiceSettings) -> str:
+    if settings.record == "off":
+        return "off"
+    return f"{_shown(settings.record)}, {100 * settings.sample:g} % of allowed decisions"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _shown(uri: str) -> str:

@@ -180,6 +180,8 @@ class ServiceSettings:
     log_format: LogFormat = "auto"
     """`auto`: text for a terminal, JSON for everything else."""
     access_log: bool = False
+    console_link: bool = False
+    """Print a one-time login link of the console at startup; only with the log format text."""
     drain_seconds: float = 1.0
     """From SIGTERM until the service accepts no more connections."""
     shutdown_seconds: float = 30.0

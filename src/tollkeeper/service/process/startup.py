@@ -44,11 +44,11 @@ def run(settings: ServiceSettings) -> None:
     check_gossip_key(settings)
     allow_open_files()
     with private_files(), run_folder(settings) as counters, ports(settings) as listening:
-        version = asyncio.run(prepared(listening, counters))
+        version, rules = asyncio.run(prepared(listening, counters))
         # Imported here: `prepared` has just reported a missing extra.
         from tollkeeper.service.process.main_process import serve_until_signal  # noqa: PLC0415 - see above
 
-        serve_until_signal(listening, counters, version)
+        serve_until_signal(listening, counters, version, rules)
     log.info("the service has ended", extra=logs.event("ended"))
 
 
@@ -224,8 +224,8 @@ def _reserved(option: str, host: str, port: int, held: list[socket.socket]) -> t
     return str(address[0]), found
 
 
-async def prepared(settings: ServiceSettings, counters: Path | None = None) -> str:
-    """Try everything that a worker does at startup. Returns the version of the rules."""
+async def prepared(settings: ServiceSettings, counters: Path | None = None) -> tuple[str, int]:
+    """Try everything that a worker does at startup. Returns the rules' version and number."""
     try:
         from tollkeeper.service.process import identify, worker  # noqa: PLC0415 - needs the server extra
 
@@ -253,9 +253,9 @@ async def prepared(settings: ServiceSettings, counters: Path | None = None) -> s
                 f"--rules none if clients give limits with the call (POST /v1/limit)"
             ) from None
         raise
-    version = limiter.rules_status().version
+    rules = limiter.compiled_rules
     await limiter.close()
-    return version
+    return rules.version, len(rules.document.rules)
 
 
 async def _seed(database: str, path: str) -> None:
