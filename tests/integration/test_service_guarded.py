@@ -267,6 +267,9 @@ def test_tls(tmp_path: Path) -> None:
         ):
             assert secured.version() in {"TLSv1.2", "TLSv1.3"}
         assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
+        for origin, status in ((service.url, 200), (service.url.replace("https", "http"), 403)):
+            sent = {"Origin": origin}
+            assert service.ask("POST", "/v1/check", {"user": "42"}, sent).status == status
         assert not raw(service, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
             b"HTTP"
         )

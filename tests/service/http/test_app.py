@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import threading
 from pathlib import Path
@@ -379,6 +380,29 @@ async def test_a_page_that_never_changes_is_made_once(path: str) -> None:
         assert again.headers["x-request-id"] == "mine"
         assert first.headers["x-request-id"] != "mine"
         assert again.headers.keys() == first.headers.keys()
+        packed = await http("GET", path, b"", {"Accept-Encoding": "gzip"})
+        assert gzip.decompress(packed.body) == first.body
+        assert len(packed.body) < len(first.body)
+        known = await http("GET", path, b"", {"If-None-Match": first.headers["etag"]})
+        assert (known.status, known.body) == (304, b"")
+
+
+async def test_an_error_is_not_repeated() -> None:
+    """The next request for the page makes it again."""
+    async with http_service() as http:
+        good = await http("GET", "/docs")
+        page = http.app._pages["/docs"]
+        page._file, made = None, page._app
+
+        async def failing(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+
+        page._app = failing
+        failed = await http("GET", "/docs")
+        assert (failed.status, failed.body) == (500, b"no")
+        page._app = made
+        assert (await http("GET", "/docs")).body == good.body
 
 
 @pytest.mark.parametrize("path", ["/v1/check", "/v1/check/batch", "/v1/limit", "/v1/settle"])

@@ -63,7 +63,12 @@ from tollkeeper.service.http.context import (
 )
 from tollkeeper.service.http.health import WorkerMetrics
 from tollkeeper.service.http.static_files import PREFIX as STATIC
-from tollkeeper.service.http.static_files import console_files
+from tollkeeper.service.http.static_files import (
+    REVALIDATED,
+    StaticFile,
+    console_files,
+    send_reply,
+)
 from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection
 
 # The form of a request ID that a client may choose; any other value is replaced.
@@ -247,23 +252,27 @@ class _StaticPage:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._messages: list[Message] = []
+        self._file: StaticFile | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        if not self._messages:
+        if self._file is None:
             sent: list[Message] = []
 
             async def keep(message: Message) -> None:
                 sent.append(message)
 
             await self._app(scope, receive, keep)
-            self._messages = sent
-        for message in self._messages:
-            await send(dict(message))
+            if sent[0]["status"] != 200:
+                for message in sent:
+                    await send(message)
+                return
+            headers = [each for each in sent[0]["headers"] if each[0] != b"content-length"]
+            self._file = StaticFile(b"".join(each["body"] for each in sent[1:]), headers)
+        await send_reply(await self._file.reply(dict(scope["headers"]), REVALIDATED), scope, send)
 
 
 def _admin_apps(context: ServiceContext) -> tuple[Any, Any]:

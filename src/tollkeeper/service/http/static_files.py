@@ -23,6 +23,7 @@ import asyncio
 import gzip
 import re
 import threading
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -47,16 +48,14 @@ TYPES: Final = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-_FOR_EVER: Final = b"public, max-age=31536000, immutable"
-_REVALIDATED: Final = b"no-cache"
+REVALIDATED: Final = (b"cache-control", b"no-cache")
+_FOR_EVER: Final = (b"cache-control", b"public, max-age=31536000, immutable")
 _HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
     (b"cross-origin-resource-policy", b"same-origin"),
     # An image that is opened as a page runs nothing.
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"vary", b"accept-encoding"),
 ]
-_ENCODED: Final[RawHeader] = (b"content-encoding", b"gzip")
 _GZIP: Final = re.compile(rb"(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
 
 
@@ -73,7 +72,9 @@ class StaticFiles:
         """Read every file in the folder and below it that has one of the known types."""
         self.prefix = prefix
         self._files = {
-            path.relative_to(folder).as_posix(): _File(path.read_bytes(), TYPES[path.suffix])
+            path.relative_to(folder).as_posix(): StaticFile(
+                path.read_bytes(), [*_HEADERS, (b"content-type", TYPES[path.suffix])]
+            )
             for path in sorted(folder.rglob("*"))
             if path.suffix in TYPES and path.is_file()
         }
@@ -89,13 +90,9 @@ class StaticFiles:
     async def __call__(self, scope: Scope, _: Receive, send: Send) -> None:
         """Answer one request."""
         reply = await self.reply(scope["method"], scope["path"], dict(scope["headers"]))
-        length = (b"content-length", b"%d" % len(reply.body))
-        headers = reply.headers if reply.status == 304 else [*reply.headers, length]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        body = b"" if scope["method"] == "HEAD" else reply.body
-        await send({"type": "http.response.body", "body": body})
+        await send_reply(reply, scope, send)
 
-    async def reply(self, method: str, path: str, headers: dict[bytes, bytes]) -> ServiceReply:
+    async def reply(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ServiceReply:
         """Return the reply to one request."""
         version, _, name = path.removeprefix(f"{self.prefix}/").partition("/")
         file = self._files.get(name)
@@ -104,38 +101,47 @@ class StaticFiles:
         if method not in ("GET", "HEAD"):
             detail = no_method_detail(method, "GET, HEAD")
             return problem_reply(405, "METHOD_NOT_ALLOWED", detail, [(b"allow", b"GET, HEAD")])
-        caching = _FOR_EVER if version == self._version else _REVALIDATED
-        sent = [*_HEADERS, (b"etag", file.etag), (b"cache-control", caching)]
-        if _matches(headers.get(b"if-none-match", b""), file.etag):
-            return ServiceReply(304, sent)
-        sent.append((b"content-type", file.content_type))
-        if not accepts_gzip(headers.get(b"accept-encoding", b"")):
-            return ServiceReply(200, sent, file.body)
-        return ServiceReply(200, [*sent, _ENCODED], await file.compressed())
+        return await file.reply(headers, _FOR_EVER if version == self._version else REVALIDATED)
 
 
-class _File:
-    """A file in memory."""
+class StaticFile:
+    """A file in memory, or an answer that never changes."""
 
-    def __init__(self, body: bytes, content_type: bytes) -> None:
-        self.body = body
-        self.content_type = content_type
+    def __init__(self, body: bytes, headers: Iterable[RawHeader]) -> None:
+        """`headers`: those of every reply with this body."""
         self.digest = sha256(body).hexdigest()
+        self._body = body
         # Weak: the compressed form has other bytes and the same meaning.
-        self.etag = f'W/"{self.digest[:32]}"'.encode()
+        self._etag = f'W/"{self.digest[:32]}"'.encode()
+        self._headers = [*headers, (b"etag", self._etag), (b"vary", b"accept-encoding")]
         self._compressed = b""
         self._compressing = threading.Lock()
 
-    async def compressed(self) -> bytes:
-        """Return the file as gzip."""
+    async def reply(self, headers: Mapping[bytes, bytes], caching: RawHeader) -> ServiceReply:
+        """Return the reply to a request with these headers."""
+        sent = [*self._headers, caching]
+        if _matches(headers.get(b"if-none-match", b""), self._etag):
+            return ServiceReply(304, sent)
+        if not accepts_gzip(headers.get(b"accept-encoding", b"")):
+            return ServiceReply(200, sent, self._body)
         # In a thread: the largest file takes 0.1 s, and checks must not wait for it.
-        return self._compressed or await asyncio.to_thread(self._compress)
+        body = self._compressed or await asyncio.to_thread(self._compress)
+        return ServiceReply(200, [*sent, (b"content-encoding", b"gzip")], body)
 
     def _compress(self) -> bytes:
         with self._compressing:
             if not self._compressed:
-                self._compressed = gzip.compress(self.body, mtime=0)
+                self._compressed = gzip.compress(self._body, mtime=0)
             return self._compressed
+
+
+async def send_reply(reply: ServiceReply, scope: Scope, send: Send) -> None:
+    """Send a reply, without its body if the request is HEAD."""
+    length = (b"content-length", b"%d" % len(reply.body))
+    headers = reply.headers if reply.status == 304 else [*reply.headers, length]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    body = b"" if scope["method"] == "HEAD" else reply.body
+    await send({"type": "http.response.body", "body": body})
 
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
