@@ -107,6 +107,10 @@ class DecisionOut(ApiOutput):
     """The decision that a check would get now."""
 
     allowed: bool
+    policy: str = Field(
+        description="The limit that decides: of several, the tightest.",
+        examples=["10 per 60 s (token_bucket)"],
+    )
     limit: int = Field(description="The most that can remain: the capacity, and granted units.")
     remaining: int = Field(description="How many single requests would pass now.")
     retry_after: float = Field(description="Seconds until this cost would pass; 0 if it does now.")
@@ -251,6 +255,7 @@ def _decision(decision: Decision | None) -> DecisionOut | None:
         return None
     return DecisionOut(
         allowed=decision.allowed,
+        policy=str(decision.policy),
         limit=decision.limit,
         remaining=decision.remaining,
         retry_after=decision.retry_after,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ NAVIGATION: Final = (
     ("Fleet and regions", f"{ROOT}/fleet"),
     ("Audit", f"{ROOT}/audit"),
 )
+# The seconds of a unit and its name, and those of the next smaller one.
+_UNITS: Final = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 # What a page says after a change. The URL holds the key, never a text.
 DONE: Final = {
     "applied": "The rules are applied.",
@@ -99,7 +102,7 @@ class Console:
             "time": time_element,
             "asset": console_files().url,
         }
-        self.templates.filters |= {"number": number}
+        self.templates.filters |= {"number": number, "duration": duration}
         self.templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
 
     def page(self, request: Request, session: Session | None) -> Page:
@@ -342,6 +345,22 @@ def number(value: float | None, digits: int = 0) -> str:
     ('1,234,567', '0.12', '–')
     """
     return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people, in its two largest units.
+
+    >>> [duration(each) for each in (0, 0.25, 59.2, 61, 7200, 90000)]
+    ['0 s', '0.3 s', '1 min', '1 min 1 s', '2 h', '1 d 1 h']
+    """
+    if 0 < seconds < 1:
+        return f"{math.ceil(seconds * 10) / 10} s"
+    whole = math.ceil(seconds)
+    for size, name, below, lower in _UNITS:
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {name} {rest} {lower}" if rest else f"{whole // size} {name}"
+    return f"{whole} s"
 
 
 def time_element(value: datetime | str | float | None) -> Markup:
