@@ -13,7 +13,7 @@ import pytest
 from tests.history.databases import event, filled
 from tollkeeper.control.database import Database
 from tollkeeper.history.events import PART
-from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records
+from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records, all_pages
 
 NOW_S = 1_800_000_000
 NOW_US = NOW_S * 10**6
@@ -66,3 +66,28 @@ async def test_a_scope_matches_whole_parts(records: Records) -> None:
     for scope, count in (({"user": "2"}, 1), ({"user": ""}, 0), ({"tenant": "acme"}, 1), ({}, 2)):
         wanted = RecordFilter(0, 2 * NOW_US, scope=scope)
         assert len(await records.usage(wanted, "hour", 10)) == count
+
+
+async def test_a_whole_list_is_queried_in_pages() -> None:
+    """Each page begins after the last row of the previous one, and is returned in pieces."""
+    asked: list[int | None] = []
+
+    async def page_of(last: int | None) -> list[int]:
+        asked.append(last)
+        start = 0 if last is None else last + 1
+        return list(range(start, min(start + 1_000, 2_300)))
+
+    pieces = [piece async for piece in all_pages(page_of, 1_000)]
+    assert asked == [None, 999, 1_999]
+    assert [len(piece) for piece in pieces] == [500, 500, 500, 500, 300]
+    assert [each for piece in pieces for each in piece] == list(range(2_300))
+
+
+async def test_decisions_are_counted_in_groups(records: Records) -> None:
+    """The subject with the last name comes last, because all have one denial."""
+    found = await records.groups(ALL, "subject", 2)
+    assert [(row.name, row.requests, row.total, row.names) for row in found] == [
+        *(("user:0", 1, 3, 3), ("user:1", 1, 3, 3)),
+    ]
+    assert [row.name for row in await records.groups(ALL, "subject", 2, found[-1])] == ["user:2"]
+    assert await records.timeline(ALL, 3_600) == [(NOW_US, 3)]

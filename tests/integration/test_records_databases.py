@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -20,7 +21,15 @@ from tollkeeper.core.errors import StoreError
 from tollkeeper.history import sink as sinks
 from tollkeeper.history import tables
 from tollkeeper.history.events import NUMBER_MAX, PART
-from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records, UsageRow, UsageStep
+from tollkeeper.history.reading import (
+    DecisionCursor,
+    GroupRow,
+    MostRow,
+    RecordFilter,
+    Records,
+    UsageRow,
+    UsageStep,
+)
 from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
 from tollkeeper.history.tables import Retention, Trimmer
 from tollkeeper.testing import ManualClock
@@ -116,6 +125,57 @@ async def test_pages_hold_every_row_once(sink: Sink, records: Records) -> None:
         assert sum(each.allowed for each in found) == 400
         assert sum(each.units for each in found) == 1_200
         assert [each[:1] for each in found] == sorted(each[:1] for each in found)
+
+
+async def test_sums_of_a_period_hold_every_row_once(sink: Sink, records: Records) -> None:
+    """Decisions in groups and usage by subject and rule, page by page, the largest first."""
+    shadows = ("[]", '["trial"]', json.dumps(["trial", "größe"]))
+    sink.offer(
+        [
+            event(
+                NOW_US + number,
+                subject=f"user:{number % 7}",
+                tenant="" if number % 2 else "acme",
+                endpoint=f"/a'{number % 3}",
+                shadow_denied=shadows[number % 3],
+            )
+            for number in range(60)
+        ]
+    )
+    for number in range(90):
+        sink.usage.add((f"user:{number % 7}", f"r{number % 2}", NOW_S // 60 + number), [1, 2, 3])
+    await sink.finish()
+    denied = replace(ALL, outcome="denied")
+    found: list[GroupRow] = []
+    last = None
+    while page := await records.groups(denied, "subject", 3, last):
+        found, last = found + page, page[-1]
+    assert [(row.name, row.requests) for row in found] == [
+        *((f"user:{number}", 9) for number in range(4)),
+        *((f"user:{number}", 8) for number in range(4, 7)),
+    ]
+    assert {(row.total, row.names) for row in found} == {(60, 7)}
+    assert [row[:2] for row in await records.groups(denied, "tenant", 9)] == [
+        ("", 30),
+        ("acme", 30),
+    ]
+    one = replace(denied, endpoint="/a'1", tenant="acme")
+    assert [row[:2] for row in await records.groups(one, "endpoint", 9)] == [("/a'1", 10)]
+    shadow = replace(ALL, outcome="shadow_denied")
+    assert [row[:2] for row in await records.groups(shadow, "rule", 9)] == [
+        *(("trial", 40), ("größe", 20)),
+    ]
+    of_rule = replace(shadow, rule="größe")
+    assert [row[:2] for row in await records.groups(of_rule, "rule", 9)] == [("größe", 20)]
+    assert await records.timeline(denied, 60) == [(NOW_US, 60)]
+    sums: list[MostRow] = []
+    at = None
+    while usage := await records.most(ALL, "requests", 4, at):
+        sums, at = sums + usage, usage[-1]
+    assert len(sums) == len({row[:2] for row in sums}) == 14
+    assert [row.most for row in sums] == sorted((row.most for row in sums), reverse=True)
+    assert sum(row.allowed for row in sums) == 90
+    assert sum(row.units for row in sums) == 270
 
 
 async def test_a_page_reads_little_more_than_it_returns(

@@ -6,18 +6,22 @@ previous one, which the cursor names, so new rows shift nothing.
 
 Adding up a whole month for each of its pages would take time that grows with the list. So usage is
 queried in windows of time: one step, then the next two, four and so on, until the page is full.
+
+Sums over a whole period (`most`, `groups`, `timeline`) read all its rows, which the bound of the
+tables limits, and return few.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import text
 
 from tollkeeper.history.events import (
+    ENDPOINT_LENGTH_MAX,
     OTHERS,
     PART,
     REQUEST_ID_LENGTH_MAX,
@@ -35,12 +39,17 @@ if TYPE_CHECKING:
 
 UsageStep = Literal["minute", "hour", "day"]
 Outcome = Literal["allowed", "denied", "shadow_denied", "excess"]
+UsageCount = Literal["requests", "checks", "allowed", "denied", "shadow_denied", "excess"]
+GroupBy = Literal["rule", "subject", "tenant", "user", "endpoint"]
+_Row = TypeVar("_Row")
 
 STEP_SECONDS: Final[Mapping[UsageStep, int]] = {"minute": 60, "hour": 3_600, "day": 86_400}
 # A whole list is queried in pages and returned in smaller pieces, so that other requests run
 # in between.
 PAGE_ROWS: Final = 5_000
 PIECE_ROWS: Final = 500
+# A page of sums reads the whole period, so a whole list of them is queried in larger pages.
+SUMS_PAGE_ROWS: Final = 50_000
 
 # Usage by steps of time; rows that exist only by the hour are returned by the hour.
 _USAGE: Final = """
@@ -59,7 +68,8 @@ _AFTER: Final = (
     "(:start_s, :after_subject, :after_rule, :after_step, :after_region)"
 )
 # The counts of usage that an outcome selects.
-_COUNT_OF: Final = {
+_COUNT_OF: Final[Mapping[UsageCount, str]] = {
+    "requests": "allowed + denied + shadow_denied + denied_indirectly",
     "checks": "allowed + denied",
     "allowed": "allowed",
     "denied": "denied + denied_indirectly",
@@ -67,8 +77,32 @@ _COUNT_OF: Final = {
     "excess": "0",  # it is no usage
 }
 _MOST: Final = """
-SELECT subject, rule, sum({count}) AS most FROM tollkeeper_usage WHERE {where}
-GROUP BY subject, rule HAVING sum({count}) > 0 ORDER BY most DESC, subject, rule LIMIT :limit
+SELECT * FROM (
+    SELECT subject, rule, sum({count}) AS most,
+           sum(allowed) AS allowed, sum(denied) AS denied, sum(units) AS units,
+           sum(shadow_denied) AS shadow_denied, sum(denied_indirectly) AS denied_indirectly
+    FROM tollkeeper_usage WHERE {where} GROUP BY subject, rule HAVING sum({count}) > 0
+) AS found {after} ORDER BY most DESC, subject, rule LIMIT :limit
+"""
+_AFTER_MOST: Final = """
+WHERE most < :after_most
+   OR (most = :after_most AND (subject, rule) > (:after_subject, :after_rule))
+"""
+_GROUPS: Final = """
+SELECT * FROM (
+    SELECT name, requests, last_us, sum(requests) OVER () AS total, count(*) OVER () AS names
+    FROM (
+        SELECT {name} AS name, count(*) AS requests, max(at_us) AS last_us
+        FROM {rows} WHERE {where} GROUP BY 1
+    ) AS grouped
+) AS found {after} ORDER BY requests DESC, name LIMIT :limit
+"""
+_AFTER_GROUP: Final = """
+WHERE requests < :after_requests OR (requests = :after_requests AND name > :after_name)
+"""
+_TIMELINE: Final = """
+SELECT at_us / :step * :step AS start_us, count(*) FROM tollkeeper_decisions WHERE {where}
+GROUP BY 1 ORDER BY 1
 """
 _DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {order} LIMIT :limit"
 
@@ -93,11 +127,28 @@ class UsageRow(NamedTuple):
 
 
 class MostRow(NamedTuple):
-    """The count of a subject under a rule in a period."""
+    """The usage of a subject under a rule in a period. `most` is the count that sorts the rows."""
 
     subject: str
     rule: str
+    most: int
+    allowed: int
+    denied: int
+    units: int
+    shadow_denied: int
+    denied_indirectly: int
+
+
+class GroupRow(NamedTuple):
+    """The decisions that have one rule, subject, tenant, user or endpoint."""
+
+    name: str
     requests: int
+    last_us: int
+    total: int
+    """The decisions of all groups, on all pages."""
+    names: int
+    """The number of groups, on all pages."""
 
 
 class DecisionRow(NamedTuple):
@@ -107,6 +158,11 @@ class DecisionRow(NamedTuple):
     event: DecisionEvent
     shadow_denied: list[str]
     rules: dict[str, str]
+
+    @property
+    def cursor(self) -> DecisionCursor:
+        """Where the next page begins, if this is the last row of a page."""
+        return DecisionCursor(self.event.at_us, self.id)
 
 
 class DecisionCursor(NamedTuple):
@@ -128,11 +184,25 @@ class RecordFilter:
     outcome: Outcome | None = None
     region: str | None = None
     user: str | None = None
-    """Of decisions: the user, the tenant and the ID of the request."""
+    """Of decisions: the user, the tenant, the endpoint and the ID of the request."""
     tenant: str | None = None
+    endpoint: str | None = None
     request_id: str | None = None
     scope: Mapping[str, str] = field(default_factory=dict)
     """Only subjects with all these parts, and decisions on their requests: a token's scope."""
+
+
+async def all_pages(
+    page_of: Callable[[_Row | None], Awaitable[list[_Row]]], rows: int
+) -> AsyncIterator[list[_Row]]:
+    """Yield a whole list in pieces. `page_of` returns the `rows` rows after a row."""
+    last: _Row | None = None
+    while page := await page_of(last):
+        for start in range(0, len(page), PIECE_ROWS):
+            yield page[start : start + PIECE_ROWS]
+        if len(page) < rows:
+            return
+        last = page[-1]
 
 
 class Records:
@@ -178,7 +248,7 @@ class Records:
         conditions = ["start_s >= :from_s", "start_s < :to_s"]
         given: dict[str, Any] = {"step": step_s, "from_s": from_s, "to_s": to_s, "limit": limit}
         self._narrow(wanted, conditions, given)
-        count = _COUNT_OF.get(wanted.outcome or "")
+        count = None if wanted.outcome is None else _COUNT_OF[wanted.outcome]
         if after is not None:
             conditions.append("(start_s / :step * :step > :start_s OR subject >= :after_subject)")
             given |= {
@@ -199,26 +269,22 @@ class Records:
             for row in rows
         ]
 
-    async def all_usage(
-        self, wanted: RecordFilter, step: UsageStep
-    ) -> AsyncIterator[list[UsageRow]]:
+    def all_usage(self, wanted: RecordFilter, step: UsageStep) -> AsyncIterator[list[UsageRow]]:
         """Yield all usage, in pieces. Raises StoreError."""
-        last: UsageRow | None = None
-        while page := await self.usage(wanted, step, PAGE_ROWS, last):
-            for start in range(0, len(page), PIECE_ROWS):
-                yield page[start : start + PIECE_ROWS]
-            if len(page) < PAGE_ROWS:
-                return
-            last = page[-1]
+        return all_pages(lambda last: self.usage(wanted, step, PAGE_ROWS, last), PAGE_ROWS)
+
+    def all_decisions(self, wanted: RecordFilter) -> AsyncIterator[list[DecisionRow]]:
+        """Yield all decisions, in pieces, the newest first. Raises StoreError."""
+        return all_pages(
+            lambda last: self.decisions(wanted, PAGE_ROWS, None if last is None else last.cursor),
+            PAGE_ROWS,
+        )
 
     async def decisions(
         self, wanted: RecordFilter, limit: int, before: DecisionCursor | None = None
     ) -> list[DecisionRow]:
         """Return one page of decisions before `before`, the newest first. Raises StoreError."""
-        conditions = ["at_us >= :from_us", "at_us < :to_us"]
-        given: dict[str, Any] = {"from_us": wanted.from_us, "to_us": wanted.to_us, "limit": limit}
-        self._narrow(wanted, conditions, given, of_decisions=True)
-        self._narrow_decisions(wanted, conditions, given)
+        conditions, given = self._of_decisions(wanted, limit=limit)
         if before is not None:
             conditions.append("(at_us, id) < (:before_us, :before_id)")
             given |= {"before_us": before.at_us, "before_id": before.id}
@@ -233,24 +299,100 @@ class Records:
             for event in [DecisionEvent(*row[1:])]
         ]
 
-    async def most(
-        self, wanted: RecordFilter, by: Literal["checks", "denied", "shadow_denied"], limit: int
-    ) -> list[MostRow]:
-        """Return the subjects with the most checks or denials in a period. Raises StoreError.
+    async def groups(
+        self, wanted: RecordFilter, by: GroupBy, limit: int, after: GroupRow | None = None
+    ) -> list[GroupRow]:
+        """Return one page of the decisions in groups, the largest first. Raises StoreError.
 
-        It reads all usage of the period, which is bounded like the table.
+        `by="rule"` with the outcome `shadow_denied` groups by the rules in shadow mode.
         """
-        conditions = ["start_s >= :from_s", "start_s < :to_s", "subject <> :others"]
+        conditions, given = self._of_decisions(wanted, limit=limit)
+        name, rows = _COLUMNS.get(by, by), "tollkeeper_decisions"
+        if by == "rule" and wanted.outcome == "shadow_denied":
+            name = "each_rule.value"
+            rows += (
+                ", jsonb_array_elements_text(shadow_denied::jsonb) AS each_rule(value)"
+                if self._database.is_postgresql
+                else ", json_each(shadow_denied) AS each_rule"
+            )
+            if wanted.rule is not None:
+                conditions.append("each_rule.value = :shadow_rule")
+                given["shadow_rule"] = cleaned(wanted.rule, SUBJECT_LENGTH_MAX)
+        if after is not None:
+            given |= {"after_requests": after.requests, "after_name": after.name}
+        statement = _GROUPS.format(
+            name=name,
+            rows=rows,
+            where=" AND ".join(conditions),
+            after="" if after is None else _AFTER_GROUP,
+        )
+        return [
+            GroupRow(name, *map(int, counts))
+            for name, *counts in await self._rows(statement, given)
+        ]
+
+    def all_groups(self, wanted: RecordFilter, by: GroupBy) -> AsyncIterator[list[GroupRow]]:
+        """Yield all groups, in pieces. Raises StoreError."""
+        return all_pages(lambda last: self.groups(wanted, by, SUMS_PAGE_ROWS, last), SUMS_PAGE_ROWS)
+
+    async def timeline(self, wanted: RecordFilter, step_s: int) -> list[tuple[int, int]]:
+        """Return the time and the number of the decisions of each step that has some.
+
+        Times are in microseconds, and multiples of the step. Raises StoreError.
+        """
+        conditions, given = self._of_decisions(wanted, step=step_s * 10**6)
+        statement = _TIMELINE.format(where=" AND ".join(conditions))
+        return [(int(at_us), int(count)) for at_us, count in await self._rows(statement, given)]
+
+    async def most(
+        self,
+        wanted: RecordFilter,
+        by: UsageCount,
+        limit: int,
+        after: MostRow | None = None,
+        *,
+        others: bool = True,
+    ) -> list[MostRow]:
+        """Return the usage of the period by subject and rule, the largest count first.
+
+        `others`: also the requests that are counted without their subject, as OTHERS.
+        It reads all usage of the period, which is bounded like the table. Raises StoreError.
+        """
+        conditions = ["start_s >= :from_s", "start_s < :to_s"]
         given: dict[str, Any] = {
             "from_s": -(-wanted.from_us // 10**6),
             "to_s": -(-wanted.to_us // 10**6),
-            "others": OTHERS,
             "limit": limit,
         }
         self._narrow(wanted, conditions, given)
-        statement = _MOST.format(count=_COUNT_OF[by], where=" AND ".join(conditions))
+        if not others:
+            conditions.append("subject <> :others")
+            given["others"] = OTHERS
+        if after is not None:
+            given |= {
+                "after_most": after.most,
+                "after_subject": after.subject,
+                "after_rule": after.rule,
+            }
+        statement = _MOST.format(
+            count=_COUNT_OF[by],
+            where=" AND ".join(conditions),
+            after="" if after is None else _AFTER_MOST,
+        )
         rows = await self._rows(statement, given)
-        return [MostRow(subject, rule, int(count)) for subject, rule, count in rows]
+        return [MostRow(subject, rule, *map(int, counts)) for subject, rule, *counts in rows]
+
+    def all_most(self, wanted: RecordFilter, by: UsageCount) -> AsyncIterator[list[MostRow]]:
+        """Yield the usage of the period by subject and rule, in pieces. Raises StoreError."""
+        return all_pages(lambda last: self.most(wanted, by, SUMS_PAGE_ROWS, last), SUMS_PAGE_ROWS)
+
+    def _of_decisions(self, wanted: RecordFilter, **given: Any) -> tuple[list[str], dict[str, Any]]:
+        """Return the conditions of decisions, and the values that they need besides `given`."""
+        conditions = ["at_us >= :from_us", "at_us < :to_us"]
+        given |= {"from_us": wanted.from_us, "to_us": wanted.to_us}
+        self._narrow(wanted, conditions, given, of_decisions=True)
+        self._narrow_decisions(wanted, conditions, given)
+        return conditions, given
 
     def _narrow(
         self,
@@ -286,7 +428,7 @@ class Records:
     def _narrow_decisions(
         self, wanted: RecordFilter, conditions: list[str], given: dict[str, Any]
     ) -> None:
-        """Add the conditions that only decisions have; each has an index."""
+        """Add the conditions that only decisions have; each but the endpoint has an index."""
         if wanted.outcome == "shadow_denied":
             conditions.append("shadow_denied <> '[]'")
             if wanted.rule is not None:
@@ -301,6 +443,9 @@ class Records:
                 # The indexes have no empty values.
                 conditions += [f"{_COLUMNS[name]} = :{name}", f"{_COLUMNS[name]} <> ''"]
                 given[name] = self._identity(name, value)
+        if wanted.endpoint is not None:
+            conditions.append("endpoint = :endpoint")
+            given["endpoint"] = cleaned(wanted.endpoint, ENDPOINT_LENGTH_MAX)
         if wanted.request_id is not None:
             conditions += ["request_id = :request_id", "request_id <> ''"]
             given["request_id"] = cleaned(wanted.request_id, REQUEST_ID_LENGTH_MAX)

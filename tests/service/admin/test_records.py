@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.history.databases import event, filled, until_async
 from tests.service.admin.client import RULES, Admin, admin_of
@@ -21,6 +23,7 @@ from tollkeeper.history.reading import Records
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.sink import Sink
 from tollkeeper.rules.document.reading import read
+from tollkeeper.service.admin.records import STEPS_MAX, step_of
 from tollkeeper.service.http.tokens import create_token
 
 # 2026-11-15T12:00:00Z, as a minute and in microseconds.
@@ -174,6 +177,28 @@ async def test_the_default_period_is_the_last_day(recording: Admin) -> None:
     assert abs((datetime.now(UTC) - end).total_seconds()) < 60
 
 
+async def test_usage_of_the_whole_period(recording: Admin) -> None:
+    """One row for each subject and rule, the busiest first; the outcome chooses the count."""
+    path = f"/usage?{DAY}&step=period"
+    rows = (await fetched(recording, path))["items"]
+    assert [(each["subject"], each["allowed"], each["denied"]) for each in rows] == [
+        (["user:42"], 5, 2),
+        (["tenant:acme", "user:7"], 5, 0),
+        (["tenant:acme-2"], 1, 1),
+    ]
+    assert (rows[0]["start"], rows[0]["seconds"], rows[0]["units"]) == (
+        *("2026-11-15T00:00:00Z", 86_400, 9),
+    )
+    denied = (await fetched(recording, f"{path}&outcome=denied"))["items"]
+    assert [each["denied"] for each in denied] == [2, 1]
+    first = await fetched(recording, f"{path}&limit=2")
+    rest = await fetched(recording, f"{path}&limit=2&after={first['next']}")
+    assert (first["items"] + rest["items"], rest["next"]) == (rows, None)
+    table = (await recording.call("GET", f"{path}&format=csv")).text.splitlines()
+    assert table[1] == "2026-11-15T00:00:00Z,86400,user:42,orders,5,2,9,0,0,"
+    assert len(table) == 4
+
+
 # ── Decisions ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -222,6 +247,8 @@ async def test_decisions_are_sorted_by_time(recording: Admin) -> None:
         ("tenant=", 0),
         ("request_id=req-7", 1),
         ("request_id=req", 0),
+        ("endpoint=/orders", 5),
+        ("endpoint=/order", 0),
         ("subject=user:42", 2),
         ("subject=user:42&outcome=allowed", 0),
         ("subject=user:4", 0),
@@ -261,6 +288,125 @@ async def test_decisions_in_pages(recording: Admin) -> None:
     assert len(found) == len(set(found)) == len(EVENTS)
 
 
+async def test_decisions_as_csv(recording: Admin, tmp_path: Path) -> None:
+    """All of the period, with every field; a text that looks like a formula is made harmless."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    evil = [
+        event(NOON_US + 9, subject=f"{sign}1+1", endpoint=f"{sign}cmd")
+        for sign in ("=", "+", "-", "@", "\t", "\r")
+    ]
+    await filled(url, evil)
+    answer = await recording.call("GET", f"/decisions?{DAY}&format=csv")
+    assert answer.headers["content-disposition"] == 'attachment; filename="decisions.csv"'
+    table = list(csv.DictReader(io.StringIO(answer.text, newline="")))
+    assert len(table) == len(EVENTS) + len(evil)
+    assert {each["subject"][0] for each in table[:6]} == {"'"}
+    assert {each["endpoint"][:2] for each in table[:6]} == {
+        *("'=", "'+", "'-", "'@", "'\t", "'\r"),
+    }
+    assert table[-2] == {
+        "time": "2026-11-15T12:00:00.000001Z",
+        "node": "eu-1",
+        "region": "",
+        "request_id": "req-7",
+        "rule": "login",
+        "subject": "user:7",
+        "user": "7",
+        "tenant": "acme",
+        "api_key": "#5f0c",
+        "ip": "192.0.2.7",
+        "endpoint": "/orders",
+        "method": "POST",
+        "outcome": "denied",
+        "kind": "limited",
+        "cost": "1",
+        "limit": "100",
+        "window": "60.0",
+        "count": "100",
+        "retry_after": "2.5",
+        "degraded": "False",
+        "shadow_denied": "trial",
+        "rules": '{"login": "denied", "trial": "shadow_denied"}',
+    }
+
+
+# ── Denials in groups ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("query", "groups"),
+    [
+        ("by=rule", [("orders", 3), ("login", 1)]),
+        ("by=subject", [(["user:42"], 2), (["tenant:acme-2"], 1), (["user:7"], 1)]),
+        ("by=tenant", [(None, 3), ("acme", 1)]),
+        ("by=user", [(None, 3), ("7", 1)]),
+        ("by=endpoint", [("/orders", 4)]),
+        ("by=endpoint&endpoint=/other", []),
+        ("by=rule&tenant=acme", [("login", 1)]),
+        ("by=rule&subject=user:42", [("orders", 2)]),
+        ("by=rule&outcome=allowed", [("orders", 1)]),
+        ("by=rule&outcome=shadow_denied", [("trial", 1)]),
+        ("by=rule&outcome=shadow_denied&rule=trial", [("trial", 1)]),
+        ("by=rule&outcome=shadow_denied&rule=login", []),
+        ("by=subject&outcome=shadow_denied", [(["user:7"], 1)]),
+    ],
+)
+async def test_denials_in_groups(recording: Admin, query: str, groups: list[Any]) -> None:
+    """The largest group first; a rule in shadow mode has the requests that it would deny."""
+    found = await fetched(recording, f"/denials?{DAY}&{query}")
+    assert [(each["value"] or each["subject"], each["requests"]) for each in found["items"]] == (
+        groups
+    )
+    assert (found["total"], found["groups"]) == (sum(count for _, count in groups), len(groups))
+    assert found["next"] is None
+
+
+async def test_denials_in_pages(recording: Admin) -> None:
+    """Every group once; each page has the totals of all."""
+    whole = await fetched(recording, f"/denials?{DAY}&by=subject")
+    assert whole["items"][0]["last"] == "2026-11-15T12:00:00.000003Z"
+    found: list[Any] = []
+    path: str | None = f"/denials?{DAY}&by=subject&limit=1"
+    while path:
+        answer = await recording.call("GET", path)
+        page = answer.json()
+        assert (page["total"], page["groups"]) == (4, 3)
+        found += page["items"]
+        link = answer.links.get("next")
+        assert (link is None) == (page["next"] is None)
+        path = None if link is None else link["url"].removeprefix("/v1/admin")
+    assert found == whole["items"]
+
+
+async def test_denials_by_time(recording: Admin) -> None:
+    """The steps of time that have denials, in their order."""
+    found = await fetched(recording, f"/denials?{DAY}&by=time")
+    assert (found["seconds"], found["total"]) == (900, 4)
+    assert [(each["start"], each["requests"]) for each in found["items"]] == [
+        ("2026-11-15T12:00:00Z", 4)
+    ]
+
+
+async def test_denials_as_csv(recording: Admin) -> None:
+    """All groups, or all steps of time."""
+    answer = await recording.call("GET", f"/denials?{DAY}&by=tenant&format=csv")
+    assert answer.text.splitlines() == [
+        "tenant,requests,last",
+        ",3,2026-11-15T12:00:00.000004Z",
+        "acme,1,2026-11-15T12:00:00.000001Z",
+    ]
+    times = await recording.call("GET", f"/denials?{DAY}&by=time", headers={"Accept": "text/csv"})
+    assert times.text.splitlines() == ["time,requests", "2026-11-15T12:00:00Z,4"]
+
+
+@given(st.floats(1, 3e11))
+def test_a_period_has_few_steps(seconds: float) -> None:
+    """However long it is; and not fewer than necessary."""
+    step = step_of(seconds)
+    assert seconds <= step * STEPS_MAX
+    assert step == 1 or seconds / step > STEPS_MAX / 7
+
+
 @pytest.mark.parametrize(
     "query",
     [
@@ -293,6 +439,11 @@ async def test_an_invalid_time_is_rejected(recording: Admin, path: str, query: s
         "/decisions?before=1",
         "/decisions?outcome=maybe",
         "/top?by=units",
+        "/denials?by=node",
+        "/denials?after=nonsense",
+        "/denials?after=WzEsMl0",
+        "/denials?limit=0",
+        "/usage?step=period&after=WzEsMl0",
         "/top?limit=100000",
     ],
 )
@@ -306,7 +457,7 @@ async def test_an_invalid_query_is_rejected(recording: Admin, path: str) -> None
 
 async def test_reading_records_needs_the_role_read(recording: Admin) -> None:
     """A token with the role check, or no token, is rejected."""
-    for path in ("/usage", "/decisions", "/top", "/penalties"):
+    for path in ("/usage", "/decisions", "/denials", "/top", "/penalties"):
         await recording.call("GET", path, headers=bearer(recording.secrets["read"]))
         await recording.rejected("GET", path, 403, headers=bearer(recording.secrets["check"]))
         await recording.rejected("GET", path, 401, headers=bearer("tk_unknown"))
@@ -317,7 +468,7 @@ async def test_reading_records_needs_the_role_read(recording: Admin) -> None:
 async def test_records_always_need_a_token(recording: Admin) -> None:
     """A client that may check without a token may not read records."""
     recording.context.tokens = type(recording.context.tokens).load(None)
-    for path in ("/usage", "/decisions", "/top", "/penalties"):
+    for path in ("/usage", "/decisions", "/denials", "/top", "/penalties"):
         await recording.rejected("GET", path, 401)
 
 
@@ -339,6 +490,11 @@ async def test_a_token_with_a_scope_sees_its_own_records(recording: Admin, tmp_p
         assert found["items"] == []
     text = await recording.call("GET", f"/usage?{DAY}&format=csv", headers=headers)
     assert len(text.text.splitlines()) == 2
+    groups = await fetched(recording, f"/denials?{DAY}&by=subject", headers=headers)
+    assert [each["subject"] for each in groups["items"]] == [["user:7"]]
+    assert groups["total"] == 1
+    times = await fetched(recording, f"/denials?{DAY}&by=time", headers=headers)
+    assert times["total"] == 1
     assert (await fetched(recording, "/top", headers=headers))["per_second"] is None
 
 

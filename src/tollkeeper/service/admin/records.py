@@ -1,4 +1,4 @@
-"""Records over HTTP: usage, decisions, the busiest subjects, and penalties.
+"""Records over HTTP: usage, decisions, denials in groups, the busiest subjects, and penalties.
 
 None of this is on the path of a request. A `read` token sees everything. A token with a scope sees
 the subjects that have all parts of the scope, so it can be given to the customer that it names.
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, Literal, NamedTuple, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, cast
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -26,6 +26,7 @@ from starlette.responses import StreamingResponse
 from tollkeeper.core.errors import show
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR
 from tollkeeper.history.events import (
+    ENDPOINT_LENGTH_MAX,
     REQUEST_ID_LENGTH_MAX,
     SubjectMode,
     recorded_subject,
@@ -35,9 +36,11 @@ from tollkeeper.history.live import COUNTERS_MAX, SECONDS_COUNTED, ActivePenalty
 from tollkeeper.history.reading import (
     DecisionCursor,
     DecisionRow,
+    GroupBy,
+    GroupRow,
+    MostRow,
     Outcome,
     RecordFilter,
-    Records,
     UsageRow,
     UsageStep,
 )
@@ -60,6 +63,14 @@ USAGE_ROWS: Final = 1_000
 USAGE_ROWS_MAX: Final = 10_000
 DECISIONS: Final = 100
 DECISIONS_MAX: Final = 1_000
+GROUPS: Final = 20
+GROUPS_MAX: Final = 1_000
+# Steps of time that people read easily, in seconds. The first is used that makes at most STEPS_MAX.
+STEPS: Final = (
+    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1_800),
+    *(3_600, 7_200, 10_800, 21_600, 43_200, 86_400, 7 * 86_400),
+)
+STEPS_MAX: Final = 120
 TOP: Final = 20
 CURSOR_LENGTH_MAX: Final = 4_000
 # Concurrent look-ups of penalties, so that the store answers each one in time.
@@ -69,6 +80,13 @@ _COLUMNS: Final = (
     *("start", "seconds", "subject", "rule", "allowed", "denied", "units"),
     *("shadow_denied", "denied_indirectly", "region"),
 )
+_DECISION_COLUMNS: Final = (
+    *("time", "node", "region", "request_id", "rule", "subject"),
+    *("user", "tenant", "api_key", "ip", "endpoint", "method", "outcome", "kind", "cost"),
+    *("limit", "window", "count", "retry_after", "degraded", "shadow_denied", "rules"),
+)
+# A spreadsheet runs a cell that begins with one of these as a formula.
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 # ── Values ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,6 +187,34 @@ class DecisionLogPage(ApiOutput):
     next: Next
 
 
+class DenialGroupOut(ApiOutput):
+    """The requests of one rule, subject, tenant, user or endpoint, or of one step of time."""
+
+    value: str | None = Field(
+        description="The rule, tenant, user or endpoint; null if the requests have none, or if it "
+        "is not recorded, and for subjects and times.",
+        examples=["orders"],
+    )
+    subject: Subject | None = Field(description="The parts of the subject, with `by=subject`.")
+    start: datetime | None = Field(description="The beginning of the step, with `by=time`.")
+    requests: int = Field(description="The number of requests.", examples=[120])
+    last: datetime | None = Field(description="The time of the last one; null with `by=time`.")
+
+
+class DenialsOut(ApiOutput):
+    """Denials in groups, the largest group first; steps of time in their order."""
+
+    by: Literal["rule", "subject", "tenant", "user", "endpoint", "time"]
+    outcome: Literal["allowed", "denied", "shadow_denied", "excess"]
+    items: list[DenialGroupOut]
+    total: int = Field(description="The requests of all groups, on all pages.")
+    groups: int = Field(description="The number of groups, on all pages.")
+    seconds: int | None = Field(description="The length of a step, with `by=time`.")
+    from_: From
+    to: To
+    next: Next
+
+
 class TalkerOut(ApiOutput):
     """One of the busiest subjects."""
 
@@ -220,6 +266,8 @@ _TIME: Final = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+\- ]\d\d:\d\d)", re.IGNORECASE
 )
 
+_Row = TypeVar("_Row")
+_Other = TypeVar("_Other")
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -346,6 +394,37 @@ def _asked(
 Selection = Annotated[RecordSelection, Depends(_asked)]
 
 
+def _asked_of_decisions(
+    selection: Selection,
+    user: Annotated[_Text | None, Query(description="The user of the request.")] = None,
+    tenant: Annotated[_Text | None, Query(description="The tenant of the request.")] = None,
+    endpoint: Annotated[
+        str | None,
+        Query(description="The endpoint of the request.", max_length=ENDPOINT_LENGTH_MAX),
+    ] = None,
+    request_id: Annotated[
+        str | None,
+        Query(
+            description="`X-Request-Id` that the caller was given.",
+            max_length=REQUEST_ID_LENGTH_MAX,
+        ),
+    ] = None,
+) -> RecordSelection:
+    wanted = replace(
+        selection.wanted, user=user, tenant=tenant, endpoint=endpoint, request_id=request_id
+    )
+    return selection._replace(wanted=wanted)
+
+
+DecisionSelection = Annotated[RecordSelection, Depends(_asked_of_decisions)]
+_Format = Annotated[
+    Literal["json", "csv"] | None, Query(description="By default the type in `Accept`.")
+]
+_After = Annotated[
+    str | None, Query(description="`next` of the previous page.", max_length=CURSOR_LENGTH_MAX)
+]
+
+
 def moment(text: str, name: str) -> datetime:
     """Return a time of RFC 3339, or the beginning of a date (UTC). Raises AdminError.
 
@@ -398,28 +477,39 @@ def wants_csv(accept: str) -> bool:
     return CSV in kinds and "application/json" not in kinds
 
 
-def cursor_of(row: UsageRow) -> str:
-    """Return a cursor for a row of usage, so that a page can start after it."""
-    key = [row.start_s, row.step_s, row.subject, row.rule, row.region]
+def cursor_of(*key: int | str) -> str:
+    """Return a cursor for the row with this key, so that a page can start after it."""
     return base64.urlsafe_b64encode(json.dumps(key).encode()).decode().rstrip("=")
 
 
-def row_of(cursor: str | None) -> UsageRow | None:
-    """Return the row that a cursor names. Raises AdminError."""
-    if cursor is None:
-        return None
+def key_of(cursor: str, *kinds: type[int | str]) -> list[Any]:
+    """Return the key that a cursor names. Raises AdminError if it has other types.
+
+    >>> key_of(cursor_of(7, "user:42"), int, str)
+    [7, 'user:42']
+    """
     with suppress(ValueError, TypeError, RecursionError):
         padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
         found = json.loads(base64.b64decode(padded, b"-_", validate=True))
-        start_s, step_s, subject, rule, region = found
-        f"{subject}{rule}{region}".encode()  # half of a surrogate pair is not valid text
-        numbers = all(type(each) is int and 0 <= each < 2**40 for each in (start_s, step_s))
-        texts = all(isinstance(each, str) and "\0" not in each for each in (subject, rule, region))
-        if numbers and texts and step_s < 2**31:
-            return UsageRow(start_s, step_s, subject, rule, 0, 0, 0, region=region)
+        right = [type(each) is kind for each, kind in zip(found, kinds, strict=True)]
+        texts = "".join(each for each in found if isinstance(each, str))
+        texts.encode()  # half of a surrogate pair is not valid text
+        numbers = [each for each in found if isinstance(each, int)]
+        if all(right) and "\0" not in texts and all(0 <= each < 2**63 for each in numbers):
+            return list(found)
     raise AdminError(
         400, "INVALID_CURSOR", "after is not the `next` of the previous page; leave it out"
     )
+
+
+def row_of(cursor: str | None) -> UsageRow | None:
+    """Return the row of usage that a cursor names. Raises AdminError."""
+    if cursor is None:
+        return None
+    start_s, step_s, subject, rule, region = key_of(cursor, int, int, str, str, str)
+    # Larger numbers are in no row, and not all databases accept them.
+    start_s, step_s = min(start_s, 2**40), min(step_s, 2**31 - 1)
+    return UsageRow(start_s, step_s, subject, rule, 0, 0, 0, region=region)
 
 
 def within(subject: str, scope: Mapping[str, str], how: SubjectMode) -> bool:
@@ -451,94 +541,159 @@ def parts_of(subject: str) -> list[str]:
 # ── Usage ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _table_responses(columns: Iterable[str]) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of an operation that returns pages, or everything as CSV."""
+    table = {CSV: {"schema": {"type": "string"}, "example": ",".join(columns) + "\r\n"}}
+    return {**page_responses(404), 200: {**page_responses()[200], "content": table}}
+
+
 @router.get(
     "/usage",
     operation_id="list_usage",
     summary="Usage",
     response_model=UsagePage,
-    responses={
-        **page_responses(404),
-        200: {
-            **page_responses()[200],
-            "content": {
-                CSV: {"schema": {"type": "string"}, "example": ",".join(_COLUMNS) + "\r\n"}
-            },
-        },
-    },
+    responses=_table_responses(_COLUMNS),
 )
 async def list_usage(
     request: Request,
     response: Response,
     recorder: RecorderOf,
     selection: Selection,
-    step: Annotated[UsageStep, Query(description="Minutes are kept for one day.")] = "hour",
+    step: Annotated[
+        UsageStep | Literal["period"],
+        Query(
+            description="Minutes are kept for one day. `period`: the sums of the whole period, the "
+            "busiest subjects first, by the count that `outcome` names, of all regions together."
+        ),
+    ] = "hour",
     limit: Annotated[
         int, Query(ge=1, le=USAGE_ROWS_MAX, description="Rows per page of JSON.")
     ] = USAGE_ROWS,
-    after: Annotated[
-        str | None,
-        Query(description="`next` of the previous page.", max_length=CURSOR_LENGTH_MAX),
-    ] = None,
-    format: Annotated[  # noqa: A002 - the name in the query
-        Literal["json", "csv"] | None, Query(description="By default the type in `Accept`.")
-    ] = None,
+    after: _After = None,
+    format: _Format = None,  # noqa: A002 - the name in the query
 ) -> Any:
     """Return allowed and denied requests and spent units, by subject, rule and time.
 
     CSV has no pages: the whole period is sent.
     """
-    records = recorder.records
-    if format == "csv" or (format is None and wants_csv(request.headers.get("accept", ""))):
-        return await _csv(records, selection.wanted, step)
-    rows = await records.usage(selection.wanted, step, limit + 1, row_of(after))
-    following = cursor_of(rows[limit - 1]) if len(rows) > limit else None
+    records, wanted = recorder.records, selection.wanted
+    by = wanted.outcome or "requests"
+    if is_csv(request, format):
+        if step == "period":
+            sums = _mapped(records.all_most(wanted, by), lambda row: _sum(row, selection))
+            return await _csv("usage", _COLUMNS, sums, _cells)
+        return await _csv("usage", _COLUMNS, records.all_usage(wanted, step), _cells)
+    following = None
+    if step == "period":
+        most = await records.most(wanted, by, limit + 1, _most_of(after))
+        if len(most) > limit:
+            last = most[limit - 1]
+            following = cursor_of(last.most, last.subject, last.rule)
+        rows = [_sum(row, selection) for row in most]
+    else:
+        rows = await records.usage(wanted, step, limit + 1, row_of(after))
+        if len(rows) > limit:
+            at = rows[limit - 1]
+            following = cursor_of(at.start_s, at.step_s, at.subject, at.rule, at.region)
     if following is not None:
         link_on(request, response, "/usage", selection, after=following)
-    items = [
-        UsageOut(
-            start=_time(row.start_s),
-            seconds=row.step_s,
-            subject=parts_of(row.subject),
-            rule=row.rule,
-            allowed=row.allowed,
-            denied=row.denied,
-            units=row.units,
-            shadow_denied=row.shadow_denied,
-            denied_indirectly=row.denied_indirectly,
-            region=row.region or None,
-        )
-        for row in rows[:limit]
-    ]
+    items = [_usage(row) for row in rows[:limit]]
     return UsagePage(items=items, from_=selection.from_, to=selection.to, next=following)
 
 
-async def _csv(records: Records, wanted: RecordFilter, step: UsageStep) -> Response:
-    pages = records.all_usage(wanted, step)
+def _usage(row: UsageRow) -> UsageOut:
+    return UsageOut(
+        start=_time(row.start_s),
+        seconds=row.step_s,
+        subject=parts_of(row.subject),
+        rule=row.rule,
+        allowed=row.allowed,
+        denied=row.denied,
+        units=row.units,
+        shadow_denied=row.shadow_denied,
+        denied_indirectly=row.denied_indirectly,
+        region=row.region or None,
+    )
+
+
+def _most_of(cursor: str | None) -> MostRow | None:
+    if cursor is None:
+        return None
+    most, subject, rule = key_of(cursor, int, str, str)
+    return MostRow(subject, rule, most, 0, 0, 0, 0, 0)
+
+
+def _sum(row: MostRow, selection: RecordSelection) -> UsageRow:
+    """Return the sums of a period as usage in one step, which is the period."""
+    from_s, to_s = selection.wanted.from_us // 10**6, -(-selection.wanted.to_us // 10**6)
+    return UsageRow(
+        from_s,
+        to_s - from_s,
+        *(row.subject, row.rule),
+        *(row.allowed, row.denied, row.units, row.shadow_denied, row.denied_indirectly),
+        region=selection.wanted.region or "",
+    )
+
+
+# ── CSV ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_csv(request: Request, asked: Literal["json", "csv"] | None) -> bool:
+    """Return True if a request wants CSV: by `format`, or else by its Accept header."""
+    return asked == "csv" or (asked is None and wants_csv(request.headers.get("accept", "")))
+
+
+async def _mapped(
+    pages: AsyncIterator[list[_Row]], change: Callable[[_Row], _Other]
+) -> AsyncIterator[list[_Other]]:
+    async for page in pages:
+        yield [change(row) for row in page]
+
+
+async def _csv(
+    name: str,
+    columns: Sequence[str],
+    pages: AsyncIterator[list[_Row]],
+    cells: Callable[[_Row], Iterable[Any]],
+) -> Response:
+    """Return a whole list as a file, which is read and sent piece by piece."""
     # The first page is read before the reply starts, so that an error can still be reported.
-    nothing: list[UsageRow] = []
+    nothing: list[_Row] = []
     first = await anext(pages, nothing)
 
     async def text() -> AsyncIterator[str]:
-        yield _lines([_COLUMNS])
-        yield _lines(map(_cells, first))
+        yield _lines([columns])
+        yield _lines(map(cells, first))
         async for page in pages:
-            yield _lines(map(_cells, page))
+            yield _lines(map(cells, page))
             await asyncio.sleep(0)  # other requests get their turn
 
-    headers = {"Content-Disposition": 'attachment; filename="usage.csv"', "Vary": "Accept"}
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"', "Vary": "Accept"}
     return StreamingResponse(text(), media_type=CSV, headers=headers)
 
 
 def _cells(row: UsageRow) -> tuple[Any, ...]:
-    start = _time(row.start_s).isoformat().replace("+00:00", "Z")
     subject = ", ".join(parts_of(row.subject))
-    return (start, row.step_s, subject, *row[3:])
+    return (_utc(_time(row.start_s)), row.step_s, subject, *row[3:])
+
+
+def _utc(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def _lines(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text).writerows(rows)
+    csv.writer(text).writerows(map(_harmless, row) for row in rows)
     return text.getvalue()
+
+
+def _harmless(value: Any) -> Any:
+    """Return a value that no spreadsheet takes for a formula: callers choose these texts.
+
+    >>> _harmless("=1+1"), _harmless("user:42"), _harmless(-5)
+    ("'=1+1", 'user:42', -5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 # ── Decisions ────────────────────────────────────────────────────────────────────────────────────
@@ -548,39 +703,50 @@ def _lines(rows: Iterable[Iterable[Any]]) -> str:
     "/decisions",
     operation_id="list_decisions",
     summary="Decisions",
-    responses=page_responses(404),
+    response_model=DecisionLogPage,
+    responses=_table_responses(_DECISION_COLUMNS),
 )
 async def list_decisions(
     request: Request,
     response: Response,
     recorder: RecorderOf,
-    selection: Selection,
-    user: Annotated[_Text | None, Query(description="The user of the request.")] = None,
-    tenant: Annotated[_Text | None, Query(description="The tenant of the request.")] = None,
-    request_id: Annotated[
-        str | None,
-        Query(
-            description="`X-Request-Id` that the caller was given.",
-            max_length=REQUEST_ID_LENGTH_MAX,
-        ),
-    ] = None,
+    selection: DecisionSelection,
     limit: Annotated[int, Query(ge=1, le=DECISIONS_MAX)] = DECISIONS,
     before: Annotated[
         str | None,
         Query(description="`next` of the previous page.", pattern=r"^[0-9]{1,18}\.[0-9]{1,18}$"),
     ] = None,
-) -> DecisionLogPage:
-    """Return every denial and a sample of the allowed requests, the newest first."""
-    wanted = replace(selection.wanted, user=user, tenant=tenant, request_id=request_id)
+    format: _Format = None,  # noqa: A002 - the name in the query
+) -> Any:
+    """Return every denial and a sample of the allowed requests, the newest first.
+
+    CSV has no pages: the whole period is sent.
+    """
+    records = recorder.records
+    if is_csv(request, format):
+        pages = records.all_decisions(selection.wanted)
+        return await _csv("decisions", _DECISION_COLUMNS, pages, _decision_cells)
     cursor = None if before is None else DecisionCursor(*map(int, before.split(".")))
-    rows = await recorder.records.decisions(wanted, limit + 1, cursor)
+    rows = await records.decisions(selection.wanted, limit + 1, cursor)
     following = None
     if len(rows) > limit:
-        last = rows[limit - 1]
-        following = f"{last.event.at_us}.{last.id}"
+        last = rows[limit - 1].cursor
+        following = f"{last.at_us}.{last.id}"
         link_on(request, response, "/decisions", selection, before=following)
     items = [_decision(row) for row in rows[:limit]]
     return DecisionLogPage(items=items, from_=selection.from_, to=selection.to, next=following)
+
+
+def _decision_cells(row: DecisionRow) -> Iterable[Any]:
+    found = _decision(row)
+    who = found.identity
+    return (
+        *(_utc(found.time), found.node, found.region, found.request_id, found.rule),
+        *(", ".join(found.subject), who.user, who.tenant, who.api_key, who.ip),
+        *(found.endpoint, found.method, found.outcome, found.kind, found.cost),
+        *(found.limit, found.window, found.count, found.retry_after, found.degraded),
+        *(", ".join(found.shadow_denied), json.dumps(found.rules, ensure_ascii=False)),
+    )
 
 
 def _decision(row: DecisionRow) -> DecisionLogOut:
@@ -611,6 +777,112 @@ def _decision(row: DecisionRow) -> DecisionLogOut:
         degraded=bool(event.degraded),
         shadow_denied=row.shadow_denied,
     )
+
+
+# ── Denials in groups ────────────────────────────────────────────────────────────────────────────
+
+
+@router.get(
+    "/denials",
+    operation_id="group_denials",
+    summary="Denials in groups",
+    response_model=DenialsOut,
+    responses=_table_responses(("rule", "requests", "last")),
+)
+async def group_denials(
+    request: Request,
+    response: Response,
+    recorder: RecorderOf,
+    selection: DecisionSelection,
+    by: Annotated[
+        GroupBy | Literal["time"],
+        Query(description="What the requests of a group have in common. `time`: steps of time."),
+    ] = "rule",
+    limit: Annotated[
+        int, Query(ge=1, le=GROUPS_MAX, description="Groups per page of JSON; not of times.")
+    ] = GROUPS,
+    after: _After = None,
+    format: _Format = None,  # noqa: A002 - the name in the query
+) -> Any:
+    """Return how many requests were denied, by rule, subject, tenant, user, endpoint or time.
+
+    It counts the decision log, which has every denial unless more are made than it can keep.
+    `outcome` counts other decisions: those that a rule in shadow mode would have denied, or the
+    sample of allowed requests. CSV has no pages: all groups are sent.
+    """
+    records, outcome = recorder.records, selection.wanted.outcome or "denied"
+    wanted = replace(selection.wanted, outcome=outcome)
+    step_s = step_of((selection.to - selection.from_).total_seconds()) if by == "time" else None
+    if by == "time":
+        steps = await records.timeline(wanted, step_s or 1)
+        total = sum(count for _, count in steps)
+        rows = [GroupRow("", count, at_us, total, len(steps)) for at_us, count in steps]
+        if is_csv(request, format):
+            return await _csv("denials", ("time", "requests"), _once(rows), _step_cells)
+    elif is_csv(request, format):
+        pages = records.all_groups(wanted, by)
+        return await _csv("denials", (by, "requests", "last"), pages, _group_cells)
+    else:
+        rows = await records.groups(wanted, by, limit + 1, _group_of(after))
+    following = None
+    if by != "time" and len(rows) > limit:
+        following = cursor_of(rows[limit - 1].requests, rows[limit - 1].name)
+        link_on(request, response, "/denials", selection, after=following)
+        rows = rows[:limit]
+    return DenialsOut(
+        by=by,
+        outcome=outcome,
+        items=[_group(row, by) for row in rows],
+        total=rows[0].total if rows else 0,
+        groups=rows[0].names if rows else 0,
+        seconds=step_s,
+        from_=selection.from_,
+        to=selection.to,
+        next=following,
+    )
+
+
+def step_of(seconds: float) -> int:
+    """Return the step of time that divides a period into at most STEPS_MAX parts, in seconds.
+
+    >>> step_of(900), step_of(3_600), step_of(86_400), step_of(7 * 86_400)
+    (10, 30, 900, 7200)
+    """
+    for step in STEPS:
+        if seconds <= step * STEPS_MAX:
+            return step
+    return -(-int(seconds) // (STEPS_MAX * STEPS[-1])) * STEPS[-1]
+
+
+def _group_of(cursor: str | None) -> GroupRow | None:
+    if cursor is None:
+        return None
+    requests, name = key_of(cursor, int, str)
+    return GroupRow(name, requests, 0, 0, 0)
+
+
+def _group(row: GroupRow, by: GroupBy | Literal["time"]) -> DenialGroupOut:
+    time = EPOCH + timedelta(microseconds=row.last_us)
+    return DenialGroupOut(
+        value=None if by in {"subject", "time"} else row.name or None,
+        subject=parts_of(row.name) if by == "subject" else None,
+        start=time if by == "time" else None,
+        requests=row.requests,
+        last=None if by == "time" else time,
+    )
+
+
+def _group_cells(row: GroupRow) -> tuple[Any, ...]:
+    last = _utc(EPOCH + timedelta(microseconds=row.last_us))
+    return (", ".join(parts_of(row.name)), row.requests, last)
+
+
+def _step_cells(row: GroupRow) -> tuple[Any, ...]:
+    return (_utc(EPOCH + timedelta(microseconds=row.last_us)), row.requests)
+
+
+async def _once(rows: list[GroupRow]) -> AsyncIterator[list[GroupRow]]:
+    yield rows
 
 
 # ── Top, penalties ───────────────────────────────────────────────────────────────────────────────
@@ -680,11 +952,11 @@ async def _top_of_records(
         TalkerOut(
             subject=parts_of(row.subject),
             rule=row.rule,
-            count=row.requests,
+            count=row.most,
             error=0,
-            per_second=round(row.requests / seconds, 6),
+            per_second=round(row.most / seconds, 6),
         )
-        for row in await recorder.records.most(selection.wanted, by, limit)
+        for row in await recorder.records.most(selection.wanted, by, limit, others=False)
     ]
     return TopOut(by=by, items=items, per_second=None)
 
