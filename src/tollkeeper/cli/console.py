@@ -1,7 +1,7 @@
 """`tollkeeper console`: log in to the console of a service, and list and end its sessions.
 
-These commands use the data folder of the service and not its API: who may write there is its owner,
-and needs no token.
+These commands use the data folder of the service and not its API: the owner of the folder needs no
+token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def link(
 ) -> None:
     """Print a new one-time link that logs in to the console, for 15 minutes.
 
-    Whoever opens it first gets the role, so send it to nobody else. --url is the address under
+    The browser that opens it first gets the role, so keep it secret. --url is the address under
     which the browser reaches the service.
 
     Example: tollkeeper console link --data build/run
@@ -106,7 +106,7 @@ def sessions(
     elif found:
         print_table(_HEADINGS, [_row(each) for each in found])
     else:
-        print_text("nobody has logged in to the console; log in with: tollkeeper console link")
+        print_text("the console has no sessions; log in with: tollkeeper console link")
 
 
 @app.command(cls=CliCommand)
