@@ -150,6 +150,10 @@ class Identity:
         """Return the client's address, behind trusted proxies; of an IPv6 network the first."""
         return self._addresses.of(request)
 
+    def is_from_proxy(self, request: WebRequest) -> bool:
+        """Return True if a trusted proxy has sent the request."""
+        return self._addresses.is_from_proxy(request)
+
     def is_cached(self, peer: str) -> bool:
         """Return True if the address of this peer is cached."""
         return self._addresses.is_cached(peer)

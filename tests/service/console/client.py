@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,7 @@ async def console_of(
     *,
     tokens: bool = True,
     store: str | Store = "memory://",
+    trusted_proxies: Sequence[str] = (),
 ) -> AsyncIterator[ConsoleClient]:
     """Run a service with RULES, records and a console; yield a client that has not logged in."""
     secrets = secrets_of(folder) if tokens else {}
@@ -97,7 +98,7 @@ async def console_of(
             limiter=limiter,
             tokens=Tokens.load(folder / "tokens.json" if tokens else None),
             node_id="node-1",
-            identity=Identity({}),
+            identity=Identity({}, trusted_proxies=list(trusted_proxies)),
             settings=WorkerSettings(Style(), worker=1, sessions=folder / "sessions"),
             started_ns=time.time_ns(),
             database=database,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Final
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,6 +37,7 @@ from tollkeeper.service.console.views import (
     FormRejected,
     Page,
     form_of,
+    is_https,
     is_own_origin,
     session_of,
     view,
@@ -64,10 +66,10 @@ def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
     routes: list[BaseRoute] = [
         Route(f"{ROOT}/login", _login_page, methods=["GET"]),
         Route(f"{ROOT}/login", _log_in, methods=["POST"]),
-        Route(f"{ROOT}/link/{{code}}", _use_link, methods=["GET"]),
-        view("/logout", _log_out, "POST"),
+        _get_only(Route(f"{ROOT}/link/{{code}}", _use_link, methods=["GET"])),
+        view("/logout", _log_out, "POST", changes=False),
         view("/sessions", _show_sessions),
-        view("/sessions/end", _end_sessions, "POST"),
+        view("/sessions/end", _end_sessions, "POST", changes=False),
         *(route for page in pages for route in page.routes()),
     ]
     app = Starlette(
@@ -79,6 +81,12 @@ def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
     app.router.redirect_slashes = False
     app.state.console = Console(context, admin, Sessions(folder))
     return app
+
+
+def _get_only(route: Route) -> Route:
+    """Return a route without HEAD, which Starlette adds: a preview must not use up a link."""
+    route.methods = {"GET"}
+    return route
 
 
 def _no_console(_: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's interface
@@ -136,7 +144,7 @@ async def _login_page(request: Request) -> Response:
 
 def _after_login(asked: str) -> str:
     """Return where to go after the login: a page of the console, and nowhere else."""
-    path = asked.partition("?")[0]
+    path = unquote(asked.partition("?")[0])
     inside = path == ROOT or (path.startswith(f"{ROOT}/") and ".." not in path)
     return asked if inside and not path.startswith(f"{ROOT}/log") else ROOT
 
@@ -191,7 +199,7 @@ async def _begin(page: Page, token: Token, following: str) -> Response:
         secret,
         max_age=SESSION_SECONDS,
         path=ROOT,
-        secure=page.request.url.scheme == "https",
+        secure=is_https(page),
         httponly=True,
         samesite="strict",
     )

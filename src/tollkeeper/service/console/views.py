@@ -38,6 +38,7 @@ from tollkeeper.service.console.client import AdminClient, ApiProblem
 from tollkeeper.service.console.sessions import CONSOLE, Session, Sessions
 from tollkeeper.service.http.context import REQUEST_ID, ServiceContext
 from tollkeeper.service.http.static_files import console_files
+from tollkeeper.web.requests import AsgiRequest
 
 ROOT: Final = CONSOLE
 COOKIE: Final = "tollkeeper_console"
@@ -201,8 +202,12 @@ class Page:
 View = Callable[[Page], Awaitable[Response]]
 
 
-def view(path: str, handle: View, *methods: str) -> Route:
-    """Return the route of a page for operators. `methods` is GET unless given."""
+def view(path: str, handle: View, *methods: str, changes: bool = True) -> Route:
+    """Return the route of a page for operators. `methods` is GET unless given.
+
+    A POST is for operators who may change something, unless it only asks (`changes=False`). The
+    admin API rejects the changes of a reader, too; here no route can forget it.
+    """
 
     async def handled(request: Request) -> Response:
         console: Console = request.app.state.console
@@ -212,7 +217,7 @@ def view(path: str, handle: View, *methods: str) -> Route:
         try:
             if request.method == "POST":
                 page.form = await form_of(request)
-                check_form(page)
+                check_form(page, changes=changes)
             return await handle(page)
         except FormRejected as error:
             return page.failed(error.status, str(error))
@@ -234,6 +239,11 @@ async def session_of(request: Request) -> Session | None:
 
 
 def _must_log_in(page: Page) -> Response:
+    """Return the answer to a request without a session.
+
+    A browser sends no cookie (SameSite=Strict) if a link of another site, such as a wiki, leads to
+    the console. A page of the console that loads the same URL again gets the cookie.
+    """
     asked = page.request.url.path
     if page.request.url.query:
         asked += f"?{page.request.url.query}"
@@ -241,6 +251,8 @@ def _must_log_in(page: Page) -> Response:
     if page.is_partial:
         return Response(status_code=401, headers={"HX-Redirect": login})
     if page.request.method == "GET":
+        if page.request.headers.get("sec-fetch-site") == "cross-site":
+            return page.render("reload.html")
         return RedirectResponse(login, 303)
     return page.failed(
         401,
@@ -304,8 +316,8 @@ def is_own_origin(request: Request) -> bool:
     return site in {"same-origin", "none"} and same
 
 
-def check_form(page: Page) -> None:
-    """Raise FormRejected unless a form of this session was sent."""
+def check_form(page: Page, *, changes: bool = True) -> None:
+    """Raise FormRejected unless a form of this session was sent, by an operator who may send it."""
     given = page.form.get("csrf") or page.request.headers.get("x-csrf-token", "")
     right = hmac.compare_digest(given.encode("utf-8", "replace"), page.session.csrf.encode("ascii"))
     if not right or not is_own_origin(page.request):
@@ -314,9 +326,25 @@ def check_form(page: Page) -> None:
             "The form does not belong to this session, so nothing was changed. Open the page "
             "again, and send the form from there.",
         )
+    if changes and not page.can_change:
+        raise FormRejected(
+            403,
+            "Your role is read, so you may not change anything, and nothing was changed. Log in "
+            "with a token of the role admin.",
+        )
 
 
 # ── For templates ──────────────────────────────────────────────────────────────────────────────
+
+
+def is_https(page: Page) -> bool:
+    """Return True if the browser uses https, also towards a trusted proxy that ends TLS."""
+    request = page.request
+    if request.url.scheme == "https":
+        return True
+    first = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    from_proxy = page.console.context.identity.is_from_proxy(AsgiRequest(request.scope))
+    return first == "https" and from_proxy
 
 
 def policy(nonce: str) -> str:
