@@ -34,7 +34,7 @@ FORM = "application/x-www-form-urlencoded"
 def routes_of(console: ConsoleClient, method: str) -> Iterator[str]:
     """Yield the paths of all routes with a method, as they are declared."""
     context = console.context
-    for route in console_app(context, admin_app(context)).routes:  # type: ignore[arg-type]
+    for route in console_app(context, admin_app(context)).routes:  # type: ignore[arg-type]  # our own scope type
         assert isinstance(route, Route), "the tests of security know routes only"
         if method in (route.methods or ()):
             yield route.path
@@ -113,7 +113,7 @@ async def test_a_reader_changes_nothing(console: ConsoleClient) -> None:
             filled(path), data={"csrf": console.csrf}, headers={"Origin": NODE}
         )
         if path in READERS_MAY:
-            assert answer.status_code < 500, path
+            assert answer.status_code < 400, path
         else:
             assert answer.status_code == 403, path
             assert "Your role is read" in answer.text

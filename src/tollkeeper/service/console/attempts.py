@@ -34,7 +34,7 @@ _URL_LENGTH_MAX: Final = 4_000
 
 def routes() -> list[BaseRoute]:
     """Return the routes of the page."""
-    return [view("/try", show), view("/try", send, "POST")]
+    return [view("/try", show), view("/try", send, "POST", changes=False)]
 
 
 async def show(page: Page) -> Response:
