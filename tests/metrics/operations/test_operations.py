@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.metrics import operations
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_alert_has_a_test() -> None:
@@ -54,3 +57,15 @@ def test_a_rules_file_that_is_not_one_file_is_rejected(name: str) -> None:
     """Promtool would take some of these characters for a pattern."""
     with pytest.raises(ConfigError, match="not the path of one file"):
         operations.alert_tests(rules_file=name)
+
+
+def test_the_runbooks_are_those_of_the_documentation() -> None:
+    """The package ships no docs, so it has a copy. Change a runbook in both files."""
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    sections = page.split("\n### ")[1:]
+    written = {name: text.strip() for name, _, text in (each.partition("\n") for each in sections)}
+    assert operations.runbooks() == written
+    assert list(operations.runbooks()) == list(written)
+    assert sorted(operations.runbooks()) == sorted(operations.described())
+    for each in operations.described().values():
+        assert each.runbook == each.alert.lower()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.redis_servers.ports import free_port
 from tests.service.http.client import http_service
 from tollkeeper.core.histogram import Histogram, quantile
 from tollkeeper.metrics.counters import OTHERS, MetricsSnapshot
@@ -266,7 +267,6 @@ def test_the_file_and_the_history_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many rules for a long time: 21 rows a step, so many seconds, twice as many lines."""
-    monkeypatch.setattr(activity, "STEPS_MAX", 50)
     monkeypatch.setattr(activity, "HISTORY_SECONDS", 100.0)
     counting, worker = started(tmp_path)
     reader = counting.worker()
@@ -279,10 +279,10 @@ def test_the_file_and_the_history_are_bounded(
         worker.advance()
         longest = max(longest, (tmp_path / "activity.steps").read_bytes().count(b"\n{"))
         if number % 10 == 0:
-            assert len(reader.steps()) == min(number + 1, 50)
-    assert longest <= 101
+            assert len(reader.steps()) == min(number + 1, 51)
+    assert longest <= 103
     steps = reader.steps()
-    assert steps[-1].at_s - steps[0].at_s < 100
+    assert steps[-1].at_s - steps[0].at_s == 100
     assert all(len(step.rules) <= RULES_MAX + 1 for step in steps)
     assert all(step.rules["busy"] == (5, 0, 0, 0) for step in steps)
     assert all(sum(row[0] for row in step.rules.values()) == 35 for step in steps)
@@ -343,6 +343,74 @@ def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
         counting.pass_time()
         worker.advance()
     assert len(worker.steps()) == 1
+
+
+def test_the_next_worker_continues_the_alerts(tmp_path: Path) -> None:
+    """A condition holds since the time that the worker before has noted."""
+    counting, first = started(tmp_path)
+    counting.breaker = 2
+    for _ in range(10):
+        counting.pass_time()
+        first.advance()
+    first.close()
+    second, reader = counting.worker(), counting.worker()
+    for _ in range(10):
+        counting.pass_time()
+        second.advance()
+    sample = reader.last_sample()
+    assert sample is not None
+    assert sample.at_s > 530
+    (held,) = sample.held
+    assert (held.alert, held.labels, held.since_s) == (
+        "TollkeeperBreakerOpen",
+        "10.0.0.7:6379",
+        502,
+    )
+    lines = (tmp_path / "activity.samples").read_bytes().split()
+    assert 4 <= len(lines) <= 5, "one every ten seconds"
+
+
+def test_a_defect_costs_a_step_and_not_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once, and the next step follows."""
+    counting, worker = started(None)
+    for totals in (None, None, counting.totals, counting.totals):
+        worker.totals = totals  # type: ignore[assignment]  # None cannot be called
+        counting.pass_time()
+        worker.advance()
+    assert [record.message for record in caplog.records] == [
+        "activity: a defect; this step is lost"
+    ]
+    assert [step.seconds for step in worker.steps()] == [6, 2]
+
+
+async def test_a_store_that_is_gone_is_an_alert(tmp_path: Path) -> None:
+    """The counters of a real limiter lead to it: a breaker that opens, and degraded checks."""
+    store = f"redis://127.0.0.1:{free_port()}"
+    async with http_service(counters=tmp_path, store=store) as http:
+        counting = Counting(tmp_path)
+        history = counting.worker()
+        history.totals = http.app.metrics.recent_total
+        history.advance()
+        checks = 0
+        while checks < 100 and not (history.steps() and history.steps()[-1].breakers):
+            checks += 1
+            await http.check(user="1")
+            http.app.metrics.write()
+            counting.pass_time()
+            history.advance()
+        for _ in range(40):
+            await http.check(user="1")
+            http.app.metrics.write()
+            counting.pass_time()
+            history.advance()
+        await http.app.metrics.close()
+    sample = history.last_sample()
+    assert sample is not None
+    found = {each.alert: sample.at_s - each.since_s for each in sample.held}
+    assert found["TollkeeperBreakerOpen"] >= 30
+    assert found["TollkeeperDegraded"] >= 60
+    assert history.steps()[-1].breakers
+    assert sum(step.degraded for step in history.steps()) == checks + 40
 
 
 async def test_a_service_keeps_a_history_from_its_start(tmp_path: Path) -> None:

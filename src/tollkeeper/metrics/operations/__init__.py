@@ -1,7 +1,8 @@
-"""Files for operators: alerts for Prometheus, and a dashboard for Grafana.
+"""Files for operators: alerts for Prometheus, their runbooks, and a dashboard for Grafana.
 
-`tollkeeper metrics alerts` and `tollkeeper metrics dashboard` print them. The alerts have tests
-that promtool runs (`alerts_test.yaml`). The service exports every metric that they use.
+`tollkeeper metrics alerts` and `tollkeeper metrics dashboard` print them. The admin API returns the
+runbooks; docs/metrics.md has the same text. The alerts have tests that promtool runs
+(`alerts_test.yaml`). The service exports every metric that they use.
 
 The alerts and their tests are templates. A field such as `@2*violations@` is a product of numbers
 and thresholds; `@rejections%@` prints it as a percentage, `@store_p99ms@` in milliseconds, and
@@ -23,6 +24,7 @@ from tollkeeper.core.errors import ConfigError, show
 ALERTS: Final = "alerts.yaml"
 ALERTS_TEST: Final = "alerts_test.yaml"
 DASHBOARD: Final = "grafana.json"
+RUNBOOK_TEXTS: Final = "runbooks.md"
 # The name of the alerts' file in their tests, and the page of the runbooks.
 RULES_FILE: Final = "tollkeeper.yaml"
 RUNBOOKS: Final = "docs/metrics.md"
@@ -68,8 +70,55 @@ def read(name: str) -> str:
 
 
 def alerts(thresholds: Mapping[str, float] = DEFAULTS, runbooks: str = RUNBOOKS) -> str:
-    """Return the alerts as a rules file for Prometheus. Raises ConfigError."""
+    """Return the alerts as a rules file for Prometheus. Raises ConfigError.
+
+    `runbooks` is the address of the page with the runbooks.
+    """
     return _filled(ALERTS, thresholds, runbooks)
+
+
+class AlertDescription(NamedTuple):
+    """An alert of the file, without its expression."""
+
+    alert: str
+    severity: str
+    for_s: float
+    """How long its condition must hold until it is active."""
+    summary: str
+    description: str
+    """Both are templates; `conditions.rendered` fills them in."""
+    runbook: str
+    """The anchor of its runbook."""
+
+
+def described() -> dict[str, AlertDescription]:
+    """Return all alerts with the default thresholds, by name. Takes some 50 ms."""
+    import yaml  # noqa: PLC0415 - an application that only prints the files needs no parser
+
+    (group,) = yaml.safe_load(alerts())["groups"]
+    return {
+        rule["alert"]: AlertDescription(
+            rule["alert"],
+            rule["labels"]["severity"],
+            _seconds(rule.get("for", "0s")),
+            rule["annotations"]["summary"],
+            rule["annotations"]["description"],
+            rule["annotations"]["runbook_url"].partition("#")[2],
+        )
+        for rule in group["rules"]
+    }
+
+
+def _seconds(duration: str) -> float:
+    """Return the seconds of a duration such as `30s` or `5m`."""
+    return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3_600}[duration[-1]]
+
+
+def runbooks() -> dict[str, str]:
+    """Return the runbook of each alert, in Markdown without its heading."""
+    _, *sections = read(RUNBOOK_TEXTS).split("### ")
+    found = (section.partition("\n") for section in sections)
+    return {name: text.strip() for name, _, text in found}
 
 
 def alert_tests(

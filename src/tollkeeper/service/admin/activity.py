@@ -24,13 +24,13 @@ from tollkeeper.core.version import __version__
 from tollkeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from tollkeeper.decide.store import BreakerPosition
 from tollkeeper.metrics.counters import OTHERS
+from tollkeeper.metrics.operations.conditions import HISTORY_SECONDS
 from tollkeeper.service.admin.control import AdminContext
 from tollkeeper.service.admin.fleet import nodes_of
 from tollkeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
 from tollkeeper.service.admin.problems import ApiOutput
 from tollkeeper.service.admin.quotas import RulesStatusOut, rules_status_out
 from tollkeeper.service.http.activity import (
-    HISTORY_SECONDS,
     RULES_MAX,
     STEP_SECONDS,
     Row,
@@ -245,7 +245,7 @@ async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
     servers = dict.fromkeys([*known, *worst])
     regions = limiter.store.regions
     return NowOut(
-        at=round(datetime.now(UTC).timestamp(), 3),
+        at=round(context.activity.unix_s(), 3),
         software=__version__,
         started_at=datetime.fromtimestamp(context.started_ns / NS_PER_SECOND, UTC),
         workers=max(steps[-1].workers, 1) if steps else 1,

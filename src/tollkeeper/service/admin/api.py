@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tollkeeper.core.version import __version__
 from tollkeeper.service.admin import (
     activity,
+    alerts,
     blocklist,
     entry_files,
     fleet,
@@ -80,6 +81,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         quotas.router,
         records.router,
         activity.router,
+        alerts.router,
         load.router,
         fleet.router,
         regions.router,

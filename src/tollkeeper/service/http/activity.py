@@ -10,14 +10,17 @@ sums of the last step, which are in a file too, so no count is lost. The sums ar
 line: a worker that is killed in between loses one step, and none is counted twice.
 
 **Bounds.** A step names the RULES_MAX busiest rules and has the others together. The file is
-rewritten when it has twice STEPS_MAX lines. A worker spends at most STEP_SHARE_MAX of its time on
-this: with many busy rules and workers, the steps become longer.
+rewritten when it has twice as many lines as fit 15 minutes. A worker spends at most STEP_SHARE_MAX
+of its time on this: with many busy rules and workers, the steps become longer.
 
 **Faults.** A damaged line is skipped. Sums that are lower than before count as no change. The
 length of a step is measured on the clock that counts from boot. If the wall clock is set, the times
 of all steps are shifted by as much, so that they stay in order and none is in the future.
 
-Without a folder there is one worker, and the steps are in its memory.
+**Alerts.** Every SAMPLE_SECONDS the same worker also appends the counters that alerts need to a
+second file, and the conditions that hold (`metrics/operations/conditions.py`).
+
+Without a folder there is one worker, and the steps and samples are in its memory.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from heapq import nlargest
 from pathlib import Path
-from typing import IO, Annotated, Final
+from typing import IO, Annotated, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -39,10 +42,10 @@ from msgspec import Meta
 from tollkeeper.core.clock import NS_PER_SECOND, boot_ns
 from tollkeeper.core.histogram import LENGTH
 from tollkeeper.metrics.counters import JOIN, OTHERS, MetricsSnapshot
+from tollkeeper.metrics.operations.conditions import HISTORY_SECONDS, Sample, evaluate, sample_of
 
 STEP_SECONDS: Final = 2.0
-HISTORY_SECONDS: Final = 900.0
-STEPS_MAX: Final = int(HISTORY_SECONDS / STEP_SECONDS)
+SAMPLE_SECONDS: Final = 10.0
 RULES_MAX: Final = 20
 # The share of a worker's time that counting may take.
 STEP_SHARE_MAX: Final = 0.005
@@ -50,12 +53,13 @@ STEP_SHARE_MAX: Final = 0.005
 HALF_LIFE_SECONDS: Final = 300.0
 # The wall clock was set if it differs by more than this from the clock that counts from boot.
 CLOCK_STEP_SECONDS: Final = 1.0
-# A line has at most some 3 kB.
+# A line of a step has at most some 3 kB, that of a sample with 64 servers 10 kB.
 FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 # A worker that read the file longer ago reads it from the beginning: it may have been rewritten
 # twice, and then it may have its first inode again.
 REREAD_SECONDS: Final = 60.0
 _STEPS: Final = "activity.steps"
+_SAMPLES: Final = "activity.samples"
 _SUMS: Final = "activity.sums"
 _LOCK: Final = "activity.lock"
 
@@ -106,7 +110,6 @@ class Step(msgspec.Struct, omit_defaults=True):
     """Breakers that are not closed, by server: 1 half-open, 2 open; the worst of all workers."""
 
 
-_decode_step: Final = msgspec.json.Decoder(Step).decode
 _decode_sums: Final = msgspec.json.Decoder(Sums).decode
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -202,53 +205,65 @@ class BusyRules:
         return set(nlargest(RULES_MAX, self._weights, key=self._weights.__getitem__))
 
 
-# ── The file of steps ──────────────────────────────────────────────────────────────────────────
+# ── The files ──────────────────────────────────────────────────────────────────────────────────
 
 
-class StepFile:
-    """The steps of the last 15 minutes, in a file that one worker writes and all workers read.
+class _Timed(Protocol):
+    at_s: float
+
+
+_Line = TypeVar("_Line", bound=_Timed)
+
+
+class RecentFile(Generic[_Line]):
+    """Lines of JSON of the last minutes, in a file that one worker writes and all workers read.
 
     A worker reads only the lines that it has not read yet.
     """
 
-    def __init__(self, path: Path | None, boot_s: Callable[[], float]) -> None:
-        """`path` None: the steps are kept in memory."""
+    def __init__(
+        self, path: Path | None, of: type[_Line], every_s: float, boot_s: Callable[[], float]
+    ) -> None:
+        """`every_s` is the time between two lines. `path` None: they are kept in memory."""
         self._path = path
+        self._decode = msgspec.json.Decoder(of).decode
+        # One more than fits: a difference over the whole time begins with it.
+        self._kept_s = HISTORY_SECONDS + every_s
+        self._kept_max = int(HISTORY_SECONDS / every_s) + 1
         self._boot_s = boot_s
-        self._steps: list[Step] = []
+        self._known: list[_Line] = []
         self._inode = 0
         self._position = 0
         self._read_s = boot_s()
 
-    def steps(self) -> Sequence[Step]:
-        """Return the steps of the last 15 minutes, oldest first."""
+    def lines(self) -> list[_Line]:
+        """Return the lines of the last 15 minutes, oldest first."""
         if self._path is not None:
-            with suppress(OSError):  # no file: there was no step yet
+            with suppress(OSError):  # no file: there was no line yet
                 self._read(self._path)
-        steps = self._steps
-        if not steps:
-            return ()
-        begin_s = steps[-1].at_s - HISTORY_SECONDS
-        return [step for step in steps[-STEPS_MAX:] if step.at_s > begin_s]
+        if not self._known:
+            return []
+        begin_s = self._known[-1].at_s - self._kept_s
+        return [line for line in self._known[-self._kept_max :] if line.at_s > begin_s]
 
-    def append(self, step: Step) -> None:
-        """Add a step. Raises OSError."""
+    def append(self, line: _Line) -> None:
+        """Add a line. Raises OSError."""
         if self._path is None:
-            self._steps = [*self._steps[1 - STEPS_MAX :], step]
+            self._known = [*self._known[1 - self._kept_max :], line]
             return
         # The line break before it ends a line that a killed worker has not completed.
         with self._path.open("ab", buffering=0) as file:
-            file.write(b"\n" + _encode(step) + b"\n")
-        kept = self.steps()
-        if len(self._steps) > 2 * STEPS_MAX or self._position > FILE_BYTES_MAX // 2:
-            replace_file(self._path, _lines(kept))
+            file.write(b"\n" + _encode(line) + b"\n")
+        kept = self.lines()
+        if len(self._known) > 2 * self._kept_max or self._position > FILE_BYTES_MAX // 2:
+            replace_file(self._path, _text(kept))
 
     def shift(self, seconds: float) -> None:
-        """Add to the times of all steps. Raises OSError."""
-        for step in (kept := self.steps()):
-            step.at_s = round(step.at_s + seconds, 3)
+        """Add to the times of all lines. Raises OSError."""
+        for line in (kept := self.lines()):
+            line.at_s = round(line.at_s + seconds, 3)
         if self._path is not None:
-            replace_file(self._path, _lines(kept))
+            replace_file(self._path, _text(kept))
 
     def _read(self, path: Path) -> None:
         now_s = self._boot_s()
@@ -259,22 +274,22 @@ class StepFile:
                 or status.st_size < self._position
                 or now_s - self._read_s > REREAD_SECONDS
             ):
-                self._steps, self._position, self._inode = [], 0, status.st_ino
+                self._known, self._position, self._inode = [], 0, status.st_ino
             self._read_s = now_s
             self._position = max(self._position, status.st_size - FILE_BYTES_MAX)
             file.seek(self._position)
             text = file.read(FILE_BYTES_MAX)
         whole = text.rfind(b"\n") + 1
         self._position += whole
-        for line in text[:whole].splitlines():
+        for each in text[:whole].splitlines():
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                step = _decode_step(line)
-                if not self._steps or step.at_s > self._steps[-1].at_s:
-                    self._steps.append(step)
+                line = self._decode(each)
+                if not self._known or line.at_s > self._known[-1].at_s:
+                    self._known.append(line)
 
 
-def _lines(steps: Sequence[Step]) -> bytes:
-    return b"".join(_encode(step) + b"\n" for step in steps)
+def _text(lines: Iterable[object]) -> bytes:
+    return b"".join(_encode(line) + b"\n" for line in lines)
 
 
 def replace_file(path: Path, text: bytes) -> None:
@@ -309,12 +324,20 @@ class ActivityHistory:
         self._lock: IO[bytes] | None = None
         self._before: Sums | None = None
         self._busy = BusyRules()
-        self._file = StepFile(folder and folder / _STEPS, self._boot_s)
+        steps, samples = (folder / _STEPS, folder / _SAMPLES) if folder else (None, None)
+        self._steps = RecentFile(steps, Step, STEP_SECONDS, self.boot_s)
+        self._samples = RecentFile(samples, Sample, SAMPLE_SECONDS, self.boot_s)
+        self._sampled_s = 0.0
         self._failing = False
 
     def steps(self) -> Sequence[Step]:
         """Return the steps of the last 15 minutes, oldest first."""
-        return self._file.steps()
+        return self._steps.lines()
+
+    def last_sample(self) -> Sample | None:
+        """Return the newest sample, with the conditions of alerts that hold; None at the start."""
+        samples = self._samples.lines()
+        return samples[-1] if samples else None
 
     async def keep_counting(self) -> None:
         """Add a step every STEP_SECONDS while this worker holds the lock, until cancelled."""
@@ -342,6 +365,10 @@ class ActivityHistory:
             if not self._failing:  # logged once, and not at every step
                 log.warning("activity: the history cannot be written: %s", error.strerror)
             self._failing = True
+        except Exception:
+            if not self._failing:
+                log.exception("activity: a defect; this step is lost")
+            self._failing = True
         else:
             self._failing = False
 
@@ -362,7 +389,7 @@ class ActivityHistory:
 
     def _count(self) -> None:
         counted = self.totals()
-        now = sums_of(counted, round(self._now_ns() / NS_PER_SECOND, 3), self._boot_s())
+        now = sums_of(counted, round(self.unix_s(), 3), self.boot_s())
         before, self._before = self._before, now
         if self._folder is not None:
             replace_file(self._folder / _SUMS, _encode(now))
@@ -370,7 +397,7 @@ class ActivityHistory:
             return
         set_by_s = now.at_s - before.at_s - (now.boot_s - before.boot_s)
         if abs(set_by_s) > CLOCK_STEP_SECONDS:
-            self._file.shift(set_by_s)
+            self._steps.shift(set_by_s)
         step = step_between(
             before, now, lambda rules: self._named(rules, now.boot_s - before.boot_s)
         )
@@ -380,11 +407,25 @@ class ActivityHistory:
             for server, state in counted.values.get("breaker_state", {}).items()
             if state
         }
-        self._file.append(step)
+        self._steps.append(step)
+        if now.boot_s - self._sampled_s > SAMPLE_SECONDS - STEP_SECONDS / 2:
+            self._sample(counted, now)
+
+    def _sample(self, counted: MetricsSnapshot, now: Sums) -> None:
+        self._sampled_s = now.boot_s
+        sample = sample_of(counted, now.boot_s, now.at_s)
+        before = self._samples.lines()
+        sample.held = evaluate([*before, sample], before[-1].held if before else [])
+        self._samples.append(sample)
 
     def _named(self, rules: Mapping[str, Row], seconds: float) -> set[str]:
         self._busy.add(rules, seconds)
         return self._busy.names()
 
-    def _boot_s(self) -> float:
+    def unix_s(self) -> float:
+        """Return the Unix time."""
+        return self._now_ns() / NS_PER_SECOND
+
+    def boot_s(self) -> float:
+        """Return the time on the clock that counts from boot; samples have their times on it."""
         return self._since_boot_ns() / NS_PER_SECOND

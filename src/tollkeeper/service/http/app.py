@@ -244,7 +244,7 @@ class HttpService:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.metrics.write()
+        await self.metrics.close()
 
 
 class _StaticPage:

@@ -73,6 +73,8 @@ WRITE_SECONDS: Final = 1.0
 # The share of a worker's time that writing its counters may take.
 WRITE_SHARE_MAX: Final = 0.01
 STATS_SECONDS: Final = 15.0
+# How often they are read for alerts, by one worker.
+WATCH_SECONDS: Final = 60.0
 # How long a scrape waits for the size of the store; then it reports the last known one.
 STATS_WAIT_SECONDS: Final = 1.0
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -230,7 +232,7 @@ class WorkerMetrics:
         self._failing = False
         self._stats: StoreStats | None = None
         self._servers: Sequence[ServerStatus] = ()
-        self._stats_at_s = -STATS_SECONDS
+        self._stats_at_s = -WATCH_SECONDS
         self._reading_stats: asyncio.Task[None] | None = None
 
     def snapshot(self) -> MetricsSnapshot:
@@ -284,8 +286,14 @@ class WorkerMetrics:
         return self._total(fresh=True)
 
     def recent_total(self) -> MetricsSnapshot:
-        """Return the sum of the counters of all workers, as each worker last wrote them."""
-        return self._total(fresh=self._folder is None)
+        """Return the sum of the counters of all workers, as each worker last wrote them.
+
+        It has the last known size of the store, which is read again in the background.
+        """
+        self._refresh_stats(WATCH_SECONDS)
+        total = self._total(fresh=self._folder is None)
+        put_store(total, self._stats, self._servers)
+        return total
 
     def _total(self, *, fresh: bool) -> MetricsSnapshot:
         own = os.getpid()
@@ -313,11 +321,21 @@ class WorkerMetrics:
 
     async def scraped(self) -> bytes:
         """Return the metrics of all workers and of the store, in Prometheus' text format."""
-        if self._reading_stats is None and time.monotonic() - self._stats_at_s >= STATS_SECONDS:
-            self._reading_stats = asyncio.create_task(self._read_stats())
+        self._refresh_stats(STATS_SECONDS)
         if self._reading_stats is not None:
             await asyncio.wait({self._reading_stats}, timeout=STATS_WAIT_SECONDS)
         return self.text()
+
+    def _refresh_stats(self, seconds: float) -> None:
+        """Start to read the size of the store, if it was last read so many seconds ago."""
+        if self._reading_stats is None and time.monotonic() - self._stats_at_s >= seconds:
+            self._reading_stats = asyncio.create_task(self._read_stats())
+
+    async def close(self) -> None:
+        """Write the last counters. Waits a moment for a reading of the store that has begun."""
+        if self._reading_stats is not None:
+            await asyncio.wait({self._reading_stats}, timeout=STATS_WAIT_SECONDS)
+        self.write()
 
     async def _read_stats(self) -> None:
         self._stats_at_s = time.monotonic()
