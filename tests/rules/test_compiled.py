@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rules.requests import requests, rules
 from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
 from tollkeeper.core.rates import scaled
@@ -749,3 +750,55 @@ def test_the_parts_of_a_split_rule_have_its_consistency() -> None:
     document = "{version: 1, rules: [{id: r, by: [], limits: 80/s, split: 4, consistency: leased}]}"
     check = only(compiled_of(document).plan(Request(), 1))
     assert [each.consistency for each, _ in check.parts] == ["leased"] * 4  # type: ignore[union-attr]  # stand-ins
+
+
+# ------------------------------------------------------------------------------------- subjects
+
+COUNTED = """
+version: 1
+rules:
+  - {id: orders, match: {endpoint: /orders}, by: user, limits: 1/minute}
+  - {id: gone, by: user, limits: 1/minute, mode: "off"}
+  - {id: later, by: user, limits: 1/minute, rollout: 0}
+  - {id: guests, match: {user: "guest-*"}, by: user, limits: 2/minute}
+  - {id: rest, by: user, limits: 3/minute}
+  - {id: never, match: {method: GET}, by: user, limits: 4/minute}
+  - {id: trial, match: {method: GET}, by: user, limits: 4/minute, mode: shadow}
+  - {id: tenants, by: tenant, limits: 5/minute}
+  - {id: both, by: [tenant, user], limits: 6/minute}
+  - {id: all, by: [], limits: 7/minute}
+deny: ["user:42"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("request_", "ids"),
+    [
+        (Request(user="42"), ["orders", "rest", "trial"]),
+        (Request(user="guest-1"), ["orders", "guests", "trial"]),
+        (Request(user="42", endpoint="/search"), ["rest", "trial"]),
+        (Request(user="42", endpoint="/orders", method="POST"), ["orders"]),
+        (Request(tenant="acme"), ["tenants"]),
+        (Request(tenant="acme", user="42"), ["orders", "rest", "trial", "tenants", "both"]),
+        (Request(ip="192.0.2.7"), []),
+        (Request(), []),
+    ],
+)
+def test_the_rules_that_count_a_subject(request_: Request, ids: list[str]) -> None:
+    """Also rules with conditions that the request leaves open, and whatever the lists say."""
+    found = compiled_of(COUNTED).checks_of_subject(request_, 1, 100)
+    assert [check.rule.id for check in found] == ids
+    assert len(compiled_of(COUNTED).checks_of_subject(request_, 1, 1)) == min(len(ids), 1)
+
+
+@given(rules(), requests())
+def test_no_request_of_a_subject_has_another_rule(found: list[Rule], request_: Request) -> None:
+    """Every rule that counts a request by its user or tenant is found by these alone, with the
+    same subject."""
+    compiled = compiled_of(Document(rules=tuple(found)))
+    alone = Request(user=request_.user, tenant=request_.tenant)
+    known = {each.rule.id: each.subject for each in compiled.checks_of_subject(alone, 1, 100)}
+    for check in compiled.plan(request_, 1).checks:
+        by = check.rule.by
+        if by and all(getattr(request_, name) is not None for name in by):
+            assert known[check.rule.id] == check.subject

@@ -229,6 +229,14 @@ class AsyncLimiter(LimiterSetup):
         """Forget the spent and granted units of the key. Raises StoreError."""
         await run_async(self._reset(key))
 
+    async def grant_rules(self, checks: Sequence[RuleCheck], ttl: Duration | None = None) -> None:
+        """Add the units of each check on top of the limits of its rule. Raises StoreError."""
+        await run_async(self._grant_rules(self._rules(), checks, ttl))
+
+    async def reset_rules(self, checks: Sequence[RuleCheck]) -> None:
+        """Forget the units under each of these rules, and end penalties. Raises StoreError."""
+        await run_async(self._rules().reset_rules_steps(checks))
+
     async def wait(
         self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
     ) -> Decision:

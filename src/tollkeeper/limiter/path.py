@@ -47,6 +47,7 @@ from tollkeeper.decide.store import Answer, AnyGate
 from tollkeeper.limiter.arguments import request_of
 from tollkeeper.metrics.tally import RuleCounts, note_error
 from tollkeeper.regions.settings import Regions, limits_of_region
+from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.engine import RuleEngine, charge_limits, gates_of_limits
 
 Duration = float | timedelta
@@ -271,6 +272,11 @@ class LimiterPath:
                 )
             )
         yield Call(self._gate.grant, self._subject_of(key), units_of(units, "units"), ttl_ns)
+
+    def _grant_rules(
+        self, engine: RuleEngine, checks: Sequence[RuleCheck], ttl: Duration | None
+    ) -> Steps[None]:
+        return (yield from engine.grant_rules_steps(checks, _ttl_ns(ttl)))
 
     def _reset(self, key: Key | Request) -> Steps[None]:
         if self._engine is not None:

@@ -416,6 +416,39 @@ class CompiledRules:
         joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
         return _new(CheckPlan, (enforced, shadowed, None, joint))
 
+    def checks_of_subject(self, request: Request, cost: int, most: int) -> list[RuleCheck]:
+        """Return the rules that count a subject, whatever else its requests have; at most `most`.
+
+        A rule is among them if the request has all attributes that the rule counts by, and if the
+        rule can apply to a request that has more than those: `user:42` is counted by the rules for
+        users of all endpoints. The lists are ignored. It tests every rule, so it is slow.
+        """
+        tier = self.tier_of(request)
+        matched = request.matched_as
+        paths = () if request.endpoint is None else spellings(request.endpoint)
+        found: list[RuleCheck] = []
+        # Once a rule applies to all requests of the subject, no later one of its group does.
+        settled: set[int] = set()
+        for prepared in self._rules:
+            rule = prepared.rule
+            by = rule.rule.by
+            if rule.rule.mode == "off" or rule.group in settled or not by:
+                continue
+            if any(value_of(matched, name, tier) is None for name in by):
+                continue
+            excluded = rule.excludes(paths, lambda name: value_of(matched, name, tier))
+            subject = prepared.subject_of(request, tier)
+            if excluded or not rule.in_force_for(subject):
+                continue
+            if excluded is False:
+                settled.add(rule.group)
+            choice = self._choose(prepared, matched, tier)
+            if choice is not None:
+                found.append(self._check_of(prepared, subject, choice, request, cost))
+            if len(found) == most:
+                break
+        return found
+
     def goes_first(self, trial: Rule, enforced: Sequence[RuleCheck]) -> str:
         """Return the enforced rule that would apply instead of a promoted trial; "" if none would.
 

@@ -946,14 +946,22 @@ class RuleEngine:
 
     def grant_steps(self, request: Request, units: int, ttl_ns: int | None) -> Steps[None]:
         """Add extra units on top of every limit of the request. Raises StoreError."""
-        for check in self.compiled_rules.plan(request, units).checks:
+        yield from self.grant_rules_steps(self.compiled_rules.plan(request, units).checks, ttl_ns)
+
+    def grant_rules_steps(self, checks: RuleChecks, ttl_ns: int | None) -> Steps[None]:
+        """Add the units of each check on top of the limits of its rule. Raises StoreError."""
+        for check in checks:
             shares = shares_of(check.units, len(check.parts))
             for (gate, subject), share in zip(check.parts, shares, strict=True):
                 yield Call(gate.grant, subject, share, ttl_ns)
 
     def reset_steps(self, request: Request) -> Steps[None]:
         """Forget all units and penalties of the request's subjects. Raises StoreError."""
-        for check in self.compiled_rules.plan(request, 1).checks:
+        yield from self.reset_rules_steps(self.compiled_rules.plan(request, 1).checks)
+
+    def reset_rules_steps(self, checks: RuleChecks) -> Steps[None]:
+        """Forget all units and penalties under each of these rules. Raises StoreError."""
+        for check in checks:
             for gate, subject in check.parts:
                 yield Call(gate.reset, subject)
             yield from self.penalties.reset(check)

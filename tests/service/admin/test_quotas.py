@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.redis_servers import running
 from tests.regions.stores import two_regions
-from tests.service.admin.client import Admin, admin, admin_of, following, from_file, template
+from tests.service.admin.client import RULES, Admin, admin, admin_of, following, from_file, template
 from tollkeeper import AsyncLimiter, Request
 from tollkeeper.core.errors import StoreUnavailable
 from tollkeeper.rules.document.reading import read
@@ -234,7 +235,7 @@ async def test_a_grant_that_the_store_fails_is_audited_twice(
     async def failing(*_: Any) -> None:
         raise StoreUnavailable("the store is gone")
 
-    monkeypatch.setattr(AsyncLimiter, "grant", failing)
+    monkeypatch.setattr(AsyncLimiter, "grant_rules", failing)
     body = {"user": "43", "units": 5, "reason": "case 7"}
     await admin.rejected("POST", "/quota/grant", 503, json=body)
     second, first = (await admin.call("GET", "/audit?key=user:43")).json()["items"]
@@ -293,3 +294,71 @@ async def test_a_global_rule_without_shares_has_an_error(tmp_path: Path) -> None
     plan, burst = found["rules"]
     assert (plan["usage"], plan["decision"], burst["decision"]["allowed"]) == (None, None, True)
     assert "no share of global limits" in plan["error"]
+
+
+# ── All rules of a subject ───────────────────────────────────────────────────────────────────────
+
+SUBJECTS = """
+version: 1
+rules:
+  - {id: orders, match: {endpoint: /orders}, by: user, limits: 10/minute}
+  - id: login
+    match: {endpoint: /login}
+    by: user
+    limits: 1/minute
+    penalty: {after: 2, within: 1m, cooldown: 10m}
+"""
+
+
+async def quotas_of(admin: Admin, query: str) -> dict[str, tuple[int, str | None]]:
+    """Return what remains under each rule, and the penalty."""
+    found = (await admin.call("GET", f"/quota?every=true&{query}")).json()["rules"]
+    return {
+        each["id"]: (each["decision"]["remaining"], each["decision"]["penalty"]) for each in found
+    }
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared", "redis"])
+async def test_a_pardon_is_a_reset_of_one_rule(tmp_path: Path, kind: str) -> None:
+    """Without the endpoint of the rule: it ends the penalty, and leaves the other rules alone."""
+    store = {"memory": "memory://", "shared": f"shared://{tmp_path}/limits"}.get(kind)
+    if store is None:
+        running("single").flush()
+        store = running("single").uri
+    async with admin_of(tmp_path, read(SUBJECTS), None, store=store) as admin:
+        limiter = admin.context.limiter
+        await limiter.check(Request(user="42", endpoint="/orders"), 4)
+        for _ in range(4):
+            await limiter.check(Request(user="42", endpoint="/login"))
+        assert await quotas_of(admin, "user=42") == {"orders": (6, None), "login": (0, "cooldown")}
+        body = {"user": "42", "every": True, "rule": "login", "reason": "a mistake"}
+        await admin.call("POST", "/quota/reset", json=body)
+        assert await quotas_of(admin, "user=42") == {"orders": (6, None), "login": (1, None)}
+        assert await limiter.check(Request(user="42", endpoint="/login"))
+        await admin.call("POST", "/quota/reset", json={"user": "42", "every": True})
+        assert await quotas_of(admin, "user=42") == {"orders": (10, None), "login": (1, None)}
+
+
+async def test_units_for_one_rule_of_a_subject(tmp_path: Path) -> None:
+    """A grant names the rule; without `every`, the rules that apply to such a request."""
+    async with admin_of(tmp_path, read(SUBJECTS), None) as admin:
+        body = {"user": "42", "every": True, "rule": "orders", "units": 5}
+        found = (await admin.call("POST", "/quota/grant", json=body)).json()
+        assert [(each["id"], each["decision"]["remaining"]) for each in found["rules"]] == [
+            ("orders", 15)
+        ]
+        assert await quotas_of(admin, "user=42") == {"orders": (15, None), "login": (1, None)}
+        assert (await admin.call("GET", "/quota?user=42")).json()["rules"] == []
+        for body in ({"user": "42", "rule": "orders"}, {"ip": "::1", "every": True, "rule": "x"}):
+            problem = await admin.rejected("POST", "/quota/reset", 404, json=body)
+            assert "does not count such a request" in problem["detail"]
+
+
+async def test_a_blocked_subject_has_its_quotas(admin: Admin) -> None:
+    """With `every`, the lists are named and ignored."""
+    admin.context.limiter.use(f"{RULES}\ndeny: ['user:42']")
+    found = (await admin.call("GET", "/quota?user=42&every=true")).json()
+    assert (found["listed"], [each["id"] for each in found["rules"]]) == (
+        "deny user:42",
+        ["orders"],
+    )

@@ -114,9 +114,7 @@ class CompiledRule:
 
     def failing(self, paths: Sequence[str], value_of: ValueOf) -> str:
         """Say why the rule does not match; "" if it does. `paths` as for `cost`."""
-        if self.endpoints and not any(
-            endpoint.matches_normalised(path) for endpoint in self.endpoints for path in paths
-        ):
+        if self.endpoints and not self._is_at(paths):
             texts = ", ".join(endpoint.text for endpoint in self.endpoints)
             return f"endpoint {show(paths[0] if paths else None)} does not match {texts}"
         for condition in self.conditions:
@@ -127,6 +125,28 @@ class CompiledRule:
                 texts = ", ".join(condition.patterns)
                 return f"{condition.attribute} {show(value)} does not match {texts}"
         return ""
+
+    def _is_at(self, paths: Sequence[str]) -> bool:
+        return any(
+            endpoint.matches_normalised(path) for endpoint in self.endpoints for path in paths
+        )
+
+    def excludes(self, paths: Sequence[str], value_of: ValueOf) -> bool | None:
+        """Return True if the rule applies to no request that has these values.
+
+        Return False if it applies to all of them, and None if it depends on values that are not
+        given: a path (no `paths`) or an attribute (None).
+        """
+        depends = bool(self.endpoints) and not paths
+        if self.endpoints and paths and not self._is_at(paths):
+            return True
+        for condition in self.conditions:
+            value = value_of(condition.attribute)
+            if value is None:
+                depends = True
+            elif not condition.holds(value):
+                return True
+        return None if depends else False
 
 
 def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:

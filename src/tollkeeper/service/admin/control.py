@@ -30,13 +30,13 @@ from tollkeeper.core.errors import (
     VersionConflict,
     show,
 )
-from tollkeeper.core.model import REQUEST_FIELDS, Request
+from tollkeeper.core.model import REQUEST_FIELDS, Request, units_of
 from tollkeeper.core.subjects import SEPARATOR
 from tollkeeper.history.events import recorded_subject
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.metrics.counters import MetricsSnapshot
-from tollkeeper.rules.compiled import CompiledRules
+from tollkeeper.rules.compiled import CompiledRules, RuleCheck
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError
 from tollkeeper.rules.document.writing import to_yaml
@@ -49,6 +49,8 @@ from tollkeeper.web.identity import Identity
 
 # Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
 ROLLBACK_ATTEMPTS_MAX: Final = 20
+# The rules of one subject whose quotas are shown or changed together.
+SUBJECT_RULES_MAX: Final = 500
 
 _Result = TypeVar("_Result")
 
@@ -210,6 +212,15 @@ class Operation(NamedTuple):
         return f"quota {self.kind} by {change.author}; rules: {rules}; client: {client}{reason}"
 
 
+class RuleSelection(NamedTuple):
+    """The rules of a request whose quota is shown or changed."""
+
+    every: bool = False
+    """All rules that count the request's subject, whatever else its requests have."""
+    rule: str | None = None
+    """Only this rule."""
+
+
 class SharesChange(NamedTuple):
     """A change of the shares of regions."""
 
@@ -230,6 +241,9 @@ class SharesChange(NamedTuple):
         """Return the line of the log."""
         reason = f"; reason: {show(change.reason)}" if change.reason else ""
         return f"{self.kind} {self.key} by {change.author}: {self.text()}{reason}"
+
+
+_ALL: Final = RuleSelection()
 
 
 class ControlPlane:
@@ -402,19 +416,44 @@ class ControlPlane:
 
     # ── Counts ─────────────────────────────────────────────────────────────────────────────────
 
-    async def reset(self, change: ChangeRequest, request: Request) -> None:
-        """Reset the quota of a request's subjects. Raises StoreError, ConfigError."""
+    def checks_of(self, request: Request, cost: int, selection: RuleSelection) -> list[RuleCheck]:
+        """Return the rules that a request or its subject has. Raises NotFound, ConfigError."""
+        rules = self.compiled_rules()
+        if selection.every:
+            found = rules.checks_of_subject(request, cost, SUBJECT_RULES_MAX)
+        else:
+            found = rules.plan(request, cost).checks
+        if selection.rule is None:
+            return found
+        found = [check for check in found if check.rule.id == selection.rule]
+        if not found:
+            raise NotFound(f"rule {show(selection.rule)} does not count such a request")
+        return found
+
+    async def reset(
+        self, change: ChangeRequest, request: Request, selection: RuleSelection = _ALL
+    ) -> None:
+        """Reset the quota of a request's subjects. Raises NotFound, StoreError, ConfigError."""
         limiter = self.context.limiter
-        await self._operate(change, "reset", request, {}, lambda: limiter.reset(request))
+        checks = self.checks_of(request, 1, selection)
+        await self._operate(
+            change, "reset", request, checks, {}, lambda: limiter.reset_rules(checks)
+        )
 
     async def grant(
-        self, change: ChangeRequest, request: Request, units: int, ttl_seconds: float | None
+        self,
+        change: ChangeRequest,
+        request: Request,
+        units: int,
+        ttl_seconds: float | None,
+        selection: RuleSelection = _ALL,
     ) -> None:
-        """Grant units to a request's subjects. Raises StoreError, ConfigError."""
+        """Grant units to a request's subjects. Raises NotFound, StoreError, ConfigError."""
         limiter = self.context.limiter
+        checks = self.checks_of(request, units_of(units, "units"), selection)
         data = {"units": units, "ttl_seconds": ttl_seconds}
         await self._operate(
-            change, "grant", request, data, lambda: limiter.grant(request, units, ttl_seconds)
+            change, "grant", request, checks, data, lambda: limiter.grant_rules(checks, ttl_seconds)
         )
 
     async def _operate(
@@ -422,6 +461,7 @@ class ControlPlane:
         change: ChangeRequest,
         kind: str,
         request: Request,
+        checks: Sequence[RuleCheck],
         data: Mapping[str, Any],
         operate: Callable[[], Awaitable[object]],
     ) -> None:
@@ -431,8 +471,6 @@ class ControlPlane:
         store may have made the change nevertheless, if only its reply was lost.
         """
         check_signature(change.author, change.reason)
-        plan = self.compiled_rules().plan(request, 0)
-        checks = (*plan.enforced, *plan.shadowed)
         subjects = {each.rule.id: each.subject.split(SEPARATOR) for each in checks}
         operation = Operation(kind, request, {**data, "subjects": subjects})
         await self._audited(change, operation, operate)

@@ -27,7 +27,7 @@ from tollkeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from tollkeeper.rules.document.model import Document, EnvoyQuota, Mode
 from tollkeeper.rules.document.writing import limit_data, to_data
 from tollkeeper.rules.explain import Explanation, RuleExplained
-from tollkeeper.service.admin.control import ControlPlane
+from tollkeeper.service.admin.control import ControlPlane, RuleSelection
 from tollkeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
     QUERY_PREFIX,
@@ -84,13 +84,32 @@ class ExplainIn(RequestIn):
     cost: int = Field(1, ge=0, le=UNITS_MAX, description="Units that the request costs.")
 
 
-class ResetIn(RequestIn):
+_EVERY: Final = (
+    "All rules that count the subject, whatever endpoint, method or other attributes its requests "
+    "have; lists are ignored. Without it, the rules that apply to such a request."
+)
+_ONLY: Final = "Only this rule."
+
+
+class SelectionIn(RequestIn):
+    """A request, and which of its rules are meant."""
+
+    every: bool = Field(False, description=_EVERY)
+    rule: Text | None = Field(None, description=_ONLY)
+
+    @property
+    def selection(self) -> RuleSelection:
+        """The rules that are meant."""
+        return RuleSelection(self.every, self.rule)
+
+
+class ResetIn(SelectionIn):
     """A request whose subjects get their whole quota again."""
 
     reason: Reason
 
 
-class GrantIn(RequestIn):
+class GrantIn(SelectionIn):
     """Extra units for the subjects of such a request."""
 
     units: int = Field(ge=1, le=UNITS_MAX, description="Units on top of every limit that applies.")
@@ -269,17 +288,19 @@ def _subject(subject: str) -> list[str]:
     return subject.split(SEPARATOR) if subject else []
 
 
-async def _quota(control: ControlPlane, request: LimiterRequest, cost: int = 1) -> QuotaOut:
+async def _quota(
+    control: ControlPlane, request: LimiterRequest, selection: RuleSelection, cost: int = 1
+) -> QuotaOut:
     # Not `explain`, which examines every rule: with 10,000 rules it takes 100 ms.
     policy = control.compiled_rules()
-    plan = policy.plan(request, cost)
+    checks = control.checks_of(request, cost, selection)
     verdict, entry = policy.listed(request)
     limiter = control.context.limiter
     return QuotaOut(
         version=policy.version,
         tier=policy.tier_of(request),
         listed=f"{verdict} {entry}" if verdict else None,
-        rules=[await _applying(limiter, check) for check in (*plan.enforced, *plan.shadowed)],
+        rules=[await _applying(limiter, check) for check in checks],
     )
 
 
@@ -330,7 +351,7 @@ async def _applying(limiter: AsyncLimiter, check: RuleCheck) -> QuotaRuleOut:
     "/quota",
     operation_id="get_admin_quota",
     summary="A quota",
-    responses=error_responses(*READ, 422),
+    responses=error_responses(*READ, 404, 422),
     openapi_extra={QUERY_PREFIX: _ATTRIBUTE},
 )
 async def get_quota(
@@ -344,6 +365,8 @@ async def get_quota(
     endpoint: _Field = None,
     method: _Field = None,
     cost: Annotated[int, Query(ge=0, le=UNITS_MAX)] = 1,
+    every: Annotated[bool, Query(description=_EVERY)] = False,
+    rule: Annotated[str | None, Query(max_length=TEXT_LENGTH_MAX, description=_ONLY)] = None,
 ) -> QuotaOut:
     """Return every rule that applies to such a request, and its quota. Spends nothing.
 
@@ -351,7 +374,7 @@ async def get_quota(
     """
     attributes = _attributes(request)
     asker = LimiterRequest(user, api_key, _counted(ip), tenant, tier, endpoint, method, attributes)
-    return await _quota(control, asker, cost)
+    return await _quota(control, asker, RuleSelection(every, rule), cost)
 
 
 def _attributes(request: Request) -> dict[str, str]:
@@ -370,7 +393,7 @@ def _attributes(request: Request) -> dict[str, str]:
     "/quota/reset",
     operation_id="reset_quota",
     summary="Reset a quota",
-    responses=error_responses(*_POST),
+    responses=error_responses(*_POST, 404),
 )
 async def reset_quota(control: Control, signed: Signed, asker: ResetIn) -> QuotaOut:
     """Reset the quota under every rule that applies, end penalties, and return the quota.
@@ -378,15 +401,15 @@ async def reset_quota(control: Control, signed: Signed, asker: ResetIn) -> Quota
     The audit log has an entry. If it cannot be written, nothing is reset.
     """
     request = _request_of(asker)
-    await control.reset(signed.because(asker.reason), request)
-    return await _quota(control, request)
+    await control.reset(signed.because(asker.reason), request, asker.selection)
+    return await _quota(control, request, asker.selection)
 
 
 @router.post(
     "/quota/grant",
     operation_id="grant_quota",
     summary="Grant units",
-    responses=error_responses(*_POST),
+    responses=error_responses(*_POST, 404),
 )
 async def grant_quota(control: Control, signed: Signed, grant: GrantIn) -> QuotaOut:
     """Grant extra units under every rule that applies, and return the quota.
@@ -395,8 +418,10 @@ async def grant_quota(control: Control, signed: Signed, grant: GrantIn) -> Quota
     written, nothing is granted.
     """
     request = _request_of(grant)
-    await control.grant(signed.because(grant.reason), request, grant.units, grant.ttl_seconds)
-    return await _quota(control, request)
+    await control.grant(
+        signed.because(grant.reason), request, grant.units, grant.ttl_seconds, grant.selection
+    )
+    return await _quota(control, request, grant.selection)
 
 
 @router.post(
