@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,52 @@ def test_every_alert_has_a_runbook(name: str) -> None:
     """The anchor of its link is a heading of the page."""
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
     assert f"### {name}" in page
+
+
+def test_the_dashboard_shows_fleet_and_regions_at_a_glance(tmp_path: Path) -> None:
+    """Three nodes, one of which is dead to another; a link is down, and a region has no leader."""
+    given = {
+        'fleet_live_nodes{job="j", instance="a"}': 3,
+        'fleet_nodes{job="j", instance="a", state="alive"}': 3,
+        'fleet_nodes{job="j", instance="a", state="dead"}': 0,
+        'fleet_nodes{job="j", instance="b", state="dead"}': 1,
+        'fleet_nodes{job="j", instance="b", state="suspected"}': 0,
+        'fleet_pending_units{job="j", instance="a"}': 5,
+        'fleet_pending_units{job="j", instance="b"}': 2,
+        'region_link_state{job="j", instance="a", region="eu", peer="us"}': 1,
+        'region_link_state{job="j", instance="a", region="eu", peer="ap"}': 0,
+        'region_link_state{job="j", instance="a", region="eu", peer="sa"}': 3,
+        'region_link_state{job="j", instance="b", region="us", peer="eu"}': 2,
+        'region_leader{job="j", instance="a", region="eu"}': 1,
+        'region_leader{job="j", instance="b", region="eu"}': 0,
+        'region_leader{job="j", instance="b", region="us"}': 0,
+        'region_lag_seconds{job="j", instance="a", region="eu", peer="us"}': 8,
+        'region_lag_seconds{job="j", instance="a", region="eu", peer="ap"}': 1,
+    }
+    expected = {
+        "Nodes alive": 3,
+        "Nodes not alive": 1,
+        "Pending units": 7,
+        "Links between regions not up": 2,
+        "Regions without a leader": 1,
+        "Longest lag between regions": 8,
+    }
+    panels = json.loads(operations.read(operations.DASHBOARD))["panels"]
+    queries = {each["title"]: each["targets"][0]["expr"] for each in panels if "targets" in each}
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"tollkeeper_{name}", "values": f"{value}x3"}
+            for name, value in given.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": queries[title].replace("$job", ".*").replace("$instance", ".*"),
+                "eval_time": "2m",
+                "exp_samples": [{"labels": "{}", "value": value}],
+            }
+            for title, value in expected.items()
+        ],
+    }
+    found = promtool("test", "rules", written(tmp_path, [], [test]))
+    assert found.returncode == 0, found.stdout + found.stderr

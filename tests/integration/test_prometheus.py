@@ -291,7 +291,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
             WAIT_SECONDS,
         )
         assert not prometheus.firing() & {"TollkeeperDegraded", "TollkeeperBreakerOpen"}
-        holding = {"States", "Memory of the states", "Clock offset", "Keys lost"}
+        holding = {"States", "Memory of the store", "Clock offset", "Keys lost"}
         panels = queries()
         until(
             lambda: all(shown(prometheus, panels[name]) for name in holding),

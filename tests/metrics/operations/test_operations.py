@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.metrics import operations
+from tollkeeper.metrics.counters import FAMILIES, MetricFamily
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +33,69 @@ def test_the_dashboard_is_json() -> None:
     dashboard = json.loads(operations.read(operations.DASHBOARD))
     assert dashboard["title"]
     assert dashboard["panels"]
+
+
+PANELS: list[dict[str, Any]] = json.loads(operations.read(operations.DASHBOARD))["panels"]
+
+
+def rows() -> dict[str, str]:
+    """Return the queries of each row of the dashboard, as one text."""
+    found: dict[str, str] = {}
+    row = ""
+    for panel in PANELS:
+        row = panel["title"] if panel["type"] == "row" else row
+        found[row] = found.get(row, "") + "".join(
+            f"{each['expr']}\n" for each in panel.get("targets", ())
+        )
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_metric_is_on_the_dashboard(family: MetricFamily) -> None:
+    """Those of the fleet, of gossip and of regions in rows of their own."""
+    begins = {"fleet": "Fleet", "gossip": "Fleet", "region": "Regions", "envoy": "Envoy"}
+    row = begins.get(family.name.partition("_")[0])
+    text = "".join(rows().values()) if row is None else rows()[row]
+    assert re.search(rf"\b{family.full_name}(_bucket)?\b", text)
+
+
+def test_the_overview_of_the_dashboard_shows_fleet_and_regions() -> None:
+    """An operator sees at the top that a node is dead or a link is down."""
+    for name in (
+        *("fleet_live_nodes", "fleet_nodes", "fleet_pending_units"),
+        *("region_link_state", "region_leader", "region_lag_seconds"),
+    ):
+        assert f"tollkeeper_{name}{{" in rows()["Overview"]
+
+
+def test_the_panels_are_in_order_and_do_not_overlap() -> None:
+    """Each has its own number and its own place, below the row that it belongs to."""
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    taken: set[tuple[int, int]] = set()
+    last = 0
+    for panel in PANELS:
+        at = panel["gridPos"]
+        places = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not places & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        assert at["y"] >= last, panel["title"]
+        taken |= places
+        last = at["y"]
+
+
+def test_every_query_is_of_the_chosen_job_and_instance() -> None:
+    """The variables at the top of the dashboard apply to all panels."""
+    for panel in PANELS:
+        for target in panel.get("targets", ()):
+            metrics = re.findall(r"tollkeeper_\w+(\{[^}]*\})?", target["expr"])
+            assert metrics
+            for labels in metrics:
+                assert 'job=~"$job"' in labels
+                assert 'instance=~"$instance"' in labels
 
 
 def test_every_threshold_is_used_and_no_field_is_left() -> None:
