@@ -108,7 +108,9 @@ class Operator:
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type != "error" and "Content Security Policy" not in message.text:
             return
-        if any(f"status of {status} " in message.text for status in self._expected):
+        logged = (f"status of {status} " for status in self._expected)
+        by_htmx = (f"Status Error Code {status} from" for status in self._expected)
+        if any(text in message.text for text in (*logged, *by_htmx)):
             return
         self.problems.append(message.text)
 

@@ -18,7 +18,14 @@ from tollkeeper.core.errors import ConfigError
 from tollkeeper.core.model import Limit
 from tollkeeper.rules.document import reading as module
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import DocumentError, from_data, read, read_file, schema
+from tollkeeper.rules.document.reading import (
+    DocumentError,
+    from_data,
+    lines_of,
+    read,
+    read_file,
+    schema,
+)
 from tollkeeper.rules.document.tree import PROBLEMS_MAX, DocumentProblem
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
@@ -280,3 +287,27 @@ def test_one_value_replaced_by_anything(data: Data, draw: st.DataObject) -> None
         break
     with suppress(DocumentError):
         assert isinstance(from_data(changed), Document)
+
+
+def test_the_lines_of_paths() -> None:
+    """A path that the text does not have gets the line of the closest path above it."""
+    text = (
+        "version: 1\n"
+        "tiers:\n"
+        "  'a.b': 1/s\n"
+        "rules:\n"
+        "- id: a\n"
+        "  by: user\n"
+        "  limits:\n"
+        "  - 1/s\n"
+        "- {id: b, by: user}\n"
+    )
+    wanted = {
+        'tiers["a.b"]': 3,
+        "rules[0].limits[0]": 8,
+        "rules[0].match.tier": 5,
+        "rules[1].id": 9,
+    }
+    wanted |= {"rules[7]": 5, "rules": 5, "deny[0]": 1}
+    assert lines_of(text, wanted) == wanted
+    assert lines_of("a: [", ["a"]) == {"a": 0}

@@ -159,6 +159,7 @@ async def test_a_document_is_validated_without_being_applied(admin: Admin) -> No
     unsafe = (await admin.call("POST", "/rules/validate", content=RULES + "deny: ['*']\n")).json()
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
     assert [each["code"] for each in unsafe["findings"]] == ["denies-all", "hidden-tier"]
+    assert [each["line"] for each in unsafe["findings"]] == [10, 3]
     assert "--- v1\n+++ <body>\n" in unsafe["diff"]
     wrong = (await admin.call("POST", "/rules/validate", content="version: 2")).json()
     assert (wrong["valid"], wrong["safe"]) == (False, False)

@@ -15,7 +15,8 @@ what each value means. Editors use the JSON Schema that `schema` returns.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -32,11 +33,13 @@ from tollkeeper.rules.document.tree import (
     DocumentProblem,
     ProblemList,
     TooManyProblems,
+    below,
     tree_of_data,
     tree_of_yaml,
 )
 
 SHOWN_MAX: Final = 20
+_INDEX: Final = re.compile(r"\[([0-9]+)\]")
 
 
 class DocumentError(ConfigError):
@@ -116,6 +119,39 @@ def _read(source: str, tree_of: Callable[[ProblemList], DocumentNode | None]) ->
         found = sorted(problems.found, key=lambda problem: (problem.line, problem.column))
         raise DocumentError(tuple(found))
     return document
+
+
+def lines_of(text: str, paths: Iterable[str]) -> dict[str, int]:
+    """Return the line of each path in a valid document, or of the closest path above it.
+
+    >>> text = "version: 1\\nrules:\\n  - {id: a, by: user, limits: 10/second}\\n"
+    >>> lines_of(text, ["rules[0].limits[0]", "rules"])
+    {'rules[0].limits[0]': 3, 'rules': 3}
+    """
+    tree = tree_of_yaml(text, ProblemList("<text>"))
+    return {path: 0 if tree is None else _line(tree, path) for path in paths}
+
+
+def _line(node: DocumentNode, wanted: str) -> int:
+    path = ""
+    while (found := _child(node, path, wanted)) is not None:
+        path, node = found
+    return node.line
+
+
+def _child(node: DocumentNode, path: str, wanted: str) -> tuple[str, DocumentNode] | None:
+    """Return the part of a node that is, or contains, the path `wanted`."""
+    if node.kind == "list":
+        index = _INDEX.match(wanted, len(path))
+        if index is None or int(index[1]) >= len(node.value):
+            return None
+        return wanted[: index.end()], node.value[int(index[1])]
+    if node.kind == "mapping":
+        for key, value in node.value:
+            child = below(path, key.text)
+            if wanted.startswith(child) and wanted[len(child) : len(child) + 1] in {"", ".", "["}:
+                return child, value
+    return None
 
 
 def is_document_text(rules: str) -> bool:

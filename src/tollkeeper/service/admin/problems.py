@@ -85,6 +85,7 @@ class FindingOut(ApiOutput):
 
     code: str = Field(examples=["denies-all"])
     where: str = Field(examples=["deny[0]"])
+    line: int = Field(0, description="From 1; 0 if the place has no line.")
     rule: str = Field(description="The ID of the rule; empty if it concerns no rule.")
     what: str
     why: str
@@ -164,11 +165,12 @@ def problem_data(each: DocumentProblem) -> dict[str, Any]:
     }
 
 
-def finding_data(each: SafetyFinding) -> dict[str, Any]:
+def finding_data(each: SafetyFinding, line: int = 0) -> dict[str, Any]:
     """Return the members of a FindingOut."""
     return {
         "code": each.code,
         "where": each.where,
+        "line": line,
         "rule": each.rule,
         "what": each.what,
         "why": each.why,

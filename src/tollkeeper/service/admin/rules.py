@@ -19,7 +19,7 @@ from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Document, Rule
-from tollkeeper.rules.document.reading import DocumentError, from_data, read
+from tollkeeper.rules.document.reading import DocumentError, from_data, lines_of, read
 from tollkeeper.rules.document.safety import advice, new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
@@ -253,12 +253,13 @@ def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> Validat
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
     shown = [*unsafe, *advice(document, limiter.on_failure)][:LISTED_MAX]
+    lines = lines_of(text, [each.where for each in shown]) if shown else {}
     names = found.etag.strip('"') if before else "no version", "<body>"
     return ValidationOut(
         valid=True,
         safe=not unsafe,
         problems=[],
-        findings=[FindingOut(**finding_data(each)) for each in shown],
+        findings=[FindingOut(**finding_data(each, lines[each.where])) for each in shown],
         diff=unified_diff(found.yaml() if before else "", to_yaml(document), *names),
     )
 

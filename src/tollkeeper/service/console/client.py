@@ -70,7 +70,7 @@ class AdminClient:
         query: Mapping[str, Any] | None = None,
         data: Any = None,
         text: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str | bytes] | None = None,
     ) -> httpx.Response:
         """Call an operation with JSON (`data`) or a document (`text`). Raises ApiProblem."""
         given = {
@@ -87,7 +87,10 @@ class AdminClient:
             params=given,
             json=data,
             content=None if text is None else text.encode("utf-8", "replace"),
-            headers=sent,
+            headers=[
+                (name.encode("ascii"), value.encode() if isinstance(value, str) else value)
+                for name, value in sent.items()
+            ],
         )
         if response.status_code >= 400:
             raise ApiProblem(

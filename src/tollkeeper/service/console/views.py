@@ -196,7 +196,12 @@ class Page:
 
     def failed(self, status: int, detail: str) -> Response:
         """Return the error page."""
-        return self.render("error.html", status, problem=self.problem(detail), failed=status)
+        return self.failed_with(status, self.problem(detail))
+
+    def failed_with(self, status: int, problem: Problem) -> Response:
+        """Return the error page; for a part of a page only the problem."""
+        template = "problem.html" if self.is_partial else "error.html"
+        return self.render(template, status, problem=problem, failed=status)
 
 
 View = Callable[[Page], Awaitable[Response]]
@@ -222,9 +227,7 @@ def view(path: str, handle: View, *methods: str, changes: bool = True) -> Route:
         except FormRejected as error:
             return page.failed(error.status, str(error))
         except ApiProblem as error:
-            return page.render(
-                "error.html", error.status, problem=page.problem_of(error), failed=error.status
-            )
+            return page.failed_with(error.status, page.problem_of(error))
 
     return Route(f"{ROOT}{path}", handled, methods=list(methods or ("GET",)), name=path or "/")
 
