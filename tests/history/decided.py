@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tollkeeper import Limiter, Request
-from tollkeeper.history.events import SubjectMode, caller_of, event_of, identity_of
-from tollkeeper.history.reading import DecisionRow
+from tollkeeper.history.events import DecisionEvent, SubjectMode, caller_of, event_of, identity_of
+from tollkeeper.history.reading import RecordedRequest
 from tollkeeper.history.replay import Replay, ReplayReport
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import read
 from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.testing import ManualClock
 
+_FIELDS = RecordedRequest._fields
 START_S = 1_800_000_000
 
 
@@ -32,10 +32,23 @@ def decided(
     *,
     mode: SubjectMode = "plain",
     entries: EntryTable | None = None,
-) -> list[DecisionRow]:
-    """Return the rows of requests that a real limiter decided, at these times."""
+) -> list[RecordedRequest]:
+    """Return the records of requests that a real limiter decided, at these times."""
+    events = decided_events(rules, asked, mode=mode, entries=entries)
+    values = [{"id": number, **event._asdict()} for number, event in enumerate(events)]
+    return [RecordedRequest._make([each[name] for name in _FIELDS]) for each in values]
+
+
+def decided_events(
+    rules: str | Document,
+    asked: Iterable[Asked],
+    *,
+    mode: SubjectMode = "plain",
+    entries: EntryTable | None = None,
+) -> list[DecisionEvent]:
+    """Return the same as rows to write."""
     clock = ManualClock(START_S)
-    rows: list[DecisionRow] = []
+    events: list[DecisionEvent] = []
     with Limiter.from_rules(read(rules) if isinstance(rules, str) else rules, clock=clock) as real:
         engine = real._engine
         assert engine is not None
@@ -54,14 +67,13 @@ def decided(
                 identity_of(request),
                 f"req-{number}",
             )
-            event = event_of(noted, "eu-1", mode)
-            rows.append(
-                DecisionRow(number, event, json.loads(event.shadow_denied), json.loads(event.rules))
-            )
-    return rows
+            events.append(event_of(noted, "eu-1", mode))
+    return events
 
 
-def replayed(rows: list[DecisionRow], in_force: str, draft: str, **more: Any) -> ReplayReport:
+def replayed(
+    rows: Sequence[RecordedRequest], in_force: str, draft: str, **more: Any
+) -> ReplayReport:
     """Return the report of a whole replay."""
     replay = Replay(rows, read(in_force), read(draft), **more)
     for _ in replay.steps():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.history.decided import START_S, Asked, decided, replayed
+from tests.history.decided import START_S, Asked, decided, decided_events, replayed
 from tollkeeper import Request
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.history.replay import (
@@ -81,7 +82,7 @@ def test_the_largest_differences_come_first() -> None:
     assert [subject for subject, _ in report.subjects] == ["user:ann", "user:bob", "user:cy"]
     [(endpoint, change)] = report.endpoints
     assert (endpoint, change.newly_denied) == ("/orders", 8 + 6 + 1)
-    assert {each.event.user_id for each in report.examples} == {"ann", "bob", "cy"}
+    assert {each.request.user_id for each in report.examples} == {"ann", "bob", "cy"}
     first = report.examples[0]
     assert (first.before.denied, first.after.denied, first.after.rule) == (False, True, "orders")
     assert first.after.retry_after_ns > 0
@@ -148,7 +149,7 @@ def test_a_rollout_reaches_its_share() -> None:
     half = "version: 1\nrules: [{id: orders, by: user, limits: 2/hour, rollout: 50}]"
     report = replayed(decided(TEN, several), TEN, half)
     rows = decided(half, several)
-    assert report.total.newly_denied == sum(row.event.outcome == "denied" for row in rows)
+    assert report.total.newly_denied == sum(row.outcome == "denied" for row in rows)
     assert 70 < report.total.newly_denied < 130
 
 
@@ -284,12 +285,12 @@ def test_complete_records_agree_decision_for_decision(
     for wait_us, request, cost in waits:
         at_us += wait_us
         asked.append(Asked(at_us / 10**6, request, cost))
-    rows = decided(rules, asked)
-    report = replayed(rows, rules, draft)
-    after = decided(draft, asked)
+    rows = decided_events(rules, asked)
+    report = replayed(decided(rules, asked), rules, draft)
+    after = decided_events(draft, asked)
     assert report.agreed == report.decisions == len(rows)
-    denied = [row.event.outcome == "denied" for row in rows]
-    denied_after = [row.event.outcome == "denied" for row in after]
+    denied = [row.outcome == "denied" for row in rows]
+    denied_after = [row.outcome == "denied" for row in after]
     both = list(zip(denied, denied_after, strict=True))
     assert numbers(report) == (
         sum(denied),
@@ -298,11 +299,9 @@ def test_complete_records_agree_decision_for_decision(
         sum(old and not new for old, new in both),
     )
     for rule, change in report.rules:
-        assert change.shadow_before == sum(rule in row.shadow_denied for row in rows)
-        assert change.shadow_after == sum(rule in row.shadow_denied for row in after)
-        assert change.before == sum(
-            row.event.rule == rule and row.event.outcome == "denied" for row in rows
-        )
+        assert change.shadow_before == sum(rule in json.loads(row.shadow_denied) for row in rows)
+        assert change.shadow_after == sum(rule in json.loads(row.shadow_denied) for row in after)
+        assert change.before == sum(row.rule == rule and row.outcome == "denied" for row in rows)
     assert sum(each.before for _, each in report.subjects) == sum(denied)
     assert sum(each.after for _, each in report.rules) == sum(denied_after)
 
@@ -361,7 +360,7 @@ def test_the_only_request_of_a_client_is_spread_over_the_period() -> None:
 
 def test_without_recorded_allowed_requests() -> None:
     """With --sample 0 the notes say that the replay knows only denials."""
-    rows = [row for row in decided(TEN, ASKED) if row.event.outcome == "denied"]
+    rows = [row for row in decided(TEN, ASKED) if row.outcome == "denied"]
     report = replayed(rows, TEN, TEN, share=0.0)
     assert "--sample 0" in report.notes[0]
     assert report.agreed == 0
@@ -465,10 +464,9 @@ def test_rules_of_several_nodes_are_replayed_in_one() -> None:
 def test_what_is_no_decision_of_rules_is_left_out() -> None:
     """An excess between regions, and limits that came with a call, are not replayed."""
     [row] = decided(TEN, asked_by("ann", 1))
-    excess = row._replace(event=row.event._replace(outcome="excess"))
+    excess = row._replace(outcome="excess")
     call = row._replace(
-        event=row.event._replace(user_id="", endpoint="", subject="(limit)\x1fk", rule="mail"),
-        rules={"mail": "allowed"},
+        user_id="", endpoint="", subject="(limit)\x1fk", rules='{"mail": "allowed"}'
     )
     assert replayed([excess, call, row], TEN, TEN).decisions == 1
 
@@ -476,7 +474,7 @@ def test_what_is_no_decision_of_rules_is_left_out() -> None:
 def test_a_request_that_cannot_be_counted_is_left_out() -> None:
     """A recorded value may be no valid key; the replay goes on."""
     [row] = decided(TEN, asked_by("ann", 1))
-    wrong = row._replace(event=row.event._replace(user_id="a\x1fb"))
+    wrong = row._replace(user_id="a\x1fb")
     assert replayed([wrong, row], TEN, TEN).decisions == 1
 
 

@@ -106,7 +106,6 @@ GROUP BY 1 ORDER BY 1
 """
 _DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {order} LIMIT :limit"
 
-
 # The columns of a decision's identity, by the field of the request.
 _COLUMNS: Final = {"user": "user_id", "tenant": "tenant", "api_key": "api_key", "ip": "ip"}
 
@@ -163,6 +162,34 @@ class DecisionRow(NamedTuple):
     def cursor(self) -> DecisionCursor:
         """Where the next page begins, if this is the last row of a page."""
         return DecisionCursor(self.event.at_us, self.id)
+
+
+class RecordedRequest(NamedTuple):
+    """As much of a decision as a replay needs; the fields are columns."""
+
+    at_us: int
+    id: int
+    subject: str
+    endpoint: str
+    method: str
+    outcome: str
+    cost: int
+    shadow_denied: str
+    user_id: str
+    tenant: str
+    api_key: str
+    ip: str
+    request_id: str
+    rules: str
+
+
+# A RecordedRequest as a plain tuple. The garbage collector ceases to traverse a plain tuple of
+# texts and numbers, but not a named one: 20,000 of those would make a worker pause for 20 ms.
+RequestFields = tuple[int, int, str, str, str, str, int, str, str, str, str, str, str, str]
+_REQUESTS: Final = """
+SELECT {columns} FROM tollkeeper_decisions
+WHERE at_us >= $1 AND (at_us, id) < ($2, $3) ORDER BY at_us DESC, id DESC LIMIT $4
+"""
 
 
 class DecisionCursor(NamedTuple):
@@ -298,6 +325,16 @@ class Records:
             for row in await self._rows(statement, given)
             for event in [DecisionEvent(*row[1:])]
         ]
+
+    async def requests(
+        self, from_us: int, before: DecisionCursor, limit: int
+    ) -> list[RequestFields]:
+        """Return requests since a time and before a decision, the newest first.
+
+        Raises StoreError.
+        """
+        statement = _REQUESTS.format(columns=", ".join(RecordedRequest._fields))
+        return await self._database.rows(statement, from_us, before.at_us, before.id, limit)
 
     async def groups(
         self, wanted: RecordFilter, by: GroupBy, limit: int, after: GroupRow | None = None

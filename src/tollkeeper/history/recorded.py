@@ -13,14 +13,14 @@ out of a replay (`unreadable`), because it would count many clients as one, or n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final
 
 from tollkeeper.core.model import REQUEST_FIELDS, Request
-from tollkeeper.history.events import EXCESS, PART, DecisionEvent, SubjectMode, recorded_value
-from tollkeeper.history.reading import DecisionRow
+from tollkeeper.history.events import EXCESS, PART, SubjectMode, recorded_value
+from tollkeeper.history.reading import RecordedRequest
 from tollkeeper.rules.document.model import Document, Rule
 from tollkeeper.rules.entry_table import EntryTable
 from tollkeeper.rules.matching.patterns import compile_glob
@@ -103,7 +103,7 @@ def entry_values(entries: EntryTable, fields: frozenset[str]) -> Iterator[str]:
 
 
 class RecordedRequests:
-    """Makes requests from recorded decisions; the same object for equal requests."""
+    """Makes requests from recorded decisions."""
 
     def __init__(self, mode: SubjectMode) -> None:
         self._mode: SubjectMode = mode
@@ -114,17 +114,16 @@ class RecordedRequests:
         """Values of digests that rules or entries name."""
         self._unknown: set[str] = set()
         """Digests of API keys that no subject reveals."""
-        self._requests: dict[tuple[str, ...], Request] = {}
 
     def learn_value(self, value: str) -> None:
         """Remember a value that a rule or an entry names, to recognise its digest."""
         self._named[recorded_value(value, "hashed")] = value
 
-    def learn_row(self, event: DecisionEvent) -> None:
+    def learn_row(self, row: RecordedRequest) -> None:
         """Remember the API key of a row whose subject has it."""
-        digest = event.api_key
+        digest = row.api_key
         if digest and digest not in self._known:
-            for part in event.subject.split(PART):
+            for part in row.subject.split(PART):
                 name, _, value = part.partition(":")
                 if name == "api_key" and recorded_value(value, "hashed") == digest:
                     self._known[digest] = value
@@ -138,45 +137,35 @@ class RecordedRequests:
             return self._hidden if unknown else frozenset()
         return self._hidden
 
-    def request_of(self, event: DecisionEvent) -> Request:
+    def request_of(self, row: RecordedRequest) -> Request:
         """Return the request of a decision, as far as it is recorded."""
-        key = (event.user_id, event.tenant, event.api_key, event.ip, event.endpoint, event.method)
-        found = self._requests.get(key)
-        if found is None:
-            found = self._requests[key] = self._made(event)
-        return found
-
-    def _made(self, event: DecisionEvent) -> Request:
-        api_key = self._known.get(event.api_key, event.api_key)
-        digests: Mapping[str, str] = {
-            each: self._named[each]
-            for each in (event.user_id, event.tenant, api_key, event.ip)
-            if each in self._named
-        }
+        api_key = self._known.get(row.api_key, row.api_key)
+        named = self._named
+        digests: dict[str, str] | None = None
+        if named:
+            found = (row.user_id, row.tenant, api_key, row.ip)
+            digests = {each: named[each] for each in found if each in named}
         return Request(
-            user=event.user_id or None,
+            user=row.user_id or None,
             api_key=api_key or None,
-            ip=event.ip or None,
-            tenant=event.tenant or None,
-            endpoint=event.endpoint or None,
-            method=event.method or None,
+            ip=row.ip or None,
+            tenant=row.tenant or None,
+            endpoint=row.endpoint or None,
+            method=row.method or None,
             digests=digests or None,
         )
 
 
-def is_replayable(row: DecisionRow, rules: frozenset[str]) -> bool:
-    """Return True for a decision by rules, of these ids or others.
+def is_replayable(row: RecordedRequest, applied: Collection[str], rules: frozenset[str]) -> bool:
+    """Return True for a decision by rules; `applied` are the ids of those that took part.
 
     An excess is no decision. A request without any field was checked by limits that came with the
-    call (`POST /v1/limit`), unless it was checked by one of the rules.
+    call (`POST /v1/limit`), unless it was checked by one of the `rules`.
     """
-    event = row.event
-    if event.outcome == EXCESS:
+    if row.outcome == EXCESS:
         return False
-    has_fields = (
-        event.user_id or event.tenant or event.api_key or event.ip or event.endpoint or event.method
-    )
-    return bool(has_fields) or not row.rules or not rules.isdisjoint(row.rules)
+    has_fields = row.user_id or row.tenant or row.api_key or row.ip or row.endpoint or row.method
+    return bool(has_fields) or not applied or not rules.isdisjoint(applied)
 
 
 def replayed_document(document: Document, left_out: Iterable[str]) -> Document:

@@ -18,10 +18,10 @@ Nothing here reads a clock or waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Generator, Iterator, Sequence
 from heapq import heappop, heappush, nsmallest
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tollkeeper.core.clock import ManualClock
 from tollkeeper.core.errors import CapacityError, TollkeeperError
@@ -30,13 +30,12 @@ from tollkeeper.decide.failure import FailurePolicy
 from tollkeeper.decide.stores import open_store
 from tollkeeper.history.events import (
     LISTED,
-    DecisionEvent,
     SubjectMode,
     caller_of,
     rule_of,
     subject_of,
 )
-from tollkeeper.history.reading import DecisionRow
+from tollkeeper.history.reading import RecordedRequest, RequestFields
 from tollkeeper.history.recorded import (
     RecordedRequests,
     entry_values,
@@ -47,7 +46,7 @@ from tollkeeper.history.recorded import (
     unreadable,
 )
 from tollkeeper.rules.document.model import Document, Rule
-from tollkeeper.rules.engine import RepeatedCheck, RuleEngine
+from tollkeeper.rules.engine import RuleEngine
 from tollkeeper.rules.entry_table import EntryTable
 
 RULES_MAX: Final = 100
@@ -73,8 +72,7 @@ class ReplayOutcome(NamedTuple):
     retry_after_ns: int = 0
 
 
-@dataclass(slots=True)
-class Change:
+class Change(NamedTuple):
     """Denials of a rule, a subject, an endpoint, or of all, in both replays."""
 
     before: int = 0
@@ -85,13 +83,6 @@ class Change:
     """Of a rule: requests that it would have denied if it were not in shadow mode."""
     shadow_after: int = 0
 
-    def note(self, denied_before: bool, denied_after: bool) -> None:
-        """Count a request of both replays."""
-        self.before += denied_before
-        self.after += denied_after
-        self.newly_denied += denied_after and not denied_before
-        self.newly_allowed += denied_before and not denied_after
-
     @property
     def size(self) -> int:
         """How much differs, to order changes by."""
@@ -100,10 +91,56 @@ class Change:
         return max(abs(self.after - self.before), moved) + shadows
 
 
+# The fields of a Change, as a plain tuple; see RequestFields.
+_Counts = tuple[int, int, int, int, int, int]
+_NOTHING: Final[_Counts] = (0, 0, 0, 0, 0, 0)
+_BOTH: Final[_Counts] = (1, 1, 0, 0, 0, 0)
+_DENIED: Final[_Counts] = (0, 1, 1, 0, 0, 0)
+_ALLOWED: Final[_Counts] = (1, 0, 0, 1, 0, 0)
+# Both deny it, by another rule or for another subject: it moves from one to the other.
+_GONE: Final[_Counts] = (1, 0, 0, 0, 0, 0)
+_COME: Final[_Counts] = (0, 1, 0, 0, 0, 0)
+_SHADOW_BEFORE: Final[_Counts] = (0, 0, 0, 0, 1, 0)
+_SHADOW_AFTER: Final[_Counts] = (0, 0, 0, 0, 0, 1)
+
+
+class _Changes:
+    """Changes by a name."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _Counts] = {}
+
+    def add(self, name: str, more: _Counts) -> None:
+        a, b, c, d, e, f = self._counts.get(name, _NOTHING)
+        self._counts[name] = (
+            a + more[0],
+            b + more[1],
+            c + more[2],
+            d + more[3],
+            e + more[4],
+            f + more[5],
+        )
+
+    def get(self, name: str) -> Change:
+        return Change._make(self._counts.get(name, _NOTHING))
+
+    def largest(self, count: int) -> list[tuple[str, Change]]:
+        """Return the largest changes; those that deny the most first among equals."""
+        found = ((name, Change._make(each)) for name, each in self._counts.items())
+
+        def order(item: tuple[str, Change]) -> tuple[int, int, int, str]:
+            name, change = item
+            return -change.size, -change.after, -change.before, name
+
+        return nsmallest(count, found, key=order)
+
+
 class Example(NamedTuple):
     """A recorded request whose decision differs."""
 
-    event: DecisionEvent
+    request: RecordedRequest
     before: ReplayOutcome
     after: ReplayOutcome
 
@@ -138,23 +175,12 @@ class ReplayReport(NamedTuple):
     notes: list[str]
 
 
-class _Case(NamedTuple):
-    """A recorded decision, and the requests that it stands for."""
-
-    at_ns: int
-    event: DecisionEvent
-    before: RepeatedCheck
-    after: RepeatedCheck
-    copies: int
-    step_ns: int
-
-
-def sampled_weight(row: DecisionRow, share: float) -> float:
+def sampled_weight(row: RecordedRequest, share: float) -> float:
     """Return the number of requests that a recorded decision stands for.
 
     Denials, and requests that a rule in shadow mode would have denied, are always recorded.
     """
-    is_sampled = row.event.outcome == "allowed" and not row.shadow_denied
+    is_sampled = row.outcome == "allowed" and row.shadow_denied == "[]"
     return 1.0 / share if is_sampled and 0 < share < 1 else 1.0
 
 
@@ -163,7 +189,7 @@ class Replay:
 
     def __init__(
         self,
-        rows: Sequence[DecisionRow],
+        rows: Sequence[RequestFields],
         in_force: Document,
         draft: Document,
         *,
@@ -192,10 +218,10 @@ class Replay:
         self._left_out_decisions: dict[str, int] = {}
         self._decisions = self._denied = self._agreed = self._made = 0
         self._last_us = 0
-        self._total = Change()
-        self._rules: dict[str, Change] = {}
-        self._subjects: dict[str, Change] = {}
-        self._endpoints: dict[str, Change] = {}
+        self._total = _Changes()
+        self._rules = _Changes()
+        self._subjects = _Changes()
+        self._endpoints = _Changes()
         self._examples: dict[tuple[str, str, bool], Example] = {}
 
     # ── The steps ────────────────────────────────────────────────────────────────────────────
@@ -209,13 +235,15 @@ class Replay:
             _Side(replayed_document(each, self._left_out), clock, self._entries, self._on_failure)
             for each in self._documents
         )
+        schedule = _Schedule()
         try:
-            cases: list[_Case] = []
-            yield from self._prepare(cases)
-            for at_ns, case, is_recorded in _in_order(cases):
+            yield from self._prepare(schedule)
+            for at_ns, place, is_recorded in schedule.in_order():
                 clock.advance_ns(max(at_ns - clock.now_ns(), 0))
-                found = before.outcome(case.before), after.outcome(case.after)
-                self._note(case.event, *found, is_recorded=is_recorded)
+                row = RecordedRequest._make(self._rows[place])
+                request = self._requests.request_of(row)
+                found = before.outcome(request, row.cost), after.outcome(request, row.cost)
+                self._note(row, *found, is_recorded=is_recorded)
                 yield
         finally:
             before.close()
@@ -223,22 +251,24 @@ class Replay:
 
     def _learn(self) -> Iterator[None]:
         """Learn the values of digests, and which rules took part in the decisions."""
-        fields = hidden_fields(self._mode)
+        hidden = hidden_fields(self._mode)
         for document in self._documents:
-            for value in named_values(document, fields):
+            for value in named_values(document, hidden):
                 self._requests.learn_value(value)
                 yield
-        for value in entry_values(self._entries, fields):
+        for value in entry_values(self._entries, hidden):
             self._requests.learn_value(value)
             yield
         ids = frozenset(rule.id for rule in self._documents[0].rules)
-        replayable: list[DecisionRow] = []
+        replayable: list[RequestFields] = []
         taken_part = self._left_out_decisions
-        for row in self._rows:
-            if is_replayable(row, ids):
-                replayable.append(row)
-                self._requests.learn_row(row.event)
-                for rule in row.rules:
+        for fields in self._rows:
+            row = RecordedRequest._make(fields)
+            applied = json.loads(row.rules)
+            if is_replayable(row, applied, ids):
+                replayable.append(fields)
+                self._requests.learn_row(row)
+                for rule in applied:
                     taken_part[rule] = taken_part.get(rule, 0) + 1
             yield
         self._rows = replayable
@@ -251,25 +281,17 @@ class Replay:
                 if why and rule.mode != "off":
                     self._left_out[rule.id] = why
 
-    def _prepare(self, cases: list[_Case]) -> Iterator[None]:
-        """Add the recorded decisions with the copies that each stands for, the oldest first."""
+    def _prepare(self, schedule: _Schedule) -> Iterator[None]:
+        """Add the times of the decisions, and of the copies that each stands for."""
         gaps_ns: list[int] = []
         yield from self._measure_gaps(gaps_ns)
-        known: dict[tuple[Request, int], tuple[RepeatedCheck, RepeatedCheck]] = {}
         owed = 0.0
-        for row, gap_ns in zip(self._rows, reversed(gaps_ns), strict=True):
-            event = row.event
-            request = self._requests.request_of(event)
-            # Equal requests share a plan.
-            pair = known.get((request, event.cost))
-            if pair is None:
-                pair = RepeatedCheck(request, event.cost), RepeatedCheck(request, event.cost)
-                known[request, event.cost] = pair
+        for fields, gap_ns in zip(self._rows, reversed(gaps_ns), strict=True):
+            row = RecordedRequest._make(fields)
             owed += sampled_weight(row, self._share)
             copies = int(owed)
             owed -= copies
-            step_ns = gap_ns // max(copies, 1)
-            cases.append(_Case(event.at_us * _NS_PER_US, event, *pair, copies, step_ns))
+            schedule.add(row.at_us * _NS_PER_US, copies, gap_ns // max(copies, 1))
             yield
 
     def _measure_gaps(self, gaps_ns: list[int]) -> Iterator[None]:
@@ -278,27 +300,28 @@ class Replay:
         It lasts until the next sampled row of the client. For the last one it is as long as for
         the one before; for the only one, as long as the whole period.
         """
-        period_us = self._rows[-1].event.at_us - self._rows[0].event.at_us if self._rows else 0
+        period_us = self._rows[-1][0] - self._rows[0][0] if self._rows else 0
         # Of each client: the time of the next row, and the place of a row without a next one.
         following: dict[tuple[str, ...], int] = {}
         last: dict[tuple[str, ...], int] = {}
-        for row in reversed(self._rows):
+        for fields in reversed(self._rows):
+            row = RecordedRequest._make(fields)
             gap_us = 0
             if sampled_weight(row, self._share) > 1:
-                client, at_us = _client(row.event), row.event.at_us
+                client = (row.user_id, row.tenant, row.api_key, row.ip)
                 if client not in following:
                     gap_us, last[client] = period_us, len(gaps_ns)
                 else:
-                    gap_us = following[client] - at_us
+                    gap_us = following[client] - row.at_us
                     if client in last:
                         gaps_ns[last.pop(client)] = gap_us * _NS_PER_US
-                following[client] = at_us
+                following[client] = row.at_us
             gaps_ns.append(gap_us * _NS_PER_US)
             yield
 
     def _note(
         self,
-        event: DecisionEvent,
+        row: RecordedRequest,
         before: ReplayOutcome | None,
         after: ReplayOutcome | None,
         *,
@@ -309,57 +332,49 @@ class Replay:
             return
         self._made += 1
         if is_recorded:
-            was_denied = event.outcome == "denied"
+            was_denied = row.outcome == "denied"
             self._decisions += 1
             self._denied += was_denied
             self._agreed += was_denied == before.denied
-            self._last_us = event.at_us
-        self._total.note(before.denied, after.denied)
-        for side, outcome in enumerate((before, after)):
-            for rule in outcome.shadows:
-                change = self._of(self._rules, rule)
-                change.shadow_before += side == 0
-                change.shadow_after += side == 1
+            self._last_us = row.at_us
+        for rule in before.shadows:
+            self._rules.add(rule, _SHADOW_BEFORE)
+        for rule in after.shadows:
+            self._rules.add(rule, _SHADOW_AFTER)
         if before.denied or after.denied:
-            self._note_denial(event, before, after, is_recorded=is_recorded)
+            self._note_denial(row, before, after)
+            if is_recorded and before.denied != after.denied:
+                self._note_example(row, before, after)
 
     def _note_denial(
-        self,
-        event: DecisionEvent,
-        before: ReplayOutcome,
-        after: ReplayOutcome,
-        *,
-        is_recorded: bool,
+        self, row: RecordedRequest, before: ReplayOutcome, after: ReplayOutcome
     ) -> None:
-        self._of(self._endpoints, event.endpoint).note(before.denied, after.denied)
+        change = _BOTH if before.denied and after.denied else _DENIED if after.denied else _ALLOWED
+        self._total.add("", change)
+        self._endpoints.add(row.endpoint, change)
         for table, old, new in (
             (self._rules, before.rule, after.rule),
             (self._subjects, before.subject, after.subject),
         ):
-            if before.denied and after.denied and old != new:
-                # Both deny it, for another reason: it moves from one to the other.
-                self._of(table, old).before += 1
-                self._of(table, new).after += 1
+            if change is _BOTH and old != new:
+                table.add(old, _GONE)
+                table.add(new, _COME)
             else:
-                found = self._of(table, old if before.denied else new)
-                found.note(before.denied, after.denied)
-        if is_recorded and before.denied != after.denied and len(self._examples) < EXAMPLES_MAX:
+                table.add(old if before.denied else new, change)
+
+    def _note_example(
+        self, row: RecordedRequest, before: ReplayOutcome, after: ReplayOutcome
+    ) -> None:
+        if len(self._examples) < EXAMPLES_MAX:
             denial = before if before.denied else after
             key = (denial.rule, denial.subject, before.denied)
-            self._examples.setdefault(key, Example(event, before, after))
-
-    @staticmethod
-    def _of(table: dict[str, Change], key: str) -> Change:
-        found = table.get(key)
-        if found is None:
-            found = table[key] = Change()
-        return found
+            self._examples.setdefault(key, Example(row, before, after))
 
     # ── The report ───────────────────────────────────────────────────────────────────────────
 
     def report(self) -> ReplayReport:
         """Return what the steps so far have found."""
-        first_us = self._rows[0].event.at_us if self._rows else 0
+        first_us = self._rows[0][0] if self._rows else 0
         return ReplayReport(
             self._decisions,
             self._made,
@@ -367,10 +382,10 @@ class Replay:
             self._agreed,
             first_us,
             max(self._last_us, first_us),
-            self._total,
-            _largest(self._rules, RULES_MAX),
-            _largest(self._subjects, SUBJECTS_MAX),
-            _largest(self._endpoints, ENDPOINTS_MAX),
+            self._total.get(""),
+            self._rules.largest(RULES_MAX),
+            self._subjects.largest(SUBJECTS_MAX),
+            self._endpoints.largest(ENDPOINTS_MAX),
             list(self._examples.values()),
             [
                 LeftOut(rule, why, self._left_out_decisions.get(rule, 0))
@@ -441,12 +456,13 @@ class _Side:
         self._engine = RuleEngine(self._store, document, clock, "", policy, entries=entries)
         self._engine.penalties.is_logged = False
 
-    def outcome(self, repeated: RepeatedCheck) -> ReplayOutcome | None:
+    def outcome(self, request: Request, cost: int) -> ReplayOutcome | None:
         """Decide a request; None if it cannot be counted."""
         try:
-            result = self._engine.evaluate_repeated(repeated)
+            # The plans of many different requests would take more time than they save.
+            result = self._engine.evaluate(request, cost)
         except CapacityError:
-            return self._never_fits(repeated)
+            return self._never_fits(request, cost)
         except TollkeeperError:
             return None
         decision = result.decision
@@ -454,57 +470,56 @@ class _Side:
             return ReplayOutcome(False, "", "", result.shadow_denied)
         subject = subject_of(result)
         if subject in {"", _EVERYONE}:
-            subject = caller_of(repeated.request) or subject
+            subject = caller_of(request) or subject
         return ReplayOutcome(
             True, rule_of(result), subject, result.shadow_denied, decision.retry_after_ns
         )
 
-    def _never_fits(self, repeated: RepeatedCheck) -> ReplayOutcome:
+    def _never_fits(self, request: Request, cost: int) -> ReplayOutcome:
         """Return the denial of a cost above the capacity of a limit, which the service rejects."""
-        plan = self._engine.compiled_rules.plan(repeated.request, repeated.cost)
+        plan = self._engine.compiled_rules.plan(request, cost)
         for check in plan.enforced:
             if check.units > min(limit.capacity for limit in check.prepared.limits):
                 return ReplayOutcome(True, check.rule.id, check.subject, ())
-        return ReplayOutcome(True, LISTED["unlimited"], caller_of(repeated.request), ())
+        return ReplayOutcome(True, LISTED["unlimited"], caller_of(request), ())
 
     def close(self) -> None:
         self._store.close()
 
 
-def _in_order(cases: Sequence[_Case]) -> Iterator[tuple[int, _Case, bool]]:
-    """Yield the time of each request, its decision, and whether it is the recorded one itself."""
-    # The next copy of each decision that has more: its time, the place of the decision, and which.
-    waiting: list[tuple[int, int, int]] = []
+class _Schedule:
+    """The times of the recorded decisions and their copies, in lists of numbers."""
 
-    def until(now_ns: int) -> Iterator[tuple[int, _Case, bool]]:
+    def __init__(self) -> None:
+        self._at_ns: list[int] = []
+        self._copies: list[int] = []
+        self._step_ns: list[int] = []
+
+    def add(self, at_ns: int, copies: int, step_ns: int) -> None:
+        """Add the next decision; `copies` is the number of its requests, also of itself."""
+        self._at_ns.append(at_ns)
+        self._copies.append(copies)
+        self._step_ns.append(step_ns)
+
+    def in_order(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the time of each request, the place of its decision, and False for a copy."""
+        # The next copy of each decision that has more: its time, the place, and its number.
+        waiting: list[tuple[int, int, int]] = []
+        for place, at_ns in enumerate(self._at_ns):
+            yield from self._until(at_ns, waiting)
+            yield at_ns, place, True
+            if self._copies[place] > 1:
+                heappush(waiting, (at_ns + self._step_ns[place], place, 1))
+        yield from self._until(_FOREVER_NS, waiting)
+
+    def _until(
+        self, now_ns: int, waiting: list[tuple[int, int, int]]
+    ) -> Iterator[tuple[int, int, bool]]:
         while waiting and waiting[0][0] <= now_ns:
-            at_ns, place, copy = heappop(waiting)
-            case = cases[place]
-            yield at_ns, case, False
-            if copy + 1 < case.copies:
-                heappush(waiting, (at_ns + case.step_ns, place, copy + 1))
-
-    for place, case in enumerate(cases):
-        yield from until(case.at_ns)
-        yield case.at_ns, case, True
-        if case.copies > 1:
-            heappush(waiting, (case.at_ns + case.step_ns, place, 1))
-    yield from until(_FOREVER_NS)
-
-
-def _client(event: DecisionEvent) -> tuple[str, ...]:
-    return event.user_id, event.tenant, event.api_key, event.ip
-
-
-def _largest(table: Mapping[str, Change], count: int) -> list[tuple[str, Change]]:
-    """Return the largest changes; those that deny the most first among equals."""
-    order: Callable[[tuple[str, Change]], Any] = lambda item: (  # noqa: E731 - a type of its own
-        -item[1].size,
-        -item[1].after,
-        -item[1].before,
-        item[0],
-    )
-    return nsmallest(count, table.items(), key=order)
+            at_ns, place, number = heappop(waiting)
+            yield at_ns, place, False
+            if number + 1 < self._copies[place]:
+                heappush(waiting, (at_ns + self._step_ns[place], place, number + 1))
 
 
 def _longest_ns(rule: Rule, tiers: Sequence[Limits]) -> int:

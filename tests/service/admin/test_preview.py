@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.history.databases import filled
-from tests.history.decided import START_S, Asked, decided
+from tests.history.decided import START_S, Asked, decided_events
 from tests.service.admin.client import RULES, Admin, admin_of, from_file
 from tollkeeper import Request
 from tollkeeper.control.database import Database
@@ -40,7 +40,7 @@ STRICTER = RULES.replace("limits: 10/second", "limits: 5/second")
 async def recording(tmp_path: Path) -> AsyncIterator[Admin]:
     """Yield the admin API of a node that has recorded all requests."""
     url = f"sqlite:///{tmp_path / 'records.db'}"
-    await filled(url, [row.event for row in decided(RULES, ASKED)])
+    await filled(url, decided_events(RULES, ASKED))
     async with admin_of(tmp_path, read(RULES), None) as admin:
         records = Records(Database(url))
         admin.context.recorder = Recorder(

@@ -16,7 +16,7 @@ from typing import Annotated, Final, NamedTuple
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from tollkeeper.history.reading import DecisionCursor, DecisionRow, RecordFilter
+from tollkeeper.history.reading import DecisionCursor, RecordedRequest, RequestFields
 from tollkeeper.history.recorder import Recorder
 from tollkeeper.history.replay import (
     Change,
@@ -46,10 +46,10 @@ DECISIONS_MAX: Final = 20_000
 REQUESTS_MAX: Final = 100_000
 LAST: Final = timedelta(hours=1)
 # Each page takes about a millisecond of the event loop.
-PAGE_ROWS: Final = 100
+PAGE_ROWS: Final = 500
 # After this time the reply covers the part that was replayed.
 SECONDS_MAX: Final = 10.0
-PORTION_SECONDS: Final = 0.000_3
+PORTION_SECONDS: Final = 0.000_5
 PAUSE_SECONDS: Final = 0.000_5
 
 _NOTHING: Final = (
@@ -249,27 +249,27 @@ def _draft(text: str, limiter: AsyncLimiter) -> Document:
 
 async def _read(
     recorder: Recorder, period: _Period, limit: int, deadline_s: float
-) -> tuple[list[DecisionRow], bool]:
+) -> tuple[list[RequestFields], bool]:
     """Return the newest decisions of a period, the oldest first, and whether these are all."""
     microsecond = timedelta(microseconds=1)
     from_us, to_us = ((each - EPOCH) // microsecond for each in period)
-    wanted = RecordFilter(from_us, to_us)
-    rows: list[DecisionRow] = []
+    rows: list[RequestFields] = []
     weight = 0.0
-    before: DecisionCursor | None = None
+    before = DecisionCursor(to_us, 0)
     while len(rows) < limit and weight < REQUESTS_MAX and time.monotonic() < deadline_s:
         count = min(PAGE_ROWS, limit - len(rows))
-        page = await recorder.records.decisions(wanted, count, before)
+        page = await recorder.records.requests(from_us, before, count)
+        found = map(RecordedRequest._make, page)
+        weight += sum(sampled_weight(row, recorder.share) for row in found)
         rows += page
-        weight += sum(sampled_weight(row, recorder.share) for row in page)
         if len(page) < count:
             return rows[::-1], True
-        before = DecisionCursor(page[-1].event.at_us, page[-1].id)
+        before = DecisionCursor(page[-1][0], page[-1][1])
     return rows[::-1], False
 
 
 def _replayed(
-    rows: list[DecisionRow],
+    rows: list[RequestFields],
     draft: Document,
     limiter: AsyncLimiter,
     recorder: Recorder,
@@ -380,20 +380,20 @@ def _outcome(outcome: ReplayOutcome) -> OutcomeOut:
 
 
 def _example(example: Example) -> ExampleOut:
-    event, before, after = example
+    row, before, after = example
     return ExampleOut(
-        time=_time(event.at_us),
-        request_id=event.request_id or None,
+        time=_time(row.at_us),
+        request_id=row.request_id or None,
         subject=parts_of(before.subject or after.subject),
         identity=IdentityOut(
-            user=event.user_id or None,
-            tenant=event.tenant or None,
-            api_key=event.api_key or None,
-            ip=event.ip or None,
+            user=row.user_id or None,
+            tenant=row.tenant or None,
+            api_key=row.api_key or None,
+            ip=row.ip or None,
         ),
-        endpoint=event.endpoint,
-        method=event.method,
-        cost=event.cost,
+        endpoint=row.endpoint,
+        method=row.method,
+        cost=row.cost,
         before=_outcome(before),
         after=_outcome(after),
     )
