@@ -80,13 +80,14 @@ class ConsoleService(ServiceProcess):
 
     def check(self, **fields: Any) -> Answered:
         """Check a request."""
-        return self.ask("POST", "/v1/check", fields, self._bearer("check"))
+        return self.ask("POST", "/v1/check", fields, self.bearer("check"))
 
     def admin(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
         """Call the admin API as an admin."""
-        return self.ask(method, f"/v1/admin{path}", body, {**self._bearer("admin"), **headers})
+        return self.ask(method, f"/v1/admin{path}", body, {**self.bearer("admin"), **headers})
 
-    def _bearer(self, role: str) -> dict[str, str]:
+    def bearer(self, role: str) -> dict[str, str]:
+        """Return the header of a role."""
         return {"Authorization": f"Bearer {self.tokens[role]}"}
 
 

@@ -184,3 +184,8 @@ def test_a_line_without_a_name_is_rejected() -> None:
     """The error says what to write."""
     with pytest.raises(InvalidRequest, match="name=value"):
         request_of({"attributes": "\n=eu"})
+
+
+async def test_an_override_without_a_reason(console: ConsoleClient) -> None:
+    """An override in the document may have no reason, author or end."""
+    assert "It would be allowed" in await console.get("/try?user=7&endpoint=/x")

@@ -113,7 +113,7 @@ async def test_a_reader_changes_nothing(console: ConsoleClient) -> None:
             filled(path), data={"csrf": console.csrf}, headers={"Origin": NODE}
         )
         if path in READERS_MAY:
-            assert answer.status_code < 400, path
+            assert answer.status_code not in {401, 403, 500}, path
         else:
             assert answer.status_code == 403, path
             assert "Your role is read" in answer.text
