@@ -65,7 +65,7 @@ INJECTED = """() => [...document.querySelectorAll('*')].filter(e =>
     || e.getAttributeNames().some(
         name => name.startsWith('on') || /^\\s*javascript:/i.test(e.getAttribute(name)))
 ).map(e => e.outerHTML.slice(0, 200))"""
-PAGES_MAX = 60
+PAGES_MAX = 50
 
 
 @pytest.fixture(scope="module")
