@@ -41,6 +41,7 @@ class ConsoleClient:
     http: httpx.AsyncClient
     context: ServiceContext
     secrets: dict[str, str]
+    service: HttpService
     csrf: str = ""
 
     async def log_in(self, role: str = "admin") -> ConsoleClient:
@@ -110,7 +111,7 @@ async def console_of(
         try:
             transport = httpx.ASGITransport(service)  # type: ignore[arg-type]  # our own scope type
             async with httpx.AsyncClient(transport=transport, base_url=NODE) as http:
-                yield ConsoleClient(http, context, secrets)
+                yield ConsoleClient(http, context, secrets, service)
         finally:
             await service.stop()
             await recorder.stop()

@@ -2,9 +2,83 @@
 
 from __future__ import annotations
 
-from tests.service.console.client import ConsoleClient
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.service.console.client import ConsoleClient, console_of
+from tests.stub_fleet import store_with_fleet
+from tests.stub_regions import StubRegions
+from tollkeeper.service.console.live import status_of
+from tollkeeper.service.http.activity import Step
 
 
-async def test_the_page_is_shown(console: ConsoleClient) -> None:
-    """It answers an operator."""
-    assert "<h1>" in await console.get("")
+async def test_the_page_has_the_state(console: ConsoleClient) -> None:
+    """Before any script runs: the store, the rules and their age, the fleet, the regions."""
+    text = await console.get("")
+    assert re.search(r'<h2>Store <span class="tag good">answers</span></h2>', text)
+    assert re.search(r"<strong>1</strong></a>, since <time ", text)
+    assert "confirmed less than a minute ago" in text
+    assert "This node alone</a>, without gossip" in text
+    assert 'id="status-regions"' in text
+
+
+async def test_a_first_check_is_explained(console: ConsoleClient) -> None:
+    """With the address of the service as the browser knows it, and a token if one is needed."""
+    text = await console.get("", headers={"Host": "limits.example.com:8080"})
+    assert "curl http://limits.example.com:8080/v1/check -H &#39;Authorization: Bearer TOKEN" in (
+        text.replace("'", "&#39;")
+    )
+
+
+async def test_a_fleet_and_regions_at_a_glance(tmp_path: Path) -> None:
+    """What is wrong is a word, not only a colour."""
+    store = store_with_fleet()
+    store.regions = StubRegions()
+    async with console_of(tmp_path, None, store=store) as console:
+        text = await (await console.log_in("read")).get("")
+    assert '<span class="tag warn">1 suspected</span>' in text
+    assert "3 live nodes" in text
+    assert 'Region eu <span class="tag bad">not connected to all</span>' in text
+    assert "1 link up</a>, 1 down, 0 refused" in text
+
+
+async def test_trouble_is_named(console: ConsoleClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breaker that is open, degraded checks, rules that are not updated."""
+    step = Step(1_000.0, 2.0, {"allowed": 3}, degraded=1, breakers={"10.0.0.7:6379": 2})
+    monkeypatch.setattr(console.context.activity, "steps", lambda: [step])
+    text = await console.get("")
+    assert 'Breaker of 10.0.0.7:6379 <span class="tag bad">open</span>' in text
+    assert "33.3 % of the checks of the last minute were degraded" in text
+
+
+async def test_texts_of_others_are_text(console: ConsoleClient) -> None:
+    """An error of the store may have any characters."""
+    await console.get("/audit")
+    found = (await console.http.get("/console")).text
+    assert "<script>alert" not in found
+    now = {
+        "store": {"name": "<script>", "healthy": False, "error": "<script>alert(1)</script>"},
+        "breakers": [],
+        "degraded_share": 0,
+        "rules": {
+            "version": "<b>",
+            "source": "<i>",
+            "since": None,
+            "age_seconds": 7_300,
+            "origin": "snapshot",
+            "error": "<u>",
+            "push_error": "<s>",
+        },
+        "fleet": {"dead": 1, "suspected": 0, "gossip": False, "live_nodes": 1},
+        "workers": 1,
+        "software": "0",
+        "started_at": "2026-01-01T00:00:00Z",
+        "regions": None,
+    }
+    html = status_of(console.service._console.state.console, now)
+    for tag in ("<script", "<b>", "<i>", "<u>", "<s>"):
+        assert tag not in html
+    assert "confirmed 2 hours ago" in html
+    assert "snapshot of an earlier run" in html

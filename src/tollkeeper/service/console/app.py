@@ -29,6 +29,7 @@ from tollkeeper.service.console import (
     rules,
     subjects,
 )
+from tollkeeper.service.console.live import LiveFeed
 from tollkeeper.service.console.sessions import SESSION_SECONDS, Session, Sessions
 from tollkeeper.service.console.views import (
     COOKIE,
@@ -80,6 +81,7 @@ def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
     # A trailing slash is another URL.
     app.router.redirect_slashes = False
     app.state.console = Console(context, admin, Sessions(folder))
+    app.state.live = LiveFeed(app.state.console)
     return app
 
 

@@ -1,18 +1,30 @@
-"""The page Overview: what this node decides now, and whether it is healthy."""
+"""The page Overview: what this node decides now, and whether it is healthy.
+
+The page has the state, and the live stream brings the charts: the steps of the last 15 minutes at
+first, then each new one. `live.py` is the stream, and `static/overview.js` draws the charts.
+"""
 
 from __future__ import annotations
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from tollkeeper.service.console import live
 from tollkeeper.service.console.views import Page, view
 
 
 def routes() -> list[BaseRoute]:
-    """Return the routes of the page."""
-    return [view("", show)]
+    """Return the routes of the page and of its stream."""
+    return [view("", show), *live.routes()]
 
 
 async def show(page: Page) -> Response:
     """Show the page."""
-    return page.render("overview.html")
+    # No step is newer than this, so the answer has the state alone.
+    found = await page.api.get("/activity")
+    return page.render(
+        "overview.html",
+        now=found["now"],
+        service=f"{page.request.url.scheme}://{page.request.url.netloc}",
+        has_tokens=not page.console.context.tokens.open_permissions,
+    )

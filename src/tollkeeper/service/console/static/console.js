@@ -93,18 +93,114 @@ document.addEventListener(
   true,
 );
 
-// The live stream of the console. The browser reconnects by itself; the page says so meanwhile.
-export function live(handlers) {
-  const notice = document.getElementById("connection");
-  const source = new EventSource("/console/live");
-  source.onopen = () => { notice.hidden = true; };
-  source.onerror = () => {
-    notice.hidden = false;
-    // After an answer that is no stream (the session has ended), the browser gives up.
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => live(handlers), 5000);
-  };
-  for (const [name, handle] of Object.entries(handlers)) {
-    source.addEventListener(name, (event) => handle(event.data));
+// The live stream of the console: server-sent events at `path`. `since` returns the last event that
+// the page has, so that a new connection begins where the last one ended. `fetch` and not
+// EventSource: it tells why there is no stream, and a stream that is silent is given up.
+const STALE_MS = 15000;
+const RETRY_MS = 1000;
+const RETRY_MAX_MS = 8000;
+
+export function live(path, since, handlers) {
+  let running = false;
+  let request = null;
+  let timer = 0;
+  let wait = RETRY_MS;
+
+  async function connect() {
+    if (!running || document.hidden || request) return;
+    const own = (request = new AbortController());
+    let stale = setTimeout(() => own.abort(), STALE_MS);
+    try {
+      const last = since();
+      const url = last === undefined ? path : `${path}?since=${last}`;
+      const response = await fetch(url, { signal: own.signal, cache: "no-store", headers: { "HX-Request": "true" } });
+      if (response.status === 401) return ended();
+      if (!response.ok) return lost(refusal(response));
+      connection("");
+      for await (const { event, data } of events(response.body)) {
+        clearTimeout(stale);
+        stale = setTimeout(() => own.abort(), STALE_MS);
+        wait = RETRY_MS;
+        handlers[event]?.(data);
+      }
+      lost(LOST);
+    } catch {
+      if (own === request) lost(LOST);
+    } finally {
+      clearTimeout(stale);
+      if (own === request) request = null;
+    }
   }
-  return source;
+
+  function refusal(response) {
+    const seconds = Number(response.headers.get("Retry-After"));
+    if (response.status !== 503 || !seconds) return LOST;
+    wait = Math.max(wait, seconds * 1000);
+    return `The service has no room for another live page. This page asks again in ${seconds} seconds.`;
+  }
+
+  function lost(text) {
+    if (!running) return;
+    connection(text);
+    clearTimeout(timer);
+    // Many pages do not all come back at the same moment.
+    timer = setTimeout(connect, wait * (0.75 + Math.random() / 2));
+    wait = Math.min(wait * 2, RETRY_MAX_MS);
+  }
+
+  function ended() {
+    running = false;
+    connection("Your session has ended. ");
+    const link = document.createElement("a");
+    link.href = `/console/login?${new URLSearchParams({ next: location.pathname + location.search })}`;
+    link.textContent = "Log in again";
+    document.getElementById("connection").append(link);
+  }
+
+  function disconnect() {
+    clearTimeout(timer);
+    const own = request;
+    request = null;
+    own?.abort();
+  }
+
+  const stream = {
+    start() {
+      running = true;
+      wait = RETRY_MS;
+      connect();
+    },
+    stop() {
+      running = false;
+      disconnect();
+    },
+  };
+  // A page in the background needs no stream; it gets what it missed when it is shown again.
+  document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
+  window.addEventListener("pagehide", disconnect);
+  window.addEventListener("pageshow", (event) => event.persisted && connect());
+  window.addEventListener("online", () => { disconnect(); connect(); });
+  stream.start();
+  return stream;
+}
+
+// Yields the events of a stream. A comment is an event without a name.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const found = { event: "", data: [] };
+      for (const line of block.split("\n")) {
+        const [, name, value] = /^(event|data): (.*)$/.exec(line) ?? [];
+        if (name === "data") found.data.push(value);
+        else if (name) found.event = value;
+      }
+      yield { event: found.event, data: found.data.join("\n") };
+    }
+  }
 }
