@@ -6,12 +6,13 @@ for them: roles, validation, conditions, the audit log.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tollkeeper.service.admin.operations import PREFIX
 from tollkeeper.service.http.tokens import CALLER, Token
@@ -48,6 +49,7 @@ class AdminClient:
             scope[CALLER] = token
             await admin(scope, receive, send)
 
+        self._admin: ASGIApp = with_caller
         # A defect is logged by the admin API, and its answer (500) becomes an ApiProblem.
         transport = httpx.ASGITransport(app=with_caller, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(
@@ -73,11 +75,7 @@ class AdminClient:
         headers: Mapping[str, str | bytes] | None = None,
     ) -> httpx.Response:
         """Call an operation with JSON (`data`) or a document (`text`). Raises ApiProblem."""
-        given = {
-            name.rstrip("_"): str(value).lower() if isinstance(value, bool) else value
-            for name, value in (query or {}).items()
-            if value is not None and value != ""
-        }
+        given = _given(query or {})
         sent = dict(headers or {})
         if text is not None:
             sent["Content-Type"] = YAML
@@ -97,6 +95,65 @@ class AdminClient:
                 response.status_code, _problem(response), response.headers.get("etag", "")
             )
         return response
+
+    def file(
+        self,
+        path: str,
+        query: Mapping[str, Any],
+        failed: Callable[[ApiProblem], Response],
+    ) -> Response:
+        """Return the reply to a GET as it is, while the admin API makes it: a file may be large.
+
+        `failed` returns the reply if the admin API rejects the call.
+        """
+        return _File(self._admin, f"{PREFIX}{path}", _given(query), failed)
+
+
+class _File(Response):
+    """A reply that the admin API writes itself."""
+
+    def __init__(
+        self,
+        admin: ASGIApp,
+        path: str,
+        query: Mapping[str, Any],
+        failed: Callable[[ApiProblem], Response],
+    ) -> None:
+        super().__init__()
+        self._admin, self._failed = admin, failed
+        self._path, self._query = path, urlencode(query, doseq=True).encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the admin API, and pass on what it sends unless that is a problem."""
+        status = 0
+        rejected: list[bytes] = []
+
+        async def passed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400:
+                rejected.append(message.get("body", b""))
+            if status < 400:
+                await send(message)
+
+        names = ("type", "asgi", "http_version", "method", "scheme", "client", "server")
+        inner = {name: scope[name] for name in names if name in scope}
+        path = {"path": self._path, "raw_path": self._path.encode("ascii"), "root_path": ""}
+        await self._admin(
+            {**inner, **path, "query_string": self._query, "headers": []}, receive, passed
+        )
+        if status >= 400:
+            found = httpx.Response(status, content=b"".join(rejected))
+            await self._failed(ApiProblem(status, _problem(found)))(scope, receive, send)
+
+
+def _given(query: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.rstrip("_"): str(value).lower() if isinstance(value, bool) else value
+        for name, value in query.items()
+        if value is not None and value != ""
+    }
 
 
 def _problem(response: httpx.Response) -> Mapping[str, Any]:

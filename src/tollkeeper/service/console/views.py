@@ -360,13 +360,17 @@ def policy(nonce: str) -> str:
 
 
 def url(path: str, **query: Any) -> str:
-    """Return the URL of a page. A field that is None or empty is left out.
+    """Return the URL of a page. A field that is None or empty is left out; a list is repeated.
 
-    >>> url("/console/audit", author="a&b", key="")
-    '/console/audit?author=a%26b'
+    >>> url("/console/audit", author="a&b", key="", part=[1, 2])
+    '/console/audit?author=a%26b&part=1&part=2'
     """
-    given = {name.rstrip("_"): value for name, value in query.items() if value not in {None, ""}}
-    return f"{quote(path)}?{urlencode(given)}" if given else quote(path)
+    given = {
+        name.rstrip("_"): value
+        for name, value in query.items()
+        if value is not None and value not in ("", [])
+    }
+    return f"{quote(path)}?{urlencode(given, doseq=True)}" if given else quote(path)
 
 
 def number(value: float | None, digits: int = 0) -> str:
