@@ -34,6 +34,8 @@ def differences(connection: Connection) -> list[object]:
     return found
 
 
+# SQLAlchemy cannot read the index of overrides by their subject.
+@pytest.mark.filterwarnings("ignore:Skipped unsupported reflection of expression-based index")
 async def test_the_revisions_create_the_tables_in_use(tmp_path: Path) -> None:
     """Running them twice changes nothing."""
     database = Database(f"sqlite:///{tmp_path / 'rules.db'}")
@@ -58,7 +60,7 @@ async def test_a_newer_schema_is_rejected(tmp_path: Path) -> None:
     await bring_up_to_date(database)
     async with database.writing() as connection:
         await connection.execute(text(f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'"))
-    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0002 is its newest\)"):
+    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0003 is its newest\)"):
         await bring_up_to_date(database)
     await database.close()
 

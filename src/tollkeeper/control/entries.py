@@ -49,6 +49,7 @@ from tollkeeper.core.errors import (
     UnsafeChange,
     show,
 )
+from tollkeeper.core.subjects import beyond
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import DocumentError, from_data
 from tollkeeper.rules.document.safety import entry_findings
@@ -121,6 +122,25 @@ SELECT kind, key, data, seq, removed FROM tollkeeper_entries
 WHERE seq > $1 ORDER BY seq LIMIT $2
 """
 _WHOLE_FEED: Final = _FEED.replace("$1", "$1 AND NOT removed")
+
+# The subject of an override as one text: `user:42`. An index has the same expression. Subjects are
+# compared by their code points, as Python does: a collation of PostgreSQL may have another order.
+_OWNERS_SQL: Final = {
+    True: "coalesce('user:' || (CAST(data AS jsonb) #>> '{for,user}'), "
+    "'api_key:' || (CAST(data AS jsonb) #>> '{for,api_key}'), "
+    "'tenant:' || (CAST(data AS jsonb) #>> '{for,tenant}'), "
+    "'ip:' || (CAST(data AS jsonb) #>> '{for,ip}')) COLLATE \"C\"",
+    False: "coalesce('user:' || json_extract(data, '$.for.user'), "
+    "'api_key:' || json_extract(data, '$.for.api_key'), "
+    "'tenant:' || json_extract(data, '$.for.tenant'), "
+    "'ip:' || json_extract(data, '$.for.ip'))",
+}
+_KEYS_SQL: Final = {True: 'key COLLATE "C"', False: "key"}
+_SUBJECTS: Final = """
+SELECT {subject}, kind, key, data FROM tollkeeper_entries
+WHERE kind = {kind} AND NOT removed AND {subject} > :after AND {subject} >= :begin {end}
+AND (purge_at IS NULL OR purge_at > :now) ORDER BY {subject} LIMIT :limit
+"""
 
 
 class DuplicateId(ChangeRefused):
@@ -258,6 +278,38 @@ class EntryRows:
             for entry in found
             if ((override := override_of(entry)).attribute, override.value, override.rule) == wanted
         ]
+
+    async def by_subject(
+        self, kind: EntryKind, begin: str, after: str, limit: int
+    ) -> list[tuple[str, Entry]]:
+        """Return the entries of a kind whose subject begins with a text, in order of subjects.
+
+        `after`  only subjects after this one
+
+        An index finds them: the number of rows that are read does not grow with the table.
+        """
+        is_override = kind == "override"
+        subject = (_OWNERS_SQL if is_override else _KEYS_SQL)[self._database.is_postgresql]
+        given: dict[str, Any] = {
+            "begin": begin,
+            "after": after,
+            "now": _ms(_now() + RETENTION),
+            "limit": limit,
+        }
+        end = beyond(begin)
+        if end is not None:
+            given["end"] = end
+        if not is_override:
+            given["kind"] = kind
+        query = _SUBJECTS.format(
+            subject=subject,
+            # The index of overrides is partial, so the planner has to see the kind.
+            kind="'override'" if is_override else ":kind",
+            end="" if end is None else f"AND {subject} < :end",
+        )
+        async with self._database.reading() as connection:
+            found = await connection.execute(text(query), given)
+            return [(row[0], Entry(*row[1:])) for row in found]
 
     async def stream(
         self, kinds: Collection[EntryKind] | None = None

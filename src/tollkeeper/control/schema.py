@@ -50,7 +50,7 @@ from tollkeeper.rules.entries import KEY_BYTES_MAX
 
 SCHEMA_TABLE: Final = "tollkeeper_schema"
 MIGRATIONS: Final = Path(__file__).with_name("migrations")
-REVISIONS: Final = ("0001", "0002")
+REVISIONS: Final = ("0001", "0002", "0003")
 """The revisions in `migrations/versions`, the newest last."""
 
 AUTHOR_LENGTH_MAX: Final = 200

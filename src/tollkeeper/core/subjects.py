@@ -86,6 +86,20 @@ def _check_part(part: object, key: object) -> None:
             ) from None
 
 
+def beyond(begin: str) -> str | None:
+    """Return the first text after all texts with this beginning; None if there is none.
+
+    >>> beyond("user:4"), beyond("")
+    ('user:5', None)
+    """
+    start = begin.rstrip("\U0010ffff")
+    if not start:
+        return None
+    following = ord(start[-1]) + 1
+    # No text has half of a surrogate pair.
+    return start[:-1] + chr(0xE000 if 0xD800 <= following < 0xE000 else following)
+
+
 def require_text(name: str, value: object) -> str:
     """Return the value of a request's attribute; raise InvalidKey unless it is text.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import text
 
+from tollkeeper.core.subjects import beyond
 from tollkeeper.history.events import (
     ENDPOINT_LENGTH_MAX,
     OTHERS,
@@ -108,6 +109,19 @@ _DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {ord
 
 # The columns of a decision's identity, by the field of the request.
 _COLUMNS: Final = {"user": "user_id", "tenant": "tenant", "api_key": "api_key", "ip": "ip"}
+# Distinct subjects, one look into the index for each: usage has many rows of a subject.
+_NEXT_SUBJECT: Final = (
+    "(SELECT subject FROM tollkeeper_usage WHERE {subject} > {after} {end} "
+    "ORDER BY {subject} LIMIT 1)"
+)
+_SUBJECTS: Final = """
+WITH RECURSIVE found (subject, number) AS (
+    SELECT {first}, 1
+    UNION ALL
+    SELECT {next}, number + 1 FROM found WHERE found.subject IS NOT NULL AND number < :limit
+)
+SELECT subject FROM found WHERE subject IS NOT NULL
+"""
 
 
 class UsageRow(NamedTuple):
@@ -430,6 +444,31 @@ class Records:
         self._narrow(wanted, conditions, given, of_decisions=True)
         self._narrow_decisions(wanted, conditions, given)
         return conditions, given
+
+    async def subjects(self, begin: str, after: str, limit: int) -> list[str]:
+        """Return the subjects with recorded usage that begin with a text, in order, after one.
+
+        It reads one row for each. If subjects are recorded as digests, only `begin` itself can be
+        found. Raises StoreError.
+        """
+        if self._subjects != "plain":
+            wanted = recorded_subject(begin, self._subjects)
+            query = "SELECT 1 FROM tollkeeper_usage WHERE subject = :subject LIMIT 1"
+            known = wanted and begin > after and await self._rows(query, {"subject": wanted})
+            return [begin] if known else []
+        collation = ' COLLATE "C"' if self._database.is_postgresql else ""
+        subject = f"tollkeeper_usage.subject{collation}"
+        given: dict[str, Any] = {"begin": begin, "after": after, "limit": limit}
+        end = ""
+        if (last := beyond(begin)) is not None:
+            end = f"AND {subject} < :end"
+            given["end"] = last
+        first = f"AND {subject} >= :begin {end}"
+        query = _SUBJECTS.format(
+            first=_NEXT_SUBJECT.format(subject=subject, after=":after", end=first),
+            next=_NEXT_SUBJECT.format(subject=subject, after="found.subject", end=end),
+        )
+        return [row[0] for row in await self._rows(query, given)]
 
     def _narrow(
         self,

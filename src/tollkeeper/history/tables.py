@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
     from tollkeeper.control.database import Database
 
-VERSION: Final = 3
+VERSION: Final = 4
 # Versions whose tables `create` extends.
-_EARLIER: Final = frozenset({1, 2})
+_EARLIER: Final = frozenset({1, 2, 3})
 # Partitions are created this many days ahead: enough for a database that fails over a weekend.
 DAYS_AHEAD: Final = 3
 DAY_US: Final = 86_400 * 10**6
@@ -154,6 +154,10 @@ _INDEXES: Final = (
     ),
     ("tollkeeper_usage_at", "tollkeeper_usage (start_s)"),
 )
+# Subjects are searched in the order of their code points, which is that of SQLite's indexes.
+_SUBJECTS_POSTGRESQL: Final = (
+    'CREATE INDEX IF NOT EXISTS tollkeeper_usage_subject ON tollkeeper_usage (subject COLLATE "C")'
+)
 # All writers of a region add to the same row.
 _USAGE_KEY: Final = (
     "CREATE UNIQUE INDEX IF NOT EXISTS tollkeeper_usage_key "
@@ -212,6 +216,8 @@ async def create(connection: AsyncConnection, *, is_postgresql: bool) -> None:
     await connection.execute(text(_USAGE_KEY))
     for name, columns in _INDEXES:
         await connection.execute(text(f"CREATE INDEX IF NOT EXISTS {name} ON {columns}"))
+    if is_postgresql:
+        await connection.execute(text(_SUBJECTS_POSTGRESQL))
     await connection.execute(text(_VERSION_ROW))
 
 

@@ -40,6 +40,7 @@ from tollkeeper.service.admin import (
     records,
     regions,
     rules,
+    search,
     subjects,
 )
 from tollkeeper.service.admin.control import AdminContext, control_plane
@@ -76,6 +77,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         preview.router,
         rules.router,
         subjects.router,
+        search.router,
         entry_files.router,
         rules.versions_router,
         quotas.router,

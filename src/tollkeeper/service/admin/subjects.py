@@ -372,12 +372,23 @@ async def delete_assignment(subject: Subject, editor: Editor) -> VersionOut:
 async def list_overrides(
     response: Response,
     control: Control,
+    subject: Annotated[
+        str | None,
+        Query(
+            description="Only those of this user, key, tenant or address; one page has all of them "
+            "up to the limit.",
+            examples=["user:42"],
+            max_length=_SUBJECT_MAX,
+        ),
+    ] = None,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
 ) -> OverridePage:
     """Return the overrides: entries that are in force by id, then those of the document."""
     found = await _current(response, control, if_none_match)
+    if subject is not None:
+        return await _overrides_of(control, found.document, subject, limit)
     data = to_data(Document(overrides=found.document.overrides)).get("overrides", [])
     in_document = [Entry("override", each.get("id", ""), json.dumps(each)) for each in data]
     page = await _page(control, "override", in_document, limit, offset)
@@ -387,6 +398,20 @@ async def list_overrides(
         for entry in page.items
     ]
     return OverridePage(items=items, total=page.total, next=page.next)
+
+
+async def _overrides_of(
+    control: ControlPlane, document: Document, subject: str, limit: int
+) -> OverridePage:
+    rows = await control.entries()
+    beside = [] if rows is None else await rows.by_subject("override", subject, "", limit + 1)
+    # Those of this very subject come first.
+    items = [
+        {"id": entry.key, **json.loads(entry.data)} for owner, entry in beside if owner == subject
+    ]
+    own = tuple(each for each in document.overrides if f"{each.attribute}:{each.value}" == subject)
+    items += to_data(Document(overrides=own)).get("overrides", [])
+    return OverridePage(items=items[:limit], total=len(items), next=None)
 
 
 @router.post(
@@ -495,6 +520,15 @@ async def get_list(
     list_name: Which,
     response: Response,
     control: Control,
+    entry: Annotated[
+        str | None,
+        Query(
+            description="Only this entry, if the list has it.",
+            examples=["user:42"],
+            min_length=1,
+            max_length=_ENTRY_MAX,
+        ),
+    ] = None,
     limit: Rows = ROWS,
     offset: Offset = 0,
     if_none_match: IfNoneMatch = None,
@@ -504,9 +538,18 @@ async def get_list(
     in_document = [
         entries.list_entry(list_name, each) for each in getattr(found.document, list_name)
     ]
+    if entry is not None:
+        return await _listed(control, in_document, entries.list_entry(list_name, entry))
     page = await _page(control, list_name, in_document, limit, offset)
     _link(response, f"/lists/{list_name}", page.next, limit)
     return EntryPage(items=[entry.data for entry in page.items], total=page.total, next=page.next)
+
+
+async def _listed(control: ControlPlane, in_document: Sequence[Entry], wanted: Entry) -> EntryPage:
+    rows = await control.entries()
+    beside = None if rows is None else await rows.get(wanted.kind, wanted.key)
+    known = beside is not None or any(each.key == wanted.key for each in in_document)
+    return EntryPage(items=[wanted.key] if known else [], total=int(known), next=None)
 
 
 @router.post(

@@ -55,6 +55,7 @@ TAGS: Final = [
     {"name": "quota", "description": "Show a quota, reset it, or add to it."},
     {"name": "health", "description": "For load balancers and monitors. No token is needed."},
     {"name": "rules", "description": "The rule document, whole or one rule at a time."},
+    {"name": "subjects", "description": "Search over users, API keys, tenants and addresses."},
     {"name": "tiers", "description": "Limits by tier."},
     {"name": "assignments", "description": "The tier of each subject."},
     {"name": "overrides", "description": "Other limits for one user, key or tenant."},
