@@ -77,8 +77,17 @@ async def test_texts_of_others_are_text(console: ConsoleClient) -> None:
         "started_at": "2026-01-01T00:00:00Z",
         "regions": None,
     }
-    html = status_of(console.service._console.state.console, now)
-    for tag in ("<script", "<b>", "<i>", "<u>", "<s>"):
+    alert = {
+        "alert": "A",
+        "severity": "warning",
+        "summary": "<em>",
+        "description": "<tt>",
+        "since": "2026-01-01T00:00:00Z",
+    }
+    alerts = {"active": [alert] * 12}
+    html = status_of(console.service._console.state.console, now, alerts)
+    assert "and 2 more" in html
+    for tag in ("<script", "<b>", "<i>", "<u>", "<s>", "<em>", "<tt>"):
         assert tag not in html
     assert "confirmed 2 hours ago" in html
     assert "snapshot of an earlier run" in html

@@ -112,7 +112,8 @@ class LiveFeed:
     async def _events(self, since: float | None) -> tuple[bytes, float | None]:
         """Return the state and all steps after a time, and the time of the last step."""
         activity = await self._api.get("/activity", since=since)
-        status = event("status", status_of(self._console, activity["now"]))
+        alerts = await self._api.get("/alerts")
+        status = event("status", status_of(self._console, activity["now"], alerts))
         steps = {name: value for name, value in activity.items() if name != "now"}
         if not activity["at"]:
             return (
@@ -156,9 +157,12 @@ class LiveFeed:
                 queue.put_nowait(found)
 
 
-def status_of(console: Console, now: Mapping[str, Any]) -> str:
-    """Return the cards of the state as HTML."""
-    return console.templates.get_template("overview_status.html").render(now=now)
+def status_of(console: Console, now: Mapping[str, Any], alerts: Mapping[str, Any]) -> str:
+    """Return the alerts and the cards of the state as HTML."""
+    return "".join(
+        console.templates.get_template(name).render(now=now, alerts=alerts)
+        for name in ("overview_alerts.html", "overview_status.html")
+    )
 
 
 def event(name: str, data: str, number: str = "") -> bytes:

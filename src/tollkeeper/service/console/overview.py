@@ -9,22 +9,22 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from tollkeeper.service.console import live
+from tollkeeper.service.console import live, runbooks
 from tollkeeper.service.console.views import Page, view
 
 
 def routes() -> list[BaseRoute]:
-    """Return the routes of the page and of its stream."""
-    return [view("", show), *live.routes()]
+    """Return the routes of the page, of its stream, and of the runbooks of its alerts."""
+    return [view("", show), *live.routes(), *runbooks.routes()]
 
 
 async def show(page: Page) -> Response:
     """Show the page."""
-    # No step is newer than this, so the answer has the state alone.
     found = await page.api.get("/activity")
     return page.render(
         "overview.html",
         now=found["now"],
+        alerts=await page.api.get("/alerts"),
         service=f"{page.request.url.scheme}://{page.request.url.netloc}",
         has_tokens=not page.console.context.tokens.open_permissions,
     )
