@@ -130,6 +130,9 @@ def test_each_service_lists_both(fleet: Fleet) -> None:
         WAIT_S,
         lambda: fleet.seen(1),
     )
+    headers = {"Authorization": f"Bearer {fleet.token}"}
+    glance = fleet.services[1].ask("GET", "/v1/admin/activity", None, headers).data["now"]["fleet"]
+    assert (glance["gossip"], glance["live_nodes"], glance["alive"]) == (True, 2, 2)
     shown = run_to_end(["fleet", "--url", fleet.services[1].url], TOLLKEEPER_TOKEN=fleet.token)
     assert shown.returncode == 0, shown.stderr
     assert "2 live" in shown.stdout

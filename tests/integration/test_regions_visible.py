@@ -127,6 +127,13 @@ def test_every_metric_of_a_region_has_a_value(regions: TwoRegions) -> None:
     until(lambda: not missing(), "every metric has a value", WAIT_S, missing)
 
 
+def test_the_region_at_a_glance(regions: TwoRegions) -> None:
+    """The activity of a node names the leader of its region and counts the links."""
+    found = regions.ask("eu", "GET", "/v1/admin/activity").data["now"]["regions"]
+    assert found.pop("leader")
+    assert found == {"region": "eu", "up": 1, "down": 0, "refused": 0, "problem": ""}
+
+
 def test_a_cost_above_the_share_is_refused_with_the_share(regions: TwoRegions) -> None:
     """It can never pass in this region, although the limit itself would hold it."""
     answer = regions.ask("us", "POST", "/v1/check", {"user": "max", "cost": 600})

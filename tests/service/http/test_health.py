@@ -306,3 +306,17 @@ async def test_dropped_records_are_reported() -> None:
         assert http.app.metrics.snapshot().values["records_dropped"] == {"": 0}
         http.context.recorder = SimpleNamespace(dropped=lambda: 5)
         assert http.app.metrics.snapshot().values["records_dropped"] == {"": 5}
+
+
+async def test_the_recent_sum_takes_the_counters_as_they_were_written(tmp_path: Path) -> None:
+    """The history adds them up every two seconds: it must not read all rules again."""
+    async with http_service(counters=tmp_path) as http:
+        metrics = http.app.metrics
+        await http.check(user="1")
+        assert metrics.recent_total().values["checks"]["allowed"] == 1
+        await http.check(user="1")
+        assert metrics.recent_total().values["checks"]["allowed"] == 1
+        assert metrics.total().values["checks"]["allowed"] == 2
+        assert metrics.recent_total().values["checks"]["allowed"] == 2
+        await metrics.close()
+        assert metrics.recent_total().values["store_states"][""] >= 1
