@@ -216,6 +216,58 @@ async def test_a_document_is_stored_in_canonical_form(repository: Repository) ->
     assert await repository.apply(kept, author="bob", expected=1) == version
 
 
+COMMENTED = """# Limits of the shop. Ask ann before you change them.
+version: 1
+rules:
+  - id: orders      # the public API
+    by: user
+    limits: [10/second]
+"""
+
+
+async def test_a_text_is_kept_with_its_comments(repository: Repository) -> None:
+    """Its order and style, too; other comments make a new version, another style makes none."""
+    document = read(COMMENTED)
+    dos = COMMENTED.replace("\n", "\r\n").removesuffix("\r\n")
+    first = await repository.apply(document, author="ann", expected=0, text=dos)
+    assert first.text == COMMENTED
+    current = await repository.current()
+    assert current is not None
+    assert await repository.document_of(current) == document
+    assert await repository.apply(document, author="bob", expected=1, text=COMMENTED) == first
+    assert await repository.apply(document, author="bob", expected=1) == first
+    other = COMMENTED.replace("Ask ann", "Ask bob")
+    second = await repository.apply(document, author="bob", expected=1, text=other)
+    assert (second.number, second.text) == (2, other)
+    assert "+# Limits of the shop. Ask bob" in await repository.diff(1, 2)
+
+
+async def test_a_diff_is_that_of_the_rules(repository: Repository) -> None:
+    """An edit writes the document anew; the diff and the audit show what it changed alone."""
+    await repository.apply(read(COMMENTED), author="ann", expected=0, text=COMMENTED)
+    await repository.edit(
+        lambda document: edits.set_tier(document, "pro", PRO), kind="set-tier", author="bob"
+    )
+    diff = await repository.diff(1, 2)
+    assert not [line for line in diff.splitlines()[2:] if line.startswith("-")]
+    assert "+tiers:" in diff
+    assert (await repository.audit_log.page()).items[0].diff == diff
+    back = await repository.rollback(1, author="ann", expected=2)
+    assert back.text == COMMENTED
+    edited = await repository.edit(lambda document: document, kind="put-rule", author="bob")
+    assert edited == back
+
+
+@pytest.mark.parametrize("text", ['{"version": 1, "rules": []}', "version: 1\nrules: [] # x"])
+async def test_another_text_than_the_document_is_not_kept(
+    repository: Repository, text: str
+) -> None:
+    """Nor is JSON: the canonical form is stored."""
+    version = await repository.apply(TEN, author="ann", expected=0, text=text)
+    assert read(version.text) == TEN
+    assert version.text != text
+
+
 async def test_edits_change_the_document(repository: Repository) -> None:
     """Each adds a version of its kind, with its author."""
     await repository.apply(TEN, author="ann", expected=0)

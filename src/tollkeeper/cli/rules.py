@@ -173,15 +173,23 @@ class RuleSource:
     name: str
     text: str
     number: int | None = None
-    """The number of a version, whose text is canonical; 0: no version yet; None: a file."""
+    """The number of a version; 0: no version yet; None: a file."""
 
     def document(self) -> Document:
         """Parse the text. Raises DocumentError."""
         return Document() if self.number == 0 else read(self.text, self.name)
 
     def canonical(self) -> str:
-        """Return the text as Tollkeeper writes it."""
-        return to_yaml(self.document()) if self.number is None else self.text
+        """Return the text as Tollkeeper writes it; a version that it cannot read, as it is.
+
+        Raises DocumentError for a file.
+        """
+        try:
+            return "" if self.number == 0 else to_yaml(self.document())
+        except DocumentError:
+            if self.number is None:
+                raise
+            return self.text
 
 
 def source_from_file(name: str) -> RuleSource:
@@ -715,7 +723,8 @@ def rollback(
     async def change() -> RuleChange:
         async with open_repository(database) as repository:
             old = await repository.version(number)
-            begun = await _begin(repository, f"version {number}", old.text, as_json)
+            text = await asyncio.to_thread(_source_of(old).canonical)
+            begun = await _begin(repository, f"version {number}", text, as_json)
             version = await repository.rollback(
                 number,
                 author=changed_by,
@@ -872,7 +881,8 @@ async def _begin(repository: Repository, name: str, text: str, as_json: bool) ->
     """Read the current version, and print the diff to the new text."""
     before = await repository.current()
     old = _source_of(before)
-    diff = await asyncio.to_thread(unified_diff, old.text, text, old.name, name)
+    canonical = await asyncio.to_thread(old.canonical)
+    diff = await asyncio.to_thread(unified_diff, canonical, text, old.name, name)
     if not as_json:
         made = f" (by {before.author}, {time_text(before.created_at)})" if before else ""
         print_text(f"based on {old.name}{made}")

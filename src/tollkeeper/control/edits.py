@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import Consistency, Limits
@@ -248,6 +248,42 @@ _PARTS: Final[dict[str, Callable[[Document], dict[str, object]]]] = {
     "entry of allow:": lambda document: dict.fromkeys(document.allow),
     "entry of deny:": lambda document: dict.fromkeys(document.deny),
 }
+
+
+class DocumentText(NamedTuple):
+    """The text of a document, as it is stored and as Tollkeeper writes it."""
+
+    kept: str
+    """As its author wrote it, with comments; or the canonical form."""
+    canonical: str
+
+
+def kept_text(text: str | None) -> str | None:
+    """Return a text in YAML as it is stored; None for JSON, which is stored in canonical form.
+
+    >>> kept_text("version: 1  # launch\\r\\nrules: []"), kept_text('{"version": 1}')
+    ('version: 1  # launch\\nrules: []\\n', None)
+    """
+    if text is None or text.lstrip().startswith("{"):
+        return None
+    # A form of a browser sends lines that end with CR and LF.
+    text = text.replace("\r\n", "\n")
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+def has_other_comments(before: str, after: str) -> bool:
+    """Return True if two texts of equal documents may differ in comments, not in style alone."""
+    return before != after and ("#" in before or "#" in after)
+
+
+def document_diff(
+    before: DocumentText, after: DocumentText, before_name: str, after_name: str
+) -> str:
+    """Return the difference of two documents; if they are equal, that of their comments."""
+    diff = unified_diff(before.canonical, after.canonical, before_name, after_name)
+    if not diff and has_other_comments(before.kept, after.kept):
+        diff = unified_diff(before.kept, after.kept, before_name, after_name)
+    return diff
 
 
 def unified_diff(before: str, after: str, before_name: str, after_name: str) -> str:

@@ -26,7 +26,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, Self
 
@@ -36,7 +36,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from tollkeeper.control import edits
 from tollkeeper.control.audit import AuditLog
 from tollkeeper.control.database import CHANNEL, Database, listen
-from tollkeeper.control.edits import unified_diff
+from tollkeeper.control.edits import DocumentText, document_diff, has_other_comments, kept_text
 from tollkeeper.control.entries import EntryRows, check_signature
 from tollkeeper.control.schema import audit, bring_up_to_date, versions
 from tollkeeper.core.errors import (
@@ -48,7 +48,7 @@ from tollkeeper.core.errors import (
     show,
 )
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
+from tollkeeper.rules.document.reading import DocumentError, read
 from tollkeeper.rules.document.safety import new_findings
 from tollkeeper.rules.document.writing import to_yaml
 
@@ -91,7 +91,7 @@ class Version:
     created_at: datetime
     """In UTC, by the clock of the database server."""
     text: str
-    """The document in canonical form."""
+    """The document in canonical form, or as its author wrote it in YAML."""
     base: int | None
     """The number of the version that was changed; None for the first."""
     kind: str
@@ -106,6 +106,8 @@ class _ChangeRequest:
     author: str
     reason: str
     force: bool = False
+    text: str | None = None
+    """The document as its author wrote it, in YAML, to be kept with its comments."""
 
     def __post_init__(self) -> None:
         check_signature(self.author, self.reason)
@@ -227,8 +229,7 @@ class Repository:
     async def diff(self, a: int, b: int) -> str:
         """Return the changes from version `a` to version `b` as a unified diff; empty if equal."""
         old, new = await self.version(a), await self.version(b)
-        names = f"version {old.number}", f"version {new.number}"
-        return await asyncio.to_thread(unified_diff, old.text, new.text, *names)
+        return await asyncio.to_thread(_diff_of_versions, old, new)
 
     async def listen(self) -> AsyncGenerator[int, None]:
         """Yield the current number at once, then each newer one as soon as it is committed.
@@ -253,17 +254,20 @@ class Repository:
         reason: str = "",
         expected: int | None,
         force: bool = False,
+        text: str | None = None,
     ) -> Version:
         """Add a document as the next version, and return that version.
 
         `expected`  the number of the version that was edited; 0 or None if there was none
         `force`     apply it even if it is unsafe; the audit keeps the findings
+        `text`      the document as its author wrote it; if it is YAML, its comments are kept
 
-        A document equal to the current one changes nothing: the current version is returned. Raises
+        A document equal to the current one changes nothing: the current version is returned, unless
+        the `text` has other comments. Raises
         VersionConflict if the current version is not the expected one, UnsafeChange for safety
         findings that are not in force already, and DocumentError for an invalid document.
         """
-        request = _ChangeRequest("apply", author, reason, force)
+        request = _ChangeRequest("apply", author, reason, force, kept_text(text))
         _check_expected(expected)
         return await self._apply(document, request, await self.current(), expected or 0)
 
@@ -279,7 +283,8 @@ class Repository:
         _check_current(expected or 0, current)
         # The old text must still be valid for the grammar of this release.
         await asyncio.to_thread(read, old.text, f"version {number}")
-        diff = await asyncio.to_thread(_diff, current, old.text)
+        newest = replace(old, number=(current.number if current else 0) + 1)
+        diff = await asyncio.to_thread(_diff_of_versions, current, newest)
         return await self._commit(_PreparedChange(request, expected or 0, old.text, diff))
 
     async def edit(
@@ -291,6 +296,7 @@ class Repository:
         reason: str = "",
         expected: int | None = None,
         force: bool = False,
+        text: str | None = None,
     ) -> Version:
         """Change the document by a function: one of `edits`, or a combination of several.
 
@@ -298,7 +304,9 @@ class Repository:
         `expected`, it raises VersionConflict if another version is current (0: none yet).
         """
         _check_expected(expected)
-        return await self._edit(edit, _ChangeRequest(kind, author, reason, force), expected)
+        return await self._edit(
+            edit, _ChangeRequest(kind, author, reason, force, kept_text(text)), expected
+        )
 
     async def _edit(
         self,
@@ -326,11 +334,15 @@ class Repository:
     async def _apply(
         self, document: Document, request: _ChangeRequest, current: Version | None, expected: int
     ) -> Version:
-        written, checked = await asyncio.to_thread(_canonical, document)
-        if current is not None and current.text == written:
+        texts, checked = await asyncio.to_thread(_texts, document, request.text)
+        if current is not None and current.text == texts.kept:
             return current
-        _check_current(expected, current)
         before = None if current is None else await self.document_of(current)
+        if current is not None and before == checked:
+            is_kept = request.text is not None and has_other_comments(current.text, texts.kept)
+            if not is_kept:
+                return current
+        _check_current(expected, current)
         unsafe = await asyncio.to_thread(new_findings, checked, before)
         gone = set(before.tiers) - set(checked.tiers) if before is not None else set()
         unsafe += tuple(
@@ -345,9 +357,9 @@ class Repository:
         )
         if unsafe and not request.force:
             raise UnsafeChange(unsafe)
-        diff = await asyncio.to_thread(_diff, current, written)
+        diff = await asyncio.to_thread(_diff, current, before, texts)
         forced = "\n".join(map(str, unsafe))
-        version = await self._commit(_PreparedChange(request, expected, written, diff, forced))
+        version = await self._commit(_PreparedChange(request, expected, texts.kept, diff, forced))
         self._parsed = (version.number, checked)
         return version
 
@@ -401,18 +413,40 @@ def _check_current(expected: int, current: Version | None) -> None:
         raise VersionConflict(expected, number)
 
 
-def _canonical(document: Document) -> tuple[str, Document]:
+def _texts(document: Document, text: str | None) -> tuple[DocumentText, Document]:
     """Return the text to store and its parsed form. Raises DocumentError if it is invalid."""
     written = to_yaml(document)
+    if text is not None:
+        checked = read(text, "<document>")
+        if checked == document:
+            return DocumentText(text, written), checked
     checked = read(written, "<document>")
     # A document made by hand may differ in form only, as in the time zone of a date.
-    return (written if checked == document else to_yaml(checked)), checked
+    written = written if checked == document else to_yaml(checked)
+    return DocumentText(written, written), checked
 
 
-def _diff(current: Version | None, written: str) -> str:
+def _diff(current: Version | None, before: Document | None, after: DocumentText) -> str:
     number = current.number if current else 0
-    names = f"version {number}", f"version {number + 1}"
-    return unified_diff(current.text if current else "", written, *names)
+    old = DocumentText("", "")
+    if current is not None and before is not None:
+        old = DocumentText(current.text, to_yaml(before))
+    return document_diff(old, after, f"version {number}", f"version {number + 1}")
+
+
+def _diff_of_versions(before: Version | None, after: Version) -> str:
+    names = f"version {before.number if before else 0}", f"version {after.number}"
+    return document_diff(_texts_of(before), _texts_of(after), *names)
+
+
+def _texts_of(version: Version | None) -> DocumentText:
+    """Return the texts of a version. One that this release cannot read is compared as it is."""
+    if version is None:
+        return DocumentText("", "")
+    try:
+        return DocumentText(version.text, to_yaml(read(version.text)))
+    except DocumentError:
+        return DocumentText(version.text, version.text)
 
 
 def _check_number(number: int) -> None:

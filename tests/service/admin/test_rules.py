@@ -296,6 +296,28 @@ async def test_a_rule_with_an_override_cannot_be_removed(admin: Admin) -> None:
 # ── From a file ──────────────────────────────────────────────────────────────────────────────────
 
 
+async def test_comments_survive_an_apply(admin: Admin) -> None:
+    """GET returns the text of the operator; validate and versions show the change of comments."""
+    text = RULES.strip().replace("version: 1", "version: 1  # of the shop") + "\n"
+    headers = {"Content-Type": "application/yaml"}
+    checked = (await admin.call("POST", "/rules/validate", content=text, headers=headers)).json()
+    assert "+version: 1  # of the shop" in checked["diff"]
+    made = (await admin.call("PUT", "/rules", content=text, headers=headers)).json()
+    assert made["number"] == 2
+    kept = await admin.call("GET", "/rules", headers={"Accept": "application/yaml"})
+    assert kept.text == text
+    again = await admin.call("PUT", "/rules", content=text, headers=headers)
+    assert again.json()["number"] == 2
+    # The same rules as JSON have no comments to keep, and remove none.
+    data = (await admin.call("GET", "/rules")).json()
+    assert (await admin.call("PUT", "/rules", json=data)).json()["number"] == 2
+    assert not (await admin.call("POST", "/rules/validate", json=data)).json()["diff"]
+    await admin.call("PATCH", "/rules/orders", json={"rollout": 50})
+    diff = (await admin.call("GET", "/versions/3/diff")).json()["diff"]
+    changed = [line for line in diff.splitlines()[2:] if line[0] in "+-"]
+    assert changed == ["+  rollout: 50"]
+
+
 async def test_rules_from_a_file_cannot_be_changed(from_file: Admin) -> None:
     """They are read from the limiter; each change is rejected with the name of the file."""
     answer = await from_file.call("GET", "/rules")

@@ -306,9 +306,16 @@ class ControlPlane:
         return CurrentRules(document, etag_of(version.number), version.number, version.text)
 
     async def edit(
-        self, change: ChangeRequest, kind: Kind, edit: Callable[[Document], Document]
+        self,
+        change: ChangeRequest,
+        kind: Kind,
+        edit: Callable[[Document], Document],
+        text: str | None = None,
     ) -> Version:
-        """Make a new version and announce it to the nodes. Raises ChangeRefused, StoreError."""
+        """Make a new version and announce it to the nodes. Raises ChangeRefused, StoreError.
+
+        `text` is the document as its author wrote it, if that is to be kept.
+        """
         repository = await self.repository()
         version = await repository.edit(
             lambda document: self._usable(edit(document)),
@@ -317,6 +324,7 @@ class ControlPlane:
             reason=change.reason,
             force=change.force,
             expected=await self._expected(repository, change.condition),
+            text=text,
         )
         await self.announce(version.number)
         return version
@@ -365,10 +373,10 @@ class ControlPlane:
         """Return the entries beside the document; None if the rules come from a file."""
         return None if self.context.database is None else (await self.repository()).entries
 
-    async def apply(self, change: ChangeRequest, document: Document) -> Version:
-        """Put a whole document in force. Raises ChangeRefused, StoreError."""
+    async def apply(self, change: ChangeRequest, document: Document, text: str) -> Version:
+        """Put a whole document in force, and keep its text. Raises ChangeRefused, StoreError."""
         if change.condition is None or change.condition.any_version:
-            return await self.edit(change, "apply", lambda _: document)
+            return await self.edit(change, "apply", lambda _: document, text)
         repository = await self.repository()
         # Not _expected: a document that is already in force succeeds, whatever version was
         # expected.
@@ -378,6 +386,7 @@ class ControlPlane:
             reason=change.reason,
             force=change.force,
             expected=await self._closest(repository, change.condition),
+            text=text,
         )
         await self.announce(version.number)
         return version

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tollkeeper.control import edits
 from tollkeeper.control.audit import AuditCursor, AuditFilter
-from tollkeeper.control.edits import unified_diff
+from tollkeeper.control.edits import DocumentText, document_diff, kept_text, unified_diff
 from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.limiter import AsyncLimiter
@@ -219,11 +219,14 @@ async def put_rules(
 ) -> VersionOut:
     """Replace all rules by a new version. A document that is already in force changes nothing.
 
+    A document in YAML is kept as it is written, with its comments, until another operation changes
+    a part of it.
     Send the ETag that you read as `If-Match`; otherwise the change overwrites concurrent changes.
     """
     await control.repository()  # without a database, no other problem matters
-    document = await asyncio.to_thread(read, await text_of(request), "<body>")
-    return version_reply(response, await control.apply(change, document))
+    text = await text_of(request)
+    document = await asyncio.to_thread(read, text, "<body>")
+    return version_reply(response, await control.apply(change, document, text))
 
 
 @router.post(
@@ -255,12 +258,14 @@ def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> Validat
     shown = [*unsafe, *advice(document, limiter.on_failure)][:LISTED_MAX]
     lines = lines_of(text, [each.where for each in shown]) if shown else {}
     names = found.etag.strip('"') if before else "no version", "<body>"
+    old = DocumentText(found.yaml(), to_yaml(found.document)) if before else DocumentText("", "")
+    new = DocumentText(kept_text(text) or old.kept, to_yaml(document))
     return ValidationOut(
         valid=True,
         safe=not unsafe,
         problems=[],
         findings=[FindingOut(**finding_data(each, lines[each.where])) for each in shown],
-        diff=unified_diff(found.yaml() if before else "", to_yaml(document), *names),
+        diff=document_diff(old, new, *names),
     )
 
 
