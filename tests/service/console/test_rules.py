@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from html import unescape
 from pathlib import Path
@@ -117,6 +118,43 @@ async def test_a_draft_that_is_too_large_is_a_problem_in_its_place(console: Cons
     """The part of the page says it, instead of a page inside a page."""
     found = await part(console, "check", "#" * (6 * 2**20), 413)
     assert 'role="alert"' in found
+
+
+async def test_what_a_draft_would_have_done(console: ConsoleClient) -> None:
+    """The recorded decisions are replayed: how many more are denied, by rule and for whom."""
+    bearer = {"Authorization": f"Bearer {console.secrets['check']}"}
+    for _ in range(6):
+        sent = {"endpoint": "/login", "ip": "192.0.2.1", "method": SCRIPT}
+        await console.http.post("/v1/check", json=sent, headers=bearer)
+    draft = await changed(console, "3/minute", "1/minute")
+    assert console.context.recorder
+    console.context.recorder._hand_over()  # the timer would do it within a second
+    async with asyncio.timeout(60):
+        while ">6</dd>" not in (found := await part(console, "preview", draft)):
+            pass
+    page = unescape(" ".join(found.split()))
+    assert "2 more</strong> requests denied of 6: 3 under the rules in force, 5 under" in page
+    assert "ip:192.0.2.1" in page
+    assert "100.0 % of the decisions have the recorded outcome" in page
+    assert 'data-width="60.0"' in found
+    assert SCRIPT in page
+    assert SCRIPT not in found
+    whole = await console.post("/rules/preview", 200, document=draft, etag='"v1"')
+    assert "2 more</strong>" in whole.text
+    assert typed(whole.text) == draft
+
+
+async def test_a_draft_that_cannot_be_replayed(console: ConsoleClient) -> None:
+    """The part of the page says why: nothing recorded, invalid, another preview, no records."""
+    draft = await changed(console)
+    assert "No decision was recorded" in await part(console, "preview", draft)
+    assert "The draft is not valid" in await part(console, "preview", "version: 2\n")
+    assert console.context.control
+    async with console.context.control.previewing:
+        assert "another preview" in await part(console, "preview", draft)
+    console.context.recorder, recorder = None, console.context.recorder
+    assert "records no decisions" in await part(console, "preview", draft)
+    console.context.recorder = recorder
 
 
 async def test_a_draft_is_applied_with_a_reason(console: ConsoleClient) -> None:

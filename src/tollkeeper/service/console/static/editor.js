@@ -74,7 +74,9 @@ function restore() {
   );
 }
 
+let isDiscarded = false;
 document.getElementById("discard").addEventListener("click", () => {
+  isDiscarded = true;
   sessionStorage.removeItem(key);
   location.assign(form.dataset.page);
 });
@@ -119,6 +121,7 @@ function changed() {
 // Copy the editor into the textarea, keep the draft, and let htmx check it.
 function sync() {
   clearTimeout(timer);
+  if (isDiscarded) return;
   const text = view.state.doc.toString();
   if (text === area.value) return;
   area.value = text;
@@ -214,7 +217,7 @@ form.addEventListener("submit", (event) => {
 });
 window.addEventListener("pagehide", () => {
   // The last keystrokes, which no check has sent yet.
-  if (view.state.doc.toString() === area.value) return;
+  if (isDiscarded || view.state.doc.toString() === area.value) return;
   area.value = view.state.doc.toString();
   keep();
 });
