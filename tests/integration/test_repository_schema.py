@@ -25,7 +25,7 @@ from tollkeeper.core.errors import ConfigError, StoreUnavailable
 __all__ = ["repository", "url"]  # fixtures, found by name
 
 TABLES = ("tollkeeper_versions", "tollkeeper_audit")
-NEWEST = "0002"
+NEWEST = "0003"
 
 
 async def run(url: str, *statements: str) -> None:
@@ -70,11 +70,23 @@ async def test_opening_again_changes_nothing(url: str) -> None:
         assert await repository.history() == [version]
 
 
+@pytest.mark.filterwarnings("ignore:Skipped unsupported reflection of expression-based index")
 async def test_the_revisions_create_the_tables_in_use(repository: Repository, url: str) -> None:
     """Alembic finds no difference in columns, types and keys."""
 
+    def is_compared(_: object, name: str | None, kind: str, *__: object) -> bool:
+        # SQLAlchemy has no form of these that both databases understand.
+        return kind != "index" or name not in {
+            "tollkeeper_entries_owner",
+            "tollkeeper_entries_subject",
+        }
+
     def differences(connection: Connection) -> list[object]:
-        options = {"version_table": SCHEMA_TABLE, "compare_type": True}
+        options = {
+            "version_table": SCHEMA_TABLE,
+            "compare_type": True,
+            "include_object": is_compared,
+        }
         found: list[object] = compare_metadata(
             MigrationContext.configure(connection, opts=options), metadata
         )
@@ -100,7 +112,7 @@ async def test_a_newer_schema_is_rejected(url: str) -> None:
     async with await Repository.open(url):
         pass
     await run(url, f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'")
-    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0002 is its newest\); use a newer"):
+    with pytest.raises(ConfigError, match=r"revision 9999, .* \(0003 is its newest\); use a newer"):
         await Repository.open(url)
 
 
@@ -108,7 +120,7 @@ NEXT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0003", "0002", None, None
+revision, down_revision, branch_labels, depends_on = "0004", "0003", None, None
 
 
 def upgrade():
@@ -124,15 +136,15 @@ async def test_an_older_schema_is_migrated(
         version = await repository.apply(document(), author="ann", expected=0)
     later = tmp_path / "migrations 100%"
     shutil.copytree(schema.MIGRATIONS, later)
-    (later / "versions" / "r0003_later.py").write_text(NEXT, encoding="utf-8")
+    (later / "versions" / "r0004_later.py").write_text(NEXT, encoding="utf-8")
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", later)
-        newer.setattr(schema, "REVISIONS", (*schema.REVISIONS, "0003"))
+        newer.setattr(schema, "REVISIONS", (*schema.REVISIONS, "0004"))
         opened = await asyncio.gather(*(Repository.open(url) for _ in range(5)))
         assert [await each.current() for each in opened] == [version] * 5
         await asyncio.gather(*(each.close() for each in opened))
         await run(url, "SELECT later FROM tollkeeper_audit")
-    with pytest.raises(ConfigError, match="revision 0003"):
+    with pytest.raises(ConfigError, match="revision 0004"):
         await Repository.open(url)
 
 
