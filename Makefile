@@ -64,6 +64,7 @@ lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.entries
+	$(BIN)/python -m bench.overview
 
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
 	$(BIN)/tollkeeper simulate random --seconds $(or $(SECONDS),60)
