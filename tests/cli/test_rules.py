@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.cli.stub_service import stub_service
 from tests.redis_servers import Single, running
 from tollkeeper import Limiter, Request
 from tollkeeper.cli.main import app
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
 COMMANDS = (
     *("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain"),
-    *("promote", "demote", "audit"),
+    *("promote", "demote", "audit", "preview"),
 )
 
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
@@ -642,3 +643,66 @@ def test_the_audit_is_shown_in_pages_and_filtered() -> None:
     assert json.loads(none.stdout)["items"] == []
     for wrong in (["--since", "yesterday"], ["--before", "7"], ["--limit", "0"]):
         assert run("audit", "--database", url, *wrong).exit_code == 2
+
+
+# ── preview ──────────────────────────────────────────────────────────────────────────────────────
+
+_COUNTS = {"denied_before": 20, "denied_after": 70, "newly_denied": 50, "newly_allowed": 0}
+PREVIEW = {
+    "first": "2026-11-15T12:00:00Z",
+    "last": "2026-11-15T12:59:59Z",
+    "decisions": 1_200,
+    "requests": 120_000,
+    "estimate": True,
+    "agreement": 0.975,
+    "total": _COUNTS,
+    "rules": [{"rule": "orders", **_COUNTS}],
+    "subjects": [{"subject": ["tenant:acme", "user:4\x1b[2J"], **_COUNTS}],
+    "endpoints": [],
+    "not_replayed": [{"rule": "eu", "reason": "it reads region", "decisions": 3}],
+    "notes": ["An estimate: 1 %."],
+}
+
+
+def test_preview_prints_the_differences() -> None:
+    """By rule and subject, with what the replay cannot know; the document is sent as data."""
+    with stub_service(200, PREVIEW) as service:
+        path = file("a.yaml", GOOD)
+        given = ("preview", path, "--url", service.url, "--since", "2026-11-15", "--limit", "9")
+        result = run(*given)
+    assert result.exit_code == 0, result.output
+    [received] = service.received
+    assert received.target.startswith("/v1/admin/rules/preview?from=2026-11-15T00%3A00%3A00")
+    assert received.target.endswith("&limit=9")
+    assert received.body["rules"][0]["id"] == "all"
+    lines = result.stdout.splitlines()
+    assert "1,200 recorded decisions, about 120,000 requests" in lines[0]
+    assert lines[1].endswith("20 before, 70 after; 50 newly denied, 0 newly allowed")
+    assert "97.5%" in lines[2]
+    assert ["orders", "20", "70", "50", "0"] in [line.split() for line in lines]
+    assert "not replayed: rule eu: it reads region" in lines
+    assert "\x1b" not in result.stdout
+
+
+def test_preview_as_json() -> None:
+    """The reply of the service, and the exit code."""
+    with stub_service(200, PREVIEW) as service:
+        result = run("preview", file("a.yaml", GOOD), "--url", service.url, "--json")
+    assert json.loads(result.stdout) == {"exit_code": 0, **PREVIEW}
+
+
+def test_preview_of_an_invalid_document_sends_nothing() -> None:
+    """Its problems are printed with their lines."""
+    with stub_service(200, PREVIEW) as service:
+        result = run("preview", file("a.yaml", BAD), "--url", service.url)
+    assert (result.exit_code, service.received) == (1, [])
+    assert "a.yaml:5:13" in result.stderr
+
+
+def test_preview_of_a_service_that_refuses() -> None:
+    """The detail of the problem is the error."""
+    problem = {"status": 409, "title": "Conflict", "detail": "this service records no decisions"}
+    with stub_service(409, problem) as service:
+        result = run("preview", file("a.yaml", GOOD), "--url", service.url)
+    assert result.exit_code == 2
+    assert "records no decisions" in result.stderr

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -43,7 +43,18 @@ from tollkeeper.cli.common import (
     time_text,
     with_options,
 )
-from tollkeeper.cli.service_client import ServiceClient, one_line, service_opener
+from tollkeeper.cli.service_client import (
+    URL_DEFAULT,
+    CaOption,
+    ServiceClient,
+    TimeoutOption,
+    TokenOption,
+    UrlOption,
+    json_objects,
+    one_line,
+    service_client,
+    service_opener,
+)
 from tollkeeper.control import edits
 from tollkeeper.control.edits import unified_diff
 from tollkeeper.control.follow import announce
@@ -97,6 +108,8 @@ _HISTORY_MAX: Final = 1_000
 _SHOWN_MAX: Final = 10
 # A person waits for the answer, and a first connection takes longer than a check.
 _EXPLAIN_DEADLINE_MS: Final = 2_000
+# A service replays for up to 10 s.
+_PREVIEW_TIMEOUT_S: Final = 30.0
 # Without a store, a global rule is explained as if there were one region.
 _ONLY_SHARE: Final = Shares(1, Fraction(1), Fraction(1), 0, ())
 
@@ -987,6 +1000,94 @@ def _announce(nodes: Store, number: int) -> bool:
         print_text(f"tollkeeper: warning: not announced: {error}", to_stderr=True)
         print_text("The nodes will find the new version at their next poll.", to_stderr=True)
         return False
+
+
+# ── preview ────────────────────────────────────────────────────────────────────────────────────
+
+
+def patient_client(
+    url: UrlOption = URL_DEFAULT,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    timeout: TimeoutOption = _PREVIEW_TIMEOUT_S,
+) -> ServiceClient:
+    """Return a client that waits for a replay. Raises ConfigError."""
+    return service_client(url, token, ca, timeout)
+
+
+@app.command(cls=DocumentCommand)
+@with_options(service=patient_client)
+def preview(
+    file: FileArgument,
+    service: ServiceClient,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="From this time. [default: the last hour]")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="The newest N decisions, up to 20000.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a document would have done: the last recorded decisions of a service, replayed.
+
+    The service replays them under its rules and under the document, and applies nothing. It must
+    record decisions (`tollkeeper serve --record`).
+
+    Exit code: 0 replayed, whatever the differences; 1 the document has problems; 2 it could not be
+    done.
+
+    Example: tollkeeper rules preview limits.yaml --url http://127.0.0.1:8080 --since 2026-11-15
+    """
+    document = source_from_file(file).document()
+    moments = {"from": _moment("--since", since), "to": _moment("--until", until)}
+    query = {name: each.isoformat() for name, each in moments.items() if each is not None}
+    if limit is not None:
+        query["limit"] = str(limit)
+    with service as client:
+        found = client.call(
+            "POST", "/v1/admin/rules/preview", query=query, body=to_data(document), expected="total"
+        )
+    if as_json:
+        print_json({"exit_code": OK, **found})
+    else:
+        _print_preview(found)
+
+
+def _print_preview(found: Mapping[str, Any]) -> None:
+    total = found["total"]
+    about = "about " if found.get("estimate") else ""
+    print_text(
+        f"{found['decisions']:,} recorded decisions, {about}{found['requests']:,} requests, "
+        f"{found.get('first')} to {found.get('last')}"
+    )
+    print_text(
+        f"denied: {total['denied_before']:,} before, {total['denied_after']:,} after; "
+        f"{total['newly_denied']:,} newly denied, {total['newly_allowed']:,} newly allowed"
+    )
+    agreement = found.get("agreement")
+    if agreement is not None:
+        print_text(f"the replay agrees with {agreement:.1%} of the recorded decisions")
+    headings = ("BEFORE", "AFTER", "NEWLY DENIED", "NEWLY ALLOWED")
+    for name in ("rule", "subject", "endpoint"):
+        rows = [
+            (one_line(_joined(each[name])), *(f"{each[count]:,}" for count in _PREVIEW_COUNTS))
+            for each in json_objects(found.get(f"{name}s"))
+        ]
+        if rows:
+            print_text("")
+            print_table((name.upper(), *headings), rows[:_SHOWN_MAX])
+    for each in json_objects(found.get("not_replayed")):
+        print_text(one_line(f"not replayed: rule {each['rule']}: {each['reason']}"))
+    for note in found.get("notes", ()):
+        print_text(one_line(f"note: {note}"))
+
+
+_PREVIEW_COUNTS: Final = ("denied_before", "denied_after", "newly_denied", "newly_allowed")
+
+
+def _joined(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
 
 
 # ── explain ────────────────────────────────────────────────────────────────────────────────────
