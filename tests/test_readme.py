@@ -115,3 +115,11 @@ def test_make_has_every_target_that_a_page_names(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", text) + re.findall(r"(?ms)^```sh\n(.*?)^```", text))
     targets = set(re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8")))
     assert set(MAKE.findall(code)) <= targets
+
+
+def test_the_pictures_of_the_console_are_small() -> None:
+    """`tools/screenshot.py` makes them; a page with all of them loads quickly."""
+    shown = set(re.findall(r'(?:src|srcset)="([^"]+)"', PAGES[0].read_text(encoding="utf-8")))
+    assert {"docs/console.png", "docs/console-dark.png"} <= shown
+    for name in shown:
+        assert (ROOT / name).stat().st_size < 200_000, name

@@ -28,7 +28,7 @@ from tollkeeper.service.console.sessions import Sessions
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 BYTES_MAX: Final = 200_000
-WIDTH, HEIGHT = 1280, 800
+WIDTH, HEIGHT = 1280, 900
 THREADS: Final = 4
 # The picture, its page, and the colours.
 PICTURES: Final = (
@@ -52,12 +52,12 @@ def requests(random_: random.Random) -> Iterator[dict[str, Any]]:
                 {"api_key": key, "endpoint": "/v1/search", "tenant": tenant},
                 {"api_key": key, "endpoint": "/v1/items", "tenant": tenant, "user": "42"},
                 {"ip": "198.51.100.7", "endpoint": "/login", "method": "POST"},
-                {"ip": f"192.0.2.{random_.randrange(9)}", "attributes": {"agent": "a bot"}},
+                {"ip": f"192.0.2.{random_.randrange(2)}", "attributes": {"agent": "a bot"}},
                 {"tenant": tenant, "user": "7", "endpoint": "/v1/reports/1"}
                 | {"attributes": {"format": "pdf"}},
                 {"api_key": "sk_revoked_1", "endpoint": "/v1/orders/7"},
             ),
-            weights=(30, 30, 25, 4, 6, 2, 1),
+            weights=(30, 30, 25, 4, 12, 2, 1),
         )[0]
 
 
@@ -89,8 +89,8 @@ class Load:
         connection.close()
 
 
-def take(browser: Browser, service: ConsoleService, folder: Path) -> None:
-    """Log in and take all pictures."""
+def take(browser: Browser, service: ConsoleService, folder: Path, names: list[str]) -> None:
+    """Log in and take the named pictures, or all."""
     for colours in ("light", "dark"):
         operator = Operator(
             browser,
@@ -102,7 +102,7 @@ def take(browser: Browser, service: ConsoleService, folder: Path) -> None:
         )
         operator.open(f"/link/{Sessions.of(service.data).make_link('ann', 'admin')}")
         for name, path, wanted in PICTURES:
-            if wanted == colours:
+            if wanted == colours and (not names or name in names):
                 save(operator.open(path), folder / name)
         operator.close()
 
@@ -121,13 +121,14 @@ def save(page: Page, file: Path) -> None:
 def main() -> None:
     """Make the screenshots."""
     parser = argparse.ArgumentParser(description="Make the screenshots of the documentation.")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long load is sent first")
+    parser.add_argument("--seconds", type=float, default=125.0, help="how long load is sent first")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where they are written")
+    parser.add_argument("names", nargs="*", help="the pictures to make; all by default")
     given = parser.parse_args()
     rules = yaml.safe_load((ROOT / "examples" / "limits.yaml").read_text(encoding="utf-8"))
     with ConsoleService(rules, workers=2) as service, chromium() as browser, Load(service):
         time.sleep(given.seconds)
-        take(browser, service, given.folder)
+        take(browser, service, given.folder, given.names)
 
 
 if __name__ == "__main__":
