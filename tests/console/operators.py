@@ -30,6 +30,8 @@ CHROMIUM: Final = "/usr/bin/chromium"
 TIMEOUT_MS: Final = 60_000
 expect.set_options(timeout=TIMEOUT_MS)
 AXE: Final = Path(__file__).with_name("vendor") / "axe.js"
+# What Chromium and htmx log about a connection that is refused or breaks.
+_LOST: Final = ("net::ERR_", "htmx:sendError", "Response Status Error Code 0")
 PHONE: Final = {"width": 360, "height": 740}
 
 # Rules of every kind that the pages show: tiers, shadow mode, a rollout, lists, penalties.
@@ -101,6 +103,7 @@ class Operator:
         self.page: Page = self.context.new_page()
         self.problems: list[str] = []
         self._expected: set[int] = set()
+        self._may_lose = False
         self._host = urlsplit(service.url).netloc
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -113,6 +116,8 @@ class Operator:
         by_htmx = (f"Status Error Code {status} from" for status in self._expected)
         if any(text in message.text for text in (*logged, *by_htmx)):
             return
+        if self._may_lose and any(text in message.text for text in _LOST):
+            return
         self.problems.append(message.text)
 
     def _on_request(self, request: Request) -> None:
@@ -123,6 +128,10 @@ class Operator:
     def expect_status(self, *statuses: int) -> None:
         """Accept that Chromium logs answers with these statuses: the test causes them."""
         self._expected |= set(statuses)
+
+    def expect_lost_connection(self) -> None:
+        """Accept that Chromium logs connections that are refused or break: the test causes them."""
+        self._may_lose = True
 
     def log_in(self, role: str = "admin") -> Page:
         """Log in with the token of a role, as a person does."""

@@ -84,7 +84,9 @@ def test_a_node_that_dies_is_seen(operator: Operator, nodes: list[ServiceProcess
     expect(answers.get_by_role("row").filter(has_text="users")).to_contain_text("leased")
     links = page.get_by_role("region", name="Links between regions")
     expect(links.get_by_role("row").filter(has_text="eu")).to_have_count(1)
-    expect(page.get_by_role("region", name="Regions", exact=True)).to_contain_text("eu-1")
+    expect(page.get_by_role("region", name="Regions", exact=True)).to_contain_text(
+        "eu (this region)"
+    )
     operator.check_accessibility()
 
     nodes[1].kill()

@@ -174,7 +174,7 @@ function row(cells) {
 function ruleLink(name) {
   if (name.startsWith("(")) return name;
   const link = document.createElement("a");
-  link.id = `rule-${name}`;
+  link.id = `rule-${encodeURIComponent(name)}`;
   link.href = `/console/denials?${new URLSearchParams({ rule: name })}`;
   link.textContent = name;
   return link;
@@ -321,7 +321,7 @@ class Chart {
       const item = document.createElement("li");
       const button = document.createElement("button");
       button.type = "button";
-      button.id = `${this.legend.id}-${line.name}`;
+      button.id = `${this.legend.id}-${encodeURIComponent(line.name)}`;
       button.setAttribute("aria-pressed", String(!this.hidden.has(line.name)));
       const value = document.createElement("b");
       button.append(swatch(line), ` ${line.name} `, value);
