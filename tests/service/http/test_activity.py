@@ -220,9 +220,10 @@ def test_a_worker_that_is_killed_between_sums_and_step_loses_one_step(tmp_path: 
         worker.advance()
     lines = (tmp_path / "activity.steps").read_bytes().rstrip(b"\n").rpartition(b"\n")
     (tmp_path / "activity.steps").write_bytes(lines[0] + b"\n" + lines[2][:20])
+    worker.close()
     counting.decide("users", 7)
     counting.pass_time()
-    worker.advance()
+    counting.worker().advance()
     assert [step.rules["users"][0] for step in counting.worker().steps()] == [5, 5, 7]
 
 
@@ -325,6 +326,22 @@ def test_a_file_of_another_program_is_not_read_into_memory(
     worker.advance()
     assert [step.checks for step in counting.worker().steps()] == [{"allowed": 3}]
     assert len((tmp_path / "activity.steps").read_bytes()) < 2_000
+
+
+def test_a_damaged_time_hides_no_later_step(tmp_path: Path) -> None:
+    """A line whose time is far in the future is removed by the next step."""
+    counting, worker = started(tmp_path)
+    for number in range(4):
+        counting.decide("users")
+        counting.pass_time()
+        worker.advance()
+        if number == 1:
+            with (tmp_path / "activity.steps").open("ab") as file:
+                file.write(b'{"at_s": 9e15, "seconds": 2.0}\n')
+    reader = counting.worker()
+    assert reader.steps() == worker.steps()
+    assert [step.checks["allowed"] for step in reader.steps()] == [1] * 4
+    assert reader.steps()[-1].at_s == counting.wall.now_ns() / 1e9
 
 
 def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

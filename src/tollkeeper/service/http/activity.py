@@ -255,8 +255,12 @@ class RecentFile(Generic[_Line]):
         with self._path.open("ab", buffering=0) as file:
             file.write(b"\n" + _encode(line) + b"\n")
         kept = self.lines()
-        if len(self._known) > 2 * self._kept_max or self._position > FILE_BYTES_MAX // 2:
-            replace_file(self._path, _text(kept))
+        if not kept or kept[-1].at_s != line.at_s:
+            # A damaged line has a later time. No line after it would be read.
+            kept = [*(each for each in self._known if each.at_s < line.at_s), line]
+        elif len(self._known) <= 2 * self._kept_max and self._position <= FILE_BYTES_MAX // 2:
+            return
+        replace_file(self._path, _text(kept))
 
     def shift(self, seconds: float) -> None:
         """Add to the times of all lines. Raises OSError."""
@@ -343,10 +347,11 @@ class ActivityHistory:
         """Add a step every STEP_SECONDS while this worker holds the lock, until cancelled."""
         try:
             while True:
-                started_s = time.monotonic()
+                # Processor time: on a busy machine, waiting for a processor makes no step longer.
+                before_s = time.thread_time()
                 self.advance()
-                taken_s = time.monotonic() - started_s
-                await asyncio.sleep(max(STEP_SECONDS - taken_s, taken_s / STEP_SHARE_MAX))
+                taken_s = time.thread_time() - before_s
+                await asyncio.sleep(max(STEP_SECONDS, taken_s / STEP_SHARE_MAX))
         finally:
             self.close()
 
