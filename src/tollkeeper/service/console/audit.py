@@ -15,7 +15,7 @@ from tollkeeper.service.console.periods import LASTS, Period, period_of
 from tollkeeper.service.console.views import ROOT, Page, url, view
 
 PATH: Final = f"{ROOT}/audit"
-ROWS: Final = 25
+ROWS: Final = 20
 DIFF_LINES_MAX: Final = 200
 # The kinds of changes, and what they do.
 KINDS: Final = {

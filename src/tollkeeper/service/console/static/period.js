@@ -26,6 +26,8 @@ for (const form of document.querySelectorAll("form[data-period]")) {
       const at = new Date(field.value);
       if (field.value) formData.set(field.name, at.toISOString().replace(".000Z", "Z"));
     }
+    // Times that were typed replace the last hour, day and so on.
+    if (formData.get("from") || formData.get("to")) formData.delete("last");
     for (const [name, value] of [...formData]) if (value === "") formData.delete(name);
   });
 }
