@@ -25,6 +25,7 @@ READERS_MAY = {
     "/console/sessions/end",
     "/console/rules/check",
     "/console/rules/preview",
+    "/console/subjects",
     "/console/try",
 }
 OPEN = {"/console/login", "/console/link/{code}"}

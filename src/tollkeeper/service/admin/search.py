@@ -59,7 +59,7 @@ class SubjectPage(ApiOutput):
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownSubject:
     """What the sources know about one subject."""
 
     tier: str | None = None
@@ -73,19 +73,19 @@ class _Merged:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownSubject] = {}
         self._read_to: list[str] = []
 
-    def of(self, subject: str) -> _Known:
+    def of(self, subject: str) -> _KnownSubject:
         """Return what is known about a subject."""
-        return self._known.setdefault(subject, _Known())
+        return self._known.setdefault(subject, _KnownSubject())
 
     def end(self, subjects: Sequence[str]) -> None:
         """Note how far a source was read: to the last of its subjects, if its page was full."""
         if len(subjects) > self._limit:
             self._read_to.append(subjects[-1])
 
-    def page(self) -> tuple[list[tuple[str, _Known]], str | None]:
+    def page(self) -> tuple[list[tuple[str, _KnownSubject]], str | None]:
         """Return the page, and its last subject if more follow."""
         read_to = min(self._read_to, default=None)
         found = sorted(
