@@ -6,6 +6,7 @@ import pytest
 
 from tests.history.decided import Asked, decided
 from tollkeeper import Request
+from tollkeeper.history import recorded
 from tollkeeper.history.events import SubjectMode, recorded_value
 from tollkeeper.history.recorded import (
     RecordedRequests,
@@ -121,7 +122,18 @@ def test_values_that_documents_and_entries_name() -> None:
         ],
         6,
     )
-    assert set(entry_values(table, frozenset({"api_key"}))) == {"sk_3", "sk_4", "sk_5", "sk_6"}
+    [values] = entry_values(table, frozenset({"api_key"}))
+    assert set(values) == {"sk_3", "sk_4", "sk_5", "sk_6"}
+    assert len(values) == 4
+
+
+def test_values_of_many_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in portions, and not all of them."""
+    monkeypatch.setattr(recorded, "ENTRIES_DIGESTED_MAX", 1_500)
+    table = EntryTable()
+    table.apply([("assignment", f"user:{at}", "pro", at, False) for at in range(2_500)], 2_500)
+    assert list(map(len, entry_values(table, frozenset({"user"})))) == [1_000, 500]
+    assert list(entry_values(table, frozenset({"tenant"}))) == [[], [], []]
 
 
 def test_a_document_for_one_process() -> None:

@@ -16,7 +16,7 @@ from tollkeeper import Request
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.rules.compiled import CompiledRules
 from tollkeeper.rules.entries import EntryKind, EntryRow
-from tollkeeper.rules.entry_table import EntryTable, unpacked
+from tollkeeper.rules.entry_table import EntryTable, keys_of, unpacked
 from tollkeeper.rules.matching.lists import Lists, canonical_entry
 from tollkeeper.testing import ManualClock
 
@@ -256,3 +256,14 @@ def test_an_override_keeps_the_consistency_of_the_limits_that_it_replaces() -> N
             [check] = compiled.plan(Request(user=user, tier=tier), 1).enforced
             assert check.choice.consistency == consistency
             assert check.choice.source == "override"
+
+
+def test_keys_of_a_table_that_changes() -> None:
+    """Keys that stay are all found, although others come and go meanwhile."""
+    table = {f"user:{number}": "pro" for number in range(2_500)}
+    found = []
+    for number, key in enumerate(keys_of(table)):
+        found.append(key)
+        if number in {10, 1_500}:
+            table[f"tenant:{number}"] = "pro"
+    assert set(found) == table.keys()

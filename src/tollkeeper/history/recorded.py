@@ -29,6 +29,8 @@ from tollkeeper.rules.matching.patterns import compile_glob
 IDENTITY: Final = ("user", "tenant", "api_key", "ip")
 # Entries beside the document whose digests are made; a digest takes about a microsecond.
 ENTRIES_DIGESTED_MAX: Final = 100_000
+# Entries that are looked at in one step of a replay.
+_PORTION: Final = 1_000
 # A pattern that matches every value, also a digest.
 _ANY: Final = "*"
 
@@ -90,16 +92,19 @@ def named_values(document: Document, fields: Iterable[str]) -> Iterator[str]:
         yield entry.partition(":")[2]
 
 
-def entry_values(entries: EntryTable, fields: frozenset[str]) -> Iterator[str]:
-    """Yield the values of these fields that entries beside the document name."""
+def entry_values(entries: EntryTable, fields: frozenset[str]) -> Iterator[list[str]]:
+    """Yield the values of these fields that entries beside the document name, in portions.
+
+    There may be millions of entries: at most ENTRIES_DIGESTED_MAX values are yielded.
+    """
+    prefixes = tuple(f"{name}:" for name in fields)
+    left = ENTRIES_DIGESTED_MAX
     owners = entries.owners()
-    for owner in islice(owners, ENTRIES_DIGESTED_MAX):
-        name, _, value = owner.partition(":")
+    while left > 0 and (portion := list(islice(owners, _PORTION))):
         # A value without a name is an entry of a list: an API key or a user.
-        if not value:
-            yield name
-        elif name in fields:
-            yield value
+        found = [each for each in portion if each.startswith(prefixes) or ":" not in each][:left]
+        left -= len(found)
+        yield [each.partition(":")[2] or each for each in found]
 
 
 class RecordedRequests:

@@ -37,6 +37,7 @@ from tollkeeper.history.events import (
 )
 from tollkeeper.history.reading import RecordedRequest, RequestFields
 from tollkeeper.history.recorded import (
+    ENTRIES_DIGESTED_MAX,
     RecordedRequests,
     entry_values,
     hidden_fields,
@@ -214,6 +215,7 @@ class Replay:
         self._on_failure: FailurePolicy = on_failure
         self._requests = RecordedRequests(subjects)
         self._hidden: frozenset[str] = frozenset()
+        self._entries_learnt = 0
         self._left_out: dict[str, str] = {}
         self._left_out_decisions: dict[str, int] = {}
         self._decisions = self._denied = self._agreed = self._made = 0
@@ -256,8 +258,11 @@ class Replay:
             for value in named_values(document, hidden):
                 self._requests.learn_value(value)
                 yield
-        for value in entry_values(self._entries, hidden):
-            self._requests.learn_value(value)
+        for values in entry_values(self._entries, hidden):
+            for value in values:
+                self._requests.learn_value(value)
+                yield
+            self._entries_learnt += len(values)
             yield
         ids = frozenset(rule.id for rule in self._documents[0].rules)
         replayable: list[RequestFields] = []
@@ -434,6 +439,11 @@ class Replay:
             yield (
                 f"The records have digests of {', '.join(sorted(self._hidden))}: list entries that "
                 f"are patterns or networks do not apply to them in the replay."
+            )
+        if self._entries_learnt >= ENTRIES_DIGESTED_MAX:
+            yield (
+                f"There are more than {ENTRIES_DIGESTED_MAX:,} assignments, overrides and list "
+                f"entries of fields that are recorded as digests; the others do not apply here."
             )
         partial = [rule for rule in active if rule.rollout < 100 and self._counts_digests(rule)]
         if partial:

@@ -14,9 +14,10 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, cast
 
 from tollkeeper.core.errors import ConfigError, show
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tollkeeper.rules.entries import RowFields
 
 _Item = TypeVar("_Item")
+_PORTION: Final = 1_000
 _END: Final = struct.Struct(">q")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -94,7 +96,7 @@ class OwnerTable(Generic[_Item]):
 
     def owners(self) -> Iterator[str]:
         """Yield the owners that are no networks: `user:42`. Another thread may change the table."""
-        for owner in list(self._by_owner):
+        for owner in keys_of(self._by_owner):
             if not owner.startswith("ip:"):
                 yield owner
 
@@ -133,6 +135,25 @@ class OwnerTable(Generic[_Item]):
         if (length, network.shift) not in lengths:
             self._lengths[version] = tuple(sorted((*lengths, (length, network.shift)))[::-1])
         return _network_key(version, length, prefix)
+
+
+def keys_of(table: Mapping[str, object]) -> Iterator[str]:
+    """Yield the keys of a dict that another thread may change; it may miss keys that move then.
+
+    A list of a million keys would make all other threads wait for 50 ms.
+    """
+    count = 0
+    keys = iter(table)
+    while True:
+        try:
+            portion = list(islice(keys, _PORTION))
+        except RuntimeError:  # the size has changed
+            keys = islice(table, count, None)
+            continue
+        if not portion:
+            return
+        count += len(portion)
+        yield from portion
 
 
 def _several(found: _Item | list[_Item]) -> list[_Item]:
@@ -234,7 +255,7 @@ class EntryTable:
 
         It may yield one several times. Another thread may change the table meanwhile.
         """
-        yield from list(self.assigned)
+        yield from keys_of(self.assigned)
         yield from self.overrides.owners()
         yield from self.lists.exact_values()
 

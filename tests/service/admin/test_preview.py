@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,18 @@ async def test_by_default_the_last_hour(recording: Admin) -> None:
     assert period.total_seconds() == 3600
     assert (found["decisions"], found["agreement"], found["first"]) == (0, None, None)
     assert "No decision was recorded" in found["notes"][0]
+
+
+async def test_decisions_of_other_rules(recording: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the rules came into force in the period, a note says why the replay agrees so little."""
+    in_force = read(RULES.replace("10/second", "1/second"))
+    limiter = recording.context.limiter
+    limiter.use(in_force)
+    status = replace(limiter.rules_status(), since=datetime.fromtimestamp(START_S + 60, UTC))
+    monkeypatch.setattr(limiter, "rules_status", lambda: status)
+    found = await previewed(recording, RULES)
+    assert found["agreement"] == 0.25
+    assert "Other rules may have made the decisions before" in found["notes"][-1]
 
 
 async def test_an_estimate(recording: Admin) -> None:

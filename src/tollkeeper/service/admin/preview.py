@@ -49,6 +49,8 @@ LAST: Final = timedelta(hours=1)
 PAGE_ROWS: Final = 500
 # After this time the reply covers the part that was replayed.
 SECONDS_MAX: Final = 10.0
+# Below this share, the reply says why so many recorded decisions have another outcome.
+AGREEMENT_MIN: Final = 0.95
 PORTION_SECONDS: Final = 0.000_5
 PAUSE_SECONDS: Final = 0.000_5
 
@@ -220,7 +222,21 @@ async def preview_rules(
         report, all_replayed = await asyncio.to_thread(
             _replayed, rows, draft, limiter, recorder, deadline_s
         )
-    return _reply(period, report, recorder.share, complete=all_read and all_replayed)
+    complete = all_read and all_replayed
+    report.notes.extend(_other_rules(report, limiter))
+    return _reply(period, report, recorder.share, complete=complete)
+
+
+def _other_rules(report: ReplayReport, limiter: AsyncLimiter) -> Iterator[str]:
+    """Yield the reason why many recorded decisions differ, if other rules may have made them."""
+    since = limiter.rules_status().since
+    if since is None or report.agreed >= AGREEMENT_MIN * report.decisions:
+        return
+    if _time(report.first_us) < since:
+        yield (
+            f"The rules in force are those of this worker since {since.isoformat()}. Other rules "
+            f"may have made the decisions before; choose a later `from` to leave them out."
+        )
 
 
 class _Period(NamedTuple):
