@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import http.server
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from playwright.sync_api import Browser, expect
 from tests.console.operators import ConsoleService, Operator
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
-from tollkeeper.service.console.sessions import Sessions
+from tests.service_process import ServiceProcess, run_to_end
 from tollkeeper.service.console.views import COOKIE, NAVIGATION
 from tollkeeper.service.http.tokens import create_token, remove_token
 
@@ -65,7 +64,8 @@ INJECTED = """() => [...document.querySelectorAll('*')].filter(e =>
     || e.getAttributeNames().some(
         name => name.startsWith('on') || /^\\s*javascript:/i.test(e.getAttribute(name)))
 ).map(e => e.outerHTML.slice(0, 200))"""
-PAGES_MAX = 50
+PAGES_MAX = 40
+EXAMPLE = Path(__file__).parents[2] / "examples" / "limits.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -261,21 +261,35 @@ def test_sessions_end(browser: Browser, service: ConsoleService) -> None:
         each.close()
 
 
-def test_tls_and_a_login_link(browser: Browser, tmp_path: Path) -> None:
-    """Under TLS the cookie is Secure, and the pages have no error. The link works once."""
+def test_the_first_minutes_without_tokens(browser: Browser, tmp_path: Path) -> None:
+    """A link from the command line logs in, here under TLS; the owner may change rules at once.
+
+    The cookie is Secure. The link works once. The command line lists the session and ends it.
+    """
     made = make_certificates(tmp_path)
-    options = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
-    with ConsoleService(RULES, *options) as secure:
-        assert secure.url.startswith("https://")
-        operator = Operator(browser, secure, ignore_https_errors=True)
-        code = Sessions.of(secure.data).make_link("ann", "read")
-        page = operator.open(f"/link/{code}")
+    tls = ("--tls-cert", str(made.server_cert_path), "--tls-key", str(made.server_key_path))
+    with ServiceProcess(None, "--seed", str(EXAMPLE), *tls, records=True) as service:
+        data = ("--data", str(service.data))
+        link = run_to_end(["console", "link", "--name", "ann", "--url", service.url, *data])
+        assert link.stdout.startswith(f"{service.url}/console/link/"), link.stderr
+        operator = Operator(browser, service, ignore_https_errors=True)
+        page = operator.page
+        page.goto(link.stdout.strip())
+        page.wait_for_url("**/console")
         expect(page.locator("header")).to_contain_text("ann")
         (cookie,) = operator.context.cookies()
         assert cookie["secure"]
+        operator.open("/rules/rule?id=crawlers")
+        page.get_by_label("Reason").first.fill("they are too many")
+        page.get_by_role("button", name="Enforce it").click()
+        operator.confirm()
+        expect(page.get_by_role("status").first).to_contain_text("enforced")
+        expect(operator.open("/audit").locator("main")).to_contain_text("they are too many")
+        assert "ann" in run_to_end(["console", "sessions", *data]).stdout
+        assert "ann" in run_to_end(["console", "end", "--all", *data]).stdout
+        expect(operator.open("/audit").get_by_role("heading", level=1)).to_have_text("Log in")
         operator.expect_status(403)
-        expect(operator.open(f"/link/{code}").get_by_role("alert")).to_contain_text("used before")
+        page.goto(link.stdout.strip())
+        expect(page.get_by_role("alert")).to_contain_text("used before")
         operator.close()
-        (started,) = (each for each in secure.events() if each["event"] == "started")
-        assert started["console"] == f"{secure.url}/console"
-        assert code not in json.dumps(secure.events())
+        assert "/console/link/" not in service.log_text()

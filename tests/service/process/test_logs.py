@@ -25,6 +25,7 @@ SECRETS = [
     "Authorization: Bearer abc.def.ghi",
     "redis://app:pa55word@cache:6379/0",
     "postgresql://app:pa55word@db/rules",
+    "GET /console/link/Zm9vYmFyYmF6-cXV4_Zm9v",
 ]
 PARTS = ("Zm9v", "abc.def", "pa55word")
 
