@@ -23,7 +23,6 @@ from tests.cli.stub_service import stub_service
 from tests.redis_servers import Single, running
 from tollkeeper import Limiter, Request
 from tollkeeper.cli.main import app
-from tollkeeper.cli.rules import DocumentPositions
 from tollkeeper.rules.document.reading import read, schema
 from tollkeeper.rules.document.writing import to_yaml
 
@@ -114,13 +113,6 @@ def test_strict_treats_warnings_as_problems() -> None:
     assert result.exit_code == 1
     assert result.stdout.startswith("unsafe.yaml:5:5: deny[0]: ")
     assert "ok" not in result.stdout.split()
-
-
-def test_position_of_a_part() -> None:
-    """A part without a position has that of its parent: a list of one needs no brackets."""
-    positions = DocumentPositions('version: 1\ndeny: "*"\n')
-    assert positions.of("deny[0]") == (2, 7)
-    assert positions.of("rules[3].limits") == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["nowhere.yaml", ".", "a\0b", "postgresql://ann:s3cret@host/db"])

@@ -79,17 +79,13 @@ from tollkeeper.fleet.store import FleetStore
 from tollkeeper.limiter import Limiter
 from tollkeeper.regions.store import only_region
 from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import DocumentError, read
+from tollkeeper.rules.document.reading import DocumentError, DocumentPositions, read
 from tollkeeper.rules.document.reading import schema as document_schema
 from tollkeeper.rules.document.safety import advice, findings, new_findings
 from tollkeeper.rules.document.tree import (
     BYTES_MAX,
     TOO_LONG,
-    DocumentNode,
     DocumentProblem,
-    ProblemList,
-    below,
-    tree_of_yaml,
 )
 from tollkeeper.rules.document.writing import limit_data, to_data, to_yaml
 from tollkeeper.rules.explain import Explanation, RuleExplained
@@ -413,38 +409,6 @@ class ValidatedFile:
 def _finding_text(finding: SafetyFinding) -> str:
     rule = f" (rule {quoted(finding.rule)})" if finding.rule else ""
     return f"{finding.where}{rule}: {finding.what}: {finding.why}; {finding.remedy}"
-
-
-class TextPosition(NamedTuple):
-    """A position in a text. Line and column start at 1."""
-
-    line: int
-    column: int
-
-
-class DocumentPositions:
-    """The positions of the parts of a document in its text, by path, such as `rules[2].by`."""
-
-    def __init__(self, text: str) -> None:
-        self._by_path: dict[str, TextPosition] = {"": TextPosition(1, 1)}
-        tree = tree_of_yaml(text, ProblemList(""))
-        if tree is not None:
-            self._walk("", tree)
-
-    def of(self, path: str) -> TextPosition:
-        """Return the position of a part or, if it has none, of the part that contains it."""
-        while path not in self._by_path:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return self._by_path[path]
-
-    def _walk(self, path: str, node: DocumentNode) -> None:
-        self._by_path.setdefault(path, TextPosition(node.line, node.column))
-        if node.kind == "list":
-            for index, child in enumerate(node.value):
-                self._walk(below(path, index), child)
-        elif node.kind == "mapping":
-            for key, child in node.value:
-                self._walk(below(path, key.text), child)
 
 
 # ── show, diff, schema ─────────────────────────────────────────────────────────────────────────

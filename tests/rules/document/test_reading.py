@@ -20,8 +20,8 @@ from tollkeeper.rules.document import reading as module
 from tollkeeper.rules.document.model import Document
 from tollkeeper.rules.document.reading import (
     DocumentError,
+    DocumentPositions,
     from_data,
-    lines_of,
     read,
     read_file,
     schema,
@@ -289,8 +289,8 @@ def test_one_value_replaced_by_anything(data: Data, draw: st.DataObject) -> None
         assert isinstance(from_data(changed), Document)
 
 
-def test_the_lines_of_paths() -> None:
-    """A path that the text does not have gets the line of the closest path above it."""
+def test_the_positions_of_paths() -> None:
+    """A path that the text does not have gets the position of the closest path above it."""
     text = (
         "version: 1\n"
         "tiers:\n"
@@ -309,5 +309,8 @@ def test_the_lines_of_paths() -> None:
         "rules[1].id": 9,
     }
     wanted |= {"rules[7]": 5, "rules": 5, "deny[0]": 1}
-    assert lines_of(text, wanted) == wanted
-    assert lines_of("a: [", ["a"]) == {"a": 0}
+    positions = DocumentPositions(text)
+    assert {path: positions.of(path).line for path in wanted} == wanted
+    assert positions.of("rules[1].id") == (9, 8)
+    assert DocumentPositions('version: 1\ndeny: "*"\n').of("deny[0]") == (2, 7)
+    assert DocumentPositions("a: [").of("a") == (1, 1)

@@ -15,12 +15,11 @@ what each value means. Editors use the JSON Schema that `schema` returns.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.rules.document.grammar import document_at
@@ -39,7 +38,6 @@ from tollkeeper.rules.document.tree import (
 )
 
 SHOWN_MAX: Final = 20
-_INDEX: Final = re.compile(r"\[([0-9]+)\]")
 
 
 class DocumentError(ConfigError):
@@ -121,37 +119,41 @@ def _read(source: str, tree_of: Callable[[ProblemList], DocumentNode | None]) ->
     return document
 
 
-def lines_of(text: str, paths: Iterable[str]) -> dict[str, int]:
-    """Return the line of each path in a valid document, or of the closest path above it.
+class TextPosition(NamedTuple):
+    """A position in a text. Line and column start at 1."""
+
+    line: int
+    column: int
+
+
+class DocumentPositions:
+    """The positions of the parts of a valid document in its text, by path, such as `rules[2].by`.
 
     >>> text = "version: 1\\nrules:\\n  - {id: a, by: user, limits: 10/second}\\n"
-    >>> lines_of(text, ["rules[0].limits[0]", "rules"])
-    {'rules[0].limits[0]': 3, 'rules': 3}
+    >>> DocumentPositions(text).of("rules[0].limits[0]").line
+    3
     """
-    tree = tree_of_yaml(text, ProblemList("<text>"))
-    return {path: 0 if tree is None else _line(tree, path) for path in paths}
 
+    def __init__(self, text: str) -> None:
+        self._by_path: dict[str, TextPosition] = {"": TextPosition(1, 1)}
+        tree = tree_of_yaml(text, ProblemList(""))
+        if tree is not None:
+            self._walk("", tree)
 
-def _line(node: DocumentNode, wanted: str) -> int:
-    path = ""
-    while (found := _child(node, path, wanted)) is not None:
-        path, node = found
-    return node.line
+    def of(self, path: str) -> TextPosition:
+        """Return the position of a part or, if it has none, of the part that contains it."""
+        while path not in self._by_path:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return self._by_path[path]
 
-
-def _child(node: DocumentNode, path: str, wanted: str) -> tuple[str, DocumentNode] | None:
-    """Return the part of a node that is, or contains, the path `wanted`."""
-    if node.kind == "list":
-        index = _INDEX.match(wanted, len(path))
-        if index is None or int(index[1]) >= len(node.value):
-            return None
-        return wanted[: index.end()], node.value[int(index[1])]
-    if node.kind == "mapping":
-        for key, value in node.value:
-            child = below(path, key.text)
-            if wanted.startswith(child) and wanted[len(child) : len(child) + 1] in {"", ".", "["}:
-                return child, value
-    return None
+    def _walk(self, path: str, node: DocumentNode) -> None:
+        self._by_path.setdefault(path, TextPosition(node.line, node.column))
+        if node.kind == "list":
+            for index, child in enumerate(node.value):
+                self._walk(below(path, index), child)
+        elif node.kind == "mapping":
+            for key, child in node.value:
+                self._walk(below(path, key.text), child)
 
 
 def is_document_text(rules: str) -> bool:

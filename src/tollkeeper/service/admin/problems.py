@@ -86,6 +86,7 @@ class FindingOut(ApiOutput):
     code: str = Field(examples=["denies-all"])
     where: str = Field(examples=["deny[0]"])
     line: int = Field(0, description="From 1; 0 if the place has no line.")
+    column: int = 0
     rule: str = Field(description="The ID of the rule; empty if it concerns no rule.")
     what: str
     why: str
@@ -165,12 +166,13 @@ def problem_data(each: DocumentProblem) -> dict[str, Any]:
     }
 
 
-def finding_data(each: SafetyFinding, line: int = 0) -> dict[str, Any]:
+def finding_data(each: SafetyFinding, line: int = 0, column: int = 0) -> dict[str, Any]:
     """Return the members of a FindingOut."""
     return {
         "code": each.code,
         "where": each.where,
         "line": line,
+        "column": column,
         "rule": each.rule,
         "what": each.what,
         "why": each.why,

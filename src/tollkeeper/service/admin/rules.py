@@ -19,7 +19,7 @@ from tollkeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.limiter import AsyncLimiter
 from tollkeeper.rules.document.model import Document, Rule
-from tollkeeper.rules.document.reading import DocumentError, from_data, lines_of, read
+from tollkeeper.rules.document.reading import DocumentError, DocumentPositions, from_data, read
 from tollkeeper.rules.document.safety import advice, new_findings
 from tollkeeper.rules.document.tree import DocumentProblem
 from tollkeeper.rules.document.writing import to_data, to_yaml
@@ -256,7 +256,7 @@ def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> Validat
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
     shown = [*unsafe, *advice(document, limiter.on_failure)][:LISTED_MAX]
-    lines = lines_of(text, [each.where for each in shown]) if shown else {}
+    positions = DocumentPositions(text if shown else "")
     names = found.etag.strip('"') if before else "no version", "<body>"
     old = DocumentText(found.yaml(), to_yaml(found.document)) if before else DocumentText("", "")
     new = DocumentText(kept_text(text) or old.kept, to_yaml(document))
@@ -264,7 +264,7 @@ def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> Validat
         valid=True,
         safe=not unsafe,
         problems=[],
-        findings=[FindingOut(**finding_data(each, lines[each.where])) for each in shown],
+        findings=[FindingOut(**finding_data(each, *positions.of(each.where))) for each in shown],
         diff=document_diff(old, new, *names),
     )
 

@@ -192,11 +192,7 @@ class HttpService:
     async def _call_admin(
         self, scope: Scope, request_id: bytes, receive: Receive, send: Send
     ) -> None:
-        async with self._opening_admin:
-            if self._admin is None:
-                # In a thread: the import takes a second or two, and checks must not wait for it.
-                self._admin, self._console = await asyncio.to_thread(_admin_apps, self.context)
-                self._pages = {path: _StaticPage(self._admin) for path in _PAGES}
+        await self.open_admin()
         context = self.context
 
         async def send_with_headers(message: Message) -> None:
@@ -215,6 +211,14 @@ class HttpService:
             app = console_files() if scope["path"].startswith(f"{STATIC}/") else self._console
             scope[REQUEST_ID] = request_id.decode("ascii")
         await app(scope, receive, send_with_headers)
+
+    async def open_admin(self) -> None:
+        """Import the admin API and the console. Their first request does so otherwise."""
+        async with self._opening_admin:
+            if self._admin is None:
+                # In a thread: the import takes a second or two, and checks must not wait for it.
+                self._admin, self._console = await asyncio.to_thread(_admin_apps, self.context)
+                self._pages = {path: _StaticPage(self._admin) for path in _PAGES}
 
     async def _not_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

@@ -256,6 +256,8 @@ class Worker:
         around = traced(context)
         answering = HttpService(context)
         await answering.start()
+        if self._settings.console_link:  # an operator is about to open it
+            await answering.open_admin()
         stack.push_async_callback(answering.stop)
         drains = [await self._start_grpc(context, stack)] if self._settings.grpc else []
         WorkerShutdown(context, drains, self._settings.drain_seconds).handle_signals()
