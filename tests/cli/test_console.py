@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -67,8 +68,12 @@ def test_sessions_are_listed_and_ended(tmp_path: Path) -> None:
     ended = console(tmp_path, "end", chosen)
     assert "bob" in ended.stdout, ended.output
     assert [sessions.find(each, tokens) is None for each in cookies] == [False, True, False]
-    assert len(json.loads(console(tmp_path, "end", "--all", "--json").stdout)["ended"]) == 2
+    code = sessions.make_link("bob", "admin")
+    (tmp_path / "tokens.json").unlink()  # a session of an unknown token ends, too
+    assert json.loads(console(tmp_path, "end", "--all", "--json").stdout)["ended"] == 2
     assert not sessions.all(tokens)
+    assert sessions.use_link(code) is None
+    assert "ended: 0 sessions" in console(tmp_path, "end", "--all").stdout
 
 
 @pytest.mark.parametrize(
@@ -107,3 +112,24 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 2
     assert "sudo -u" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_volume_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running service shows as whom it runs: in a container, the folder may be root's."""
+    (tmp_path / "run-1").mkdir()
+    made = tmp_path.stat().st_uid
+    real = Path.stat
+
+    def stat(path: Path, **how: Any) -> Any:
+        found = real(path, **how)
+        return os.stat_result((*found[:4], made + 1, *found[5:])) if path == tmp_path else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    done = console(tmp_path, "link")
+    assert done.exit_code == 0, done.stderr
+    assert "no service" not in done.stderr
+
+
+def test_a_link_without_a_running_service(tmp_path: Path) -> None:
+    """The folder may be the wrong one, so the command says that no service uses it."""
+    assert "no service runs" in console(tmp_path, "link").stderr

@@ -80,7 +80,10 @@ def link(
     if role not in _ROLES:
         raise ConfigError(f"--role {show(role)} has no use in the console; choose admin or read")
     address = checked_url(url).geturl()
-    sessions = Sessions.of(_own_folder(data))
+    folder = _own_folder(data)
+    sessions = Sessions.of(folder)
+    if not any(folder.glob("run-*")):
+        print_text(f"no service runs with the folder {folder} now", to_stderr=True)
     code = sessions.make_link(name or login_name(), cast("Role", role))
     found = link_url(address, code)
     if as_json:
@@ -117,7 +120,9 @@ def end(
             metavar="SESSION", help="The session, as `tollkeeper console sessions` shows it."
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="End all sessions.")] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="End all sessions, and all unused links.")
+    ] = False,
     data: DataOption = None,
     tokens: FileOption = None,
     as_json: JsonOption = False,
@@ -132,32 +137,38 @@ def end(
         raise ConfigError(
             "name one session, as `tollkeeper console sessions` shows it, or give --all"
         )
-    found = _sessions(data, tokens)
-    chosen = found if session is None else [_named(session, found)]
-    ended = [each for each in chosen if Sessions.of(_own_folder(data)).end(each.key)]
-    if as_json:
-        print_json({"exit_code": OK, "ended": [_id(each) for each in ended]})
+    kept = Sessions.of(_own_folder(data))
+    if session is None:
+        count = kept.end_all()
+        what = f"{count} sessions, and all unused links"
     else:
-        print_text(f"ended: {', '.join(f'{_id(e)} ({e.token.name})' for e in ended) or 'none'}")
+        chosen = _named(session, _sessions(data, tokens))
+        count, what = int(kept.end(chosen.key)), f"{_id(chosen)} ({chosen.token.name})"
+    if as_json:
+        print_json({"exit_code": OK, "ended": count})
+    else:
+        print_text(f"ended: {what}")
 
 
 def _own_folder(data: str | None) -> Path:
-    """Return the data folder. Raises ConfigError if it is not one, or belongs to another user.
+    """Return the data folder. Raises ConfigError if it is not one, or of another user's service.
 
-    A file that another user (also root) creates there could not be read by the service.
+    A file that another user (also root) creates there could not be read by the service. While the
+    service runs, it has a folder of its own user there; a volume may belong to another user.
     """
     folder = Path(data).expanduser() if data else state_folder()
     advice = "give the folder of the running service: --data FOLDER (its log shows the folder)"
     try:
-        owner = folder.stat()
+        owned = next(folder.glob("run-*"), folder)
+        number = owned.stat().st_uid
     except OSError as error:
         raise ConfigError(f"--data {folder}: {error.strerror}; {advice}") from None
     if not folder.is_dir():
         raise ConfigError(f"--data {folder} is not a folder; {advice}")
-    if owner.st_uid != os.geteuid():
-        user = _user_name(folder, owner.st_uid)
+    if number != os.geteuid():
+        user = _user_name(owned, number)
         raise ConfigError(
-            f"--data {folder} belongs to the user {user}, as whom the service runs; run: "
+            f"{owned} belongs to the user {user}, as whom the service runs; run: "
             f"sudo -u {shlex.quote(user)} tollkeeper console … --data {shlex.quote(str(folder))}"
         )
     return folder

@@ -144,6 +144,13 @@ class Sessions:
         """End a session; return False if it has ended before."""
         return key.startswith(_SESSION) and "/" not in key and self._remove(key)
 
+    def end_all(self) -> int:
+        """End all sessions, also those of unknown tokens, and all links; return how many ended."""
+        ended = [self._remove(path.name) for path in list(self._files(_SESSION))]
+        for path in list(self._files(_LINK)):
+            self._remove(path.name)
+        return sum(ended)
+
     # ── Links ──────────────────────────────────────────────────────────────────────────────────
 
     def make_link(self, name: str, role: Role) -> str:
