@@ -97,9 +97,11 @@ def truncate(size: int) -> Callable[[Path], None]:
 
 
 def truncate_and_extend(path: Path) -> None:
-    size = path.stat().st_size
-    os.truncate(path, size // 2)
-    os.truncate(path, size)
+    """Keep the file open: as soon as it is truncated, the worker may remove it."""
+    with path.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.truncate(size // 2)
+        file.truncate(size)
 
 
 def replace_by_a_new_store(path: Path) -> None:
