@@ -53,7 +53,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/", "tests/console/")
 # The tests that take longest run first, so that no worker starts one when the others are done.
+# xdist gives each worker a run of neighbours, and moves the last of them to idle workers. So the
+# first tests, those of the console, all run in one worker and share a browser.
 _LONGEST = (
+    "tests/console/",
     "tests/faults/",
     "tests/integration/test_propagation.py",
     "tests/integration/test_records_service.py",

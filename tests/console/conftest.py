@@ -18,9 +18,9 @@ def service() -> Iterator[ConsoleService]:
 
 
 # Not for the whole run: the event loop of Playwright would be in the way of asynchronous tests.
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Run one browser for the tests of a module."""
+    """Run one browser for the tests of this folder. Each window has its own cookies and cache."""
     with chromium() as running:
         yield running
 

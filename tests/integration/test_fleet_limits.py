@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from tests.conformance.stores import PATIENCE, PATIENT
 from tests.faults.checker import Admitted, excess
 from tests.redis_servers import Cluster, Single
+from tests.redis_servers.scratch import scratch
 from tests.redis_servers.waiting import until
 from tollkeeper import AsyncLimiter, Limit, Limiter, Request
 from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency
@@ -135,8 +136,8 @@ def test_rules_of_different_consistency(kind: str, server: Single, key: str) -> 
 class Workers:
     """Processes of two nodes. One that is killed is replaced by another."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self._folder = folder
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._folder = scratch().new_folder("nodes")  # a short path: each node has a socket there
         self._options = options
         self._count = 0
         self._output: list[Path] = []
@@ -174,6 +175,12 @@ class Workers:
             worker.communicate(timeout=HANGS_S)
             assert worker.returncode == 0
 
+    def close(self) -> None:
+        """Kill the workers that still run, because the test failed."""
+        for worker in self._running:
+            worker.kill()
+            worker.communicate()
+
 
 # Limits that the workers reach, whose leases last 100 ms.
 LIMITS = [
@@ -184,13 +191,13 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("kind", ["single", "cluster"])
-def test_killed_workers_never_admit_more_than_a_leased_limit(
-    kind: str, server: Single, tmp_path: Path
-) -> None:
+def test_killed_workers_never_admit_more_than_a_leased_limit(kind: str, server: Single) -> None:
     """In any interval, by the bound of each algorithm; and the node answers checks itself."""
     random = Random(kind)
-    with Cluster() if kind == "cluster" else nullcontext(server) as started:
-        workers = Workers(tmp_path, {"uri": started.uri, "limits": LIMITS})
+    with (
+        Cluster() if kind == "cluster" else nullcontext(server) as started,
+        closing(Workers({"uri": started.uri, "limits": LIMITS})) as workers,
+    ):
         for _ in range(KILLS):
             workers.kill_one(random)
         workers.end()
