@@ -64,7 +64,7 @@ def three_nodes(redis: Single) -> Iterator[list[Process]]:
         for number in (0, 0, 1, 2):
             processes.append(
                 Process(
-                    limits=f"{LIMIT}/hour",
+                    limits=f"{LIMIT}/day",
                     store=redis.uri,
                     table=tables[number],
                     gossip=addresses[number],
@@ -110,7 +110,7 @@ def test_three_nodes_share_a_limit_while_redis_is_away() -> None:
         assert together <= LIMIT + 1
 
         redis.start()
-        # A unit a minute is refilled. Nothing was kept of the time before.
+        # A unit is refilled every 24 minutes. Nothing was kept of the time before.
         for key, spent in (("ann", total), ("bob", together)):
             until(
                 lambda key=key, spent=spent: (
