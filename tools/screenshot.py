@@ -35,7 +35,7 @@ PICTURES: Final = (
     ("console.png", "", "light"),
     ("console-dark.png", "", "dark"),
     ("console-rules.png", "/rules", "light"),
-    ("console-subject.png", "/subjects/api_key:sk_shop_7", "light"),
+    ("console-subject.png", "/subjects?subject=tenant:acme", "light"),
     ("console-denials.png", "/denials", "light"),
 )
 

@@ -126,8 +126,7 @@ def hostile_pages() -> list[str]:
         *(path for _, path in NAVIGATION),
         "/console/sessions",
         *(f"{path}?{query}" for _, path in NAVIGATION),
-        f"/console/subjects/{quote('user:' + EVIL, safe='')}",
-        f"/console/subjects/user:{given}",
+        *(f"/console/subjects?subject={name}:{given}" for name in ("user", "tenant", "api_key")),
         f"/console/{given}",
         f"/console/login?next={given}",
     ]
