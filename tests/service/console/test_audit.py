@@ -72,6 +72,13 @@ async def test_every_change_is_listed(busy: ConsoleClient) -> None:
     assert re.search(r"<h3>After</h3><pre[^>]*>[^<]*pro[^<]*</pre>", again)
 
 
+async def test_every_link_leads_to_a_page(busy: ConsoleClient) -> None:
+    """Also those to versions and subjects."""
+    found = re.findall(r'href="(/console/(?!static)[^"]*)"', await busy.get("/audit"))
+    for path in sorted({unescape(each) for each in found}):
+        await busy.get(path.removeprefix("/console"))
+
+
 @pytest.mark.parametrize(
     ("query", "count"),
     [

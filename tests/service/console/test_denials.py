@@ -9,7 +9,7 @@ import time
 from html import unescape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
@@ -71,6 +71,18 @@ async def test_the_parts_of_the_page(recorded: ConsoleClient) -> None:
     assert re.findall(r'<td class="number[^"]*">(\d+)</td>', usage)[:5] == ["7", "3", "0", "0", "9"]
     assert "other subjects" in usage
     assert "more subjects than the records have room for" in usage
+
+
+async def test_every_link_leads_to_a_page(recorded: ConsoleClient) -> None:
+    """Also those to the rule, the subject and the request of a decision."""
+    text = await recorded.get("/denials?by=subject&user=42")
+    found = set(re.findall(r'href="(/console/[^"]*)"', text))
+    paths = {unescape(each) for each in found if "/static/" not in each}
+    assert {urlsplit(each).path.split("/")[2] for each in paths} >= {
+        *("rules", "subjects", "try", "denials", "audit"),
+    }
+    for path in sorted(paths):
+        await recorded.get(path.removeprefix("/console"))
 
 
 @pytest.mark.parametrize(
