@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -64,7 +65,7 @@ class Nginx(Gateway):
         raise ServerFailed(f"nginx did not start. {self._log_end()}")
 
     def _launch_on(self, port: int) -> None:
-        text = self._config.replace("127.0.0.1:10080;", f"{HOST}:{port};")
+        text = re.sub(r"127\.0\.0\.1:10080( ssl)?;", rf"{HOST}:{port}\1;", self._config)
         # nginx writes only to its folder; the distribution's paths may not be writable.
         paths = "".join(f"    {name}_temp_path {self.folder}/{name};\n" for name in _TEMPORARY)
         text = text.replace("http {\n", f"http {{\n    access_log off;\n{paths}", 1)
