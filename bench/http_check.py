@@ -47,7 +47,7 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
     one, several = folder / "one.yaml", folder / "several.yaml"
     one.write_text(ONE_RULE)
     several.write_text(SEVERAL_RULES)
-    few = [_check({"user": f"u{number}"}) for number in range(USERS)]
+    few = few_users()
     many = [_check(_whole_request(number)) for number in range(USERS)]
     new = [_check({"user": f"u{number}"}) for number in range(STRANGERS)]
     all_new = [_check(_whole_request(number)) for number in range(STRANGERS)]
@@ -69,6 +69,11 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
         ours("tollkeeper, 4 rules, 6 limits, memory", several, many, *memory),
         ours("tollkeeper, 4 rules, 6 limits, 20,000 users", several, all_new, *memory),
     )
+
+
+def few_users() -> Sequence[bytes]:
+    """Return the checks of a thousand users."""
+    return [_check({"user": f"u{number}"}) for number in range(USERS)]
 
 
 def _whole_request(number: int) -> dict[str, object]:

@@ -174,7 +174,7 @@ def _measure_rates(
     for number in range(effort.rounds):
         for row, contender, server in _rotated(turns, number):
             progress(f"{title}: round {number + 1}, {row.name} …")
-            _run(row, contender, server, effort.run_seconds)
+            run(row, contender, server, effort.run_seconds)
 
 
 def _measure_times(
@@ -194,7 +194,8 @@ def _rotated(turns: Sequence[Turn], number: int) -> Sequence[Turn]:
     return [*turns[first:], *turns[:first]]
 
 
-def _run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> None:
+def run(row: HttpRow, contender: Contender, server: Serving, seconds: int) -> None:
+    """Load a server for some seconds, and note its rate and its processor time per request."""
     sessions = {server.session, *(each.session for each in contender.beside)}
     with server.turn():
         before_us = _processor_us(sessions)

@@ -3,6 +3,7 @@
 http check       POST /v1/check on `tollkeeper serve`, compared with minimal applications
 http starlette   the middleware on Starlette, compared with Starlette alone and slowapi
 http fastapi     the same on FastAPI, with the dependency
+http console     POST /v1/check while the overview of the console is open
 http grpc        ShouldRateLimit on `tollkeeper serve`, on grpcio and on libnghttp2, with h2load
 http envoy       a real Envoy in front of a small upstream, with and without our service
 """
@@ -17,6 +18,7 @@ from typing import Any, Final
 from bench.grpc_servers import grpc_contenders
 from bench.http_apps import SHARED
 from bench.http_check import check_contenders
+from bench.http_console import measure_console
 from bench.http_envoy import measure_envoy
 from bench.http_load import wrk_path
 from bench.http_measure import Contender, HttpEffort, HttpWork, Progress, measure
@@ -31,7 +33,9 @@ from bench.http_report import (
 from bench.http_servers import get, granian
 from bench.redis_placement import FREE, Placement, placements
 
-WORKS: Final = ("http check", "http starlette", "http fastapi", "http grpc", "http envoy")
+WORKS: Final = (
+    *("http check", "http console", "http starlette", "http fastapi", "http grpc", "http envoy"),
+)
 
 # (the function of http_apps, the name of its row, True if it is ours)
 _STARLETTE: Final = (
@@ -87,6 +91,8 @@ def _measured(
         return measure_envoy(name, folder, FREE, effort, progress)
     if name == "http check":
         return measure(name, check_contenders(folder), placement, effort, progress)
+    if name == "http console":
+        return measure_console(name, folder, placement, effort, progress)
     if name == "http grpc":
         return measure(name, grpc_contenders(folder), placement, effort, progress)
     apps = _STARLETTE if name == "http starlette" else _FASTAPI
