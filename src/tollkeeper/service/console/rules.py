@@ -168,7 +168,8 @@ async def _conflict(page: Page, draft: Draft, etag: str) -> Conflict:
     recent = await page.api.get("/versions", limit=CONFLICTS_MAX)
     versions = [each for each in recent["items"] if each["number"] > base]
     found = await page.api.get(f"/versions/{newest}/diff", against=base)
-    return Conflict(etag, newest, versions, diff_of(found["diff"]))
+    diff = await asyncio.to_thread(diff_of, found["diff"])
+    return Conflict(etag, newest, versions, diff)
 
 
 def _number(etag: str) -> int:
@@ -183,7 +184,7 @@ async def _checked(page: Page, draft: Draft) -> dict[str, Any]:
         empty = {"line": 1, "column": 1, "where": "", "message": "the document is empty"}
         return {"valid": False, "safe": False, "problems": [empty], "findings": [], "diff": None}
     found = (await page.api.call("POST", "/rules/validate", text=draft.text)).json()
-    return {**found, "diff": diff_of(found["diff"]) if found["valid"] else None}
+    return {**found, "diff": await asyncio.to_thread(diff_of, found["diff"])}
 
 
 async def _editor(page: Page, draft: Draft, status: int = 200, **more: Any) -> Response:
@@ -273,12 +274,12 @@ async def list_rules(page: Page) -> Response:
     """Show the rules one by one."""
     found = await page.api.call("GET", "/rules")
     # A document of megabytes is parsed in a thread: the worker answers checks meanwhile.
-    document = await asyncio.to_thread(json.loads, found.content)
+    every = await asyncio.to_thread(_rows, found.content)
     wanted = page.query("q").casefold()
     mode = page.query("mode")
     rows = [
         row
-        for row in map(RuleRow.of, document.get("rules", ()))
+        for row in every
         if (not mode or row.mode == mode) and wanted in f"{row.id} {' '.join(row.match)}".casefold()
     ]
     offset = _offset(page.query("offset"))
@@ -287,13 +288,17 @@ async def list_rules(page: Page) -> Response:
         "rules_list.html",
         rows=rows[offset : offset + RULES_PER_PAGE],
         total=len(rows),
-        of=len(document.get("rules", ())),
+        of=len(every),
         offset=offset,
         next=offset + RULES_PER_PAGE if offset + RULES_PER_PAGE < len(rows) else None,
         previous=max(0, offset - RULES_PER_PAGE) if offset else None,
         newest=newest,
         from_file=from_file,
     )
+
+
+def _rows(document: bytes) -> list[RuleRow]:
+    return [RuleRow.of(rule) for rule in json.loads(document).get("rules", ())]
 
 
 def _offset(text: str) -> int:
@@ -440,7 +445,7 @@ async def _version(page: Page, status: int = 200, problem: Problem | None = None
         shown=version,
         newest=newest,
         before=found["before"],
-        diff=diff_of(found["diff"]),
+        diff=await asyncio.to_thread(diff_of, found["diff"]),
         reason=page.form.get("reason", ""),
     )
 
