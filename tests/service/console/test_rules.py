@@ -139,7 +139,8 @@ async def test_what_a_draft_would_have_done(console: ConsoleClient) -> None:
     assert 'data-width="60.0"' in found
     assert SCRIPT in page
     assert SCRIPT not in found
-    whole = await console.post("/rules/preview", 200, document=draft, etag='"v1"')
+    whole = await console.post("/rules/preview", 200, document=draft, etag='"v1"', period="week")
+    assert '<option value="week" selected>' in whole.text
     assert "2 more</strong>" in whole.text
     assert typed(whole.text) == draft
 
@@ -418,6 +419,9 @@ async def test_versions_and_rolling_back(
     version = await console.get("/rules/versions/2")
     assert "[11/second]" in version
     assert "Roll back to" not in version
+    text = await console.http.get("/console/rules/versions/2/document")
+    assert text.headers["content-type"] == "text/plain; charset=utf-8"
+    assert "limits: [11/second]" in text.text
     back = await console.get("/rules/versions/1?against=2")
     assert "From version 2 to version 1" in back
     assert "Roll back to version 1" in back

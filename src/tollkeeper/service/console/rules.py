@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import yaml
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from tollkeeper.service.console.client import YAML, ApiProblem, header_text, segment
@@ -24,6 +25,12 @@ from tollkeeper.service.console.views import ROOT, Page, Problem, view
 DIFF_LINES_MAX: Final = 1_000
 RULES_PER_PAGE: Final = 50
 VERSIONS_PER_PAGE: Final = 25
+# The periods whose decisions a preview replays; the first is the usual one.
+PERIODS: Final = {
+    "hour": ("the last hour", timedelta(hours=1)),
+    "day": ("the last 24 hours", timedelta(days=1)),
+    "week": ("the last 7 days", timedelta(days=7)),
+}
 # Versions that a conflict lists.
 CONFLICTS_MAX: Final = 10
 MODES: Final = {
@@ -47,6 +54,7 @@ def routes() -> list[BaseRoute]:
         view("/rules/rule", change_rule, "POST"),
         view("/rules/versions", list_versions),
         view("/rules/versions/{number:int}", show_version),
+        view("/rules/versions/{number:int}/document", show_document),
         view("/rules/versions/{number:int}/rollback", roll_back, "POST"),
     ]
 
@@ -91,7 +99,11 @@ async def preview(page: Page) -> Response:
     problem: Problem | None = None
     status = 200
     try:
-        answer = await page.api.call("POST", "/rules/preview", text=draft.text)
+        _, length = PERIODS.get(page.form.get("period", ""), PERIODS["hour"])
+        since = datetime.now(UTC) - length
+        answer = await page.api.call(
+            "POST", "/rules/preview", query={"from": since.isoformat()}, text=draft.text
+        )
         found = answer.json()
     except ApiProblem as error:
         # A draft that cannot be replayed is an answer, and no failure of the request.
@@ -194,6 +206,8 @@ async def _editor(page: Page, draft: Draft, status: int = 200, **more: Any) -> R
         "conflict": None,
         "is_unsafe": False,
         "force": page.form.get("force") == "yes",
+        "periods": PERIODS,
+        "period": page.form.get("period", ""),
         **more,
     }
     newest, from_file = await _newest(page)
@@ -448,6 +462,12 @@ async def _version(page: Page, status: int = 200, problem: Problem | None = None
         diff=await asyncio.to_thread(diff_of, found["diff"]),
         reason=page.form.get("reason", ""),
     )
+
+
+async def show_document(page: Page) -> Response:
+    """Show the document of a version as plain text: it may have megabytes."""
+    found = await page.api.get(f"/versions/{page.request.path_params['number']}")
+    return PlainTextResponse(found["text"])
 
 
 async def roll_back(page: Page) -> Response:
