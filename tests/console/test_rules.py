@@ -138,6 +138,9 @@ def test_two_operators_in_conflict(browser: Browser, service: ConsoleService) ->
     expect(conflict).to_contain_text("Ann was first")
     expect(conflict.locator(".added")).to_contain_text("limits: [3/minute]")
     assert content(mine) == draft
+    # What applying it would undo.
+    expect(mine.locator("#diff .removed").first).to_contain_text("[1000/hour]")
+    expect(mine.locator("#diff .removed").nth(1)).to_contain_text("[3/minute]")
     expect(mine.locator(".cm-content")).to_contain_text("2000/hour")
     expect(mine.get_by_label("Reason")).to_have_value("Ben was second")
     ben.check_accessibility()
@@ -168,7 +171,7 @@ def test_a_draft_survives_a_reload_until_it_is_discarded(operator: Operator) -> 
     page.reload()
     expect(page.locator("#draft-notice")).to_contain_text("Your draft is restored")
     assert content(page).endswith("# my draft")
-    verdict(page, "the same as the rules in force")
+    expect(page.locator("#diff .added")).to_contain_text("# my draft")
     operator.check_accessibility()
     # An unsafe change is rejected, and can then be forced; another edit takes that back.
     write(page, before.replace("api_key:sk_revoked_*", "'*'"))

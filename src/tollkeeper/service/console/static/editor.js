@@ -224,7 +224,8 @@ window.addEventListener("pagehide", () => {
 reason?.addEventListener("input", () => { if (stored()) keep(); });
 
 mark();
-if (!check.querySelector(".verdict") && area.value !== opened) {
+const isDraft = area.value !== opened || form.dataset.posted !== undefined;
+if (isDraft && !check.querySelector(".verdict")) {
   // htmx listens after this module when both are new; DOMContentLoaded comes after both.
   document.addEventListener("DOMContentLoaded", () => area.dispatchEvent(new CustomEvent("draft")));
 }
