@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.history.databases import event, filled
 from tollkeeper.control.database import Database
-from tollkeeper.history.events import PART
+from tollkeeper.history.events import PART, recorded_subject, recorded_value
 from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records, all_pages
 
 NOW_S = 1_800_000_000
@@ -91,3 +92,21 @@ async def test_decisions_are_counted_in_groups(records: Records) -> None:
     ]
     assert [row.name for row in await records.groups(ALL, "subject", 2, found[-1])] == ["user:2"]
     assert await records.timeline(ALL, 3_600) == [(NOW_US, 3)]
+
+
+async def test_a_digest_is_found_by_itself_and_by_its_value(tmp_path: Path) -> None:
+    """A reader of hashed records has no other name for a subject."""
+    url = f"sqlite:///{tmp_path / 'hashed.db'}"
+    subject = recorded_subject(f"tenant:acme{PART}user:7", "hashed")
+    user = recorded_value("7", "hashed")
+    usage = [(subject, "orders", NOW_S // 60, [1, 2, 3])]
+    await filled(url, [event(NOW_US, subject=subject, user_id=user)], usage)
+    records = Records(Database(url), "hashed")
+    for asked in (subject, f"tenant:acme{PART}user:7", f"tenant:acme{PART}user:{user}"):
+        assert len(await records.usage(replace(ALL, subject=asked), "hour", 9)) == 1
+        assert len(await records.decisions(replace(ALL, subject=asked), 9)) == 1
+    for name, count in ((user, 1), ("7", 1), ("8", 0), ("#7", 0)):
+        assert len(await records.decisions(replace(ALL, user=name), 9)) == count
+    # A scope is a value, and never a digest.
+    assert await records.decisions(replace(ALL, scope={"user": user}), 9) == []
+    await records.close()

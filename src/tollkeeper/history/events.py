@@ -29,6 +29,7 @@ long), they are dropped, and the drops are counted.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from itertools import islice
@@ -50,6 +51,7 @@ REQUEST_ID_LENGTH_MAX: Final = 128
 # The largest number that both databases store.
 NUMBER_MAX: Final = 2**63 - 1
 _DIGEST_BYTES: Final = 12
+_DIGEST: Final = re.compile(rf"#[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 # The fields that identify a caller where no rule does, the first one first.
 _CALLER_FIELDS: Final = ("api_key", "user", "tenant", "ip")
 # Decisions without a rule are recorded under these names; no rule id has parentheses.
@@ -304,6 +306,29 @@ def recorded_value(value: str | None, mode: SubjectMode) -> str:
     if not value or mode == "none":
         return ""
     return _digest(_cut(value) or "") if mode == "hashed" else cleaned(value, IDENTITY_LENGTH_MAX)
+
+
+def queried_subject(subject: str, mode: SubjectMode) -> str:
+    """Return the recorded form of a subject in a query, whose values may be digests already.
+
+    A query shows digests, and its reader has no other name for these subjects.
+
+    >>> queried_subject("tenant:#7dd7eea36c357c826d21bc31", "hashed")
+    'tenant:#7dd7eea36c357c826d21bc31'
+    >>> queried_subject("tenant:acme", "hashed")
+    'tenant:#7dd7eea36c357c826d21bc31'
+    """
+    parts = [
+        part if _DIGEST.fullmatch(part.partition(":")[2]) else _hashed(part)
+        for part in subject.split(PART)
+    ]
+    return PART.join(parts) if mode == "hashed" else recorded_subject(subject, mode)
+
+
+def queried_value(value: str, mode: SubjectMode) -> str:
+    """Return the recorded form of a value in a query, which may be a digest already."""
+    is_digest = mode == "hashed" and _DIGEST.fullmatch(value)
+    return value if is_digest else recorded_value(value, mode)
 
 
 def _hashed(part: str) -> str:

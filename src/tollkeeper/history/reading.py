@@ -30,6 +30,8 @@ from tollkeeper.history.events import (
     DecisionEvent,
     SubjectMode,
     cleaned,
+    queried_subject,
+    queried_value,
     recorded_subject,
     recorded_value,
     scope_parts,
@@ -480,7 +482,7 @@ class Records:
     ) -> None:
         if wanted.subject is not None:
             conditions.append("subject = :subject")
-            given["subject"] = recorded_subject(wanted.subject, self._subjects)
+            given["subject"] = queried_subject(wanted.subject, self._subjects)
         if wanted.region is not None:
             conditions.append("region = :region")
             given["region"] = wanted.region
@@ -518,7 +520,7 @@ class Records:
             if value is not None:
                 # The indexes have no empty values.
                 conditions += [f"{_COLUMNS[name]} = :{name}", f"{_COLUMNS[name]} <> ''"]
-                given[name] = self._identity(name, value)
+                given[name] = queried_value(value, self._subjects)
         if wanted.endpoint is not None:
             conditions.append("endpoint = :endpoint")
             given["endpoint"] = cleaned(wanted.endpoint, ENDPOINT_LENGTH_MAX)
