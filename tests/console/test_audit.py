@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.console.operators import PHONE, TIMEOUT_MS, ConsoleService, Operator
+from tests.console.operators import PHONE, RULES, TIMEOUT_MS, ConsoleService, Operator
 from tollkeeper.service.console.audit import ROWS
 
 expect.set_options(timeout=TIMEOUT_MS)
@@ -106,3 +106,27 @@ def test_a_phone_shows_everything(browser: Browser, service: ConsoleService, cha
     phone.check_width()
     phone.check_accessibility()
     phone.close()
+
+
+class FileService(ConsoleService):
+    """A service with its rules in a file, and without records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use(RULES)
+        self._options = ("--rules", str(self.rules_path), "--record", "off")
+
+
+def test_a_service_with_neither_a_database_nor_records(browser: Browser) -> None:
+    """The pages say what is missing, and what to do."""
+    with FileService() as running:
+        operator = Operator(browser, running)
+        operator.log_in("read")
+        page = operator.open("/audit")
+        expect(page.locator(".empty")).to_contain_text("come from a file")
+        operator.check_accessibility()
+        page = operator.open("/denials?rule=orders")
+        expect(page.locator(".empty")).to_contain_text("--record off")
+        expect(page.get_by_label("Rule", exact=True)).to_have_value("orders")
+        operator.check_accessibility()
+        operator.close()
