@@ -188,6 +188,14 @@ def test_a_draft_survives_a_reload_until_it_is_discarded(operator: Operator) -> 
     page.keyboard.press("Control+Home")
     page.keyboard.type("# ")
     expect(force).not_to_be_checked()
+    # The session ends, and the operator logs in again.
+    operator.expect_status(401)
+    operator.context.clear_cookies()
+    page.keyboard.type("late ")
+    page.wait_for_url("**/console/login")
+    operator.log_in()
+    operator.open("/rules")
+    assert content(page).startswith("# late ")
     page.get_by_role("button", name="Discard the draft").click()
     expect(page.locator("#draft-notice")).to_be_hidden()
     assert content(page) == before
@@ -210,6 +218,29 @@ def test_a_reader_and_a_phone(phone: Operator) -> None:
     expect(page.locator("#preview")).to_contain_text("The draft is not valid")
     phone.check_width()
     phone.check_accessibility()
+
+
+def test_without_scripts_the_forms_work(browser: Browser, service: ConsoleService) -> None:
+    """The text area takes the place of the editor, and buttons that of typing."""
+    operator = Operator(browser, service, java_script_enabled=False)
+    operator.expect_status(422)
+    operator.log_in()
+    page = operator.open("/rules")
+    area = page.get_by_label("Rule document")
+    before = area.input_value()
+    area.fill(before.replace("limits: [10/minute]", "limits: [10/minite]"))
+    page.get_by_role("button", name="Check").click()
+    verdict(page, "Not valid")
+    page.get_by_label("Reason").fill("a typo")
+    page.get_by_role("button", name="Apply", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("The draft is not valid")
+    area.fill(before + "# by hand")
+    page.get_by_role("button", name="What would it have done?").click()
+    expect(page.locator("#preview")).not_to_be_empty()
+    page.get_by_role("button", name="Apply", exact=True).click()
+    expect(page.get_by_role("status")).to_contain_text(["The rules are applied."])
+    expect(area).to_have_value(re.compile("# by hand"))
+    operator.close()
 
 
 class FileService(ConsoleService):

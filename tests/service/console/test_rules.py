@@ -244,6 +244,22 @@ async def test_a_conflict_loses_nothing(console: ConsoleClient) -> None:
     assert (await admin(console, "GET", "/rules/login"))["limits"] == ["3/minute"]
 
 
+async def test_a_conflict_of_an_unsafe_change_can_be_forced(console: ConsoleClient) -> None:
+    """Each rejection keeps what the one before has asked, so the operator reaches the end."""
+    await admin(console, "PATCH", "/rules/login", json={"limits": ["4/minute"]})
+    sent = {"document": UNSAFE, "etag": '"v1"', "reason": "all must go"}
+    assert hidden((await console.post("/rules", 412, **sent)).text, "over") == '"v2"'
+    answer = await console.post("/rules", 409, **sent, over='"v2"')
+    assert 'name="force" value="yes">' in answer.text
+    assert hidden(answer.text, "over") == '"v2"'
+    await admin(console, "PATCH", "/rules/login", json={"limits": ["5/minute"]})
+    again = await console.post("/rules", 412, **sent, over='"v2"', force="yes")
+    assert 'name="force" value="yes" checked>' in again.text
+    without = await console.post("/rules", 400, **{**sent, "reason": ""}, over='"v3"', force="yes")
+    assert hidden(without.text, "over") == '"v3"'
+    await console.post("/rules", **sent, over='"v3"', force="yes")
+
+
 # ── Readers, and rules from a file ─────────────────────────────────────────────────────────────
 
 

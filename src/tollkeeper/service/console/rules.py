@@ -38,6 +38,7 @@ MODES: Final = {
     "shadow": "in shadow mode",
     "off": "off",
 }
+NO_REASON: Final = "Give a reason: the audit log and the list of versions show it."
 _VERSION: Final = re.compile(r'"v([0-9]{1,10})"')
 _HUNK: Final = re.compile(r"@@ -([0-9]+)(?:,[0-9]+)? \+([0-9]+)(?:,[0-9]+)? @@")
 
@@ -124,8 +125,7 @@ async def apply(page: Page) -> Response:
     """Apply a draft, or show it again with the reason why it cannot be applied."""
     draft = Draft.of(page.form)
     if not draft.reason:
-        problem = page.problem("Give a reason: the audit log and the list of versions show it.")
-        return await _editor(page, draft, 400, problem=problem)
+        return await _rejected(page, draft, 400, problem=page.problem(NO_REASON))
     # `over` is the version that the operator has seen in a conflict and wants to replace.
     expected = page.form.get("over") or draft.etag
     try:
@@ -144,8 +144,7 @@ async def apply(page: Page) -> Response:
 
 async def _not_applied(page: Page, draft: Draft, error: ApiProblem) -> Response:
     if error.code == "VERSION_CONFLICT":
-        conflict = await _conflict(page, draft, error.etag)
-        return await _editor(page, draft, error.status, conflict=conflict)
+        return await _rejected(page, draft, error.status, error.etag)
     details = {
         "INVALID_DOCUMENT": "The draft is not valid, so nothing was changed. Its problems are "
         "listed below the editor.",
@@ -153,15 +152,28 @@ async def _not_applied(page: Page, draft: Draft, error: ApiProblem) -> Response:
         "findings are listed below the editor. Correct the draft, or apply it anyway.",
     }
     known = error.code in details
-    problem = page.problem(details[error.code]) if known else page.problem_of(error)
-    return await _editor(
+    return await _rejected(
         page,
         draft,
         error.status,
-        problem=problem,
+        problem=page.problem(details[error.code]) if known else page.problem_of(error),
         checked=await _checked(page, draft) if known else None,
         is_unsafe=error.code == "UNSAFE_CHANGE",
     )
+
+
+async def _rejected(
+    page: Page, draft: Draft, status: int, newest: str = "", **more: Any
+) -> Response:
+    """Show a draft that was not applied, with the conflict that it has, or had before.
+
+    `newest` is the ETag of the version that is in the way.
+    """
+    etag = newest or page.form.get("over", "")
+    conflict = await _conflict(page, draft, etag) if etag else None
+    # An operator who has forced a change need not be told again that it is unsafe.
+    values = {"is_unsafe": page.form.get("force") == "yes", **more}
+    return await _editor(page, draft, status, conflict=conflict, **values)
 
 
 class Conflict(NamedTuple):
@@ -380,7 +392,7 @@ async def change_rule(page: Page) -> Response:
     rollout = page.form.get("rollout", str(rule.get("rollout", 100))).strip()
     wrong = ""
     if not reason:
-        wrong = "Give a reason: the audit log and the list of versions show it."
+        wrong = NO_REASON
     elif mode not in MODES:
         wrong = f"A rule is enforce, shadow or off, not {mode}."
     elif not (rollout.isascii() and rollout.isdecimal() and int(rollout[:9]) <= 100):
@@ -475,8 +487,7 @@ async def roll_back(page: Page) -> Response:
     number: int = page.request.path_params["number"]
     reason = page.form.get("reason", "").strip()
     if not reason:
-        problem = page.problem("Give a reason: the audit log and the list of versions show it.")
-        return await _version(page, 400, problem)
+        return await _version(page, 400, page.problem(NO_REASON))
     try:
         await page.api.call("POST", f"/versions/{number}/rollback", data={"reason": reason})
     except ApiProblem as error:

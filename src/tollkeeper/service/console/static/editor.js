@@ -194,7 +194,12 @@ check.addEventListener("click", (event) => {
   view.focus();
 });
 check.addEventListener("htmx:afterSwap", () => { mark(); refresh(check); });
-document.getElementById("preview").addEventListener("htmx:afterSettle", (event) => refresh(event.currentTarget));
+document.getElementById("preview").addEventListener("htmx:afterSettle", ({ currentTarget }) => {
+  refresh(currentTarget);
+  // A screen reader gets the summary, not all tables.
+  const summary = currentTarget.querySelector(".problem p, .verdict, .empty")?.textContent ?? "";
+  document.getElementById("said").textContent = summary.replace(/\s+/g, " ");
+});
 document.addEventListener("htmx:sendError", () => {
   const text = document.createElement("p");
   text.className = "verdict warn";
