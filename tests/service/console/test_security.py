@@ -30,6 +30,7 @@ READERS_MAY = {
 }
 OPEN = {"/console/login", "/console/link/{code}"}
 FORM = "application/x-www-form-urlencoded"
+FOLDER = Path(views.__file__).parent
 
 
 def routes_of(console: ConsoleClient, method: str) -> Iterator[str]:
@@ -304,9 +305,39 @@ async def test_huge_input_is_rejected(
         assert answer.status_code == 303
 
 
+HOSTILE = "\"'><x-evil onclick=evil()></textarea></script><script>evil()</script>\x00\x1b\u2028é"
+# The fields of all forms, and of all queries.
+NAMES = re.compile(r"""(?:name="|form\.get\(["']|form\[["']|query\(["'])([a-z_]+)""")
+
+
+def field_names() -> set[str]:
+    """Return the names of all fields that a page of the console reads."""
+    files = [*FOLDER.glob("*.py"), *(FOLDER / "templates").glob("*.html")]
+    found = {name for each in files for name in NAMES.findall(each.read_text(encoding="utf-8"))}
+    assert {"csrf", "reason", "subject"} <= found
+    return found - {"csrf", "viewport"}
+
+
+@pytest.mark.parametrize("value", [HOSTILE, "", "0", "-1", "1e999", "user:42", "9" * 400, "orders"])
+async def test_no_value_is_a_defect_or_markup(console: ConsoleClient, value: str) -> None:
+    """The same value in every field of every form and query: an error, or a page with the text."""
+    fields = {name: value for name in sorted(field_names()) if name != "done"}
+    for path in routes_of(console, "GET"):
+        if path not in {*OPEN, "/console/live"}:
+            answer = await console.http.get(filled(path), params=fields)
+            assert answer.status_code < 500, (path, answer.text)
+            assert "<x-evil" not in answer.text, path
+    for path in routes_of(console, "POST"):
+        if path not in {*OPEN, "/console/logout"}:
+            answer = await console.http.post(
+                filled(path), data={**fields, "csrf": console.csrf}, headers={"Origin": NODE}
+            )
+            assert answer.status_code < 500, (path, answer.text)
+            assert "<x-evil" not in answer.text, path
+
+
 # ── Templates ──────────────────────────────────────────────────────────────────────────────────
 
-FOLDER = Path(views.__file__).parent
 FORBIDDEN = re.compile(
     r"\|\s*safe\b|\bautoescape\b|\son[a-z]+=|\sstyle=|javascript:|<script(?![^>]*\b(?:src=|"
     r"type=\"application/json\"))|\bhx-on\b|\bhx-vals=.js:|<base\b|https?://",
