@@ -119,7 +119,7 @@ function figures(now) {
   for (const name of ["checks", "allowed", "denied", "degraded"]) {
     const [, shown, hint] = byId(`figure-${name}`).children;
     text(shown, rate(sum(now[name].slice(from)) / (seconds || 1)));
-    text(hint, `${whole.format(sum(now[name]))} in the last ${span()}`);
+    text(hint, `${whole.format(sum(now[name]))} in ${span().replace(/^m/, "a m")}`);
     byId(`figure-${name}`).classList.toggle("alarm", name === "degraded" && sum(now[name].slice(from)) > 0);
   }
   for (const name of ["p50", "p99"]) {
@@ -192,11 +192,22 @@ function share(denied, total) {
   return found;
 }
 
-// Replaces the rows of a table, and keeps the focus where it is.
+// Replaces the rows of a table that have changed, and keeps the focus where it is.
 function fill(id, rows) {
   const focused = document.activeElement?.id;
-  byId(id).tBodies[0].replaceChildren(...rows);
+  const body = byId(id).tBodies[0];
+  rows.forEach((each, i) => {
+    if (i >= body.rows.length) body.append(each);
+    else if (!body.rows[i].isEqualNode(each)) body.rows[i].replaceWith(each);
+  });
+  while (body.rows.length > rows.length) body.lastElementChild.remove();
   if (focused && document.activeElement?.id !== focused) byId(focused)?.focus();
+}
+
+function emptyRow(text, columns) {
+  const found = row([text]);
+  found.cells[0].colSpan = columns;
+  return found;
 }
 
 function tables() {
@@ -208,7 +219,7 @@ function tables() {
   const rows = totals.map((each) =>
     row([ruleLink(each.name), each.allowed, each.denied, each.shadow, each.degraded, share(each.denied, each.total)]),
   );
-  fill("totals", rows.length ? rows : [row([`No rule decided anything in the last ${span()}.`])]);
+  fill("totals", rows.length ? rows : [emptyRow(`No rule decided anything in the last ${span()}.`, 6)]);
   text(byId("totals-caption"), `In the last ${span()}, the most denials first.`);
   if (!byId("outcomes").closest("details").open) return;
   fill("outcomes", Object.entries(OUTCOMES).map(([name, meaning]) => row([name, sum(steps.checks[name]), meaning])));
