@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import event
+from sqlalchemy import event, text
 
 from tests.postgres_server import running_postgres
 from tests.service.admin.client import Admin, admin, admin_of, filled, from_file, template
 from tollkeeper.control.database import Database
+from tollkeeper.control.entries import _OWNERS_SQL
 from tollkeeper.control.repository import Repository
 from tollkeeper.core.subjects import beyond
 from tollkeeper.history.events import recorded_subject
@@ -185,6 +186,38 @@ def test_the_end_of_a_beginning(begin: str, rest: str) -> None:
         assert begin <= begin + rest < end
         if begin <= rest < end:
             assert rest.startswith(begin)
+
+
+@pytest.mark.server
+async def test_postgresql_searches_its_indexes(tmp_path: Path) -> None:
+    """In the order of code points, whatever the collation of the database."""
+    url = running_postgres().new_database()
+    await filled(url)
+    database = Database(url)
+    sink = Sink(database)
+    await sink.finish()
+    async with database.writing() as connection:
+        await connection.execute(text("SET LOCAL enable_seqscan = off"))
+        for query, index in (
+            (_SUBJECTS_OF.format(subject='key COLLATE "C"', kind="deny"), "entries_subject"),
+            (_SUBJECTS_OF.format(subject=_OWNERS_SQL[True], kind="override"), "entries_owner"),
+            (_USED, "usage_subject"),
+        ):
+            found = await connection.execute(text(f"EXPLAIN {query}"))
+            plan = " ".join(str(row[0]) for row in found)
+            assert f"using tollkeeper_{index}" in plan, plan
+            assert "Sort" not in plan
+    await sink.close()
+
+
+_SUBJECTS_OF = (
+    "SELECT key FROM tollkeeper_entries WHERE kind = '{kind}' AND NOT removed "
+    "AND {subject} > 'user:1' AND {subject} < 'user:2' ORDER BY {subject} LIMIT 10"
+)
+_USED = (
+    "SELECT subject FROM tollkeeper_usage WHERE subject COLLATE \"C\" > 'user:1' "
+    'ORDER BY subject COLLATE "C" LIMIT 1'
+)
 
 
 # ── A million subjects ───────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -12,7 +13,7 @@ import pytest
 from markupsafe import escape
 
 from tests.history.databases import until_async
-from tests.service.console.client import ConsoleClient
+from tests.service.console.client import ConsoleClient, console_of
 from tollkeeper import Request
 from tollkeeper.service.console.subjects import KEY_COOKIE, Subject, subject_of, usage_chart
 
@@ -107,7 +108,9 @@ async def test_an_api_key_is_not_in_the_url(console: ConsoleClient) -> None:
     answer = await make(console, "block", "api_key:sk_live_1", reason="leaked")
     assert "sk_live_1" not in answer.headers["location"]
     assert "blocked" in await console.get(answer.headers["location"].removeprefix("/console"))
-    console.http.cookies.delete(KEY_COOKIE, path="/console/subjects")
+    answer = await console.post("/logout")
+    assert f'{KEY_COOKIE}=""' in str(answer.headers.get_list("set-cookie"))
+    await console.log_in()
     text = await console.get(where.removeprefix("/console"), 404)
     assert "Search for the key again" in text
 
@@ -250,6 +253,47 @@ async def test_hostile_names(console: ConsoleClient, name: str) -> None:
         assert where["subject"] == part
     assert "<script>alert" not in await one(console, part)
     assert (await audit(console, f"deny {Subject((part,)).entry}"))[0][0] == "unlist"
+
+
+@pytest.mark.parametrize("part", ["user:a\0b", "user:a\x1fb", "user:", "ip:nowhere", "a b:c"])
+async def test_odd_subjects(console: ConsoleClient, part: str) -> None:
+    """Each has a page or a problem that says what is wrong; none is a defect."""
+    answer = await console.http.get("/console/subjects", params={"subject": part})
+    assert answer.status_code in {200, 400}, answer.text
+    assert ('role="alert"' in answer.text) == (answer.status_code == 400)
+    answer = await console.http.get("/console/subjects", params={"q": part, "after": part})
+    assert answer.status_code in {200, 303, 400}
+    for do in ("reset", "block", "assign"):
+        fields = {"subject": json.dumps([part]), "do": do, "tier": "free", "reason": "x"}
+        answer = await console.http.post(
+            "/console/subjects/change",
+            data={"csrf": console.csrf, **fields},
+            headers={"Origin": "http://localhost"},
+        )
+        assert answer.status_code in {303, 400, 422}, answer.text
+
+
+async def test_a_service_without_records(console: ConsoleClient) -> None:
+    """The other parts of the page are there, and it says what to do."""
+    console.context.recorder = None
+    text = await one(console, "user:42")
+    assert "<b>20</b> left" in text
+    assert text.count("this service keeps no records") == 2
+    assert "user%3A42" in await console.get("/subjects?q=4")
+    assert "No requests in the last minutes" in await console.get("/subjects")
+
+
+async def test_rules_of_a_file(tmp_path: Path) -> None:
+    """Counts can be changed; a change of entries is rejected with the reason."""
+    async with console_of(tmp_path, None) as console:
+        await console.log_in()
+        text = await one(console, "user:42")
+        assert "<b>pro</b>, assigned to user:42" in text
+        assert "come from a file" in text
+        answer = await make(console, "block", status=409, reason="abuse")
+        assert "come from a file" in answer.text
+        assert 'value="abuse"' in answer.text
+        await make(console, "reset", reason="case 9")
 
 
 # ── Changes ────────────────────────────────────────────────────────────────────────────────────

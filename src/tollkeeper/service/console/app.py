@@ -213,6 +213,7 @@ async def _log_out(page: Page) -> Response:
     await asyncio.to_thread(sessions.end, page.session.key)
     response = RedirectResponse(f"{ROOT}/login", 303)
     response.delete_cookie(COOKIE, path=ROOT)
+    response.delete_cookie(subjects.KEY_COOKIE, path=subjects.PATH)
     return response
 
 
