@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from threading import Event, Thread
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -26,7 +27,20 @@ def service() -> Iterator[ConsoleService]:
             running.check(user=user, endpoint="/orders")
         running.check(api_key="sk_live_1", tenant="acme", endpoint="/orders")
         until(lambda: _recorded(running, "user:7"), "the usage is recorded", 60)
+        stop = Event()
+        load = Thread(target=_load, args=(running, stop))
+        load.start()
         yield running
+        stop.set()
+        load.join()
+
+
+def _load(service: ConsoleService, stop: Event) -> None:
+    """Send requests of many clients, twenty a second, while operators work."""
+    number = 0
+    while not stop.wait(0.05):
+        number += 1
+        service.check(user=f"load-{number % 200}", tenant="acme", endpoint="/orders")
 
 
 def _recorded(service: ConsoleService, subject: str) -> bool:
