@@ -93,6 +93,20 @@ document.addEventListener(
   true,
 );
 
+// A form is sent once: a second click while the service answers would grant the units twice.
+const SENDING_MS = 30000;
+document.addEventListener("submit", (event) => {
+  const form = event.target;
+  if (event.defaultPrevented || form.method !== "post") return;
+  if (form.ariaBusy === "true") return event.preventDefault();
+  form.ariaBusy = "true";
+  setTimeout(() => (form.ariaBusy = null), SENDING_MS);
+});
+// The page as the browser kept it, after Back.
+window.addEventListener("pageshow", () => {
+  for (const form of document.querySelectorAll("form[aria-busy]")) form.ariaBusy = null;
+});
+
 // The live stream of the console: server-sent events at `path`. `since` returns the last event that
 // the page has, so that a new connection begins where the last one ended. `fetch` and not
 // EventSource: it tells why there is no stream, and a stream that is silent is given up.
