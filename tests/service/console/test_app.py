@@ -9,6 +9,7 @@ import pytest
 from tests.service.console.client import ConsoleClient, console_of
 from tests.service.http.client import http_service
 from tollkeeper.service.console.sessions import Sessions
+from tollkeeper.service.console.subjects import KEY_COOKIE, PATH
 from tollkeeper.service.http.tokens import Token
 
 
@@ -16,8 +17,10 @@ async def test_logging_in_and_out(console: ConsoleClient) -> None:
     """After the log-out the cookie is useless, also for somebody who kept it."""
     kept = console.cookie
     assert kept
+    console.http.cookies.set(KEY_COOKIE, "c2tfMQ==", domain="localhost.local", path=PATH)
     answer = await console.post("/logout")
     assert answer.headers["location"] == "/console/login"
+    assert console.http.cookies.get(KEY_COOKIE) is None
     assert console.cookie is None
     console.http.cookies.set("tollkeeper_console", kept, domain="localhost.local", path="/console")
     await console.get("/audit", 303)
