@@ -244,6 +244,15 @@ async def test_a_conflict_loses_nothing(console: ConsoleClient) -> None:
     assert (await admin(console, "GET", "/rules/login"))["limits"] == ["3/minute"]
 
 
+async def test_a_conflict_with_a_version_that_is_gone(console: ConsoleClient) -> None:
+    """After the database was restored, the draft can still be applied."""
+    sent = {"document": await changed(console), "etag": '"v9"', "reason": "mine"}
+    answer = await console.post("/rules", 412, **sent)
+    assert "The version that you opened does not exist any more" in answer.text
+    assert typed(answer.text) == sent["document"]
+    await console.post("/rules", **sent, over=hidden(answer.text, "over"))
+
+
 async def test_a_conflict_of_an_unsafe_change_can_be_forced(console: ConsoleClient) -> None:
     """Each rejection keeps what the one before has asked, so the operator reaches the end."""
     await admin(console, "PATCH", "/rules/login", json={"limits": ["4/minute"]})

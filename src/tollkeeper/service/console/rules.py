@@ -184,14 +184,21 @@ class Conflict(NamedTuple):
     number: int
     versions: list[dict[str, Any]]
     """The newest first; at most CONFLICTS_MAX."""
-    diff: Diff
+    diff: Diff | None
+    """None if the version that the editor was opened with does not exist any more."""
 
 
 async def _conflict(page: Page, draft: Draft, etag: str) -> Conflict:
     base, newest = _number(draft.etag), _number(etag)
     recent = await page.api.get("/versions", limit=CONFLICTS_MAX)
     versions = [each for each in recent["items"] if each["number"] > base]
-    found = await page.api.get(f"/versions/{newest}/diff", against=base)
+    try:
+        found = await page.api.get(f"/versions/{newest}/diff", against=base)
+    except ApiProblem as error:
+        # The version that the editor was opened with may be gone: the database was restored.
+        if error.status != 404:
+            raise
+        return Conflict(etag, newest, versions, None)
     diff = await asyncio.to_thread(diff_of, found["diff"])
     return Conflict(etag, newest, versions, diff)
 
