@@ -42,7 +42,7 @@ async def test_an_active_alert_leads_to_its_runbook(
     monkeypatch.setattr(activity, "last_sample", lambda: sample)
     for path in ("", "/runbooks", "/runbooks/TollkeeperBreakerOpen"):
         text = await console.get(path)
-        assert 'href="/console/runbooks/TollkeeperBreakerOpen"' in text
+        assert ("Runbook of TollkeeperBreakerOpen" in text) == (not path.endswith("Open"))
         assert "&lt;b&gt;:6379" in text
         assert "<b>:6379" not in text
     assert "1 active alert<" in await console.get("")

@@ -163,7 +163,7 @@ function row(cells) {
   cells.forEach((cell, i) => {
     const element = document.createElement(i ? "td" : "th");
     if (!i) element.scope = "row";
-    if (typeof cell === "number") element.className = "number";
+    if (typeof cell === "number" || /^(–|\d.*[µm]s)$/.test(cell)) element.className = "number";
     if (cell instanceof Node) element.append(cell);
     else element.textContent = typeof cell === "number" ? whole.format(cell) : cell;
     found.append(element);
@@ -301,6 +301,7 @@ class Chart {
     const options = {
       ...this.size(),
       legend: { show: false },
+      padding: [8, 24, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: SYNC }, points: { size: 7 } },
       scales: { x: { range: windowOf }, y: { range: (_, min, max) => [0, max > 0 ? max * 1.08 : 1] } },
       axes: [
