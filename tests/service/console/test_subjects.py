@@ -225,9 +225,11 @@ async def test_usage_and_denials(console: ConsoleClient) -> None:
     text = ""
     for _ in range(5):
         await console.http.post("/v1/check", json=body, headers=headers)
-    while "3 requests allowed and 2 denied" not in text:
+    # Usage and decisions are written one after the other.
+    while "3 requests allowed and 2 denied" not in text or "POST /login" not in text:
         text = await one(console, "ip:192.0.2.7", last="1h")
-    assert "POST /login" in text
+    link = "/console/try?ip=192.0.2.7&amp;endpoint=%2Flogin&amp;method=POST"
+    assert f'<a href="{link}" title="Try this request">POST /login</a>' in text
     assert '<script type="application/json" id="usage-data">' in text
     assert "used up" in text
     await one(console, "ip:192.0.2.7", status=400, last="forever")

@@ -24,6 +24,7 @@ from tollkeeper.history.events import recorded_subject
 from tollkeeper.rules.matching.patterns import escaped
 from tollkeeper.service.console.attempts import try_url
 from tollkeeper.service.console.client import ApiProblem, header_text, segment
+from tollkeeper.service.console.denials import try_fields
 from tollkeeper.service.console.periods import LASTS, period_of
 from tollkeeper.service.console.views import ROOT, Page, Problem, is_https, number, url, view
 
@@ -378,6 +379,7 @@ async def _one(
         names=NAMES,
         subject_of=subject_of,
         try_url=try_url(subject.fields),
+        try_fields=try_fields,
         denials_url=url(f"{ROOT}/denials", **_denials_link(subject)),
     )
 
