@@ -160,6 +160,8 @@ def test_a_rule_is_chosen_by_keyboard(operator: Operator, service: Node) -> None
     expect(denied).to_be_focused()
     page.keyboard.press("Space")
     expect(denied).to_have_attribute("aria-pressed", "true")
+    page.locator("#checks-chart .u-over").hover()
+    expect(page.locator("#checks-legend li").last).to_have_text(re.compile(r"^at \d\d:\d\d:\d\d"))
 
 
 def test_an_alert_appears_and_leads_to_its_runbook(operator: Operator, service: Node) -> None:
@@ -192,6 +194,8 @@ def test_a_phone_with_dark_colours(browser: Browser, service: Node) -> None:
     page = phone.log_in()
     expect(page.locator("#checks-summary")).to_contain_text("320 checks")
     page.get_by_text("The checks in numbers").click()
+    utc = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:00 UTC$")
+    expect(page.locator("#minutes time").first).to_have_attribute("title", utc)
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#connection")).to_contain_text("The page is paused")
     phone.check_width()

@@ -226,6 +226,16 @@ function tables() {
   fill("minutes", minutes());
 }
 
+// In the viewer's zone, and UTC on hover.
+function timeOf(seconds) {
+  const found = document.createElement("time");
+  const at = new Date(seconds * 1000);
+  found.dateTime = at.toISOString();
+  found.title = `${found.dateTime.slice(0, 19).replace("T", " ")} UTC`;
+  found.textContent = clock.format(at);
+  return found;
+}
+
 function minutes() {
   const now = chosen();
   text(byId("minutes-caption"), `By minute, the newest first${chosenRule ? `: ${chosenRule}` : ""}.`);
@@ -239,7 +249,7 @@ function minutes() {
     const of = (column) => sum(places.map((i) => column[i]));
     const most = (column) => millis(Math.max(...places.map((i) => column[i] ?? -1))).replace(/^-.*/, "–");
     return row([
-      clock.format(minute * 1000),
+      timeOf(minute),
       ...[now.allowed, now.denied, now.shadow_denied, now.degraded].map(of),
       most(steps.p50_ms),
       most(steps.p99_ms),
@@ -346,7 +356,8 @@ class Chart {
       item.append(button);
       return item;
     });
-    this.legend.replaceChildren(...items);
+    this.when = document.createElement("li");
+    this.legend.replaceChildren(...items, this.when);
     if (focused) byId(focused)?.focus();
   }
 
@@ -355,6 +366,8 @@ class Chart {
     if (!this.plot) return;
     const shown = this.legend.querySelectorAll("b");
     const place = this.plot.cursor.idx ?? this.plot.data[0].length - 1;
+    const at = this.plot.cursor.idx == null ? "" : `at ${precise.format(this.plot.data[0][place] * 1000)}`;
+    text(this.when, at);
     this.plot.data.slice(1).forEach((column, i) => {
       if (shown[i]) text(shown[i], column[place] == null ? "–" : this.format(column[place]));
     });
