@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.history.databases import filled
 from tests.service.admin.client import RULES, secrets_of
 from tollkeeper import AsyncLimiter
 from tollkeeper.control.database import Database
@@ -86,7 +87,9 @@ async def console_of(
 ) -> AsyncIterator[ConsoleClient]:
     """Run a service with RULES, records and a console; yield a client that has not logged in."""
     secrets = secrets_of(folder) if tokens else {}
-    records = Database(f"sqlite:///{folder / 'records.db'}")
+    url = f"sqlite:///{folder / 'records.db'}"
+    await filled(url)  # so that no page is read before the thread of the recorder made the tables
+    records = Database(url)
     recorder = Recorder(
         lambda row_of: Sink(records.again(), Retention(), row_of=row_of),
         Records(records, "plain"),

@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -78,6 +79,29 @@ DONE: Final = {
 }
 
 
+@cache
+def environment() -> Environment:
+    """Return the templates of all consoles in this process: each is compiled only once."""
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals |= {
+        "root": ROOT,
+        "navigation": NAVIGATION,
+        "version": __version__,
+        "url": url,
+        "time": time_element,
+        "asset": console_files().url,
+    }
+    found.filters |= {"number": number, "duration": duration}
+    found.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    return found
+
+
 @dataclass(slots=True)
 class Console:
     """The console of one worker."""
@@ -85,26 +109,7 @@ class Console:
     context: ServiceContext
     admin: ASGIApp
     sessions: Sessions
-    templates: Environment = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.templates = Environment(
-            loader=FileSystemLoader(Path(__file__).with_name("templates")),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self.templates.globals |= {
-            "root": ROOT,
-            "navigation": NAVIGATION,
-            "version": __version__,
-            "url": url,
-            "time": time_element,
-            "asset": console_files().url,
-        }
-        self.templates.filters |= {"number": number, "duration": duration}
-        self.templates.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    templates: Environment = field(default_factory=environment)
 
     def page(self, request: Request, session: Session | None) -> Page:
         """Return the page of a request."""
