@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -64,6 +65,13 @@ SECOND = 1_000_000_000
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "TURN_S", 0.02)
     monkeypatch.setattr(agent_module, "RETRY_S", 0.02)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Return a folder with a short path, whatever the user's name: sockets are in it."""
+    with TemporaryDirectory(prefix="agent-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
