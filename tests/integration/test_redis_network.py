@@ -325,7 +325,7 @@ def test_a_storm_of_reconnects_charges_at_most_once(server: Single, key: str, wi
     kept = connections.IDLE_MAX if wire == "threads" else 1
     with client(wire, server.uri) as api:
         with Load(api, key, workers=90) as load:
-            for _ in range(20):
+            for _ in range(8):
                 before = len(load.outcomes)
                 server.admin.client_kill_filter(_type="normal", skipme=True)
                 until(

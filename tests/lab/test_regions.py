@@ -25,7 +25,7 @@ from tollkeeper.lab.regions import (
 from tollkeeper.lab.trials import SEED_BITS
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
-SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "5"))
+SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "2"))
 MINUTE = (Limit(600, per=60),)
 STEADY = (Limit(300, per=60, capacity=60),)
 

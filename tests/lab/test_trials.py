@@ -11,7 +11,7 @@ import pytest
 from tollkeeper.lab.trials import SEED_BITS, random_plan, run_trial
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
-SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "5"))
+SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "2"))
 
 
 def test_a_seed_is_a_fleet() -> None:

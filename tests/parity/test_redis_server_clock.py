@@ -71,7 +71,7 @@ def trace(seed: int, store: Store) -> int:
 def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None:
     """At the times of the server, the reference makes the same decisions, field by field."""
     denied = 0
-    for seed in range(20):
+    for seed in range(10):
         with OPENERS[name](SystemClock(), 0, tmp_path) as store:
             denied += trace(seed, store)
     assert denied > STEPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import hpack
@@ -49,6 +50,11 @@ def headers(fields: Fields, stream: int, *, flags: int = END_HEADERS) -> bytes:
 
 def block_of(fields: Fields) -> bytes:
     """Return a header block that leaves the server's table as it is."""
+    return _encoded(tuple(fields))
+
+
+@lru_cache  # the same fields are sent thousands of times
+def _encoded(fields: tuple[tuple[str, str], ...]) -> bytes:
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     block: bytes = encoder.encode(fields)
