@@ -261,8 +261,9 @@ def test_an_ended_session_ends_the_stream(operator: Operator, service: Node) -> 
     other.get_by_role("button", name="Log out").click()
     other.wait_for_url("**/login")
     expect(page.locator("#connection")).to_contain_text("Your session has ended.")
-    page.get_by_role("link", name="Log in again").click()
-    expect(page.get_by_label("Token")).to_be_visible()
+    with page.expect_popup() as opened:
+        page.get_by_role("link", name="Log in again").click()
+    expect(opened.value.get_by_label("Token")).to_be_visible()
 
 
 def test_the_page_outlives_a_restart_of_the_service(operator: Operator, service: Node) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
-from tests.console.operators import Operator
+from tests.console.operators import ConsoleService, Operator
 from tollkeeper.service.console.views import NAVIGATION, ROOT
 
 PAGES = [path.removeprefix(ROOT) for _, path in NAVIGATION]
@@ -30,18 +30,48 @@ def test_every_page_fits_on_a_phone(phone: Operator) -> None:
 
 
 def test_a_form_is_sent_once(operator: Operator) -> None:
-    """A second click, while the service answers the first, grants nothing twice."""
+    """A second confirmation, while the service is slow to answer, grants nothing twice."""
     page = operator.log_in()
     operator.open("/subjects?subject=user:impatient")
-    # The events alone: a browser under test waits for the page that follows a form.
-    sent = page.evaluate(
-        """() => {
-          const form = document.querySelector('form[action$="/subjects/change"]');
-          const event = () => new SubmitEvent("submit", { bubbles: true, cancelable: true });
-          return [form.dispatchEvent(event()), form.dispatchEvent(event())];
-        }"""
-    )
-    assert sent == [True, False]
+    page.get_by_text("Grant units", exact=True).click()
+    page.get_by_label("Units").fill("7")
+    page.locator("#reason-grant").fill("a slow connection")
+    held: list[Route] = []
+    # Playwright cannot call a method of a list.
+    page.route("**/console/sessions", lambda route: held.append(route))  # noqa: PLW0108
+    for _ in range(2):
+        page.get_by_role("button", name="Grant", exact=True).click()
+        operator.confirm()
+        expect(page.get_by_role("dialog")).to_be_hidden()
+    assert len(held) == 1
+    held[0].continue_()
+    expect(page.get_by_text("The units are granted.")).to_be_visible()
+    expect(page.get_by_text("a slow connection")).to_have_count(1)
+
+
+def test_the_end_of_a_session_loses_nothing_that_was_typed(
+    operator: Operator, service: ConsoleService
+) -> None:
+    """The page says it and stays. After a log-in in another tab its forms can be sent."""
+    operator.expect_status(401)
+    page = operator.log_in()
+    operator.open("/rules/rule?id=orders")
+    page.locator("#rollout").fill("55")
+    page.locator("#rollout-reason").fill("typed before the end")
+    other = operator.context.new_page()
+    other.goto("/console/audit")
+    other.get_by_role("button", name="Log out").click()
+    other.wait_for_url("**/login")
+    page.get_by_role("button", name="Change the roll-out").click()
+    operator.confirm()
+    expect(page.locator("#connection")).to_contain_text("Your session has ended.")
+    other.get_by_label("Token").fill(service.tokens["admin"])
+    other.get_by_role("button", name="Log in").click()
+    other.wait_for_url("**/console")
+    page.get_by_role("button", name="Change the roll-out").click()
+    operator.confirm()
+    expect(page.get_by_text("The rules are applied.")).to_be_visible()
+    expect(page.get_by_text("enforced for 55 % of its subjects")).to_be_visible()
 
 
 def test_a_confirmation_needs_no_mouse(operator: Operator) -> None:

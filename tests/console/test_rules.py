@@ -192,7 +192,7 @@ def test_a_draft_survives_a_reload_until_it_is_discarded(operator: Operator) -> 
     operator.expect_status(401)
     operator.context.clear_cookies()
     page.keyboard.type("late ")
-    page.wait_for_url("**/console/login")
+    expect(page.locator("#connection")).to_contain_text("Your session has ended.")
     operator.log_in()
     operator.open("/rules")
     assert content(page).startswith("# late ")

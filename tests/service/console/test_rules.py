@@ -473,6 +473,19 @@ async def test_versions_and_rolling_back(
     assert "There are no older versions" in await console.get("/rules/versions?before=1")
 
 
+async def test_a_roll_back_undoes_no_change_that_was_not_seen(console: ConsoleClient) -> None:
+    """Another operator made a version after the page was opened: it stays in force."""
+    for etag, after in (('"v1"', "11/second"), ('"v2"', "12/second")):
+        text = await changed(console, "11/second" if etag == '"v2"' else "10/second", after)
+        await console.post("/rules", document=text, etag=etag, reason="why")
+    seen = {"reason": "too strict", "etag": '"v2"'}
+    answer = await console.post("/rules/versions/1/rollback", 412, **seen)
+    assert "The rules were changed meanwhile" in answer.text
+    assert 'value="too strict"' in answer.text
+    assert """name="etag" value='"v3"'""" in answer.text
+    assert (await admin(console, "GET", "/versions"))["items"][0]["number"] == 3
+
+
 async def test_a_version_that_does_not_exist(console: ConsoleClient) -> None:
     """Its page and its roll-back are not found."""
     await console.get("/rules/versions/9", 404)

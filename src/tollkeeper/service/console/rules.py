@@ -40,6 +40,10 @@ MODES: Final = {
 }
 NO_REASON: Final = "Give a reason: the audit log and the list of versions show it."
 _VERSION: Final = re.compile(r'"v([0-9]{1,10})"')
+_CHANGED_MEANWHILE: Final = (
+    "The rules were changed meanwhile, so nothing was changed here. The page shows the newest "
+    "rules. Check them, and send the form again."
+)
 _HUNK: Final = re.compile(r"@@ -([0-9]+)(?:,[0-9]+)? \+([0-9]+)(?:,[0-9]+)? @@")
 
 
@@ -424,8 +428,7 @@ async def change_rule(page: Page) -> Response:
 
 async def _rule_unchanged(page: Page, rule_id: str, error: ApiProblem) -> Response:
     details = {
-        "VERSION_CONFLICT": "The rules were changed meanwhile, so nothing was changed here. The "
-        "page shows the newest rules. Check them, and send the form again.",
+        "VERSION_CONFLICT": _CHANGED_MEANWHILE,
         "UNSAFE_CHANGE": "This change is most likely a mistake, so nothing was changed. Correct "
         "it, or apply it anyway.",
     }
@@ -496,11 +499,19 @@ async def roll_back(page: Page) -> Response:
     if not reason:
         return await _version(page, 400, page.problem(NO_REASON))
     try:
-        await page.api.call("POST", f"/versions/{number}/rollback", data={"reason": reason})
+        await page.api.call(
+            "POST",
+            f"/versions/{number}/rollback",
+            data={"reason": reason},
+            headers={"If-Match": page.form["etag"]} if page.form.get("etag") else {},
+        )
     except ApiProblem as error:
         if error.status == 404:
             raise
-        return await _version(page, error.status, page.problem_of(error))
+        problem = page.problem_of(error)
+        if error.code == "VERSION_CONFLICT":
+            problem = page.problem(_CHANGED_MEANWHILE)
+        return await _version(page, error.status, problem)
     return page.redirect(f"{ROOT}/rules", "rolled-back")
 
 

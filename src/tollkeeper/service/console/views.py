@@ -264,8 +264,7 @@ def _must_log_in(page: Page) -> Response:
         return RedirectResponse(login, 303)
     return page.failed(
         401,
-        "Your session has ended, so nothing was changed. Log in again in another tab, then go back "
-        "to this page in your browser, which has kept what you typed, and send it again.",
+        "Your session has ended, so nothing was changed. Log in again, then send the form again.",
     )
 
 

@@ -24,8 +24,8 @@ export function refresh(root) {
 refresh(document);
 document.addEventListener("htmx:load", (event) => refresh(event.detail.elt.parentNode ?? document));
 
+const csrf = document.querySelector('meta[name="csrf"]');
 document.addEventListener("htmx:configRequest", (event) => {
-  const csrf = document.querySelector('meta[name="csrf"]');
   if (csrf) event.detail.headers["X-CSRF-Token"] = csrf.content;
 });
 // A rejected form is shown again with its problem; htmx would drop an answer with an error status.
@@ -52,8 +52,14 @@ export function connection(text) {
 document.addEventListener("htmx:beforeRequest", (event) => {
   if (document.hidden && isPoll(event)) event.preventDefault();
 });
+// Without a session, htmx would leave the page for the log-in.
+document.addEventListener("htmx:beforeOnLoad", (event) => {
+  if (event.detail.xhr.status !== 401) return;
+  event.preventDefault();
+  ended();
+});
 document.addEventListener("htmx:afterRequest", (event) => {
-  if (isPoll(event)) connection(event.detail.successful ? "" : LOST);
+  if (isPoll(event) && event.detail.xhr.status !== 401) connection(event.detail.successful ? "" : LOST);
 });
 
 // What an update must not undo: how far a table is scrolled.
@@ -71,10 +77,13 @@ export function restoreScroll(root) {
 // <button data-confirm="Reset the counts of user:42?"> asks before its form is sent.
 const dialog = document.getElementById("confirm");
 let confirmed = null;
+// The form that may be sent now; see below.
+let ready = null;
 document.addEventListener(
   "submit",
   (event) => {
     const button = event.submitter;
+    if (event.target === ready) return;
     if (!button?.dataset.confirm || confirmed === button) {
       confirmed = null;
       return;
@@ -93,19 +102,64 @@ document.addEventListener(
   true,
 );
 
-// A form is sent once: a second click while the service answers would grant the units twice.
+// A form is sent once, and only while the session lasts. Else the page stays, with all that was typed.
 const SENDING_MS = 30000;
-document.addEventListener("submit", (event) => {
-  const form = event.target;
-  if (event.defaultPrevented || form.method !== "post") return;
-  if (form.ariaBusy === "true") return event.preventDefault();
+document.addEventListener("submit", async (event) => {
+  const { target: form, submitter } = event;
+  // Not `form.method`: a field may have that name.
+  if (event.defaultPrevented || form.getAttribute("method") !== "post" || !csrf || form === ready) return;
+  event.preventDefault();
+  // A second click while the service answers would grant the units twice.
+  if (form.ariaBusy === "true") return;
   form.ariaBusy = "true";
-  setTimeout(() => (form.ariaBusy = null), SENDING_MS);
+  if (await hasSession()) {
+    ready = form;
+    form.requestSubmit(submitter);
+    ready = null;
+    setTimeout(() => (form.ariaBusy = null), SENDING_MS);
+  } else {
+    form.ariaBusy = null;
+  }
 });
 // The page as the browser kept it, after Back.
 window.addEventListener("pageshow", () => {
   for (const form of document.querySelectorAll("form[aria-busy]")) form.ariaBusy = null;
 });
+
+// Asks whether the operator has a session. After a new log-in, the forms of this page belong to it.
+async function hasSession() {
+  try {
+    const response = await fetch("/console/sessions", { cache: "no-store", headers: { "HX-Request": "true" } });
+    if (response.status === 401) {
+      ended();
+      return false;
+    }
+    const now = new DOMParser().parseFromString(await response.text(), "text/html");
+    const name = (page) => page.querySelector(".who")?.textContent;
+    const fresh = now.querySelector('meta[name="csrf"]')?.content;
+    if (fresh && name(now) === name(document)) {
+      csrf.content = fresh;
+      for (const field of document.querySelectorAll('input[name="csrf"]')) field.value = fresh;
+    }
+    connection("");
+    return true;
+  } catch {
+    connection("The service does not answer, so nothing was sent. Try again.");
+    return false;
+  }
+}
+
+function ended() {
+  const text = "Your session has ended. Nothing on this page is lost: log in again in another tab, then continue here. ";
+  const notice = document.getElementById("connection");
+  if (notice.textContent.startsWith(text)) return;
+  connection(text);
+  const link = document.createElement("a");
+  link.href = `/console/login?${new URLSearchParams({ next: location.pathname + location.search })}`;
+  link.target = "_blank";
+  link.textContent = "Log in again";
+  notice.append(link);
+}
 
 // The live stream of the console: server-sent events at `path`. `since` returns the last event that
 // the page has, so that a new connection begins where the last one ended. `fetch` and not
@@ -128,6 +182,7 @@ export function live(path, since, handlers) {
       const last = since();
       const url = last === undefined ? path : `${path}?since=${last}`;
       const response = await fetch(url, { signal: own.signal, cache: "no-store", headers: { "HX-Request": "true" } });
+      // It connects again when the operator comes back from the tab of the log-in.
       if (response.status === 401) return ended();
       if (!response.ok) return lost(refusal(response));
       connection("");
@@ -160,15 +215,6 @@ export function live(path, since, handlers) {
     // Many pages do not all come back at the same moment.
     timer = setTimeout(connect, wait * (0.75 + Math.random() / 2));
     wait = Math.min(wait * 2, RETRY_MAX_MS);
-  }
-
-  function ended() {
-    running = false;
-    connection("Your session has ended. ");
-    const link = document.createElement("a");
-    link.href = `/console/login?${new URLSearchParams({ next: location.pathname + location.search })}`;
-    link.textContent = "Log in again";
-    document.getElementById("connection").append(link);
   }
 
   function disconnect() {
