@@ -138,7 +138,7 @@ _OWNERS_SQL: Final = {
 _KEYS_SQL: Final = {True: 'key COLLATE "C"', False: "key"}
 _SUBJECTS: Final = """
 SELECT {subject}, kind, key, data FROM tollkeeper_entries
-WHERE kind = {kind} AND NOT removed AND {subject} > :after AND {subject} >= :begin {end}
+WHERE kind = {kind} AND NOT removed AND {subject} {start} {end}
 AND (purge_at IS NULL OR purge_at > :now) ORDER BY {subject} LIMIT :limit
 """
 
@@ -291,8 +291,7 @@ class EntryRows:
         is_override = kind == "override"
         subject = (_OWNERS_SQL if is_override else _KEYS_SQL)[self._database.is_postgresql]
         given: dict[str, Any] = {
-            "begin": begin,
-            "after": after,
+            "start": max(begin, after),
             "now": _ms(_now() + RETENTION),
             "limit": limit,
         }
@@ -303,6 +302,8 @@ class EntryRows:
             given["kind"] = kind
         query = _SUBJECTS.format(
             subject=subject,
+            # One bound: of two, SQLite would search the index for either, and read on from there.
+            start="> :start" if after >= begin else ">= :start",
             # The index of overrides is partial, so the planner has to see the kind.
             kind="'override'" if is_override else ":kind",
             end="" if end is None else f"AND {subject} < :end",

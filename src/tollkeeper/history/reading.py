@@ -113,7 +113,7 @@ _DECISIONS: Final = "SELECT id, {columns} FROM tollkeeper_decisions {where} {ord
 _COLUMNS: Final = {"user": "user_id", "tenant": "tenant", "api_key": "api_key", "ip": "ip"}
 # Distinct subjects, one look into the index for each: usage has many rows of a subject.
 _NEXT_SUBJECT: Final = (
-    "(SELECT subject FROM tollkeeper_usage WHERE {subject} > {after} {end} "
+    "(SELECT subject FROM tollkeeper_usage WHERE {subject} {start} {end} "
     "ORDER BY {subject} LIMIT 1)"
 )
 _SUBJECTS: Final = """
@@ -460,15 +460,16 @@ class Records:
             return [begin] if known else []
         collation = ' COLLATE "C"' if self._database.is_postgresql else ""
         subject = f"tollkeeper_usage.subject{collation}"
-        given: dict[str, Any] = {"begin": begin, "after": after, "limit": limit}
+        given: dict[str, Any] = {"start": max(begin, after), "limit": limit}
         end = ""
         if (last := beyond(begin)) is not None:
             end = f"AND {subject} < :end"
             given["end"] = last
-        first = f"AND {subject} >= :begin {end}"
+        # One bound: of two, SQLite would search the index for either, and read on from there.
+        start = "> :start" if after >= begin else ">= :start"
         query = _SUBJECTS.format(
-            first=_NEXT_SUBJECT.format(subject=subject, after=":after", end=first),
-            next=_NEXT_SUBJECT.format(subject=subject, after="found.subject", end=end),
+            first=_NEXT_SUBJECT.format(subject=subject, start=start, end=end),
+            next=_NEXT_SUBJECT.format(subject=subject, start="> found.subject", end=end),
         )
         return [row[0] for row in await self._rows(query, given)]
 

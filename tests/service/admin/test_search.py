@@ -280,3 +280,19 @@ async def test_a_page_of_a_million_subjects_reads_few_rows(tmp_path: Path, templ
             assert reads
             assert all(each.startswith("SEARCH ") and "INDEX" in each for each in reads), plan
             assert not any("TEMP B-TREE" in each for each in plan), plan
+            steps = _Steps()
+            file.set_progress_handler(steps.count, 100)
+            file.execute(statement, parameters).fetchall()
+            file.set_progress_handler(None, 100)
+            # Of SQLite's virtual machine: a row takes about 30.
+            assert steps.counted < 5_000, (steps.counted, statement, parameters)
+
+
+class _Steps:
+    """Counts the steps of SQLite's virtual machine."""
+
+    counted = 0
+
+    def count(self) -> int:
+        self.counted += 100
+        return 0
