@@ -35,8 +35,6 @@ PICTURES: Final = (
     ("console.png", "", "light"),
     ("console-dark.png", "", "dark"),
     ("console-rules.png", "/rules", "light"),
-    ("console-subject.png", "/subjects?subject=tenant:acme", "light"),
-    ("console-denials.png", "/denials", "light"),
 )
 
 
@@ -103,8 +101,25 @@ def take(browser: Browser, service: ConsoleService, folder: Path, names: list[st
         operator.open(f"/link/{Sessions.of(service.data).make_link('ann', 'admin')}")
         for name, path, wanted in PICTURES:
             if wanted == colours and (not names or name in names):
-                save(operator.open(path), folder / name)
+                page = operator.open(path)
+                if path == "/rules":
+                    preview(page)
+                save(page, folder / name)
         operator.close()
+
+
+def preview(page: Page) -> None:
+    """Type a change of the rules, and ask what it would have done."""
+    page.locator(".cm-line", has_text="default: [60/minute]").click()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    for _ in "60/minute":
+        page.keyboard.press("Backspace")
+    page.keyboard.type("30/minute")
+    page.get_by_role("button", name="What would it have done?").click()
+    heading = page.get_by_role("heading", name="What it would have done")
+    heading.wait_for()
+    heading.evaluate("e => e.scrollIntoView()")
 
 
 def save(page: Page, file: Path) -> None:

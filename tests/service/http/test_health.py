@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -320,3 +321,24 @@ async def test_the_recent_sum_takes_the_counters_as_they_were_written(tmp_path: 
         assert metrics.recent_total().values["checks"]["allowed"] == 2
         await metrics.close()
         assert metrics.recent_total().values["store_states"][""] >= 1
+
+
+async def test_a_busy_machine_does_not_delay_the_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that waited for a processor is followed by the usual pause: charts have no gap."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        raise asyncio.CancelledError
+
+    async with http_service(counters=tmp_path) as http:
+        clock = itertools.count(1_000.0, 10.0)
+        busy = SimpleNamespace(monotonic=lambda: next(clock), thread_time=lambda: 5.0)
+        monkeypatch.setattr(health, "time", busy)
+        monkeypatch.setattr(health, "asyncio", SimpleNamespace(sleep=sleep))
+        with pytest.raises(asyncio.CancelledError):
+            await http.app.metrics.keep_writing()
+        monkeypatch.undo()
+    assert pauses == [health.WRITE_SECONDS]
