@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -189,3 +190,21 @@ def test_a_line_without_a_name_is_rejected() -> None:
 async def test_an_override_without_a_reason(console: ConsoleClient) -> None:
     """An override in the document may have no reason, author or end."""
     assert "It would be allowed" in await console.get("/try?user=7&endpoint=/x")
+
+
+async def test_people_read_words_and_not_the_document(console: ConsoleClient) -> None:
+    """A limit is a line and no JSON; `*` is all requests; a kind of change is a phrase."""
+    limit = "{limit: 5, per: 1m, algorithm: sliding_window_log}"
+    document = f"version: 1\nrules: [{{id: whole, by: [], limits: [{limit}]}}]\n"
+    await console.post("/rules", document=document, etag='"v1"', reason="why", force="yes")
+    tried = ""
+    async with asyncio.timeout(20):
+        while "Rule whole" not in tried:
+            await asyncio.sleep(0)
+            tried = await console.get("/try?endpoint=/x")
+    for text in (tried, await console.get("/rules/list")):
+        assert "all requests together" in text
+        assert "5/1m, algorithm sliding_window_log" in text
+    made = {"subject": '["user:42"]', "do": "block", "reason": "abuse"}
+    await console.post("/subjects/change", **made)
+    assert "<b>List entry added</b> by" in await console.get("/subjects?subject=user:42")

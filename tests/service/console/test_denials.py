@@ -15,7 +15,7 @@ import pytest
 
 from tests.history.databases import event, filled
 from tests.service.console.client import ConsoleClient
-from tollkeeper.service.console.denials import hints, is_named, try_fields
+from tollkeeper.service.console.denials import hints, is_named, summary_of, try_fields
 
 SEP = "\x1f"
 HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}"
@@ -318,3 +318,9 @@ def test_a_digest_is_not_tried() -> None:
         "cost": 3,
     }
     assert try_fields(decision) == {"tenant": "acme", "endpoint": "/a", "method": "GET", "cost": 3}
+
+
+def test_one_denial_is_singular() -> None:
+    """The sentence above the chart counts in English."""
+    found = {"items": [{}], "total": 1, "seconds": 60, "outcome": "denied"}
+    assert summary_of(found, {"counts": [0, 1]}) == "1 denied request; at most 1 in 1 min."

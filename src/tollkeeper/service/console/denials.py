@@ -31,10 +31,10 @@ GROUPS: Final = (
 )
 # What is counted: the key, its name in the form, and in a sentence.
 OUTCOMES: Final = (
-    ("", "Denied", "denied requests"),
-    ("shadow_denied", "Would be denied (shadow mode)", "requests that shadow rules would deny"),
-    ("allowed", "Allowed (a sample)", "allowed requests in the sample"),
-    ("excess", "Above a limit across regions", "reports of use above a limit across regions"),
+    ("", "Denied", "denied request{s}"),
+    ("shadow_denied", "Would be denied (shadow mode)", "request{s} that shadow rules would deny"),
+    ("allowed", "Allowed (a sample)", "allowed request{s} in the sample"),
+    ("excess", "Above a limit across regions", "report{s} of use above a limit across regions"),
 )
 KINDS: Final = {
     "limited": "a limit decided",
@@ -246,9 +246,10 @@ def summary_of(found: Mapping[str, Any], chart: Mapping[str, Sequence[int]]) -> 
     """Return what a chart shows, as a sentence."""
     what = next(words for key, _, words in OUTCOMES if key == _outcome(found))
     if not found["items"]:
-        return f"No {what} in this time."
+        return f"No {what.format(s='s')} in this time."
     highest = max(chart["counts"])
     step = duration(found["seconds"])
+    what = what.format(s="" if found["total"] == 1 else "s")
     return f"{number(found['total'])} {what}; at most {number(highest)} in {step}."
 
 

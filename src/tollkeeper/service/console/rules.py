@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
 from tollkeeper.service.console.client import YAML, ApiProblem, header_text, segment
-from tollkeeper.service.console.views import ROOT, Page, Problem, view
+from tollkeeper.service.console.views import ROOT, Page, Problem, limit_text, view
 
 # Lines of a diff that a page shows; the first version of a large document is all new.
 DIFF_LINES_MAX: Final = 1_000
@@ -292,19 +292,6 @@ def _conditions(match: Mapping[str, Any], path: str = "") -> list[str]:
             shown = ", ".join(patterns) if isinstance(patterns, list) else patterns
             found.append(f"{path}{name}: {shown}")
     return found
-
-
-def limit_text(limit: str | Mapping[str, Any]) -> str:
-    """Return a limit of a document as one line.
-
-    >>> limit_text("10/second"), limit_text({"limit": 5, "per": "90s", "algorithm": "leaky_bucket"})
-    ('10/second', '5/90s, algorithm leaky_bucket')
-    """
-    if isinstance(limit, str):
-        return limit
-    rest = {name: value for name, value in limit.items() if name not in {"limit", "per"}}
-    words = [f"{name.replace('_', ' ')} {value}" for name, value in rest.items()]
-    return ", ".join([f"{limit['limit']}/{limit['per']}", *words])
 
 
 async def list_rules(page: Page) -> Response:

@@ -23,8 +23,9 @@ from tollkeeper.core.model import REQUEST_FIELDS
 from tollkeeper.history.events import recorded_subject
 from tollkeeper.rules.matching.patterns import escaped
 from tollkeeper.service.console.attempts import try_url
+from tollkeeper.service.console.audit import KINDS
 from tollkeeper.service.console.client import ApiProblem, header_text, segment
-from tollkeeper.service.console.denials import try_fields
+from tollkeeper.service.console.denials import LISTS, try_fields
 from tollkeeper.service.console.periods import LASTS, period_of
 from tollkeeper.service.console.views import ROOT, Page, Problem, is_https, number, url, view
 
@@ -266,6 +267,7 @@ async def _search(
         guesses=[Subject((f"{name}:{text}",)) for name in ATTRIBUTES] if text else [],
         subject_of=subject_of,
         names=NAMES,
+        lists=LISTS,
     )
 
 
@@ -377,6 +379,8 @@ async def _one(
         typed=page.form,
         failed=page.form.get("do", ""),
         names=NAMES,
+        kinds=KINDS,
+        lists=LISTS,
         subject_of=subject_of,
         try_url=try_url(subject.fields),
         try_fields=try_fields,

@@ -97,7 +97,7 @@ def environment() -> Environment:
         "time": time_element,
         "asset": console_files().url,
     }
-    found.filters |= {"number": number, "duration": duration}
+    found.filters |= {"number": number, "duration": duration, "limit": limit_text}
     found.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return found
 
@@ -404,6 +404,19 @@ def duration(seconds: float) -> str:
             rest = whole % size // below
             return f"{whole // size} {name} {rest} {lower}" if rest else f"{whole // size} {name}"
     return f"{whole} s"
+
+
+def limit_text(limit: str | Mapping[str, Any]) -> str:
+    """Return a limit of a document as one line.
+
+    >>> limit_text("10/second"), limit_text({"limit": 5, "per": "90s", "algorithm": "leaky_bucket"})
+    ('10/second', '5/90s, algorithm leaky_bucket')
+    """
+    if isinstance(limit, str):
+        return limit
+    rest = {name: value for name, value in limit.items() if name not in {"limit", "per"}}
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in rest.items()]
+    return ", ".join([f"{limit['limit']}/{limit['per']}", *words])
 
 
 def time_element(value: datetime | str | float | None) -> Markup:
