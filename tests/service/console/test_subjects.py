@@ -15,6 +15,8 @@ from markupsafe import escape
 from tests.history.databases import until_async
 from tests.service.console.client import ConsoleClient, console_of
 from tollkeeper import Request
+from tollkeeper.service.console import subjects
+from tollkeeper.service.console.client import AdminClient
 from tollkeeper.service.console.subjects import KEY_COOKIE, Subject, subject_of, usage_chart
 
 # What a caller may send as a user: markup, quotes, separators of URLs, line breaks.
@@ -352,6 +354,27 @@ async def test_block_and_unblock(console: ConsoleClient) -> None:
     assert "<summary>Block</summary>" in await one(console, "user:42")
     found = await audit(console, "deny user:42")
     assert found == [("unlist", "admin-token", "sorry"), ("list", "admin-token", "abuse")]
+
+
+async def test_penalties_have_pages(
+    console: ConsoleClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each penalty is on one page."""
+    items = [
+        {"subject": [f"user:p{at}"], "rule": "r", "kind": "block", "level": 1, "until": 9e9}
+        for at in range(3)
+    ]
+
+    async def get(_: AdminClient, path: str, **__: Any) -> Any:
+        return {"items": items if path == "/penalties" else []}
+
+    monkeypatch.setattr(AdminClient, "get", get)
+    monkeypatch.setattr(subjects, "ROWS", 2)
+    pages = [await console.get(f"/subjects?penalties={first}") for first in ("", "2", "-1", "9")]
+    found = [re.findall(r"user:p\d(?=</a>)", text) for text in pages]
+    assert found == [["user:p0", "user:p1"], ["user:p2"], ["user:p0", "user:p1"], []]
+    assert "/console/subjects?penalties=2#" in pages[0]
+    assert "First page" in pages[1]
 
 
 async def test_a_pardon(console: ConsoleClient) -> None:

@@ -306,7 +306,7 @@ async def list_rules(page: Page) -> Response:
         for row in every
         if (not mode or row.mode == mode) and wanted in f"{row.id} {' '.join(row.match)}".casefold()
     ]
-    offset = _offset(page.query("offset"))
+    offset = page.whole("offset")
     newest, from_file = await _newest(page)
     return page.render(
         "rules_list.html",
@@ -323,10 +323,6 @@ async def list_rules(page: Page) -> Response:
 
 def _rows(document: bytes) -> list[RuleRow]:
     return [RuleRow.of(rule) for rule in json.loads(document).get("rules", ())]
-
-
-def _offset(text: str) -> int:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 async def show_rule(page: Page) -> Response:
@@ -438,7 +434,7 @@ async def list_versions(page: Page) -> Response:
     newest, from_file = await _newest(page)
     found: dict[str, Any] = {"items": [], "next": None}
     if not from_file:
-        before = _offset(page.query("before")) or None
+        before = page.whole("before") or None
         found = await page.api.get("/versions", limit=VERSIONS_PER_PAGE, before=before)
     return page.render(
         "rules_versions.html",
@@ -459,7 +455,7 @@ async def _version(page: Page, status: int = 200, problem: Problem | None = None
     version = await page.api.get(f"/versions/{number}")
     newest, _ = await _newest(page)
     against = page.query("against")
-    compared = {"against": _offset(against)} if against else {}
+    compared = {"against": page.whole("against")} if against else {}
     found = await page.api.get(f"/versions/{number}/diff", **compared)
     return page.render(
         "rules_version.html",

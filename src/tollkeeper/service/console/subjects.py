@@ -263,6 +263,8 @@ async def _search(
         after=after,
         busiest=busiest,
         penalties=penalties,
+        first=page.whole("penalties"),
+        rows=ROWS,
         problem=problem,
         guesses=[Subject((f"{name}:{text}",)) for name in ATTRIBUTES] if text else [],
         subject_of=subject_of,

@@ -178,6 +178,11 @@ class Page:
         """Return a field of the query, without blanks around it."""
         return self.request.query_params.get(name, default).strip()
 
+    def whole(self, name: str) -> int:
+        """Return a whole number of the query; 0 if it is none."""
+        text = self.query(name)
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
     def render(self, template: str, status: int = 200, **values: Any) -> Response:
         """Return a template as the response. It has `page`, and `problem` (None) by default."""
         values = {"page": self, "problem": None, **values}
