@@ -267,9 +267,7 @@ async def _search(
         rows=ROWS,
         problem=problem,
         guesses=[Subject((f"{name}:{text}",)) for name in ATTRIBUTES] if text else [],
-        subject_of=subject_of,
-        names=NAMES,
-        lists=LISTS,
+        **_WORDS,
     )
 
 
@@ -380,13 +378,9 @@ async def _one(
         problem=problem,
         typed=page.form,
         failed=page.form.get("do", ""),
-        names=NAMES,
-        kinds=KINDS,
-        lists=LISTS,
-        subject_of=subject_of,
         try_url=try_url(subject.fields),
-        try_fields=try_fields,
         denials_url=url(f"{ROOT}/denials", **_denials_link(subject)),
+        **_WORDS,
     )
 
 
@@ -581,4 +575,12 @@ _MAKERS: Final[Mapping[str, Callable[[Page, Subject], Awaitable[str]]]] = {
     "unassign": _unassign,
     "block": _block,
     "unblock": _unblock,
+}
+# The names that the templates use.
+_WORDS: Final[Mapping[str, Any]] = {
+    "names": NAMES,
+    "kinds": KINDS,
+    "lists": LISTS,
+    "subject_of": subject_of,
+    "try_fields": try_fields,
 }
