@@ -38,7 +38,6 @@ from tollkeeper.service.console.views import (
     FormRejected,
     Page,
     form_of,
-    is_https,
     is_own_origin,
     session_of,
     view,
@@ -196,15 +195,7 @@ async def _begin(page: Page, token: Token, following: str) -> Response:
         return page.failed(503, f"{error}")
     log.info("%s logged in to the console with the role %s", token.name, token.role)
     response = RedirectResponse(following, 303)
-    response.set_cookie(
-        COOKIE,
-        secret,
-        max_age=SESSION_SECONDS,
-        path=ROOT,
-        secure=is_https(page),
-        httponly=True,
-        samesite="strict",
-    )
+    page.set_secret(response, COOKIE, secret, seconds=SESSION_SECONDS, path=ROOT)
     return response
 
 

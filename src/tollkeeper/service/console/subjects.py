@@ -27,7 +27,7 @@ from tollkeeper.service.console.audit import KINDS
 from tollkeeper.service.console.client import ApiProblem, header_text, segment
 from tollkeeper.service.console.denials import LISTS, try_fields
 from tollkeeper.service.console.periods import LASTS, period_of
-from tollkeeper.service.console.views import ROOT, Page, Problem, is_https, number, url, view
+from tollkeeper.service.console.views import ROOT, Page, Problem, number, url, view
 
 PATH: Final = f"{ROOT}/subjects"
 ROWS: Final = 50
@@ -181,15 +181,8 @@ def _opened(page: Page, subject: Subject, done: str = "") -> Response:
     response = page.redirect(PATH, done, subject=subject.reference)
     key = subject.fields.get("api_key")
     if key is not None and len(key) <= _KEY_LENGTH_MAX:
-        response.set_cookie(
-            KEY_COOKIE,
-            base64.urlsafe_b64encode(key.encode("utf-8", "replace")).decode(),
-            max_age=KEY_SECONDS,
-            path=PATH,
-            secure=is_https(page),
-            httponly=True,
-            samesite="strict",
-        )
+        text = base64.urlsafe_b64encode(key.encode("utf-8", "replace")).decode()
+        page.set_secret(response, KEY_COOKIE, text, seconds=KEY_SECONDS, path=PATH)
     return response
 
 
@@ -372,7 +365,6 @@ async def _one(
         overrides=overrides,
         is_denied=bool(denied.found and denied.found["total"]),
         is_allowed=bool(allowed.found and allowed.found["total"]),
-        lists_problem=denied.problem,
         tier=tier,
         tiers=tiers,
         problem=problem,

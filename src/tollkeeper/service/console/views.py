@@ -196,6 +196,20 @@ class Page:
             return Response(status_code=204, headers={"HX-Redirect": url(path, **query)})
         return RedirectResponse(url(path, **query), 303)
 
+    def set_secret(
+        self, response: Response, name: str, secret: str, *, seconds: int, path: str
+    ) -> None:
+        """Give the browser a secret that no script can read and no other site sends."""
+        response.set_cookie(
+            name,
+            secret,
+            max_age=seconds,
+            path=path,
+            secure=is_https(self),
+            httponly=True,
+            samesite="strict",
+        )
+
     def problem_of(self, error: ApiProblem) -> Problem:
         """Return a problem of the admin API, for a template."""
         return Problem(error.detail, self.request_id, error.problem)
