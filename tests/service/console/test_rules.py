@@ -64,14 +64,6 @@ async def part(console: ConsoleClient, path: str, text: str, status: int = 200) 
     return answer.text
 
 
-async def prepared(console: ConsoleClient) -> None:
-    """Wait until the thread of the recorder has made its tables."""
-    headers = {"Authorization": f"Bearer {console.secrets['admin']}"}
-    async with asyncio.timeout(60):
-        while (await console.http.get("/v1/admin/decisions", headers=headers)).status_code != 200:
-            pass
-
-
 # ── The editor ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -130,7 +122,6 @@ async def test_a_draft_that_is_too_large_is_a_problem_in_its_place(console: Cons
 
 async def test_what_a_draft_would_have_done(console: ConsoleClient) -> None:
     """The recorded decisions are replayed: how many more are denied, by rule and for whom."""
-    await prepared(console)
     bearer = {"Authorization": f"Bearer {console.secrets['check']}"}
     for _ in range(6):
         sent = {"endpoint": "/login", "ip": "192.0.2.1", "method": SCRIPT}
@@ -156,7 +147,6 @@ async def test_what_a_draft_would_have_done(console: ConsoleClient) -> None:
 
 async def test_a_draft_that_cannot_be_replayed(console: ConsoleClient) -> None:
     """The part of the page says why: nothing recorded, invalid, another preview, no records."""
-    await prepared(console)
     draft = await changed(console)
     assert "No decision was recorded" in await part(console, "preview", draft)
     assert "The draft is not valid" in await part(console, "preview", "version: 2\n")
