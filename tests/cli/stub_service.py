@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any, NamedTuple
 
 from typer.testing import CliRunner, Result
 
+from tests.http_thread import serving
 from tollkeeper.cli.main import app
 
 ALLOWED = {
@@ -82,14 +82,8 @@ def stub_service(status: int, body: object = None, *, location: str = "") -> Ite
         def handle_error(self, *arguments: object) -> None:
             """Ignore clients that close the connection before the answer is complete."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield StubService(f"http://127.0.0.1:{server.server_port}", received)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Server(("127.0.0.1", 0), Handler)) as server:
+        yield StubService(f"http://127.0.0.1:{server.server_port}", received)
 
 
 def run(*arguments: str, url: str | None = None, **environment: str) -> Result:

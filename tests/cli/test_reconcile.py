@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from sqlalchemy import text
 from typer.testing import Result
 
 from tests.cli.stub_service import run as run_command
+from tests.http_thread import serving
 from tests.redis_servers.ports import free_port
 from tollkeeper import Limit, Limiter
 from tollkeeper.cli.reconcile import (
@@ -254,14 +254,8 @@ class _StubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     """Run the stub and return its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _StubHandler) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), _StubHandler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_rules_and_metrics_of_a_service(store: str, url: str) -> None:

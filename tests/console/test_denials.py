@@ -95,7 +95,7 @@ def sent(service: ConsoleService) -> Iterator[Sent]:
                 for name, value in (("user", user), ("tenant", tenant), ("endpoint", endpoint)):
                     found.denied[name, value] += 1
         until(lambda: _recorded(service) >= found.total, "all denials are recorded", 60)
-        until(lambda: _used(service, "user:u00") == found.allowed["u00"], "usage is recorded", 60)
+        until(lambda: _is_used(service, found), "the usage of all users is recorded", 60)
         yield found
 
 
@@ -104,8 +104,13 @@ def _recorded(service: ConsoleService) -> int:
 
 
 def _used(service: ConsoleService, subject: str) -> int:
-    path = f"/usage?step=period&subject={subject}&rule=orders"
+    path = f"/usage?step=period&subject={quote(subject)}&rule=orders"
     return sum(each["allowed"] for each in service.admin("GET", path).data["items"])
+
+
+def _is_used(service: ConsoleService, sent: Sent) -> bool:
+    """Return True if the usage of each user is recorded; it is written every few seconds."""
+    return all(_used(service, f"user:{user}") == count for user, count in sent.allowed.items())
 
 
 def rows_of(part: Locator) -> dict[str, int]:

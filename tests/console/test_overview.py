@@ -17,6 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.conformance.stores import PATIENT
 from tests.console.operators import PHONE, RULES, ConsoleService, Operator
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
@@ -39,7 +40,7 @@ class Node(ConsoleService):
         self.gossip = (HOST, free_port())
         options = (
             "--store",
-            redis.uri,
+            f"{redis.uri}?{PATIENT}",
             "--gossip",
             f"{HOST}:{self.gossip[1]}",
             "--gossip-key",

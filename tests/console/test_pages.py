@@ -5,6 +5,7 @@ from __future__ import annotations
 from playwright.sync_api import Route, expect
 
 from tests.console.operators import ConsoleService, Operator
+from tests.redis_servers.waiting import until
 from tollkeeper.service.console.views import NAVIGATION, ROOT
 
 PAGES = [path.removeprefix(ROOT) for _, path in NAVIGATION]
@@ -43,6 +44,13 @@ def test_a_form_is_sent_once(operator: Operator) -> None:
         page.get_by_role("button", name="Grant", exact=True).click()
         operator.confirm()
         expect(page.get_by_role("dialog")).to_be_hidden()
+
+    def is_held() -> bool:
+        # Playwright handles events of the page only while it is called.
+        page.wait_for_timeout(10)
+        return bool(held)
+
+    until(is_held, "the page asks whether the session lasts", 60)
     assert len(held) == 1
     held[0].continue_()
     expect(page.get_by_text("The units are granted.")).to_be_visible()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.console.operators import ConsoleService, Operator
+from tests.http_thread import serving
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess, run_to_end
@@ -185,15 +185,8 @@ def other_site(body: str) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Print nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://localhost:{server.server_port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_a_page_of_a_stranger(operator: Operator, service: ConsoleService) -> None:
@@ -233,7 +226,7 @@ def test_sessions_end(browser: Browser, service: ConsoleService) -> None:
                 service.ask("GET", "/v1/admin/node", headers=service.bearer("brief")).status == 200
             ),
             "the token is known",
-            10,
+            60,
         )
         each.log_in("brief")
         assert each.page.evaluate("() => document.cookie") == ""
@@ -256,7 +249,7 @@ def test_sessions_end(browser: Browser, service: ConsoleService) -> None:
     until(
         lambda: first.open("/audit").get_by_role("heading", level=1).inner_text() == "Log in",
         "the session of the removed token has ended",
-        2,
+        60,
     )
     for each in operators:
         each.close()

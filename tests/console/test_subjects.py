@@ -26,7 +26,9 @@ def service() -> Iterator[ConsoleService]:
         for user in ("70", "71", HOSTILE):
             running.check(user=user, endpoint="/orders")
         running.check(api_key="sk_live_1", tenant="acme", endpoint="/orders")
-        until(lambda: _recorded(running, "user:7"), "the usage is recorded", 60)
+        # Usage is written every few seconds, that of the last request with the rest or after it.
+        until(lambda: _recorded(running, "tenant:acme"), "all usage is recorded", 60)
+        until(lambda: _denied(running, "7"), "the denials are recorded", 60)
         stop = Event()
         load = Thread(target=_load, args=(running, stop))
         load.start()
@@ -46,6 +48,10 @@ def _load(service: ConsoleService, stop: Event) -> None:
 def _recorded(service: ConsoleService, subject: str) -> bool:
     answer = service.admin("GET", f"/usage?subject={subject}&step=minute")
     return answer.status == 200 and bool(answer.data["items"])
+
+
+def _denied(service: ConsoleService, user: str) -> bool:
+    return bool(service.admin("GET", f"/decisions?outcome=denied&user={user}").data["items"])
 
 
 def _change(operator: Operator, summary: str, button: str, **fields: str) -> Page:

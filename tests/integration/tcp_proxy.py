@@ -40,7 +40,8 @@ class Proxy:
     """Relays connections to one server. `mode` may be changed at any time and applies at once.
 
     A connection that lost bytes in "hold" or "swallow" stays broken; new ones follow the current
-    mode. Nothing is relayed in the first `accept_seconds` of a connection.
+    mode. Nothing is relayed in the first `accept_seconds` of a connection. Each piece of a request
+    is delayed by `up_seconds()`.
     """
 
     def __init__(self, server_port: int, mode: Mode = "pass") -> None:
@@ -48,6 +49,7 @@ class Proxy:
         self.drip_seconds = 0.001
         self.answer = b""
         self.accept_seconds = 0.0
+        self.up_seconds: Callable[[], float] = lambda: 0.0
         self.accepted = 0
         # The first word of every error that the server returned.
         self.refusals: list[str] = []
@@ -131,6 +133,7 @@ class Proxy:
 
     def _up(self, data: bytes, link: _Link) -> Iterator[bytes]:
         """Return the part of a request that goes on to the server."""
+        self._closed.wait(self.up_seconds())
         mode = self.mode
         link.lost_up = link.lost_up or mode == "hold"
         link.lost_down = link.lost_down or (mode == "swallow" and b"EVAL" in data)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.cli.stub_service import run
+from tests.conformance.stores import PATIENT
 from tests.postgres_server import running_postgres
 from tests.redis_servers import running, until
 from tests.service.admin.client import Admin, admin_of, filled, secrets_of
@@ -87,7 +88,7 @@ async def test_nodes_with_one_redis_are_notified_of_a_change(tmp_path: Path) -> 
     """SQLite cannot push, so the store that the nodes share notifies them."""
     url = f"sqlite:///{tmp_path / 'rules.db'}"
     await filled(url)
-    uri = running("single").uri
+    uri = f"{running('single').uri}?{PATIENT}"
     async with admin_of(tmp_path, url, url, poll=NEVER_S, store=uri) as admin:
         # The first change may come before the limiter listens; it reads the rules at that point.
         for number in ("2", "3"):
@@ -200,7 +201,7 @@ async def test_a_pushed_load_reaches_every_node_on_redis(tmp_path: Path) -> None
     scale = {"source": "queue_depth", "low": 100, "high": 500, "smoothing": 0}
     rule = {"id": "queued", "by": [], "limits": ["100/hour"], "scale": scale}
     rules = to_yaml(from_data({"version": 1, "rules": [rule]}))
-    uri = running("single").uri
+    uri = f"{running('single').uri}?{PATIENT}"
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()

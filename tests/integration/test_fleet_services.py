@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.stores import PATIENT
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
@@ -72,7 +73,7 @@ class Fleet:
         self.services = [
             ServiceProcess(
                 RULES,
-                *("--store", redis.uri, "--gossip", own, "--gossip-key", str(key)),
+                *("--store", f"{redis.uri}?{PATIENT}", "--gossip", own, "--gossip-key", str(key)),
                 *("--peers", other, "--dead-seconds", f"{DEAD_S:g}", "--node-id", f"node-{number}"),
                 *("--tokens", str(folder / "tokens.json"), "--drain-seconds", "0"),
                 workers=workers,
@@ -211,7 +212,8 @@ def test_a_service_that_stops_settles_with_the_authority(fleet: Fleet) -> None:
     until(has_lease_and_charges, "the node owes units of both kinds", WAIT_S)
     assert service.end(signal.SIGTERM) == 0
     strict = {**RULES, "rules": [{**each, "consistency": "strict"} for each in RULES["rules"]]}
-    with Limiter.from_rules(json.dumps(strict), store=fleet.redis.uri) as limiter:
+    store = f"{fleet.redis.uri}?{PATIENT}"
+    with Limiter.from_rules(json.dumps(strict), store=store) as limiter:
         found = limiter.explain(Request(api_key="stopping", ip="192.0.2.7"))
         left = {each.id: each.decision.remaining for each in found.rules if each.decision}
     assert left == {"keys": 10_000 - spent, "addresses": 10_000 - spent}

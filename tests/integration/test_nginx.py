@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.http_thread import serving
 from tests.nginx_process import EXAMPLE, Nginx, example
 from tests.redis_servers.ports import HOST, free_port
 from tests.service_process import ServiceProcess
@@ -89,19 +89,13 @@ class Edge:
 @contextmanager
 def edge(tollkeeper_port: int, change: Mapping[str, str] | None = None) -> Iterator[Edge]:
     """Run the example's nginx with the service on this port, with some text replaced."""
-    with Application() as application:
-        thread = threading.Thread(target=application.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            text = example(application.server_address[1], tollkeeper_port)
-            for old, new in (change or {}).items():
-                assert old in text
-                text = text.replace(old, new)
-            with Nginx(text) as nginx:
-                yield Edge(nginx.url, application)
-        finally:
-            application.shutdown()
-            thread.join()
+    with serving(Application()) as application:
+        text = example(application.server_address[1], tollkeeper_port)
+        for old, new in (change or {}).items():
+            assert old in text
+            text = text.replace(old, new)
+        with Nginx(text) as nginx:
+            yield Edge(nginx.url, application)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from tests.conformance.stores import PATIENT
 from tests.redis_servers import Single, until
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.scratch import scratch
@@ -65,7 +66,7 @@ def three_nodes(redis: Single) -> Iterator[list[Process]]:
             processes.append(
                 Process(
                     limits=f"{LIMIT}/day",
-                    store=redis.uri,
+                    store=f"{redis.uri}?{PATIENT}",
                     table=tables[number],
                     gossip=addresses[number],
                     peers=addresses,

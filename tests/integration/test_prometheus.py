@@ -271,7 +271,7 @@ OTHER_PANELS = {
 async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Single) -> None:
     """No alert fires before. In the end every metric of alerts and dashboard has a value."""
     with (
-        ServiceProcess(RULES, "--store", redis.uri, workers=2, grpc=True) as service,
+        ServiceProcess(RULES, "--store", f"{redis.uri}?{SLOW}", workers=2, grpc=True) as service,
         PrometheusProcess(urlsplit(service.url).netloc, quickened()) as prometheus,
     ):
         assert 429 in checked(service, 20, user="1")

@@ -119,7 +119,10 @@ def recorded(
 
 def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
     """Every check is counted once: single checks, batches, and those just before shutdown."""
-    with recorded(tmp_path, workers=4) as found:
+    users, keys = RULES["rules"]
+    # With 100 an hour, a busy machine would see a unit refilled.
+    rules = {**RULES, "rules": [{**users, "limits": ["100/day"]}, {**keys, "limits": ["10/day"]}]}
+    with recorded(tmp_path, workers=4, rules=rules) as found:
         bodies = [{"user": str(number % 10), "cost": 1 + number % 2} for number in range(2_000)]
         passed = found.check(bodies)
         assert passed < 2_000
@@ -136,7 +139,7 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
         assert sum(allowed for allowed, _, _ in users) == passed + 2
         assert usage["user:batch", "users"] == (2, 0, 3)
         assert usage["api_key:greedy", "keys"] == (10, 190, 10)
-        # 100 an hour for each of ten users: each has spent every unit.
+        # 100 a day for each of ten users: each has spent every unit.
         assert [usage[f"user:{number}", "users"][2] for number in range(10)] == [100] * 10
 
         def denials() -> int:

@@ -185,10 +185,10 @@ def test_sentinels_name_the_primary_and_its_replica(sentinels: Sentinels) -> Non
     assert {replica, sentinels.primary} == {server.address for server in sentinels.servers}
     with client.master_for("main") as primary, client.slave_for("main") as second:
         primary.set("key", "value")
-        until(lambda: second.get("key") == "value", "the replica has the key", 5)
+        until(lambda: second.get("key") == "value", "the replica has the key", 20)
         sentinels.flush()
         assert primary.get("key") is None
-        until(lambda: second.get("key") is None, "the replica has lost the key", 5)
+        until(lambda: second.get("key") is None, "the replica has lost the key", 20)
 
 
 def test_sentinels_promote_the_replica_of_a_killed_primary(sentinels: Sentinels) -> None:

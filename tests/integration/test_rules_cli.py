@@ -21,6 +21,7 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
+from tests.conformance.stores import PATIENT
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.redis_servers import Single, running
 from tollkeeper import open_store
@@ -311,7 +312,7 @@ def test_new_version_is_announced(cli: Cli) -> None:
         listening = cast("Any", store).subscribe(TOPIC)
         try:
             for arguments in (["apply", "10.yaml"], ["apply", "20.yaml"], ["rollback", "1"]):
-                applied = answer(cli(*arguments, "--announce", server.uri, "--json"))
+                applied = answer(cli(*arguments, "--announce", f"{server.uri}?{PATIENT}", "--json"))
                 assert applied["announced"] is True
                 assert listening.wait(HEARD_SECONDS_MAX)
         finally:

@@ -33,14 +33,14 @@ def test_every_worker_applies_a_changed_file() -> None:
             assert service.ask("POST", "/v1/check", {"user": "42"}).status == 200
         assert service.ask("POST", "/v1/check", {"user": "42"}).status == 429
         service.use(limited(8))
-        until(lambda: all(limit_of(service) == 8 for _ in range(20)), "8 is in force", 15)
+        until(lambda: all(limit_of(service) == 8 for _ in range(20)), "8 is in force", 60)
         answer = service.ask("POST", "/v1/check", {"user": "42"})
         assert (answer.status, answer.data["remaining"]) == (200, 2)
         service.use({"version": 1, "rules": "nonsense"})
         until(
             lambda: service.ask("GET", "/readyz").data["rules"]["error"],
             "the error is reported",
-            15,
+            60,
         )
         assert service.ask("GET", "/readyz").status == 200
         assert limit_of(service) == 8
@@ -58,7 +58,7 @@ def test_a_database_is_seeded_followed_and_kept(tmp_path: Path) -> None:
         database = f"sqlite:///{service.data}/rules.db"
         applied = ["rules", "apply", str(changed), "--database", database, "--author", "ann"]
         assert run_to_end(applied).returncode == 0
-        until(lambda: limit_of(service) == 9, "version 2 is in force", 15)
+        until(lambda: limit_of(service) == 9, "version 2 is in force", 60)
         service.end()
         service.start()
         assert limit_of(service) == 9

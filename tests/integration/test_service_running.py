@@ -71,7 +71,7 @@ def test_limit_is_exact_over_four_workers_and_a_restart() -> None:
         assert found == {200: 100, 429: 16 * 19 - 100}
         workers = {service.ask("GET", "/readyz").data["worker"] for _ in range(40)}
         assert len(workers) > 1, "all connections went to one worker"
-        until(lambda: counted(service, "denied") == 204, "all are counted", 10)
+        until(lambda: counted(service, "denied") == 204, "all are counted", 60)
         assert service.end() == 0
         service.start()
         assert service.ask("POST", "/v1/check", {"user": "42"}).status == 429
@@ -92,7 +92,7 @@ def test_killed_worker_is_replaced_and_its_counts_stay() -> None:
         )
         found = hammer(service, {"user": "42"}, connections=8, each=10)
         assert found == {200: 30, 429: 50}
-        until(lambda: counted(service, "denied") == 50, "all are counted", 10)
+        until(lambda: counted(service, "denied") == 50, "all are counted", 60)
 
 
 def test_workers_do_not_outlive_the_main_process() -> None:
@@ -171,8 +171,8 @@ async def test_new_connections_during_shutdown() -> None:
             while len(answered) < 32:  # noqa: ASYNC110 - a Counter sets no event
                 await asyncio.sleep(0.05)
         assert service.pid is not None
-        os.kill(service.pid, signal.SIGTERM)
         signalled_s = time.monotonic()
+        os.kill(service.pid, signal.SIGTERM)
         ends = await asyncio.gather(*clients)
         assert {received for received, _ in ends} == {b""}
         assert min(ended_s for _, ended_s in ends) - signalled_s > DRAIN_SECONDS - 0.1
@@ -344,7 +344,8 @@ def test_requests_in_progress_are_answered(how: signal.Signals) -> None:
     bucket = {"limit": 1, "per": "1s", "algorithm": "leaky_bucket", "capacity": 10}
     rules = {"version": 1, "rules": [{"id": "slow", "by": ["ip"], "limits": [bucket]}]}
     held = {"X-Original-URI": "/slow"}
-    with ServiceProcess(rules, "--drain-seconds", "1") as service:
+    # The requests take up to three seconds, and a busy machine needs time to see the 503.
+    with ServiceProcess(rules, "--drain-seconds", "3") as service:
         assert service.ask("GET", "/readyz").status == 200
         assert service.ask("GET", "/v1/authorize", headers=held).status == 200
         with ThreadPoolExecutor(3) as pool:
@@ -355,7 +356,7 @@ def test_requests_in_progress_are_answered(how: signal.Signals) -> None:
             assert service.pid is not None
             os.kill(service.pid, how)
             if how == signal.SIGTERM:
-                until(lambda: _ready(service) == 503, "/readyz says 503", 5)
+                until(lambda: _ready(service) == 503, "/readyz says 503", 20)
             assert [each.result(30).status for each in waiting] == [200, 200, 200]
         until(lambda: service.pid is None, "the service has ended", 20)
         assert {each["event"] for each in service.events()} >= {"ending", "ended"}

@@ -873,7 +873,7 @@ def test_closing_is_quick_if_the_store_does_not_answer() -> None:
 
 
 _PROGRAM = """
-import os, sys, time, warnings
+import logging, os, sys, time, warnings
 from fractions import Fraction
 from tollkeeper.core.clock import SystemClock
 from tollkeeper.decide.regional import MemoryRegional
@@ -887,6 +887,8 @@ class Store(MemoryRegional):
 # Python 3.12 and later warn every application that forks while a thread runs, as this one does
 # on purpose. Anything else on stderr fails the test.
 warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\\(\\)", DeprecationWarning)
+# In development mode, asyncio also reports steps that take long: on a busy machine, any step may.
+logging.getLogger("asyncio").setLevel(logging.ERROR)
 parent = os.getpid()
 store = Store(SystemClock())
 sync = RegionSync("eu", share_table(1, {"eu": Fraction(1)}), {"eu": store})

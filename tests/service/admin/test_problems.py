@@ -26,6 +26,7 @@ KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
     (errors.InvalidKey("x"), 400, "INVALID_REQUEST"),
     (errors.InvalidCost("x"), 400, "INVALID_REQUEST"),
     (errors.RateSyntaxError("5/x", 2, "expected a unit", "5/s"), 400, "INVALID_REQUEST"),
+    (errors.InvalidOption("x"), 400, "INVALID_REQUEST"),
     (WRONG, 422, "INVALID_DOCUMENT"),
     (NotFound("x"), 404, "NOT_FOUND"),
     (errors.CapacityError(9, Limit(5, per=1)), 422, "COST_EXCEEDS_CAPACITY"),

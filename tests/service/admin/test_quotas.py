@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.stores import PATIENT
 from tests.redis_servers import running
 from tests.regions.stores import two_regions
 from tests.service.admin.client import RULES, Admin, admin, admin_of, following, from_file, template
@@ -324,7 +325,7 @@ async def test_a_pardon_is_a_reset_of_one_rule(tmp_path: Path, kind: str) -> Non
     store = {"memory": "memory://", "shared": f"shared://{tmp_path}/limits"}.get(kind)
     if store is None:
         running("single").flush()
-        store = running("single").uri
+        store = f"{running('single').uri}?{PATIENT}"
     async with admin_of(tmp_path, read(SUBJECTS), None, store=store) as admin:
         limiter = admin.context.limiter
         await limiter.check(Request(user="42", endpoint="/orders"), 4)
