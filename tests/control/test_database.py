@@ -1,19 +1,23 @@
-"""Database URLs: the valid ones, the errors of the others, and no password in any message."""
+"""Databases: their URLs, no password in any message, and connections to SQLite that all end."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
+import subprocess
+import sys
 import threading
 import traceback
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from tollkeeper.control.database import Database
-from tollkeeper.core.errors import ConfigError
+from tollkeeper.control.database import Database, _SqliteConnection, _SqliteCursor
+from tollkeeper.core.errors import ConfigError, StoreUnavailable
 
 SECRET = "hunter2"
 
@@ -111,4 +115,131 @@ async def test_closing_waits_for_cancelled_statements(tmp_path: Path) -> None:
     release.set()
     await closing_all
     assert waits
-    assert not [each for each in threading.enumerate() if "_connection_worker" in each.name]
+    assert not threads_of_the_driver()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "nth"),
+    [
+        (_SqliteConnection, "__init__", 1),
+        (_SqliteConnection, "create_function", 1),
+        (_SqliteConnection, "create_function", 2),
+        (_SqliteCursor, "execute", 1),  # the write-ahead log
+        (_SqliteCursor, "execute", 2),
+        (_SqliteCursor, "execute", 3),
+        (_SqliteConnection, "commit", 1),
+    ],
+)
+async def test_a_cancelled_task_leaves_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: int
+) -> None:
+    """The pool loses a connection whose set-up is cancelled; closing the database ends it."""
+    database = Database(f"sqlite:///{tmp_path / 'rules.db'}")
+    original = getattr(owner, method)
+    calls = 0
+
+    def cancelling(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            loop.call_soon_threadsafe(selecting.cancel)
+        return original(*args, **kwargs)
+
+    async def select() -> None:
+        for _ in range(2):
+            async with database.reading() as connection:
+                await connection.execute(text("SELECT 1"))
+
+    monkeypatch.setattr(owner, method, cancelling)
+    loop, selecting = asyncio.get_running_loop(), asyncio.create_task(select())
+    await asyncio.wait([selecting])
+    await database.close()
+    assert calls >= nth
+    assert not threads_of_the_driver()
+    gc.collect()  # an open connection would warn, and fail this test
+
+
+async def test_a_file_that_cannot_be_opened_leaves_no_thread(tmp_path: Path) -> None:
+    """Also if the database is not closed: the thread would report to an event loop that ended."""
+    database = Database(f"sqlite:///{tmp_path / 'missing' / 'rules.db'}")
+    with pytest.raises(StoreUnavailable):
+        await database.rows("SELECT 1")
+    assert not threads_of_the_driver()
+
+
+async def test_closing_ends_connections_in_use(tmp_path: Path) -> None:
+    """Their next statement raises, and no thread waits for one."""
+    database = Database(f"sqlite:///{tmp_path / 'rules.db'}")
+
+    async def select() -> None:
+        async with database.reading() as connection:
+            await database.close()
+            assert not threads_of_the_driver()
+            await connection.execute(text("SELECT 1"))
+
+    with pytest.raises(StoreUnavailable, match="no active connection"):
+        await select()
+    assert await database.rows("SELECT 1") == [(1,)]
+    await database.close()
+
+
+async def test_a_file_is_replaced_while_its_connection_is_in_use(tmp_path: Path) -> None:
+    """The transaction ends on the old file; others use the new one, and all connections end."""
+    path, other = tmp_path / "rules.db", tmp_path / "other.db"
+    for file, name in ((path, "old"), (other, "new")):
+        with closing(sqlite3.connect(file)) as made, made:
+            made.execute("CREATE TABLE names AS SELECT ? AS name", (name,))
+    database = Database(f"sqlite:///{path}")
+    async with database.reading() as connection:
+        other.replace(path)
+        assert await database.rows("SELECT name FROM names") == [("new",)]
+        assert (await connection.execute(text("SELECT name FROM names"))).scalar_one() == "old"
+    for _ in range(2):
+        assert await database.rows("SELECT name FROM names") == [("new",)]
+    await database.close()
+    assert not threads_of_the_driver()
+
+
+def threads_of_the_driver() -> list[threading.Thread]:
+    """Return the threads of connections to SQLite."""
+    return [each for each in threading.enumerate() if "_connection_worker" in each.name]
+
+
+_FORKING = """
+import os, signal, sqlite3, sys, threading, warnings
+from tollkeeper.control.database import _SqliteConnection
+
+# Python 3.12 and later warn about a fork while a thread runs, which is the point here.
+warnings.simplefilter("ignore", DeprecationWarning)
+
+def query():
+    connection = sqlite3.connect(sys.argv[1], factory=_SqliteConnection)
+    connection.cursor().execute("SELECT 1").fetchall()
+    connection.close()
+
+def work():
+    while True:
+        query()
+
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(50):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        query()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "a child hangs"
+"""
+
+
+def test_a_fork_leaves_no_lock_of_sqlite_behind(tmp_path: Path) -> None:
+    """While threads use SQLite, children of the process can use it, too."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKING, str(tmp_path / "a.db")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

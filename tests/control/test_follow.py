@@ -313,6 +313,42 @@ def test_a_garbage_collected_limiter_ends_its_thread(source: ScriptedSource) -> 
     until(lambda: len(threads()) == before, "its thread is gone", SECONDS_MAX)
 
 
+@pytest.mark.parametrize("sees_the_end_first", [False, True])
+def test_a_source_is_closed_whatever_else_ends_its_limiter(
+    source: ScriptedSource, monkeypatch: pytest.MonkeyPatch, sees_the_end_first: bool
+) -> None:
+    """A cancellation that comes late or twice does not interrupt it: connections would stay open.
+
+    The follower is cancelled while it waits, or notices the end before it is cancelled.
+    """
+
+    async def wait_for_the_end(follower: follow.Follower) -> None:
+        follower._stopped.wait(SECONDS_MAX)  # it blocks the loop, so no cancellation comes in
+
+    if sees_the_end_first:
+        monkeypatch.setattr(follow.Follower, "_wait", wait_for_the_end)
+    limiter = Limiter.from_rules("scripted", poll=0.05)
+    until(lambda: source.queries >= 2, "the follower runs", SECONDS_MAX)
+    assert source.closed == 1  # after the first query, in another thread
+    closing, release = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    async def close_slowly() -> None:
+        closing.set()
+        ended.append(await asyncio.to_thread(release.wait, SECONDS_MAX))
+
+    monkeypatch.setattr(source, "close", close_slowly)
+    monkeypatch.setattr(follow, "STOP_S_MAX", 0.0)  # a busy machine
+    limiter.close()
+    assert closing.wait(SECONDS_MAX)
+    limiter.close()
+    alive = weakref.ref(limiter)
+    del limiter
+    until(lambda: gc.collect() or alive() is None, "the limiter is gone", SECONDS_MAX)
+    release.set()
+    until(lambda: ended, "the source is closed", SECONDS_MAX)
+
+
 async def test_an_async_limiter_follows_its_rules(source: ScriptedSource) -> None:
     """The follower uses its own thread, not the event loop of the application."""
     async with AsyncLimiter.from_rules("scripted", poll=0.05) as limiter:

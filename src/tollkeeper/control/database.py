@@ -14,7 +14,17 @@ block all other writers. Driver errors become StoreTimeout or StoreUnavailable, 
 error as the cause. No message contains a password, because no message contains a whole URL.
 
 **A replaced SQLite file is reopened.** A connection keeps the file that it opened, even after that
-file was removed or replaced by a backup, and writes to such a file are lost.
+file was removed or replaced by a backup, and writes to such a file are lost. So a transaction gets
+a new connection if the path has another file by then. Transactions in progress end on the old one.
+
+**Every connection to SQLite ends.** Each has a thread of the driver, which reports every result to
+the event loop and prints a traceback if the loop has ended by then. The pool closes no connection
+that is in use while it is disposed of, and does not wait for a cancelled statement. So `close`
+stops all connections that were opened, and waits for their threads.
+
+**SQLite and forks.** SQLite has locks of the whole process. If one of our threads held such a lock
+while the application forks, SQLite would wait for ever in the child, and the child would follow no
+rules any more. So calls to SQLite and forks wait for each other (`core/forks.py`).
 
 **Notifications.** `listen` waits on its own PostgreSQL connection for new versions. NOTIFY is part
 of the transaction that adds a version, so it arrives after the commit and never after a rollback.
@@ -30,21 +40,28 @@ import asyncio
 import os
 import re
 import sqlite3
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from sqlalchemy import URL, Connection, event, exc, func, make_url, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from tollkeeper.core import forks
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable, show
 
 if TYPE_CHECKING:
+    from threading import Thread
+
     import aiosqlite
     import asyncpg
+    from sqlalchemy.pool import PoolProxiedConnection
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 POOL_SIZE: Final = 4
 CONNECT_SECONDS_MAX: Final = 5.0
@@ -57,6 +74,8 @@ IDLE_SECONDS_MAX: Final = 10.0
 # The same bounds for a transaction beside other writers.
 SHARED_WAIT_SECONDS_MAX: Final = 5.0
 SHARED_SECONDS_MAX: Final = 10.0
+# Closing connections to PostgreSQL.
+CLOSE_SECONDS_MAX: Final = 1.0
 
 # "tollkeep" as a number: the lock with which writers of the rules take turns.
 ADVISORY_LOCK: Final = 0x746F6C6C6B656570
@@ -80,6 +99,15 @@ SELECT coalesce(max(number), 0), (SELECT seq FROM tollkeeper_feed) FROM tollkeep
 """
 
 
+@dataclass(slots=True)
+class _Opened:
+    """A connection to SQLite: the driver's thread, its opening, and the identity of the file."""
+
+    thread: Thread
+    opening: asyncio.Task[None]
+    file: tuple[int, int] | None
+
+
 class Database:
     """One database. The first query connects to it."""
 
@@ -89,8 +117,7 @@ class Database:
         self._url = _parsed(url)
         self.is_postgresql = self._url.drivername == "postgresql"
         self._dsn = ""
-        self._file: tuple[int, int] | None = None
-        self._threads: WeakSet[Thread] = WeakSet()
+        self._opened: dict[aiosqlite.Connection, _Opened] = {}
         if self.is_postgresql:
             _require_asyncpg()
             self._dsn = self._url.render_as_string(hide_password=False)
@@ -116,8 +143,7 @@ class Database:
     async def reach(self) -> None:
         """Raise StoreUnavailable if the SQLite file cannot be opened or created.
 
-        It does nothing for PostgreSQL. The driver would raise, too, but its thread outlives a
-        connection that failed, and prints a traceback if the event loop has ended by then.
+        It does nothing for PostgreSQL. A file that it creates can shrink later.
         """
         if not self.is_postgresql:
             with self.errors():
@@ -127,7 +153,6 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that sees one state and waits for no writer."""
         with self.errors():
-            await self._follow_file()
             async with asyncio.timeout(TRANSACTION_SECONDS_MAX), self.engine.begin() as connection:
                 yield connection
 
@@ -150,7 +175,6 @@ class Database:
     ) -> AsyncIterator[AsyncConnection]:
         """Open a transaction with no other writer of the rules; it commits, or changes nothing."""
         with self.errors():
-            await self._follow_file()
             async with (
                 asyncio.timeout(seconds_max),
                 self.engine.execution_options(writes=True).begin() as connection,
@@ -171,18 +195,6 @@ class Database:
             async with asyncio.timeout(SHARED_SECONDS_MAX), self.reading() as connection:
                 await _set_timeouts(connection, SHARED_WAIT_SECONDS_MAX, SHARED_SECONDS_MAX)
                 yield connection
-
-    async def _follow_file(self) -> None:
-        """Close the connections if the file at this path is another one than before."""
-        if self.is_postgresql:
-            return
-        file: tuple[int, int] | None = None
-        with suppress(OSError):
-            found = os.stat(self._url.database or "")  # noqa: PTH116 - quick, and no path is made
-            file = found.st_dev, found.st_ino
-        if self._file not in {None, file}:
-            await self.engine.dispose()
-        self._file = file
 
     async def connect_asyncpg(self) -> asyncpg.Connection:
         """Open a connection outside the pool. Raises the driver's errors."""
@@ -277,14 +289,24 @@ class Database:
                     await driver.executescript(statement)
 
     async def close(self) -> None:
-        """Close every connection, and wait for the threads of cancelled statements.
+        """Close every connection; the next query opens one.
 
-        Such a thread reports its result to this event loop, and prints a traceback if the loop has
-        ended by then.
+        It does not wait for a PostgreSQL server that does not answer. With SQLite, it waits for
+        the statements in progress, also for those that were cancelled.
         """
+        if self.is_postgresql:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS_MAX):
+                    await self.engine.dispose()
+            return
         await self.engine.dispose()
-        for thread in tuple(self._threads):
-            await asyncio.to_thread(thread.join, TRANSACTION_SECONDS_MAX)
+        for connection, opened in tuple(self._opened.items()):
+            if not opened.opening.done():
+                await asyncio.wait([opened.opening])
+            if opened.thread.is_alive():
+                connection.stop()
+                await asyncio.to_thread(opened.thread.join, TRANSACTION_SECONDS_MAX)
+        self._forget_closed()
 
     def _postgresql(self) -> AsyncEngine:
         return create_async_engine(
@@ -308,19 +330,108 @@ class Database:
             pool_timeout=WAIT_SECONDS_MAX,
             hide_parameters=True,
         )
-        event.listen(engine.sync_engine, "connect", _on_connect)
+        event.listen(engine.sync_engine, "checkout", self._on_checkout)
         event.listen(engine.sync_engine, "begin", _begin)
         return engine
 
-    def _open_sqlite(self, *arguments: Any, **options: Any) -> aiosqlite.Connection:
-        """Return a connection that is not open yet. `close` waits for its thread."""
+    async def _open_sqlite(self, *arguments: Any, **options: Any) -> aiosqlite.Connection:
+        """Open a connection. If that fails, its thread has ended."""
         import aiosqlite  # noqa: PLC0415 - slow to import, and PostgreSQL works without it
 
-        connection = aiosqlite.connect(*arguments, **options)
+        self._forget_closed()
+        file = self._file()
+        connection = aiosqlite.connect(
+            *arguments,
+            factory=_SqliteConnection,
+            # By default, the driver begins a transaction before the first write only, and never
+            # IMMEDIATE.
+            isolation_level=None,
+            **options,
+        )
         thread = connection._thread  # noqa: SLF001 - the driver has no other way to wait for it
         thread.daemon = True
-        self._threads.add(thread)
+        opening = asyncio.create_task(_open(connection))
+        self._opened[connection] = opened = _Opened(thread, opening, file)
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The opening goes on: its result, a connection that is open, would be lost.
+            opening.add_done_callback(lambda _: connection.stop())
+            raise
+        except BaseException:
+            connection.stop()
+            await asyncio.to_thread(thread.join, TRANSACTION_SECONDS_MAX)
+            raise
+        opened.file = file or self._file()  # it may have been created
         return connection
+
+    def _forget_closed(self) -> None:
+        self._opened = {
+            connection: opened
+            for connection, opened in self._opened.items()
+            if opened.thread.is_alive() or not opened.opening.done()  # not started yet
+        }
+
+    def _on_checkout(
+        self, _connection: object, _record: object, proxy: PoolProxiedConnection
+    ) -> None:
+        """Have the pool replace a connection to a file that is no longer at the path."""
+        opened = self._opened.get(cast("aiosqlite.Connection", proxy.driver_connection))
+        if opened is None or opened.file != self._file():
+            raise exc.DisconnectionError(f"{self.name} is another file than before")
+
+    def _file(self) -> tuple[int, int] | None:
+        """Return the identity of the file at the path; None if there is none."""
+        with suppress(OSError):
+            found = os.stat(self._url.database or "")  # noqa: PTH116 - quick, and no path is made
+            return found.st_dev, found.st_ino
+        return None
+
+
+async def _open(connection: aiosqlite.Connection) -> None:
+    await connection
+    # With a write-ahead log, readers and the writer do not block each other. It is a property of
+    # the file, so nothing is left to do if another process is just setting it. The first statement
+    # raises any other error: the file is not a database.
+    with suppress(sqlite3.DatabaseError):
+        await connection.execute_fetchall("PRAGMA journal_mode=WAL")
+
+
+def _gated(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method of SQLite that forks wait for."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with forks.gate:
+            return method(*args, **kwargs)
+
+    return inside
+
+
+class _SqliteCursor(sqlite3.Cursor):
+    """A cursor whose calls forks wait for. The driver calls these methods in its threads."""
+
+    execute = _gated(sqlite3.Cursor.execute)
+    executemany = _gated(sqlite3.Cursor.executemany)
+    executescript = _gated(sqlite3.Cursor.executescript)
+    fetchone = _gated(sqlite3.Cursor.fetchone)
+    fetchmany = _gated(sqlite3.Cursor.fetchmany)
+    fetchall = _gated(sqlite3.Cursor.fetchall)
+    close = _gated(sqlite3.Cursor.close)
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """A connection whose calls forks wait for."""
+
+    __init__ = _gated(sqlite3.Connection.__init__)
+    commit = _gated(sqlite3.Connection.commit)
+    rollback = _gated(sqlite3.Connection.rollback)
+    create_function = _gated(sqlite3.Connection.create_function)
+    close = _gated(sqlite3.Connection.close)
+
+    def cursor(self, factory: Any = None) -> Any:
+        """Return a cursor whose calls forks wait for, too."""
+        return super().cursor(factory or _SqliteCursor)
 
 
 async def lock(connection: AsyncConnection, number: int) -> None:
@@ -342,7 +453,7 @@ async def _set_timeouts(connection: AsyncConnection, wait_s: float, total_s: flo
 
 
 def _open_and_close(path: str) -> None:
-    with closing(sqlite3.connect(path, timeout=WAIT_SECONDS_MAX)) as connection:
+    with forks.gate, closing(sqlite3.connect(path, timeout=WAIT_SECONDS_MAX)) as connection:
         if os.path.getsize(path):  # noqa: PTH202 - as above
             return
         # A new file can shrink later. The second statement writes it. If another process is just
@@ -350,19 +461,6 @@ def _open_and_close(path: str) -> None:
         with suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA journal_mode = WAL")
-
-
-def _on_connect(connection: Any, _record: object) -> None:
-    # By default, the driver begins a transaction before the first write only, and never IMMEDIATE.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    # With a write-ahead log, readers and the writer do not block each other. It is a property of
-    # the file, so nothing is left to do if another process is just setting it. Any other error (the
-    # file is not a database) is raised by the first statement; raised here, it would leak the
-    # connection.
-    with suppress(sqlite3.DatabaseError):
-        cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.close()
 
 
 def _begin(connection: Connection) -> None:

@@ -37,6 +37,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from tollkeeper.control import snapshot as snapshots
+from tollkeeper.core import forks
 from tollkeeper.core.errors import ConfigError, StoreError, StoreTimeout, TollkeeperError, show
 from tollkeeper.decide.store import Channel, Store, Subscription
 from tollkeeper.rules.document.model import Document, Rules
@@ -82,7 +83,6 @@ JITTER: Final = 0.2
 TOPIC: Final = "rules"
 # The thread that waits for Redis notices after this time that the follower has stopped.
 _REDIS_WAIT_S: Final = 0.25
-_FORK_WAIT_S_MAX: Final = 1.0
 _VERSION_CHARACTERS: Final = 12
 
 # Inode, time of the last change and size: at least one differs after a file was written.
@@ -287,41 +287,9 @@ class StoreHints:
             thread.shutdown(wait=False)
 
     def _subscribe(self) -> Subscription:
-        with _fork_lock.connecting:
+        # redis-py imports modules when it connects.
+        with forks.gate:
             return self._channel.subscribe(self._topic)
-
-
-class _ForkLock:
-    """Delays a fork while our thread connects to Redis, because redis-py then imports modules.
-
-    A module that a thread is importing during a fork stays locked in the child, and any import of
-    it there waits for a thread that does not exist.
-    """
-
-    def __init__(self) -> None:
-        self.connecting = threading.Lock()
-        self._held = False
-
-    def before(self) -> None:
-        """Wait for the connection, but not for long."""
-        self._held = self.connecting.acquire(timeout=_FORK_WAIT_S_MAX)
-
-    def in_parent(self) -> None:
-        """Release the lock."""
-        if self._held:
-            self.connecting.release()
-
-    def in_child(self) -> None:
-        """Replace the lock: the thread that may hold it does not exist here."""
-        self.connecting = threading.Lock()
-
-
-_fork_lock = _ForkLock()
-os.register_at_fork(
-    before=_fork_lock.before,
-    after_in_parent=_fork_lock.in_parent,
-    after_in_child=_fork_lock.in_child,
-)
 
 
 def announce(store: Store, number: int) -> bool:
@@ -571,10 +539,19 @@ class Follower:
 
     def _signal(self) -> None:
         self._stopped.set()
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None:
+        loop = self._loop
+        if loop is not None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(task.cancel)
+                loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        """Cancel the task once: a second time would interrupt it while it closes its connections.
+
+        Both `stop` and the end of the limiter cancel it.
+        """
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     def forked(self) -> None:
         """Start a new thread in a child process, which has no thread and no connections yet."""
@@ -624,6 +601,7 @@ class Follower:
                 else:
                     await asyncio.sleep(pause.next_s())
         finally:
+            self._task = None  # closing is not cancelled, also if the loop saw _stopped first
             for task in pushing:
                 task.cancel()
             if self._saving_entries is not None:

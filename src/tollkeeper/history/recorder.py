@@ -69,7 +69,6 @@ HAND_OVER_SECONDS: Final = 1.0
 IDLE_TICKS: Final = 5
 # A shutdown waits this long for the last records to be written.
 STOP_SECONDS_MAX: Final = 5.0
-CLOSE_SECONDS_MAX: Final = 1.0
 # Items that the thread handles at a time, some 200 µs, and its pause after them.
 PORTION: Final = 100
 PORTION_PAUSE_SECONDS: Final = 0.000_5
@@ -338,7 +337,7 @@ class Recorder:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ending.set)
             await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS_MAX)
-        await _closed(self.records)
+        await self.records.close()
 
     # ── In the thread ────────────────────────────────────────────────────────────────────────
 
@@ -368,7 +367,7 @@ class Recorder:
                 await sink.finish()
         except (StoreError, ConfigError, TimeoutError) as error:
             log.warning("the last records are not written: %s", str(error) or "a timeout")
-        await _closed(sink)
+        await sink.close()
 
     def _take(self, handed: _HandOver) -> None:
         task = asyncio.get_running_loop().create_task(self._process(handed))
@@ -525,13 +524,6 @@ def _indirect(request: Request, result: CheckResult) -> tuple[str, ...]:
     if request.user is not None:
         found.add(subject_of_field("user", request.user))
     return tuple(found - {subject_of(result) if result.counted else caller_of(request)})
-
-
-async def _closed(connections: Records | Sink) -> None:
-    """Close the connections, without waiting for a server that does not answer."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS_MAX):
-            await connections.close()
 
 
 def _portions(items: Sequence[Portion]) -> Iterator[Sequence[Portion]]:

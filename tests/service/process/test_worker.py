@@ -6,11 +6,13 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from granian import _signals as granian_signals
 
 from tests.history.databases import rows
 from tests.stub_regions import StubRegions, store_with_regions
@@ -18,7 +20,7 @@ from tollkeeper import AsyncLimiter
 from tollkeeper.core.errors import ConfigError
 from tollkeeper.service.process import worker
 from tollkeeper.service.process.settings import ServiceSettings
-from tollkeeper.service.process.worker import WorkerShutdown
+from tollkeeper.service.process.worker import SignalsOnce, WorkerShutdown
 
 RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
 
@@ -59,6 +61,28 @@ async def test_shutdown_drains_first(settings: ServiceSettings, signals: list[in
             await asyncio.sleep(0.01)
     assert signals == [signal.SIGINT]
     await context.limiter.close()
+
+
+def test_only_the_first_signal_reaches_granian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second stop can deadlock granian, whose own function adds the handlers."""
+    stops: list[str] = []
+    handlers: dict[int, Callable[[], None]] = {}
+
+    class Signal:
+        def set(self) -> None:
+            stops.append("stop")
+
+    class Loop:
+        def add_signal_handler(self, number: int, handle: Callable[[], None]) -> None:
+            handlers[number] = handle
+
+    monkeypatch.setattr(granian_signals, "WorkerSignal", Signal)
+    monkeypatch.setattr(granian_signals, "set_loop_signals", granian_signals.set_loop_signals)
+    SignalsOnce.use()
+    granian_signals.set_loop_signals(Loop())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        handlers[number]()
+    assert stops == ["stop"]
 
 
 async def test_replaced_worker_does_not_end_the_service(

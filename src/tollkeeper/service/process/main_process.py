@@ -86,8 +86,12 @@ def load_worker(settings: ServiceSettings, counters: Path, parent: int) -> Any:
     # print a traceback. The main process receives Ctrl-C too and shuts the worker down.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    from tollkeeper.service.process.worker import Worker  # noqa: PLC0415 - only workers need it
+    from tollkeeper.service.process.worker import (  # noqa: PLC0415 - only workers need it
+        SignalsOnce,
+        Worker,
+    )
 
+    SignalsOnce.use()
     return Worker(settings, counters, parent)
 
 

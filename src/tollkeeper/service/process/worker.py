@@ -11,7 +11,10 @@ reverse order after granian has answered the last request.
    `Connection: close`. After SIGUSR1, `/readyz` also answers 503 and the gRPC health service
    reports NOT_SERVING. After SIGTERM alone they do not: the other workers keep serving.
 2. *Stop.* The worker sends itself SIGINT. granian then closes the listening socket, answers the
-   requests that it has read, and ends.
+   requests that it has read, and ends. More signals may follow: a terminal sends SIGINT to all
+   processes, the main process passes it on, and granian sends SIGTERM. Only the first one reaches
+   granian, because a second stop can deadlock it: one thread holds Python's lock and waits for
+   granian's, and another the other way round (`SignalsOnce`).
 
 SIGTERM does not always arrive at the end of the drain: systemd sends it to all processes of a
 service at once, and SIGHUP makes the main process send it to one worker. So the worker waits out
@@ -36,6 +39,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from granian import _signals as granian_signals
 
 from tollkeeper.control.follow import without_secrets
 from tollkeeper.core.errors import ConfigError
@@ -296,6 +301,30 @@ class Worker:
             await asyncio.sleep(_PARENT_SECONDS)
         log.error("the service's main process is gone", extra=event("orphaned"))
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SignalsOnce:
+    """The event loop to which granian adds signal handlers. Only the first signal is handled."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._is_stopping = False
+
+    def add_signal_handler(self, number: int, stop: Callable[..., None], *arguments: Any) -> None:
+        """Call `stop` for a signal, unless a signal came before."""
+
+        def stop_once() -> None:
+            if not self._is_stopping:
+                self._is_stopping = True
+                stop(*arguments)
+
+        self._loop.add_signal_handler(number, stop_once)
+
+    @classmethod
+    def use(cls) -> None:
+        """Have granian add its handlers through this class. Call it before granian starts."""
+        original: Callable[[Any], Any] = granian_signals.set_loop_signals
+        granian_signals.set_loop_signals = lambda loop: original(cls(loop))
 
 
 class WorkerShutdown:
