@@ -16,6 +16,7 @@ from tollkeeper import (
     Decision,
     InvalidCost,
     InvalidKey,
+    InvalidOption,
     Limit,
     LimitExceeded,
     RateSyntaxError,
@@ -26,7 +27,12 @@ from tollkeeper import (
     TollkeeperError,
 )
 from tollkeeper.core import errors
-from tollkeeper.core.errors import ChangeRefused, SafetyFinding, UnsafeChange, VersionConflict
+from tollkeeper.core.errors import (
+    ChangeRefused,
+    SafetyFinding,
+    UnsafeChange,
+    VersionConflict,
+)
 
 LIMIT = Limit(5, per=60)
 DENIED = Decision(False, LIMIT, 0, retry_after_ns=1_234_567_890)
@@ -38,6 +44,7 @@ ONE_OF_EACH: list[TollkeeperError] = [
     TollkeeperError("text"),
     ConfigError("text"),
     RateSyntaxError("5/x", 2, "expected a unit", "5/s"),
+    InvalidOption("text"),
     InvalidKey("text"),
     InvalidCost("text"),
     CapacityError(6, LIMIT),

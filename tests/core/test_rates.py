@@ -63,6 +63,11 @@ SPELLINGS = {
         ("100/minute refill second", Limit(100, per=60, refill_every=1)),
         ("10/s capacity 50", Limit(10, per=1, capacity=50)),
         ("10/s burst 5 capacity 15", Limit(10, per=1, burst=5)),
+        ("100/minute refill 1s burst 50", Limit(100, 60, burst=50, refill_every=1)),
+        ("5/minute sliding_window_log", Limit(5, 60, algorithm="sliding_window_log")),
+        ("5 per minute FIXED_WINDOW", Limit(5, 60, algorithm="fixed_window")),
+        ("5/m leaky_bucket burst 2", Limit(5, 60, algorithm="leaky_bucket", burst=2)),
+        ("5/m burst 2 leaky_bucket", Limit(5, 60, algorithm="leaky_bucket", burst=2)),
     ],
 )
 def test_valid_strings(text: str, limit: Limit) -> None:
@@ -79,6 +84,13 @@ def test_valid_strings(text: str, limit: Limit) -> None:
         (
             "10/second; 1000/hour burst 200",
             (Limit(10, per=1), Limit(1_000, per=HOUR, burst=200)),
+        ),
+        ("10/s, 100/m", (Limit(10, per=1), Limit(100, per=MINUTE))),
+        ("10/s|100/m", (Limit(10, per=1), Limit(100, per=MINUTE))),
+        ("1/s , 1/m;1/h | 1/d", tuple(Limit(1, per=n) for n in (1, MINUTE, HOUR, DAY))),
+        (
+            "5/minute sliding_window_log, 100/day",
+            (Limit(5, MINUTE, algorithm="sliding_window_log"), Limit(100, per=DAY)),
         ),
         ("1/s ; 1/m ; 1/h", (Limit(1, per=1), Limit(1, per=MINUTE), Limit(1, per=HOUR))),
     ],
@@ -101,14 +113,37 @@ def test_every_spelling_of_every_unit() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
-    """The algorithm is an argument and not part of the string."""
+    """The argument is the algorithm of the rates that name none; a name in the string wins."""
     assert parse_limit("5/s", algorithm=algorithm).algorithm == algorithm
+    named, other = parse_limits("5/s fixed_window; 5/m", algorithm=algorithm)
+    assert (named.algorithm, other.algorithm) == ("fixed_window", algorithm)
+    assert parse_limit(f"5/s {algorithm}").algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("sliding-window-log", "sliding_window_log"),
+        ("moving-window", "sliding_window_log"),
+        ("Token_Buckt", "token_bucket"),
+        ("gcra", "token_bucket"),
+    ],
+)
+def test_a_misspelled_algorithm_is_recognised(word: str, meant: str) -> None:
+    """Also one by the name that another library has for it."""
+    with pytest.raises(RateSyntaxError, match=rf"did you mean {meant}\?"):
+        parse_limit(f"5/minute {word}")
 
 
 WANTS_COUNT = "expected how many units, a whole number,"
 WANTS_PER = "expected '/' or 'per' after the number of units"
 WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
-WANTS_END = "expected ';' before another limit, 'burst', or the end"
+WANTS_END = (
+    "expected 'burst', 'capacity', 'refill', an algorithm (token_bucket, leaky_bucket, "
+    "sliding_window_log, sliding_window_counter, fixed_window), ';' before another limit, "
+    "or the end"
+)
+MEANT_LOG = f"did you mean sliding_window_log? {WANTS_END}"
 WANTS_WINDOW = "expected a time of 1 ms to 366 days in whole microseconds,"
 TOO_MANY = "expected at most 1,000,000,000 units,"
 TOO_LONG = "expected a number of at most 18 characters,"
@@ -152,14 +187,22 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("100/1.0000001s", "    ^", WANTS_WINDOW),
         ("100/9999999999999999 years", "    ^", WANTS_WINDOW),
         ("100/minute!", "          ^", WANTS_END),
-        ("100/minute, 5/s", "          ^", WANTS_END),
+        ("100/minute & 5/s", "           ^", WANTS_END),
+        ("100/minute, 5", "             ^", WANTS_PER),
+        ("100/minute | ; 5/s", "             ^", WANTS_COUNT),
+        ("5/minute moving_window", "         ^", MEANT_LOG),
+        ("5/minute sliding-window-log", "         ^", MEANT_LOG),
+        ("5/sliding_window_log", "  ^", WANTS_UNIT),
+        ("5 sliding_window_log/minute", "  ^", WANTS_PER),
+        ("5/m fixed_window token_bucket", "                 ^", "expected one algorithm,"),
+        ("5/m fixed_window fixed_window", "                 ^", "expected one algorithm,"),
         ("100/minute 5/s", "           ^", WANTS_END),
         ("100/minute burts 5", "           ^", WANTS_END),
-        ("100/minute burst 5 burst 6", "                   ^", WANTS_END),
+        ("100/minute burst 5 burst 6", "                   ^", "expected 'burst' only once,"),
+        ("1/m refill 1s REFILL 2s", "              ^", "expected 'refill' only once,"),
         ("100/minute refill", "                 ^", WANTS_UNIT),
         ("100/minute refill 1", "                   ^", WANTS_UNIT),
         ("100/minute refill 0s", "                  ^", WANTS_WINDOW),
-        ("100/minute refill 1s burst 5", "                     ^", WANTS_END),
         ("100/minute burst", "                ^", "expected the burst, a whole number,"),
         ("100/minute burst x", "                 ^", "expected the burst, a whole number,"),
         ("100/minute burst 1.5", "                 ^", "expected the burst, a whole number,"),
@@ -195,6 +238,7 @@ def test_an_error_points_at_the_first_wrong_character(
 @pytest.mark.parametrize(
     ("text", "algorithm", "pointer", "problem"),
     [
+        ("5/s; 5/m burst 1 fixed_window", "token_bucket", "     ^", "fixed_window has no burst"),
         ("5/s; 0/s", "token_bucket", "     ^", "limit=0 is not a whole number"),
         ("5/s burst 1 capacity 9", "token_bucket", "^", "give burst=1 or capacity=9, not both"),
         ("5/s; 5/m burst 1", "fixed_window", "     ^", "fixed_window has no burst or capacity"),
@@ -216,10 +260,11 @@ def test_an_error_points_at_an_impossible_limit(
     assert problem in caught.value.problem
 
 
-def test_parse_limit_rejects_several_limits() -> None:
+@pytest.mark.parametrize("separator", [";", ",", "|"])
+def test_parse_limit_rejects_several_limits(separator: str) -> None:
     """The error points at the separator."""
     with pytest.raises(RateSyntaxError, match="expected only one limit") as caught:
-        parse_limit("5/s; 6/m")
+        parse_limit(f"5/s{separator} 6/m")
     assert caught.value.position == 3
 
 
@@ -278,7 +323,22 @@ def _parses_or_is_a_config_error(text: str) -> None:
         assert all(isinstance(limit, Limit) for limit in found)
 
 
-_GRAMMAR = ["/", ";", " ", "per", "burst", "capacity", "refill", "s", "m", "month", "ms"]
+_GRAMMAR = [
+    "/",
+    ";",
+    ",",
+    "|",
+    " ",
+    "fixed_window",
+    "per",
+    "burst",
+    "capacity",
+    "refill",
+    "s",
+    "m",
+    "month",
+    "ms",
+]
 _NUMBERS = ["0", "5", "10", "1.5", "1_0", "_", ".", "-", "9" * 18, "9" * 19]
 _STRANGE = ["\u0663", "\u00b2", "\u2167", "\u212a", "\u017f", "\n", "\x00", "\ud800"]
 _PIECES = st.sampled_from([*_GRAMMAR, *_NUMBERS, *_STRANGE])
@@ -332,11 +392,11 @@ def _spec(draw: st.DrawFn) -> tuple[str, tuple[int, int, int]]:
     return text, (count, number * unit_ns, count + burst)
 
 
-@given(st.lists(_spec(), min_size=1, max_size=4))
+@given(st.lists(_spec(), min_size=1, max_size=4), st.sampled_from(";,|"))
 def test_a_generated_string_reads_as_its_numbers(
-    specs: list[tuple[str, tuple[int, int, int]]],
+    specs: list[tuple[str, tuple[int, int, int]]], separator: str
 ) -> None:
     """With any spacing and spelling, the numbers are read as written."""
-    limits = parse_limits(";".join(text for text, _ in specs))
+    limits = parse_limits(separator.join(text for text, _ in specs))
     read = [(limit.limit, limit.window_ns, limit.capacity) for limit in limits]
     assert read == [numbers for _, numbers in specs]

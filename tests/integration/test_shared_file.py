@@ -216,7 +216,10 @@ def test_another_log_size_is_rejected(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "problem"),
-    [("missing/folder.limits", "No such file"), (".", "Is a directory")],
+    [
+        ("missing/folder.limits", "No such file or directory; create its folder"),
+        (".", "Is a directory; name a file in it"),
+    ],
 )
 def test_a_path_that_cannot_be_opened(tmp_path: Path, target: str, problem: str) -> None:
     """The exception contains the reason given by the operating system."""

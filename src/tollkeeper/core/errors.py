@@ -3,6 +3,7 @@
     TollkeeperError
     ├── ConfigError            fix the input; also a ValueError
     │   ├── RateSyntaxError    a rate string; points at the character
+    │   ├── InvalidOption      an option that the function does not have; also a TypeError
     │   ├── InvalidKey         a key that cannot name a subject
     │   └── InvalidCost        a cost that is not a whole number in range
     ├── CapacityError          give up: this cost can never fit this limit
@@ -137,6 +138,10 @@ class RateSyntaxError(ConfigError):
 
     def __reduce__(self) -> tuple[type[RateSyntaxError], tuple[str, int, str, str]]:
         return type(self), (self.text, self.position, self.problem, self.example)
+
+
+class InvalidOption(ConfigError, TypeError):
+    """A function was called with an option that it does not have, or without one that it needs."""
 
 
 class InvalidKey(ConfigError):

@@ -25,6 +25,7 @@ AlgorithmName = Literal[
     "sliding_window_counter",
     "fixed_window",
 ]
+"""The algorithm of a limit; docs/choosing.md compares them."""
 ALGORITHM_NAMES: Final[tuple[AlgorithmName, ...]] = get_args(AlgorithmName)
 
 # The penalties of a client that does not wait after a denial; see rules/penalties.py.
@@ -190,9 +191,13 @@ class Limit:
 # The limits of one rule, tier, key or limiter.
 Limits = tuple[Limit, ...]
 
-# Who decides the checks of a limit that several nodes share: the store, on every check; the node,
-# from units that it takes in advance; or the node, which reports afterwards.
 Consistency = Literal["strict", "leased", "eventual"]
+"""Who decides the checks of a limit that several nodes share.
+
+`strict`    the store, on every check.
+`leased`    the node, from units that it takes in advance.
+`eventual`  the node, which reports afterwards.
+"""
 CONSISTENCIES: Final[tuple[Consistency, ...]] = get_args(Consistency)
 
 
@@ -535,6 +540,7 @@ UNLIMITED: Final = Limit(UNITS_MAX, per=1, name="unlimited")
 DENIED_NS: Final = WINDOW_NS_MAX
 
 ResultKind = Literal["limited", "unlimited", "exempt", "blocked", "unavailable"]
+"""Why a request was allowed or denied; `CheckResult.kind` describes each."""
 
 # The rule name in results of a limiter that has limits of its own and no name.
 DEFAULT_NAME: Final = "default"
@@ -551,7 +557,9 @@ class AppliedRule:
 
     def __init__(self, rule: str, limits: Sequence[Limit]) -> None:
         self.rule = rule
+        """The id of the rule, or the name of the limiter."""
         self.limits = tuple(limits)
+        """The limits that the request had to pass, all of them."""
 
     def __repr__(self) -> str:
         return f"AppliedRule({self.rule!r}, {list(self.limits)!r})"
@@ -566,6 +574,7 @@ class CheckResult(NamedTuple):
     """
 
     decision: Decision
+    """The decision, as `check` returns it: that of the tightest limit."""
     applied: tuple[AppliedRule, ...] = ()
     """Every rule that had to pass, in the order of the document."""
     kind: ResultKind = "limited"

@@ -1,10 +1,15 @@
 """Rate strings: `100/minute`, `5 per 30s`, `1000/hour burst 200`, `100/day; 10/second`.
 
-    rates  = rate *( ";" rate )
-    rate   = count ( "/" | "per" ) time [ "burst" count ] [ "capacity" count ] [ "refill" time ]
+    rates  = rate *( ( ";" | "," | "|" ) rate )
+    rate   = count ( "/" | "per" ) time *option
+    option = "burst" count | "capacity" count | "refill" time | algorithm
     time   = [ number ] unit
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
+
+The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
+`5/minute sliding_window_log`. It takes precedence over the `algorithm` that the caller passes,
+which applies to the rates that name none.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
 spelling: `m` is a minute and `month` is a month, never the other way round. A month has 30 days and
@@ -17,12 +22,14 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import timedelta
+from difflib import get_close_matches
 from fractions import Fraction
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from tollkeeper.core.clock import NS_PER_SECOND
 from tollkeeper.core.errors import ConfigError, RateSyntaxError, show
 from tollkeeper.core.model import (
+    ALGORITHM_NAMES,
     BUCKETS,
     LOG_UNITS_MAX,
     REFILL_NS_MAX,
@@ -34,8 +41,8 @@ from tollkeeper.core.model import (
     Limit,
 )
 
-# The forms in which callers pass limits: a rate string, a Limit, or a list of either.
 LimitsArgument = str | Limit | Sequence[str | Limit]
+"""Limits as callers pass them: a rate string ("100/minute"), a Limit, or several of either."""
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
@@ -57,9 +64,15 @@ UNIT_NS: Final[dict[str, int]] = {
 }
 
 _TOKEN: Final = re.compile(
-    r"(?P<number>[0-9](?:_?[0-9])*(?:\.[0-9]+)?)|(?P<word>[A-Za-z]+)|(?P<mark>[/;])"
+    r"(?P<number>[0-9](?:_?[0-9])*(?:\.[0-9]+)?)|(?P<word>[A-Za-z]+(?:_[A-Za-z]+)*)"
 )
+_SEPARATOR: Final = re.compile(r"[;,|]")
 _SPACE: Final = re.compile(r"\s*")
+# The words that may follow a rate, and the arguments of Limit that they give.
+_OPTIONS: Final = {"burst": "burst", "capacity": "capacity", "refill": "refill_every"}
+_DASHED: Final = re.compile(r"[A-Za-z_-]{1,40}")
+# The names of algorithms in other libraries.
+_FOREIGN_ALGORITHMS: Final = {"moving_window": "sliding_window_log", "gcra": "token_bucket"}
 # Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 18
 
@@ -69,8 +82,11 @@ def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tup
 
     >>> parse_limits("10/second; 1000/hour burst 200")
     (Limit(10, per=1), Limit(1000, per=3600, capacity=1200))
+    >>> parse_limits("5/minute sliding_window_log, 100/day")
+    (Limit(5, per=60, algorithm='sliding_window_log'), Limit(100, per=86400))
 
-    Raises RateSyntaxError, which points at the first wrong character.
+    `algorithm` is that of the rates that name none. Raises RateSyntaxError, which points at
+    the first wrong character.
     """
     return _Parser(text, algorithm).limits()
 
@@ -83,8 +99,9 @@ def parse_limit(text: str, *, algorithm: AlgorithmName = "token_bucket") -> Limi
     """
     limits = parse_limits(text, algorithm=algorithm)
     if len(limits) != 1:
+        position = len(_SEPARATOR.split(text, maxsplit=1)[0])
         raise RateSyntaxError(
-            text, text.index(";"), "expected only one limit, but another follows", "100/minute"
+            text, position, "expected only one limit, but another follows", "100/minute"
         )
     return limits[0]
 
@@ -105,8 +122,14 @@ class _Parser:
     def limits(self) -> tuple[Limit, ...]:
         limits = [self._limit()]
         while not self._at_end():
-            if not self._take_mark(";"):
-                self._fail("expected ';' before another limit, 'burst', or the end")
+            separator = _SEPARATOR.match(self._text, self._position)
+            if separator is None:
+                self._fail(
+                    f"{self._meant_algorithm()}expected 'burst', 'capacity', 'refill', an "
+                    f"algorithm ({', '.join(ALGORITHM_NAMES)}), ';' before another limit, or the "
+                    f"end"
+                )
+            self._advance(separator.end())
             if len(limits) == LIMITS_MAX:
                 self._fail(f"expected at most {LIMITS_MAX} limits, but another follows")
             limits.append(self._limit())
@@ -118,20 +141,42 @@ class _Parser:
         if not (self._take_mark("/") or self._take_word("per")):
             self._fail("expected '/' or 'per' after the number of units")
         window_ns = self._window_ns()
-        burst = self._count("the burst, a whole number") if self._take_word("burst") else 0
-        capacity = self._count("the capacity, a whole number") if self._take_word("capacity") else 0
-        refill_ns = self._window_ns() if self._take_word("refill") else 0
+        options = self._options()
         try:
             return Limit(
                 count,
                 timedelta(microseconds=window_ns // WINDOW_NS_STEP),
-                algorithm=self._algorithm,
-                burst=burst,
-                capacity=capacity,
-                refill_every=timedelta(microseconds=refill_ns // WINDOW_NS_STEP),
+                **{"algorithm": self._algorithm, **options},
             )
         except ConfigError as error:
             raise RateSyntaxError(self._text, start, str(error), EXAMPLE) from None
+
+    def _meant_algorithm(self) -> str:
+        """Return a question for a word that is written, or called elsewhere, like an algorithm."""
+        word = _DASHED.match(self._text, self._position)
+        name = "" if word is None else word[0].lower().replace("-", "_")
+        close = get_close_matches(_FOREIGN_ALGORITHMS.get(name, name), ALGORITHM_NAMES, n=1)
+        return f"did you mean {close[0]}? " if close else ""
+
+    def _options(self) -> dict[str, Any]:
+        """Read the words after the time, and return the arguments of Limit that they give."""
+        found: dict[str, Any] = {}
+        while (match := _TOKEN.match(self._text, self._position)) and match["word"]:
+            word = match["word"].lower()
+            name = "algorithm" if word in ALGORITHM_NAMES else _OPTIONS.get(word, "")
+            if not name:
+                break
+            if name in found:
+                what = "one algorithm" if name == "algorithm" else f"'{word}' only once"
+                self._fail(f"expected {what},")
+            self._advance(match.end())
+            if name == "algorithm":
+                found[name] = word
+            elif name == "refill_every":
+                found[name] = timedelta(microseconds=self._window_ns() // WINDOW_NS_STEP)
+            else:
+                found[name] = self._count(f"the {word}, a whole number")
+        return found
 
     def _window_ns(self) -> int:
         start = self._position
@@ -196,6 +241,16 @@ class _Parser:
 
     def _fail(self, problem: str) -> NoReturn:
         raise RateSyntaxError(self._text, self._position, problem, EXAMPLE)
+
+
+def check_cost_fits(cost: int, limits: LimitsArgument) -> None:
+    """Raise ConfigError for a cost of every request that one of the limits can never admit."""
+    least = min(limits_of(limits), key=lambda limit: limit.capacity)
+    if cost > least.capacity:
+        raise ConfigError(
+            f"cost={cost} never fits into {least!r}, so no request could pass; "
+            f"use a cost of at most {least.capacity}, or a larger burst"
+        )
 
 
 def limits_of(limits: LimitsArgument) -> tuple[Limit, ...]:

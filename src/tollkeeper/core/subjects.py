@@ -23,6 +23,7 @@ SEPARATOR: Final = "\x1f"
 _LONG: Final = 48
 
 Key = str | tuple[str, ...]
+"""The subject that is counted: a text such as "user:42", or a tuple such as ("acme", "42")."""
 
 
 def subject_of(key: Key) -> str:

@@ -57,6 +57,13 @@ from tollkeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
 from tollkeeper.decide.stores import open_fallback_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
+"""The answer when the store cannot decide.
+
+`open`    allow the request, without counting it.
+`closed`  deny it.
+`local`   limit it by the counts of this machine; see `LocalFallback`.
+`raise`   raise the `StoreError`.
+"""
 FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
 # The policies that may let a request pass. With the others, one failed check ends the request.
 OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"})
@@ -132,7 +139,7 @@ class LocalFallback:
     """
 
     nodes: int = 1
-    store: str = _MEMORY
+    store: str = "memory://"
     ceiling: LimitsArgument | None = None
     emergency: LimitsArgument | None = None
     emergency_after: float = 60.0

@@ -58,6 +58,12 @@ from tollkeeper.decide.ledgers import Ledger, Ratio, exact_room, ledger_of, outc
 from tollkeeper.decide.store import AsyncGate, Gate
 
 AcrossRegions = Literal["exact", "eventual"]
+"""How regions share a global limit.
+
+`exact`     each region has a fixed share, and the limit is never exceeded.
+`eventual`  the share of a region follows its demand. A region that is cut off goes on alone, and
+            may exceed the limit.
+"""
 
 # The version of the states in a region's store. The leader of one region writes into the stores of
 # the others, so regions with different ones exchange nothing.

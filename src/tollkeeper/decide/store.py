@@ -336,6 +336,20 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class ForgettingStore(Store, Protocol):
+    """A store that can forget everything, as every store that a URI names."""
+
+    def forget_all(self) -> int:
+        """Forget the counts of all limiters in this store; return how many states there were.
+
+        On Redis, those under the store's prefix. Checks that run at the same time count before or
+        after it. On Redis it may take seconds, and other processes answer from their denial caches
+        for up to `denied_cache_ms` more.
+        """
+        ...
+
+
 class StoreWrapper:
     """What a store that wraps another one passes on to it."""
 

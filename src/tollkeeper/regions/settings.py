@@ -22,6 +22,7 @@ from tollkeeper.decide.stores.redis.config import RedisConfig
 from tollkeeper.decide.stores.redis.config import parse as parse_redis
 
 Scope = Literal["region", "global"]
+"""Where a limit counts: in the region of the node, or in all regions."""
 
 SCOPES: Final[tuple[Scope, ...]] = ("region", "global")
 ACROSS_REGIONS: Final[tuple[AcrossRegions, ...]] = ("exact", "eventual")

@@ -207,6 +207,21 @@ def test_readable_documents_are_accepted(data: Data) -> None:
     assert accepted(to_data(from_data(data)))
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [
+        "10/second, 100/minute | 1000/hour; 5/day",
+        "5/minute sliding_window_log",
+        "5/minute leaky_bucket burst 5, 100 PER day Capacity 50 refill 5s",
+    ],
+)
+def test_rate_strings_are_accepted(rate: str) -> None:
+    """The separators, and the options of a rate in any order."""
+    data = {"version": 1, "rules": [{"id": "a", "by": [], "limits": rate}]}
+    assert from_data(data).rules[0].limits
+    assert accepted(data)
+
+
 def test_the_example_is_accepted() -> None:
     """As an editor sees it, where times are text."""
 
@@ -279,6 +294,8 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "limits"), "/s"),
         ((*RULE, "limits"), "5/s burst"),
         ((*RULE, "limits"), "5/s,"),
+        ((*RULE, "limits"), "5/s moving"),
+        ((*RULE, "limits"), "1/s refill a" * 60 + "!"),  # in no exponential time
         ((*RULE, "limits"), [f"1/{n}s" for n in range(1, 18)]),
         (FIRST_LIMIT, {"limit": 5}),
         (FIRST_LIMIT, {"per": 5}),

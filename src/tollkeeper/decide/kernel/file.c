@@ -663,13 +663,33 @@ static tk_status map_or_replace(tk_table *table, const tk_options *options,
     return status == TK_DAMAGED ? TK_UNAVAILABLE : status;
 }
 
+/* The reason why a file cannot be opened, with the remedy for the mistakes of a first deployment.
+ */
+static const char *reason(int number)
+{
+    switch (number) {
+    case ELOOP:
+        return "it is a symbolic link";
+    case ENOENT:
+        return "No such file or directory; create its folder, and let this process write to it";
+    case EACCES:
+    case EPERM:
+        return "Permission denied; use a folder that this process can write to, such as systemd's "
+               "RuntimeDirectory";
+    case EISDIR:
+        return "Is a directory; name a file in it";
+    default:
+        return strerror(number);
+    }
+}
+
 static void open_table(tk_table *table, const tk_options *options, tk_status *status,
                        char error[TK_ERROR_BYTES])
 {
     open_descriptor(table, options);
     if (table->fd < 0)
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be opened for writing: %s", options->path,
-                       errno == ELOOP ? "it is a symbolic link" : strerror(errno));
+                       reason(errno));
     else if (!lock_opening(table->fd) || !still_there(table, options))
         *status = fail(TK_UNAVAILABLE, error, "%s cannot be locked: %s", options->path,
                        errno == EAGAIN   ? "another process has been opening it for 10 s"

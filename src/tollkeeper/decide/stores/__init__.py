@@ -71,7 +71,10 @@ def open_fallback_store(uri: str, clock: Clock | None = None, **options: object)
         known = ", ".join(f"{each}://" for each in _OPENERS)
         # An unknown text is not shown, because it may contain a password.
         shown = repr(scheme) if scheme.isidentifier() else "…"
-        raise ConfigError(f"store={shown} has no known scheme; there are {known}")
+        hint = ""
+        if scheme.lower().startswith(("tollkeeper+", "async+tollkeeper+")):
+            hint = "; leave out tollkeeper+, which only a storage_uri of limits has"
+        raise ConfigError(f"store={shown} has no known scheme; there are {known}{hint}")
     return opener(uri, clock, options)
 
 
@@ -192,3 +195,5 @@ _OPENERS: Final[dict[str, Callable[[str, Clock, Options], Store]]] = {
     "shared": _open_shared,
     **dict.fromkeys(REDIS_SCHEMES, _open_redis),
 }
+SCHEMES: Final = tuple(_OPENERS)
+"""Every scheme that `open_store` accepts."""

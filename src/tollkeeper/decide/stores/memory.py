@@ -211,6 +211,15 @@ class PythonMemoryStore:
             self.require_open()
             return self._reclaim_all(now_ns)
 
+    def forget_all(self) -> int:
+        self.sweep()  # so that only states that still counted are counted
+        with self._lock:
+            forgotten, self._states = self._states, 0
+            for table in self._tables.values():
+                table.entries.clear()
+                table.expiries.clear()
+            return forgotten
+
     def stats(self) -> StoreStats:
         with self._lock:
             self.require_open()

@@ -211,5 +211,5 @@ class Document:
                 yield f"tier {name}", each
 
 
-# The forms in which callers pass rules: a path, a document's text, plain data, or a Document.
 Rules = str | PathLike[str] | Mapping[str, Any] | Document
+"""Rules as callers pass them: a path, a document's text, plain data, or a Document."""

@@ -138,6 +138,29 @@ def count_states(topology: Topology, prefix: str) -> StateCounts:
     return _sum(_count_all(topology, topology.primaries(), prefix))
 
 
+def forget_states(topology: Topology, prefix: str) -> int:
+    """Remove every key of counts under a prefix; return how many states they held.
+
+    SCAN and UNLINK, a page at a time, so that no server is blocked. The number is an estimate where
+    `count_states` estimates. Raises StoreUnavailable or StoreTimeout.
+    """
+    topology.refresh()
+    states = count_states(topology, prefix).states
+    for address in topology.primaries():
+        with store_errors(address, "; to forget counts, the user needs +scan +unlink"):
+            client: Any = topology.client(address)
+            cursor, first = 0, True
+            while first or cursor:
+                first = False
+                how = ("MATCH", f"{prefix}:{{*", "COUNT", KEYS_PER_SCAN)
+                cursor, found = client.execute_command("SCAN", cursor, *how)
+                # One command for each key: those of one command must be in one slot of a cluster.
+                for reply in pipelined(client, [("UNLINK", key) for key in found]):
+                    if isinstance(reply, ResponseError):
+                        raise reply
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class _Counted:
     """The counts of one primary."""

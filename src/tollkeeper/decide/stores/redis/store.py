@@ -54,6 +54,7 @@ from tollkeeper.decide.stores.redis.gates import (
 from tollkeeper.decide.stores.redis.health import (
     RedisHealth,
     count_states,
+    forget_states,
     health,
     server_status,
 )
@@ -358,6 +359,18 @@ class RedisStore:
         """Return 0: Redis drops expired keys itself."""
         self._require_open()
         return 0
+
+    def forget_all(self) -> int:
+        """Forget all counts under this store's prefix. See ForgettingStore.forget_all.
+
+        Blocks for a round trip for each thousand keys, and two more; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable or StoreTimeout.
+        """
+        self._require_open()
+        forgotten = forget_states(self._servers.topology, self.config.prefix)
+        for subject in list(self._cache.subjects):
+            self._cache.drop_subject(subject)
+        return forgotten
 
     def stats(self) -> StoreStats:
         """Count the states under this store's prefix; exact while there are few.
