@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard src/tollkeeper/decide/kernel/*.[ch] src/tollkeeper/servi
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run check unit test lint bytecode bench fuzz clean
+.PHONY: help run check unit test lint bytecode bench docs fuzz clean
 
 ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
 .PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
@@ -57,6 +57,7 @@ lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 		$(wildcard tests/kernel/*.[ch] tests/service/grpc/*.[ch])
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing_public_api.py
+	$(BIN)/mypy $(wildcard examples/recipes/*.py)
 	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest \
 		tollkeeper.decide.kernel._kernel tollkeeper.service.grpc._http2
 	$(BIN)/lint-imports
@@ -65,6 +66,11 @@ bench: $(BENCH_READY)  ## compare the speed with other libraries
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.entries
 	$(BIN)/python -m bench.overview
+
+# The variable silences an advertisement of another site generator. With --quiet, warnings would
+# not end the build, in spite of --strict.
+docs: $(READY)  ## build the documentation site: open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
 	$(BIN)/tollkeeper simulate random --seconds $(or $(SECONDS),60)
@@ -77,6 +83,7 @@ clean:  ## remove all files that the other targets created
 
 # Three installations: the service alone, the tests, and the libraries of the benchmarks.
 # The service alone does without libnghttp2: then grpcio serves Envoy. The tests need both.
+# An index without the source distribution of `limits` fails the one test that needs it, not all.
 INSTALL = TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --editable
 SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(C_SOURCES)
@@ -91,6 +98,7 @@ $(READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh test
 	$(NEW_VENV)
 	TOLLKEEPER_HTTP2=required $(INSTALL) '.[dev]'
+	-$(BIN)/python tools/limits_sdist.py
 	@touch $@ $(RUN_READY)
 
 $(BENCH_READY): $(READY)

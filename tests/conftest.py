@@ -64,6 +64,7 @@ _LONGEST = (
     "tests/integration/test_schemathesis.py",
     "tests/kernel/test_drivers.py",
     "tests/lab/test_trials.py",
+    "tests/test_packages.py",
 )
 # The long suites that need no server: thousands of random traces, sanitizers, shells.
 _LONG_SUITES = (

@@ -36,6 +36,7 @@ if [ "$purpose" != run ]; then
     need ip iproute2
     need h2load nghttp2-client
     need chromium chromium
+    need systemd-analyze systemd
     # Debian installs the programs of the PostgreSQL server in one folder per version.
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
         || missing="$missing postgresql"
