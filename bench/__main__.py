@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TextIO
 
 from bench.engines import OURS
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
+from bench.page import page
 from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from tollkeeper.decide import kernel
 
@@ -21,6 +26,8 @@ try:
     from bench.http_measure import QUICK as HTTP_QUICK
     from bench.http_run import WORKS as HTTP_WORKS
     from bench.http_run import run_http
+    from bench.limits_storages import WORKS as LIMITS_WORKS
+    from bench.limits_storages import run_limits_storages
     from bench.memory import bytes_per_key
     from bench.peers import PEERS
     from bench.processes import Throughput, measure_processes
@@ -52,13 +59,36 @@ PROCESSES = "processes"
 REDIS_ALGORITHM: AlgorithmName = "token_bucket"
 
 
+class _Printed(io.StringIO):
+    """Standard output that is also kept."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        self._terminal.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._terminal.flush()
+
+
 def main() -> None:
     """Measure the selected works, print results as they arrive, and save them."""
     options = _options()
-    effort = QUICK if options.quick else FULL
     if any(_wanted(options, "", work) for work in HTTP_WORKS):
         wrk_path()  # fail before the long run, not after it
-    found = machine()
+    found, now = machine(), datetime.now(UTC)
+    with redirect_stdout(_Printed(sys.stdout)) as printed:
+        _run(options, found)
+    if options.markdown:
+        text = page(printed.getvalue(), found, now, sys.argv[1:])
+        options.markdown.write_text(text, encoding="utf-8")
+
+
+def _run(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    effort = QUICK if options.quick else FULL
     print(header(effort, found), flush=True)
     results = _run_scenes(options, effort)
     throughputs = _run_processes(options, effort) if kernel.BUILT else []
@@ -66,6 +96,7 @@ def main() -> None:
         print(throughput_table(throughputs, results))
     if results:
         print(summary(results))
+    storages = run_limits_storages(lambda work: _wanted(options, "", work), effort, _progress)
     fleet = run_fleet(lambda work: _wanted(options, "token_bucket", work), effort)
     rules = run_rules(lambda work: _wanted(options, "", work), effort, _progress)
     redis = run_redis(
@@ -83,10 +114,11 @@ def main() -> None:
         RECORD_QUICK if options.quick else RECORD_FULL,
         _progress,
     )
-    if not (results or throughputs or fleet or rules or redis or http or record):
+    if not (results or throughputs or storages or fleet or rules or redis or http or record):
         sys.exit(f"nothing is called {' '.join(options.only)}; see --help")
     if options.json:
         written = as_json(results, throughputs, effort, found)
+        written["limits"] = as_json(storages, [], effort, found)["rows"]
         written["fleet"] = as_json(fleet, [], effort, found)["rows"]
         written["rules"] = rules
         written["redis"] = redis
@@ -102,13 +134,13 @@ def _redis_effort(options: argparse.Namespace) -> RedisEffort:
 
 def _options() -> argparse.Namespace:
     works = [*(scene.name for scene in SCENES), PROCESSES, *RULES_WORKS, *REDIS_WORKS, *HTTP_WORKS]
-    works += [*RECORD_WORKS, *FLEET_WORKS]
+    works += [*RECORD_WORKS, *FLEET_WORKS, *LIMITS_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
-        "shared store from several processes; in a node of a fleet; its rules; on real Redis "
-        "servers, started here; and its service and middleware over HTTP, beside slowapi and a "
-        "real Envoy.",
+        "shared store from several processes; as a storage of limits; in a node of a fleet; its "
+        "rules; on real Redis servers, started here; and its service and middleware over HTTP, "
+        "beside slowapi and a real Envoy.",
         epilog=f"algorithms: {', '.join(ALGORITHM_NAMES)}; works: {', '.join(map(repr, works))}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a number")
@@ -127,6 +159,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure bytes a key")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there too")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write a page with all tables there too"
+    )
     return parser.parse_args()
 
 

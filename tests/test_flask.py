@@ -481,7 +481,10 @@ def test_wrong_options_are_rejected() -> None:
         RateLimit(limits="5/fortnight")
     app = Flask(__name__)
     app.config["TOLLKEEPER"] = {"limit": "5/minute"}
-    with pytest.raises(ConfigError, match="has no option limit; the options are limits, rules"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no option limit \(did you mean limits\?\); the options are limits, rules",
+    ):
         RateLimit(app)
     app.config["TOLLKEEPER"] = "5/minute"
     with pytest.raises(ConfigError, match="is not a dict of options"):

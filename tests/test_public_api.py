@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tollkeeper
+import tollkeeper.limits
 import tollkeeper.testing
 from tollkeeper import AsyncLimiter, Limiter
 
@@ -18,19 +22,20 @@ from tollkeeper import AsyncLimiter, Limiter
 PROMISED = {
     tollkeeper: {"Limiter", "AsyncLimiter", "Limit", "Request", "Decision"},
     tollkeeper.testing: {"ManualClock"},
+    tollkeeper.limits: {"AsyncTollkeeperStorage", "TollkeeperStorage", "open_storage"},
 }
 VERBS = {"check", "peek", "reset", "refund", "grant", "wait", "limit", "hold", "close"}
 
-both = pytest.mark.parametrize("module", [tollkeeper, tollkeeper.testing], ids=lambda m: m.__name__)
+each_module = pytest.mark.parametrize("module", PROMISED, ids=lambda m: m.__name__)
 
 
-@both
+@each_module
 def test_all_is_sorted_and_has_no_repeats(module: types.ModuleType) -> None:
     """A sorted list merges well when two branches add to it."""
     assert module.__all__ == sorted(set(module.__all__))
 
 
-@both
+@each_module
 def test_the_promised_names_are_exported(module: types.ModuleType) -> None:
     """The names of the design exist."""
     assert set(module.__all__) >= PROMISED[module]
@@ -53,7 +58,7 @@ def test_star_import_gives_all() -> None:
     assert set(names) - {"__builtins__"} == set(tollkeeper.__all__)
 
 
-@both
+@each_module
 def test_every_public_name_has_a_docstring(module: types.ModuleType) -> None:
     """Its own docstring, not an inherited one."""
     for name in set(module.__all__) - {"__version__"}:
@@ -94,3 +99,33 @@ def test_the_package_is_typed() -> None:
     """`py.typed` is installed, so that type checkers use our annotations."""
     package = importlib.resources.files(tollkeeper)
     assert package.joinpath("py.typed").is_file()
+
+
+def _public_names(module: types.ModuleType) -> set[str]:
+    """Return `__all__`, or without one the public classes and functions that a module defines."""
+    listed: list[str] | None = getattr(module, "__all__", None)
+    if listed is not None:
+        return set(listed)
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def test_every_public_name_has_a_typed_use() -> None:
+    """`typing_public_api.py`, which type checkers check, uses all names of all public modules."""
+    uses = ast.parse(Path(__file__).with_name("typing_public_api.py").read_text(encoding="utf-8"))
+    used = {ast.unparse(node) for node in ast.walk(uses) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(uses):
+        if isinstance(node, ast.ImportFrom):
+            used |= {f"{node.module}.{each.name}" for each in node.names}
+    package = Path(tollkeeper.__file__).parent
+    names = {f"tollkeeper.{path.stem}" for path in package.glob("[!_]*.py")}
+    assert names >= {"tollkeeper.asgi", "tollkeeper.fastapi", "tollkeeper.httpx"}
+    for name in {"tollkeeper", "tollkeeper.testing"} | names:
+        public = _public_names(importlib.import_module(name))
+        missing = public - {each.rpartition(".")[2] for each in used if each.startswith(f"{name}.")}
+        assert not missing, (
+            f"add a use of {sorted(missing)} of {name} to tests/typing_public_api.py"
+        )

@@ -1,24 +1,51 @@
 """Correct uses of the public names. mypy --strict must agree with every assert_type.
 
-`make lint` checks this module; it has no tests to run. Importing it must work.
+`make lint` checks this module against the source, and `tests/test_packages.py` against an installed
+wheel. `tests/test_public_api.py` checks that every public name is used here. The module has no
+tests to run. Importing it must work.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, assert_type
+from typing import Annotated, Any, Literal, assert_type
 
+import httpx
+from fastapi import FastAPI
+from flask import Blueprint, Flask
+from starlette.applications import Starlette
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import PlainTextResponse
+
+import tollkeeper.asgi
+import tollkeeper.django
+import tollkeeper.fastapi
+import tollkeeper.flask
+import tollkeeper.httpx
+import tollkeeper.wsgi
 from tollkeeper import (
     AsyncLimiter,
     CapacityError,
+    ConfigError,
     Decision,
+    Fleet,
+    InvalidCost,
+    InvalidKey,
+    InvalidOption,
     Limit,
     Limiter,
     LimitExceeded,
+    LocalFallback,
     RateSyntaxError,
+    Regions,
     Request,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    TollkeeperError,
     __version__,
     open_store,
     parse_limit,
@@ -26,6 +53,7 @@ from tollkeeper import (
 )
 from tollkeeper.core.clock import Clock, SystemClock
 from tollkeeper.decide.store import Store, StoreStats
+from tollkeeper.limits import AsyncTollkeeperStorage, TollkeeperStorage, open_storage
 from tollkeeper.testing import ManualClock, limiting_off, use_clock
 
 
@@ -66,6 +94,32 @@ def errors(capacity: CapacityError, exceeded: LimitExceeded, syntax: RateSyntaxE
     assert_type(exceeded.decision, Decision)
     assert_type(syntax.position, int)
     assert_type(syntax.text, str)
+
+
+def error_tree() -> None:
+    """All errors have one root; errors of input and of stores have a branch each."""
+    inputs: list[type[ConfigError]] = [RateSyntaxError, InvalidOption]
+    stores: list[type[StoreError]] = [StoreFull, StoreTimeout, StoreUnavailable]
+    roots: list[type[TollkeeperError]] = [*inputs, *stores, CapacityError, InvalidCost, InvalidKey]
+    roots.append(LimitExceeded)
+
+
+def fleets() -> None:
+    """The settings of nodes, regions and the time without a store."""
+    fleet = Fleet(store="shared:///run/api.fleet", nodes=20, gossip="127.0.0.1:7946")
+    regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
+    fallback = LocalFallback(nodes=20, ceiling="5000/second", emergency="60/minute")
+    assert_type(fleet.lease_seconds, float)
+    assert_type(regions.region, str)
+    Limiter(
+        "5/s",
+        store="redis://localhost",
+        consistency="leased",
+        fleet=fleet,
+        on_failure="local",
+        local_fallback=fallback,
+    )
+    Limiter("5/s", regions=regions, scope="global", across_regions="exact")
 
 
 def constructors(store: Store, clock: Clock) -> None:
@@ -160,3 +214,183 @@ def switches() -> None:
         assert_type(clock, ManualClock)
         clock.advance(1.5)
         assert_type(clock.now_ns(), int)
+
+
+# ── Frameworks ─────────────────────────────────────────────────────────────────────────────────
+
+
+def charges(charge: tollkeeper.fastapi.Charge) -> None:
+    """A charge is the same class in every integration."""
+    assert_type(charge.decision, Decision)
+    assert_type(charge.units, int)
+    charge.settle(37)
+    charge.refund()
+    same: list[
+        type[tollkeeper.asgi.Charge | tollkeeper.flask.Charge | tollkeeper.django.Charge]
+    ] = [tollkeeper.fastapi.Charge]
+    same.append(tollkeeper.wsgi.Charge)
+
+
+def denials(denial: tollkeeper.fastapi.Denial) -> None:
+    """A denial is the same class in every integration."""
+    assert_type(denial.status, int)
+    assert_type(denial.retry_after, int)
+    assert_type(denial.rule, str)
+    assert_type(denial.message, str)
+    assert_type(denial.decision, Decision)
+    same: list[
+        type[tollkeeper.asgi.Denial | tollkeeper.flask.Denial | tollkeeper.django.Denial]
+    ] = [tollkeeper.fastapi.Denial]
+    same.append(tollkeeper.wsgi.Denial)
+
+
+def handled(
+    fastapi: tollkeeper.fastapi.RateLimitExceeded | tollkeeper.fastapi.LimiterUnavailable,
+    asgi: tollkeeper.asgi.RateLimitExceeded | tollkeeper.asgi.LimiterUnavailable,
+    flask: tollkeeper.flask.RateLimitExceeded | tollkeeper.flask.LimiterUnavailable,
+    django: tollkeeper.django.RateLimitExceeded | tollkeeper.django.LimiterUnavailable,
+) -> None:
+    """The exceptions of denied requests, which the handlers of an application get."""
+    for error in (fastapi, asgi, flask, django):
+        assert_type(error.denial, tollkeeper.fastapi.Denial)
+
+
+def hooks(request: tollkeeper.fastapi.WebRequest) -> None:
+    """The request that functions take is the same class in every integration."""
+    assert_type(request.method, str)
+    assert_type(request.header("X-Tenant"), str | None)
+    same: list[type[tollkeeper.asgi.WebRequest | tollkeeper.flask.WebRequest]] = [type(request)]
+    same.append(tollkeeper.django.WebRequest)
+    same.append(tollkeeper.wsgi.WebRequest)
+
+
+def on_fastapi() -> None:
+    """A middleware, a dependency, and the charge as an argument."""
+    app = FastAPI()
+    limit = tollkeeper.fastapi.RateLimit(
+        app, ["100/minute", Limit(5, per=1)], store="shared:///run/api.limits", on_failure="closed"
+    )
+
+    @app.get("/search", dependencies=[limit("5/second")])
+    def search() -> str:
+        return "found"
+
+    @app.post("/complete")
+    async def complete(
+        charge: Annotated[tollkeeper.fastapi.Charge, limit("9/minute", cost=3, name="tokens")],
+    ) -> None:
+        charge.settle(1)
+
+    assert_type(search(), str)
+    tollkeeper.fastapi.RateLimit(app, rules="limits.yaml", trusted_proxies=["10.0.0.0/8"])
+    tollkeeper.fastapi.RateLimit(app, "5/s", sotre="memory://")  # type: ignore[call-arg]  # a typo
+    limit("5/s", on_failure="maybe")  # type: ignore[arg-type]  # not a policy
+
+
+async def on_asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """The middleware of any ASGI application, and a decorator for Starlette."""
+
+    @tollkeeper.asgi.limited("5/second", key="address")
+    async def search(request: StarletteRequest) -> PlainTextResponse:
+        return PlainTextResponse("found")
+
+    app = Starlette()
+    app.add_middleware(tollkeeper.asgi.RateLimit, limits="100/minute")
+    limited = tollkeeper.asgi.RateLimit(app, "100/minute", key=lambda request: request.path)
+    assert_type(await limited(scope, receive, send), None)
+    assert_type(await search(StarletteRequest(scope)), PlainTextResponse)
+    charge: tollkeeper.asgi.Charge = scope[tollkeeper.asgi.CHARGE]
+    charge.settle(2)
+
+
+def on_flask(blueprint: Blueprint) -> None:
+    """Decorated views keep their types; a blueprint is limited as a whole."""
+    app = Flask(__name__)
+    limit = tollkeeper.flask.RateLimit(app, "100/minute")
+    later = tollkeeper.flask.RateLimit(limits="100/minute", per_route=True)
+    later.init_app(app)
+
+    @app.get("/search")
+    @limit("5/second", cost=2)
+    def search(text: str = "") -> str:
+        tollkeeper.flask.charge.settle(1)
+        return text
+
+    @limit.exempt
+    def health() -> Literal["ok"]:
+        return "ok"
+
+    assert_type(search("found"), str)
+    assert_type(health(), Literal["ok"])
+    assert_type(limit("5/minute")(blueprint), Blueprint)
+    assert_type(tollkeeper.flask.charge, tollkeeper.flask.Charge)
+    limit.close(app)
+
+
+def on_django(request: Any) -> None:
+    """A decorated view, and the middleware. Django ships no types, so neither has a request."""
+
+    @tollkeeper.django.rate_limit("5/hour", name="export", on_failure="closed")
+    def export(request: Any) -> Any:
+        return request
+
+    export(request)
+    tollkeeper.django.RateLimitMiddleware(export)(request)
+
+
+def on_wsgi() -> None:
+    """The middleware of any WSGI application."""
+
+    def hello(environ: Any, start_response: Any) -> Iterable[bytes]:
+        start_response("200 OK", [])
+        return [b"hello"]
+
+    limited = tollkeeper.wsgi.RateLimit(hello, "100/minute", skip=lambda request: False)
+    assert_type(limited({}, lambda *_: lambda _: None), Iterable[bytes])
+    limited.close()
+
+
+# ── Clients ────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_httpx(response: httpx.Response) -> None:
+    """The transports and their settings."""
+    budget = tollkeeper.httpx.Budget(share=0.1, reserve=5)
+    settings: tollkeeper.httpx.RetrySettings = {"wait_max": 30, "pace": "path", "budget": budget}
+    httpx.Client(transport=tollkeeper.httpx.RetryTransport(**settings))
+    httpx.AsyncClient(transport=tollkeeper.httpx.AsyncRetryTransport(attempts_max=3))
+    headers: tollkeeper.httpx.ResponseHeaders = response.headers
+    advice = tollkeeper.httpx.retry_advice_of(headers, now_ns=0)
+    assert_type(advice, tollkeeper.httpx.RetryAdvice)
+    assert_type(advice.wait_ns, int | None)
+    tollkeeper.httpx.RetryTransport(pace="fast")  # type: ignore[arg-type]  # not a pace
+
+
+def outgoing(error: tollkeeper.httpx.LimitTimeout) -> None:
+    """The transports that keep limits before they send."""
+    settings: tollkeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": True}
+    with httpx.Client(transport=tollkeeper.httpx.LimitTransport("10/s", **settings)):
+        pass
+    by_host = tollkeeper.httpx.AsyncLimitTransport("10/s", key=lambda request: request.url.host)
+    assert_type(by_host.limiter, AsyncLimiter)
+    assert_type(error.retry_after, float)
+    assert_type(error.decision, Decision)
+    assert_type(error.request, httpx.Request)
+
+
+def storages(storage: TollkeeperStorage) -> None:
+    """The storages for `limits`."""
+    opened = open_storage("tollkeeper+memory://", capacity=1_000, wrap_exceptions=True)
+    assert_type(opened, TollkeeperStorage | AsyncTollkeeperStorage)
+    assert_type(storage.store, Store)
+    assert_type(storage.incr("k", 60), int)
+    assert_type(storage.get_expiry("k"), float)
+    assert_type(storage.acquire_entry("k", 5, 60, amount=2), bool)
+    assert_type(storage.get_sliding_window("k", 60), tuple[int, float, int, float])
+
+
+async def async_storages(storage: AsyncTollkeeperStorage) -> None:
+    """The same, awaited."""
+    assert_type(await storage.incr("k", 60), int)
+    assert_type(await storage.get_moving_window("k", 5, 60), tuple[float, int])
+    assert_type(await storage.check(), bool)

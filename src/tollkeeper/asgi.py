@@ -15,42 +15,65 @@ headers when they start. Bodies, streams, trailers and files pass unchanged.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
+from weakref import WeakSet
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.limiter.arguments import kind_of, name_of
+from tollkeeper.limiter.arguments import explains, kind_of, name_of
 from tollkeeper.web.answers import Denial
 from tollkeeper.web.charges import (
     CHARGE,
     CHARGES,
+    DEFERRED,
     AsgiCharges,
     Message,
     Receive,
+    RequestDenied,
     Scope,
     Send,
     charges_of,
     is_request_denied,
 )
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge
+from tollkeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
 from tollkeeper.web.options import (
+    LimitsSource,
     OptionArguments,
     RouteArguments,
     checked_application,
     options_of,
     route_options_of,
 )
-from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest
+from tollkeeper.web.overrides import mark_override
+from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest
 
-__all__ = ["CHARGE", "Charge", "Denial", "RateLimit", "limited"]
+__all__ = [
+    "CHARGE",
+    "Charge",
+    "Denial",
+    "LimiterUnavailable",
+    "RateLimit",
+    "RateLimitExceeded",
+    "WebRequest",
+    "limited",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _SHUTDOWN: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
+
+
+# The owner of the defaults that an endpoint with `limited(…, override_defaults=True)` replaces.
+LIMITED: Final = "limited"
+# The enforcers of all RateLimits, and the endpoints that replace their limits, if there are any.
+_enforcers: Final[WeakSet[AsyncEnforcer]] = WeakSet()
+_overriding: Final[WeakSet[Callable[..., Any]]] = WeakSet()
 
 
 class RateLimit:
@@ -63,10 +86,11 @@ class RateLimit:
     The store and the limiter are closed when the application has shut down (ASGI's lifespan).
     """
 
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
     def __init__(
         self,
         app: Any,
-        limits: LimitsArgument | None = None,
+        limits: LimitsSource | None = None,
         *,
         enforcer: AsyncEnforcer | None = None,
         **options: Unpack[OptionArguments],
@@ -76,6 +100,9 @@ class RateLimit:
         self.enforcer = enforcer or AsyncEnforcer(
             options_of("RateLimit(…)", {"limits": limits, **options}).require_limits("RateLimit")
         )
+        _enforcers.add(self.enforcer)
+        if _overriding:
+            self.enforcer.expect_overrides()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI defines it."""
@@ -86,24 +113,20 @@ class RateLimit:
         if CHARGES in scope and scope[CHARGES].status is None:
             # Another RateLimit wraps this one, and sends the headers and answers. If its response
             # has already started, the scope is being reused for another application.
-            await scope[CHARGES].charge(self.enforcer, RoutedAsgiRequest(scope, self.app))
-            await self.app(scope, receive, send)
+            await self._charge_and_serve(scope[CHARGES], scope, receive, send, owner=None)
             return
         charges = scope[CHARGES] = AsgiCharges(self.enforcer, send)
         try:
-            if not charges.charge_by_peer(scope, self.app):
-                await charges.charge(self.enforcer, RoutedAsgiRequest(scope, self.app))
-            await self.app(scope, receive, charges.send)
+            if charges.charge_by_peer(scope, self.app):
+                await self.app(scope, receive, charges.send)
+            else:
+                # Endpoints that are `limited` belong to the outermost RateLimit: this one.
+                await self._charge_and_serve(charges, scope, receive, charges.send, owner=LIMITED)
         except GeneratorExit:
             raise  # the event loop is gone, and nothing can be awaited
         except BaseException as error:
             if not is_request_denied(error):
-                if charges.denied is not None and isinstance(error, Exception):
-                    # The application raised another error because of the denial, for example in a
-                    # dependency that yields. The client gets its 429, the application its error.
-                    await charges.finish(receive)
-                else:
-                    await charges.settle_failure(error)
+                await _settle_error(charges, scope, receive, error)
                 raise
         if charges.denied is None:
             for charge in charges.made:  # `is_settled`, without the call
@@ -113,6 +136,29 @@ class RateLimit:
                 return
         await charges.finish(receive)
 
+    async def _charge_and_serve(
+        self, charges: AsgiCharges, scope: Scope, receive: Receive, send: Send, owner: str | None
+    ) -> None:
+        """Charge a request, or leave that to a route which replaces these limits; then serve it.
+
+        Endpoints replace them if they are marked with `owner`.
+        """
+        request = RoutedAsgiRequest(scope, self.app)
+        count = 0 if self.enforcer.overrides is None else self._override_count(request, owner)
+        if count:
+            send = charges.defer(self.enforcer, request, send, count).send
+        else:
+            await charges.charge(self.enforcer, request)
+        await self.app(scope, receive, send)
+
+    def _override_count(self, request: RoutedAsgiRequest, owner: object) -> int:
+        """Return the number of limits of the serving route that replace the limits of this."""
+        enforcer = self.enforcer
+        if enforcer.overrides is None or enforcer.options.limits is None:
+            return 0  # rules, and a limiter of the application's own, are not replaced
+        route = request.serving_route()
+        return 0 if route is None else enforcer.overrides.count(route, request.method, owner)
+
     def _closing(self, send: Send) -> Send:
         async def close_and_send(message: Message) -> None:
             # Close first: the server may end the process as soon as it gets the message.
@@ -121,6 +167,23 @@ class RateLimit:
             await send(message)
 
         return close_and_send
+
+
+async def _settle_error(
+    charges: AsgiCharges, scope: Scope, receive: Receive, error: BaseException
+) -> None:
+    """Settle a request whose application raised an error, or answer it if it is denied."""
+    if charges.denied is None and DEFERRED in scope:
+        # Also if the task is cancelled, or a client could avoid them by closing the connection.
+        # Shielded, because such a task may be cancelled again.
+        with suppress(RequestDenied):
+            await asyncio.shield(charges.charge_deferred(scope))
+    if charges.denied is not None and isinstance(error, Exception):
+        # The application raised another error because of the denial, for example in a dependency
+        # that yields. The client gets its 429, the application its error.
+        await charges.finish(receive)
+    else:
+        await charges.settle_failure(error)
 
 
 class _Decorator(Protocol):
@@ -134,8 +197,9 @@ class _Decorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
 
+@explains("limited(…)", 'limited("5/minute", name="login")')
 def limited(
-    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
+    limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
 ) -> _Decorator:
     """Limit one endpoint of Starlette: a function or method that takes a request or a WebSocket.
 
@@ -155,6 +219,7 @@ def limited(
             raise ConfigError(f"{show(function)} is not an endpoint; decorate a class's methods")
         function_name = name_of(function)
         is_async = kind_of(function) != "plain"
+        overrides = route_options.override_defaults
 
         @wraps(function)
         async def charged(*args: Any, **kwargs: Any) -> Any:
@@ -170,11 +235,18 @@ def limited(
             if enforcer is None:
                 enforcer = outer.route_enforcer(route_options, count_name, request.route)
                 outer.remember_route(key, enforcer, alive=route)
-            await charges.charge(enforcer, request)
+            charge = await charges.charge(enforcer, request)
+            if overrides:
+                await charges.replace_default(outer, charge, connection.scope)
             if is_async:
                 return await function(*args, **kwargs)
             return await _in_thread(partial(function, *args, **kwargs))
 
+        if overrides:
+            mark_override(charged, LIMITED)
+            _overriding.add(charged)
+            for each in _enforcers:
+                each.expect_overrides()
         return charged
 
     return decorate

@@ -27,22 +27,25 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, Unpack
 
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, TollkeeperError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import LimitsArgument
 from tollkeeper.core.steps import Call, Steps, run, run_async
-from tollkeeper.limiter.arguments import name_of
+from tollkeeper.limiter.arguments import explains, name_of
 from tollkeeper.web.answers import Denial, HttpAnswer
 from tollkeeper.web.django_site import (
+    SITE,
     DjangoCharges,
     DjangoWebRequest,
     for_threads,
     in_event_loop,
+    note_override,
+    override_count_of,
     site_limits,
     template_of,
 )
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer
-from tollkeeper.web.options import RouteArguments, route_options_of
+from tollkeeper.web.options import LimitsSource, RouteArguments, route_options_of
+from tollkeeper.web.requests import WebRequest
 
 try:
     from asgiref.sync import iscoroutinefunction, markcoroutinefunction
@@ -57,9 +60,20 @@ except ImportError as error:
         f"install it with: pip install 'tollkeeper[django]'"
     ) from error
 
-__all__ = ["Charge", "Denial", "RateLimitMiddleware", "rate_limit"]
+__all__ = [
+    "Charge",
+    "Denial",
+    "LimiterUnavailable",
+    "RateLimitExceeded",
+    "RateLimitMiddleware",
+    "WebRequest",
+    "rate_limit",
+]
 
 _CHARGES: Final = "_tollkeeper_charges"
+# Set on a request by the middleware, which answers the exceptions of denied views. Django asks it
+# about the view of the route only, and not about `handler404` or a view that a middleware calls.
+_HANDLES: Final = "_tollkeeper_handles"
 # Exceptions of views, and the status that Django answers.
 _STATUSES: Final = (
     (Http404, 404),
@@ -74,8 +88,39 @@ Choose = Callable[[DjangoCharges], Any]
 """Returns the enforcer of a request. Its name may depend on the charges so far."""
 
 
+class RateLimitExceeded(TollkeeperError):
+    """A view was denied by a limit. Raised if the middleware, which answers it, is installed."""
+
+    status_code = 429
+
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message)
+        self.denial = denial
+        """The denied request, as `on_limit` gets it."""
+
+
+class LimiterUnavailable(TollkeeperError):
+    """A view failed closed. Raised if the middleware, which answers it, is installed."""
+
+    status_code = 503
+
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message)
+        self.denial = denial
+        """The denied request, as `on_unavailable` gets it."""
+
+
+_EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {
+    429: RateLimitExceeded,
+    503: LimiterUnavailable,
+}
+
+
 class RateLimitMiddleware:
-    """Limits all requests of a site as settings.TOLLKEEPER defines, and adds the headers."""
+    """Limits all requests of a site as `settings.TOLLKEEPER` defines, and adds the headers.
+
+    The setting is a dict of the options of `EnforcerOptions`, by their names.
+    """
 
     sync_capable = True
     async_capable = True
@@ -92,12 +137,23 @@ class RateLimitMiddleware:
         """Serve a request, as Django defines it."""
         limits, respond = site_limits(), partial(self._get_response, request)
         enforcer = limits.async_enforcer if self._is_async else limits.enforcer
-        steps = _serve_steps(request, enforcer, lambda _: enforcer, respond, in_loop=self._is_async)
+        steps = _serve_steps(
+            request, enforcer, lambda _: enforcer, respond, in_loop=self._is_async, is_view=False
+        )
         return run_async(steps) if self._is_async else run(steps)
 
+    def process_exception(self, request: Any, error: Exception) -> Any:
+        """Answer a view that was denied, unless another middleware or a framework has done so."""
+        if isinstance(error, RateLimitExceeded | LimiterUnavailable):
+            return _response_of(error.denial.answer)
+        if hasattr(request, _HANDLES):
+            delattr(request, _HANDLES)  # the view is over; a handler such as `handler404` follows
+        return None
 
+
+@explains("rate_limit(…)", 'rate_limit("5/minute", name="login")')
 def rate_limit(
-    limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
+    limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Limit a view further, or a method with Django's `method_decorator`.
 
@@ -114,6 +170,8 @@ def rate_limit(
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(view, type) or not callable(view):
             raise ConfigError(f"{show(view)} is not a function; {_FOR_CLASSES}")
+
+        overrides = route_options.override_defaults
 
         def enforcers(request: Any) -> tuple[Any, Choose]:
             if isinstance(request, View):
@@ -138,16 +196,25 @@ def rate_limit(
             @wraps(view)
             async def limited_async(request: Any, *args: Any, **kwargs: Any) -> Any:
                 respond = partial(view, request, *args, **kwargs)
-                steps = _serve_steps(request, *enforcers(request), respond, in_loop=True)
+                steps = _serve_steps(
+                    request, *enforcers(request), respond, in_loop=True, overrides=overrides
+                )
                 return await run_async(steps)
 
+            if overrides:
+                note_override(limited_async)
             return limited_async
 
         @wraps(view)
         def limited(request: Any, *args: Any, **kwargs: Any) -> Any:
             respond = partial(view, request, *args, **kwargs)
-            return run(_serve_steps(request, *enforcers(request), respond, in_loop=False))
+            steps = _serve_steps(
+                request, *enforcers(request), respond, in_loop=False, overrides=overrides
+            )
+            return run(steps)
 
+        if overrides:
+            note_override(limited)
         return limited
 
     return decorate
@@ -197,19 +264,40 @@ def _serve_steps(
     respond: Callable[[], Any],
     *,
     in_loop: bool,
+    is_view: bool = True,
+    overrides: bool = False,
 ) -> Steps[Any]:
     """Charge a request and respond to it; the outermost limit adds the headers and settles.
 
-    `in_loop` is True for a view or middleware that runs in an event loop.
+    `in_loop` is True for a view or middleware that runs in an event loop. The middleware defers
+    its limits to a view that `overrides` them (`web/overrides.py`).
     """
+    can_defer = not is_view and outer.options.limits is not None
+    defers = override_count_of(request) if can_defer else 0
+    if not is_view:
+        setattr(request, _HANDLES, True)
     charges, is_outermost = _charges_of(request, outer)
     deny = charges.denial_async if in_loop else charges.denial
     settle = charges.settle_shielded if in_loop else charges.settle
     try:
-        denial = yield Call(deny, choose(charges), DjangoWebRequest(request))
+        denial = None
+        if defers:
+            charges.deferred[SITE] = defers
+        else:
+            denial = yield Call(deny, choose(charges), DjangoWebRequest(request))
+        if overrides and charges.is_default_due(SITE, denial):
+            denial = yield Call(deny, outer, DjangoWebRequest(request))
         request.charge = charges.last
+        if is_view and isinstance(denial, Denial) and _is_handled(request):
+            _raise(denial)
         response = (yield Call(respond)) if denial is None else _response_of(denial)
+        if defers and charges.is_default_left(SITE):
+            denial = yield Call(deny, outer, DjangoWebRequest(request))
+            response = response if denial is None else _response_of(denial)
     except BaseException as error:
+        if defers and charges.is_default_left(SITE):
+            # Cancelled: a client must not avoid these limits by closing the connection.
+            yield Call(deny, outer, DjangoWebRequest(request))
         if is_outermost:
             _fail(request, charges, error)
             yield Call(settle)
@@ -264,7 +352,20 @@ def _finish(request: Any, charges: DjangoCharges, response: Any) -> None:
     response.close = close_and_settle
 
 
+def _is_handled(request: Any) -> bool:
+    """Return True if Django passes an exception that is raised now to `process_exception`."""
+    return hasattr(request, _HANDLES) and request.resolver_match is not None
+
+
+def _raise(denial: Denial) -> None:
+    """Raise the exception of a denial. A 403 of the deny list has none."""
+    if denial.status in _EXCEPTIONS:
+        raise _EXCEPTIONS[denial.status](denial)
+
+
 def _response_of(denial: Any) -> Any:
+    if isinstance(denial, Denial):
+        denial = denial.answer
     if not isinstance(denial, HttpAnswer):
         return denial
     return HttpResponse(denial.body, status=denial.status, headers=dict(denial.headers))

@@ -12,8 +12,8 @@
 
 `RateLimit` installs the ASGI middleware, which sends the headers and answers denied requests. A
 dependency adds its charge to the request's charges (`web/charges.py`). So an endpoint needs no
-`request` argument, a Response that it returns itself gets the headers too, and the application's
-exception handlers are not involved.
+`request` argument, and a Response that it returns itself gets the headers too. The application's
+exception handlers may answer denied requests (`web/handlers.py`).
 
 Each route has its own count, named after its methods and template: "GET /search". Limits with the
 same `name` share one count. All counts are in one store.
@@ -27,16 +27,19 @@ from typing import Any, Final, Unpack
 from tollkeeper import asgi
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import LimitsArgument
+from tollkeeper.limiter.arguments import explains
 from tollkeeper.web.answers import Denial
 from tollkeeper.web.charges import charges_of
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge
+from tollkeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
 from tollkeeper.web.options import (
+    LimitsSource,
     OptionArguments,
     RouteArguments,
     options_of,
     route_options_of,
 )
+from tollkeeper.web.overrides import calls_of
 from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 try:
@@ -47,7 +50,7 @@ except ImportError as error:
         "tollkeeper.fastapi needs FastAPI: pip install 'tollkeeper[fastapi]'"
     ) from error
 
-__all__ = ["Charge", "Denial", "RateLimit"]
+__all__ = ["Charge", "Denial", "LimiterUnavailable", "RateLimit", "RateLimitExceeded", "WebRequest"]
 
 _TOO_MANY: Final = {
     "description": "Too many requests",
@@ -82,8 +85,9 @@ class RateLimit:
     it, and sees the denials too.
     """
 
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
     def __init__(
-        self, app: FastAPI, limits: LimitsArgument | None = None, **options: Unpack[OptionArguments]
+        self, app: FastAPI, limits: LimitsSource | None = None, **options: Unpack[OptionArguments]
     ) -> None:
         if not isinstance(app, FastAPI):
             raise ConfigError(
@@ -95,8 +99,9 @@ class RateLimit:
         app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
         self._describe_in(app)
 
+    @explains("limit(…)", 'limit("5/minute", name="login")')
     def __call__(
-        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
+        self, limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Any:
         """Return a dependency that charges the request by further limits; its value is the Charge.
 
@@ -106,7 +111,7 @@ class RateLimit:
         """
         check_name("name", name)
         route_options = route_options_of("limit(…)", "RateLimit(app, {}=…)", limits, options)
-        outer = self.enforcer
+        outer, overrides = self.enforcer, route_options.override_defaults
 
         async def charged(connection: HTTPConnection) -> Charge:
             scope = connection.scope
@@ -120,9 +125,14 @@ class RateLimit:
                 count_name = name or charges.name_for(_route_name(route, request))
                 enforcer = outer.route_enforcer(route_options, count_name, request.route)
                 outer.remember_route(key, enforcer, alive=(route, context))
-            return await charges.charge(enforcer, request)
+            charge = await charges.charge(enforcer, request)
+            if overrides:
+                await charges.replace_default(outer, charge, scope)
+            return charge
 
         self._dependencies.add(charged)
+        if overrides:
+            outer.expect_overrides().add(charged)
         return Depends(charged)
 
     # ── OpenAPI ────────────────────────────────────────────────────────────────────────────────
@@ -148,14 +158,11 @@ class RateLimit:
         listed: Callable[..., Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
         for route in listed(app.routes):
             dependant = getattr(route, "dependant", None)
-            if dependant is not None and (everywhere or self._charges(dependant)):
+            if dependant is None:
+                continue
+            if everywhere or not self._dependencies.isdisjoint(calls_of(dependant)):
                 for method in getattr(route, "methods", None) or ():
                     yield route.path_format, method.lower()
-
-    def _charges(self, dependant: Any) -> bool:
-        return dependant.call in self._dependencies or any(
-            self._charges(each) for each in dependant.dependencies
-        )
 
 
 def _context_of(scope: Any) -> object:

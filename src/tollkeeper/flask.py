@@ -13,7 +13,7 @@
 A WSGI layer (`wsgi.py`) wraps the application, adds the headers and settles. Charging happens
 inside Flask, after it has matched the URL and opened the session. So an endpoint is known by its
 rule (`/users/<int:id>`, for every number), a key may come from the session, and a denial is an
-ordinary response that the application's `after_request` functions see.
+ordinary HTTP error: `errorhandler(429)` may answer it, and `after_request` functions see it.
 
 Each view has its own count, named after its endpoint, for all its URLs. Each decorated method of a
 class has its own count too: "POST item". Limits with the same `name` share one count. All counts
@@ -26,37 +26,49 @@ checked before that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from itertools import takewhile
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, TollkeeperError, show
 from tollkeeper.core.model import check_name
-from tollkeeper.core.rates import LimitsArgument
+from tollkeeper.limiter.arguments import explains
 from tollkeeper.web.answers import Denial, HttpAnswer
-from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
+from tollkeeper.web.charges import CHARGE, CHARGES, DeferringCharges
 from tollkeeper.web.enforcer import LOG, Charge, Enforcer
 from tollkeeper.web.options import (
     EnforcerOptions,
+    LimitsSource,
     OptionArguments,
     RouteArguments,
     check_option_names,
     options_of,
     route_options_of,
 )
-from tollkeeper.web.requests import WsgiRequest
+from tollkeeper.web.overrides import mark_override, override_count
+from tollkeeper.web.requests import WebRequest, WsgiRequest
 from tollkeeper.wsgi import serve_charged
 
 try:
     from flask import Blueprint, Flask, Response, current_app, has_app_context, request, session
     from flask.views import View as ClassView
+    from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
     from werkzeug.local import LocalProxy
 except ImportError as error:
     raise ConfigError(
         f"tollkeeper.flask needs Flask ({error}); install it with: pip install 'tollkeeper[flask]'"
     ) from error
 
-__all__ = ["Charge", "Denial", "RateLimit", "charge"]
+__all__ = [
+    "Charge",
+    "Denial",
+    "LimiterUnavailable",
+    "RateLimit",
+    "RateLimitExceeded",
+    "WebRequest",
+    "charge",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +81,30 @@ charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) o
 """The charge of the current request: the last one, so in a decorated view its own."""
 
 
+class RateLimitExceeded(TooManyRequests, TollkeeperError):
+    """A request was denied by a limit. Without an `errorhandler`, Flask sends the default 429."""
+
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
+        self.denial = denial
+        """The denied request, as `on_limit` gets it."""
+
+
+class LimiterUnavailable(ServiceUnavailable, TollkeeperError):
+    """A request failed closed. Without an `errorhandler`, Flask sends the default 503."""
+
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
+        self.denial = denial
+        """The denied request, as `on_unavailable` gets it."""
+
+
+_EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {
+    429: RateLimitExceeded,
+    503: LimiterUnavailable,
+}
+
+
 class RateLimit:
     """The limits of a Flask application.
 
@@ -77,16 +113,19 @@ class RateLimit:
     a dict of the same names, takes precedence.
     """
 
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
     def __init__(
         self,
         app: Flask | None = None,
-        limits: LimitsArgument | None = None,
+        limits: LimitsSource | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
         self._options: dict[str, Any] = {"limits": limits, **options}
         # Reports wrong options now, not in `init_app`.
         options_of("RateLimit(…)", self._options).require_plain_hooks()
         self._exempt: list[Blueprint] = []
+        # Blueprints whose limits replace those of the application.
+        self._overriding: list[Blueprint] = []
         # Names given with `name=`. A view whose endpoint has such a name gets another one.
         self._given_names: set[str] = set()
         # Views before decoration, by id since some are not hashable.
@@ -111,9 +150,12 @@ class RateLimit:
 
         app.wsgi_app = serve_limited  # type: ignore[method-assign]  # Flask documents this
         app.before_request(self._before_request)
+        app.after_request(self._after_request)
+        app.teardown_request(self._teardown_request)
 
+    @explains("limit(…)", 'limit("5/minute", name="login")')
     def __call__(
-        self, limits: LimitsArgument, *, name: str = "", **options: Unpack[RouteArguments]
+        self, limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Callable[[View], View]:
         """Return a decorator that limits a view further, or all views of a Blueprint.
 
@@ -127,6 +169,8 @@ class RateLimit:
 
         def decorate(limited: View) -> View:
             if isinstance(limited, Blueprint):
+                if route_options.override_defaults:
+                    self._overriding.append(limited)
                 limited.before_request(lambda: self._before_blueprint(limited, route_options, name))
                 return limited
             return cast("View", self._view(limited, route_options, name))
@@ -166,7 +210,34 @@ class RateLimit:
                 "below: @app.get(…) first, then @limit(…)",
                 request.endpoint,
             )
-        return None if self._is_exempt() else self._denial(self.enforcer_of())
+        if self._is_exempt():
+            return None
+        enforcer = self.enforcer_of()
+        count = 0 if enforcer.options.limits is None else self._override_count(view)
+        if count:
+            _charges().deferred[self] = count
+            return None
+        return self._denial(enforcer)
+
+    def _after_request(self, response: Response) -> Response:
+        """Charge the limits of the application if the route was expected to replace them."""
+        if not self._is_default_left():
+            return response
+        try:
+            denial = self._denial(self.enforcer_of())
+        except HTTPException as error:  # Flask handles no exception from here on
+            denial = current_app.handle_user_exception(error)
+        return response if denial is None else current_app.make_response(denial)
+
+    def _teardown_request(self, error: BaseException | None) -> None:
+        """Do the same for an exception that Flask propagates: it calls no `after_request` then."""
+        if error is not None and self._is_default_left():
+            with suppress(HTTPException):  # the response is that of the exception
+                self._denial(self.enforcer_of())
+
+    def _is_default_left(self) -> bool:
+        charges = request.environ.get(CHARGES)
+        return isinstance(charges, DeferringCharges) and charges.is_default_left(self)
 
     def _view(
         self, view: Callable[P, R], options: EnforcerOptions, name: str
@@ -183,6 +254,8 @@ class RateLimit:
                 return cast("Response", denial)
             return cast("R", current_app.ensure_sync(view)(*args, **kwargs))
 
+        if options.override_defaults:
+            mark_override(limited, self)
         return limited
 
     def _before_blueprint(self, blueprint: Blueprint, options: EnforcerOptions, name: str) -> Any:
@@ -204,24 +277,44 @@ class RateLimit:
             is_given = found in self._given_names or found == enforcer.options.name
             name = _charges().name_for(f"{found}()" if is_given else found)
         rule = None if request.url_rule is None else request.url_rule.rule
-        return self._denial(enforcer.route_enforcer(options, name, rule))
+        denial = self._denial(enforcer.route_enforcer(options, name, rule))
+        if options.override_defaults and _charges().is_default_due(self, denial):
+            return self._denial(enforcer)
+        return denial
 
     def _denial(self, enforcer: Enforcer) -> Any:
-        """Return the response to a denied request; None if it is allowed."""
+        """Return the response to a denied request; None if it is allowed.
+
+        Raises RateLimitExceeded or LimiterUnavailable, unless a hook answers.
+        """
         rule = None if request.url_rule is None else request.url_rule.rule
         native = cast("Any", request)._get_current_object()  # noqa: SLF001 - werkzeug documents it
         charges = _charges()
         denial = charges.denial(enforcer, WsgiRequest(request.environ, native, session, route=rule))
         request.environ[CHARGE] = charges.last
-        if isinstance(denial, HttpAnswer):
-            return Response(denial.body, denial.status, denial.headers)
-        return denial
+        if isinstance(denial, Denial):
+            if denial.status in _EXCEPTIONS:
+                raise _EXCEPTIONS[denial.status](denial)
+            denial = denial.answer
+        return _response_of(denial) if isinstance(denial, HttpAnswer) else denial
+
+    def _override_count(self, view: object) -> int:
+        """Return the number of limits of view and blueprints that replace the application's."""
+        count = override_count(view, self, request.method.upper())
+        if self._overriding:
+            registered = [current_app.blueprints[name] for name in request.blueprints]
+            count += sum(each in registered for each in self._overriding)
+        return count
 
     def _is_exempt(self) -> bool:
         if _view_is_exempt():
             return True
         registered = (current_app.blueprints[name] for name in request.blueprints)
         return any(each in self._exempt for each in registered)
+
+
+def _response_of(answer: HttpAnswer) -> Response:
+    return Response(answer.body, answer.status, answer.headers)
 
 
 def _name_of(view: Callable[..., Any], args: tuple[object, ...]) -> str:
@@ -238,9 +331,9 @@ def _view_is_exempt() -> bool:
     return bool(getattr(view, _EXEMPT, False))
 
 
-def _charges() -> RequestCharges:
+def _charges() -> DeferringCharges:
     charges = request.environ.get(CHARGES)
-    if isinstance(charges, RequestCharges):
+    if isinstance(charges, DeferringCharges):
         return charges
     raise ConfigError(
         "this request did not pass through the application's wsgi_app, which settles its limits; "

@@ -23,14 +23,19 @@ from http.client import responses
 from typing import Any, Unpack
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.rates import LimitsArgument
+from tollkeeper.limiter.arguments import explains
 from tollkeeper.web.answers import Denial, Header, HttpAnswer
-from tollkeeper.web.charges import CHARGE, CHARGES, RequestCharges
+from tollkeeper.web.charges import CHARGE, CHARGES, DeferringCharges
 from tollkeeper.web.enforcer import Charge, Enforcer
-from tollkeeper.web.options import OptionArguments, checked_application, options_of
-from tollkeeper.web.requests import WsgiRequest
+from tollkeeper.web.options import (
+    LimitsSource,
+    OptionArguments,
+    checked_application,
+    options_of,
+)
+from tollkeeper.web.requests import WebRequest, WsgiRequest
 
-__all__ = ["Charge", "Denial", "RateLimit"]
+__all__ = ["Charge", "Denial", "RateLimit", "WebRequest"]
 
 Environ = MutableMapping[str, Any]
 StartResponse = Callable[..., Callable[[bytes], object]]
@@ -45,8 +50,9 @@ class RateLimit:
     return a WSGI application. If the application sends headers about limits itself, those win.
     """
 
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
     def __init__(
-        self, app: WsgiApp, limits: LimitsArgument | None = None, **options: Unpack[OptionArguments]
+        self, app: WsgiApp, limits: LimitsSource | None = None, **options: Unpack[OptionArguments]
     ) -> None:
         self.app: WsgiApp = checked_application(app)
         given = options_of("RateLimit(…)", {"limits": limits, **options})
@@ -57,7 +63,7 @@ class RateLimit:
         return serve_charged(environ, start_response, self.enforcer, self._limited)
 
     def _limited(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        charges: RequestCharges = environ[CHARGES]
+        charges: DeferringCharges = environ[CHARGES]
         denial = charges.denial(self.enforcer, WsgiRequest(environ))
         environ[CHARGE] = charges.last
         app = self.app if denial is None else _app_of(denial)
@@ -71,11 +77,11 @@ class RateLimit:
 def serve_charged(
     environ: Environ, start_response: StartResponse, enforcer: Enforcer, app: WsgiApp
 ) -> Iterable[bytes]:
-    """Run an application with RequestCharges: add the headers and settle the cost."""
+    """Run an application with DeferringCharges: add the headers and settle the cost."""
     if CHARGES in environ and environ[CHARGES].status is None:
         return app(environ, start_response)  # another RateLimit wraps this one
     # If the charges already have a status, the environ is being reused for another application.
-    charges = environ[CHARGES] = RequestCharges(enforcer)
+    charges = environ[CHARGES] = DeferringCharges(enforcer)
 
     def start(
         status: str, headers: list[Header], exc_info: Any = None
@@ -118,7 +124,7 @@ class _ChargedBody:
 
     __slots__ = ("_body", "_charges", "_has_sent", "_has_started", "_iterator")
 
-    def __init__(self, body: Iterable[bytes], charges: RequestCharges) -> None:
+    def __init__(self, body: Iterable[bytes], charges: DeferringCharges) -> None:
         self._body = body
         self._charges = charges
         self._iterator: Iterator[bytes] | None = None
@@ -158,6 +164,8 @@ class _ChargedBody:
 
 
 def _app_of(response: Any) -> WsgiApp:
+    if isinstance(response, Denial):
+        return _answering(response.answer)
     if isinstance(response, HttpAnswer):
         return _answering(response)
     if callable(response):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from django.test import AsyncRequestFactory, RequestFactory, override_settings
 
+from tests.conformance.stores import PATIENT
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 from tests.web import django_site as views
@@ -31,7 +32,8 @@ async def ask() -> Any:
 async def test_threads_and_the_loop_count_in_one_redis(server: Single) -> None:
     """Requests to one site under WSGI and under ASGI share the limit."""
     server.flush()
-    with override_settings(TOLLKEEPER={"limits": "4/day", "store": server.uri}):
+    store = f"{server.uri}?{PATIENT}"
+    with override_settings(TOLLKEEPER={"limits": "4/day", "store": store}):
         statuses = []
         for _ in range(3):
             statuses.append((await ask()).status_code)

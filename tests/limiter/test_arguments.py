@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import ConfigError, InvalidCost, Limit, Request
+from tollkeeper import AsyncLimiter, ConfigError, InvalidCost, Limit, Limiter, Request
 from tollkeeper.core.clock import SystemClock, clock_of
 from tollkeeper.core.model import units_of
 from tollkeeper.core.rates import limits_of
@@ -170,6 +170,17 @@ def test_the_kind_of_a_function(function: Callable[..., object], kind: str) -> N
     assert kind_of(function) == kind
 
 
+def test_an_async_function_that_wraps_a_plain_one_is_async() -> None:
+    """Defect: a plain endpoint with two limits of `limited` returned a coroutine to Starlette."""
+
+    def plain() -> None: ...
+
+    @functools.wraps(plain)
+    async def wrapper() -> None: ...
+
+    assert kind_of(wrapper) == "coroutine"
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [
@@ -195,3 +206,66 @@ def test_key_and_cost_of_a_call() -> None:
     assert key_of(lambda user: Request(user=user), _function, ("x",), {}) == Request(user="x")
     assert cost_of(3, ("x",), {}) == 3
     assert cost_of(lambda user, size: size, ("x",), {"size": 2}) == 2
+
+
+# ------------------------------------------------------------------------------------ options
+
+RULES = '{"version": 1, "rules": [{"id": "all", "limits": ["1/s"]}]}'
+
+
+@pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        (("1/s",), {"stroe": "memory://"}, "{}(…) has no option stroe (did you mean store?); the"),
+        (
+            (),
+            {"key_func": len},
+            "{}(…) has no option key_func (use the key as an argument of check",
+        ),
+        ((), {"default_limits": ["1/s"]}, "{}(…) has no option default_limits (use a rate string"),
+        (("1/s",), {"storage_uri": "x"}, "storage_uri (use store="),
+        (
+            ("1/s",),
+            {"strategy": "x", "bogus": 1},
+            "{}(…) has no option strategy (use the name of an algorithm",
+        ),
+        ((len,), {"app": 1}, "app (use RateLimit(app, …)"),
+        ((), {}, "{}(…): missing a required argument: 'limits'; for example {}("),
+        (("1/s", "redis://"), {}, "{}(…): too many positional arguments; for example {}("),
+    ],
+)
+def test_wrong_options_of_a_limiter_name_it(
+    kind: Any, arguments: Any, options: Any, said: str
+) -> None:
+    """The error names the class that was called, and what to use; it is a TypeError as well."""
+    for error in (ConfigError, TypeError):
+        with pytest.raises(error) as caught:
+            kind(*arguments, **options)
+        assert said.replace("{}", kind.__name__) in str(caught.value)
+        assert "Setup" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
+def test_wrong_options_of_rules_name_from_rules(kind: Any) -> None:
+    """Its errors name the class and the method."""
+    with pytest.raises(ConfigError) as caught:
+        kind.from_rules(RULES, storage_uri="memory://")
+    said = f"{kind.__name__}.from_rules(…) has no option storage_uri (use store="
+    assert str(caught.value).startswith(said)
+    with pytest.raises(ConfigError, match=r"from_rules\(…\): missing a required argument: 'rules'"):
+        kind.from_rules()
+
+
+def test_a_subclass_may_have_options_of_its_own() -> None:
+    """Its own constructor takes them; an unknown one names the subclass."""
+
+    class Tenants(Limiter):
+        def __init__(self, limits: str, tenant: str, **options: Any) -> None:
+            super().__init__(limits, name=tenant, **options)
+
+    assert Tenants("1/s", tenant="acme").name == "acme"
+    with pytest.raises(
+        ConfigError, match=r"^Tenants\(…\) has no option stor \(did you mean store\?\)"
+    ):
+        Tenants("1/s", "acme", stor="memory://")

@@ -48,11 +48,11 @@ def test_async_hooks_are_rejected_in_threads(name: str) -> None:
     async def hook(*args: object) -> bool:
         return False
 
-    hooks: dict[str, Any] = {name: hook}
+    hooks: dict[str, Any] = {"limits": "1/minute", name: hook}
     with pytest.raises(ConfigError, match=f"{name}=.*hook is async"):
-        EnforcerOptions(limits="1/minute", **hooks).require_plain_hooks()
+        EnforcerOptions(**hooks).require_plain_hooks()
     hooks[name] = lambda *args: False
-    options = EnforcerOptions(limits="1/minute", **hooks)
+    options = EnforcerOptions(**hooks)
     assert options.require_plain_hooks() is options
 
 
@@ -175,7 +175,7 @@ async def test_on_limit_may_return_an_http_answer() -> None:
     seen = await ask(limited_app)
     assert (seen.status, seen.body, seen.headers["x-mine"]) == (200, b"ok", "1")
     assert (seen.headers["retry-after"], seen.headers["x-ratelimit-limit"]) == ("60", "1")
-    with pytest.raises(ConfigError, match="on_limit or on_unavailable returned 'nonsense'"):
+    with pytest.raises(ConfigError, match="or an exception handler returned 'nonsense'"):
         await ask(limited_app)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from django.test import Client, RequestFactory, override_settings
 from tests.fleet.nodes import SharedStore
 from tests.web import django_site as views
 from tollkeeper import AsyncLimiter, ConfigError, Fleet, Limiter
+from tollkeeper.core.rates import limits_of
 from tollkeeper.django import RateLimitMiddleware
 from tollkeeper.testing import ManualClock
+from tollkeeper.web import django_site
 from tollkeeper.web.django_site import (
     DjangoCharges,
     DjangoWebRequest,
@@ -44,7 +47,7 @@ def test_a_remote_store_is_awaited() -> None:
         ("100/minute", r"settings\.TOLLKEEPER='100/minute' is not a dict; for example "),
         (
             {"limit": "1/minute"},
-            r"has no option limit; the options are limits, rules, store",
+            r"has no option limit \(did you mean limits\?\); the options are limits, rules, store",
         ),
         ({"limits": "1/fortnight"}, r"settings\.TOLLKEEPER: expected a unit"),
         ({"limiter": None}, r"settings\.TOLLKEEPER has no option limiter"),
@@ -180,3 +183,124 @@ async def test_sync_code_in_the_loop_settles_in_a_task() -> None:
     await asyncio.gather(*settling)
     assert done
     assert not settling
+
+
+def by_path(request: Any) -> str:
+    """Return the limits of a request, for a setting that names this function."""
+    return "1/minute" if request.path == "/hello" else "2/minute"
+
+
+async def test_limits_may_be_a_function_by_its_dotted_path() -> None:
+    """A rate with a point in it is a rate."""
+    for kind in ("wsgi", "asgi"):
+        site = views.Site(kind)
+        with site.having(limits=f"{__name__}.by_path", per_route=True):
+            assert await site.statuses("/hello", "/hello", "/ahello", "/ahello") == [
+                *(200, 429, 200, 200)
+            ]
+    (limit,) = limits_of(options_of({"limits": "5/1.5s"}).limits)  # type: ignore[arg-type]  # text
+    assert limit.window == 1.5
+    with pytest.raises(ConfigError, match=r"limits='shop\.limits\.by_plan' cannot be imported"):
+        options_of({"limits": "shop.limits.by_plan"})
+
+
+URLS = """
+from django.http import HttpResponse
+from django.urls import path
+from tollkeeper.django import rate_limit
+
+
+@rate_limit("9/minute", override_defaults=True)
+def own(request):
+    return HttpResponse("own")
+
+
+urlpatterns = [path("own", own)]
+"""
+
+
+def test_the_first_request_knows_the_views_that_override_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Django loads the views of a site with its first request, after the middleware has run."""
+    (tmp_path / "urls_of_a_first_request.py").write_text(URLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(django_site, "_overriding", set())
+    setting = {"limits": "1/minute", "clock": ManualClock(1_000), "name": "all"}
+    with override_settings(
+        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_a_first_request", MIDDLEWARE=[views.OURS]
+    ):
+        policies = Client().get("/own").headers["RateLimit-Policy"]
+    assert policies == '"/own";q=9;w=60'
+
+
+CLASS_URLS = """
+from django.http import HttpResponse
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View
+from tollkeeper.django import rate_limit
+
+
+@method_decorator(rate_limit("3/minute", override_defaults=True), name="dispatch")
+class Own(View):
+    def get(self, request):
+        return HttpResponse("own")
+
+
+urlpatterns = [path("own", Own.as_view())]
+"""
+
+
+def test_every_request_knows_a_class_that_overrides_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: `method_decorator` drops the function that was decorated, and its mark was lost."""
+    (tmp_path / "urls_of_one_class.py").write_text(CLASS_URLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(django_site, "_overriding", set())
+    setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
+    with override_settings(
+        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_one_class", MIDDLEWARE=[views.OURS]
+    ):
+        client = Client()
+        assert [client.get("/own").status_code for _ in range(4)] == [200, 200, 200, 429]
+
+
+CONVERTER_URLS = """
+from django.http import HttpResponse
+from django.urls import path, register_converter
+from tollkeeper.django import rate_limit
+
+
+class Failing:
+    regex = "[0-9]+"
+
+    def to_python(self, value):
+        raise OverflowError
+
+
+register_converter(Failing, "failing")
+
+
+@rate_limit("9/minute", override_defaults=True)
+def own(request, number):
+    return HttpResponse("own")
+
+
+urlpatterns = [path("own/<failing:number>", own)]
+"""
+
+
+def test_a_path_that_cannot_be_resolved_is_counted_by_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: an error of a path converter, which Django answers with a 500, went uncounted."""
+    (tmp_path / "urls_of_a_converter.py").write_text(CONVERTER_URLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
+    with override_settings(
+        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_a_converter", MIDDLEWARE=[views.OURS]
+    ):
+        client = Client(raise_request_exception=False)
+        assert [client.get("/own/7").status_code for _ in range(2)] == [500, 429]

@@ -390,7 +390,7 @@ def test_on_limit_returns_the_response_to_a_denial(make: Make) -> None:
     enforcer = make(limits="1/minute", on_limit=on_limit)
     assert enforcer.response(_request("/x"), result) == ("/x", 429, 12)
     for hook in (None, lambda request, denial: None):
-        default = make(limits="1/minute", on_limit=hook).response(_request("/x"), result)
+        default = make(limits="1/minute", on_limit=hook).response(_request("/x"), result).answer
         assert (default.status, dict(default.headers)["Retry-After"]) == (429, "12")
 
 
@@ -600,7 +600,7 @@ def test_a_denial_has_the_configured_style(make: Make) -> None:
     enforcer = make(limits="1/minute", style=Style(draft=None, legacy=False, node=""))
     enforcer.enter(_request())
     result = enforcer.enter(_request()).result
-    names = {name for name, _ in enforcer.response(_request(), result).headers}
+    names = {name for name, _ in enforcer.response(_request(), result).answer.headers}
     assert names == {"Retry-After", "Content-Type", "Cache-Control"}
 
 

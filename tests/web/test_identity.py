@@ -441,6 +441,8 @@ def test_an_unknown_source_is_rejected(source: Any, said: str) -> None:
         ({"ip": "header:X"}, "trusted_proxies"),
         ({"endpoint": "header:X"}, "route or the path"),
         ({"method": "header:X"}, "request's method"),
+        ({"apikey": "bearer"}, "'apikey' must be spelled api_key"),
+        ({"User": "bearer"}, "'User' must be spelled user"),
         ({"a b": "bearer"}, "not the name"),
         ({7: "bearer"}, "not the name"),
         ([("user", "bearer")], "not a mapping"),

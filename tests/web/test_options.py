@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -18,7 +19,14 @@ from tollkeeper import ConfigError, Fleet, Limiter, Regions, asgi, django, fasta
 from tollkeeper.decide.failure import LocalFallback
 from tollkeeper.testing import ManualClock
 from tollkeeper.web.identity import Identity
-from tollkeeper.web.options import EnforcerOptions, OptionArguments, RouteArguments
+from tollkeeper.web.options import (
+    _FOREIGN,
+    OPTION_NAMES,
+    ROUTE_NAMES,
+    EnforcerOptions,
+    OptionArguments,
+    RouteArguments,
+)
 
 RULES = """
 version: 1
@@ -35,7 +43,28 @@ rules:
         ({"limits": "one"}, "write it like this"),
         ({"limits": "1/s", "skip": "/healthz"}, "skip='/healthz' is not a function"),
         ({"limits": "1/s", "count": 401}, "count=401 is not a function"),
+        ({"limits": "1/s", "exempt_when": True}, "exempt_when=True is not a function; for example"),
+        ({"limits": "1/s", "skip": bool, "exempt_when": bool}, "two names of one option"),
+        ({"limits": "1/s", "methods": []}, r"methods=\[\] is not a list of HTTP methods"),
+        ({"limits": "1/s", "methods": {"GET": 1}}, "is not a list of HTTP methods"),
+        ({"limits": "1/s", "methods": 5}, "methods=5 is not a list of HTTP methods"),
+        ({"limits": "1/s", "methods": ["FETCH"]}, "'FETCH' is not an HTTP method; the methods are"),
+        ({"limits": "1/s", "methods": "GET,POST"}, "'GET,POST' is not an HTTP method"),
+        ({"limits": "1/s", "methods": ["GET", None]}, "None is not an HTTP method"),
+        ({"limits": Limiter}, "is a class; give a rate such as"),
+        ({"limits": "1/s", "override_defaults": "yes"}, "override_defaults='yes' is not True"),
+        ({"limits": "1/s", "per_route": "false"}, "per_route='false' is not True or False"),
         ({"limits": "1/s", "on_limit": True}, "on_limit=True is not a function"),
+        # Left over from other libraries: the functions have other parameters there.
+        (
+            {"limits": "1/s", "on_limit": lambda limit: None},
+            r"is called with \(request, denial\), but its parameters are \(limit\): too many",
+        ),
+        ({"limits": lambda group, request: "1/s"}, r"called with \(request\).*group, request"),
+        ({"limits": "1/s", "skip": lambda a, b: True}, r"called with \(request\).*a, b"),
+        ({"limits": "1/s", "key": lambda a, b: a}, "for example key=lambda request:"),
+        ({"limits": "1/s", "cost": lambda a, b: 1}, "for example cost=lambda request: 2"),
+        ({"limits": "1/s", "count": lambda: True}, r"is called with \(status\)"),
         ({"limits": "1/s", "cost": -1}, "cost"),
         ({"limits": "10/s; 5/minute", "cost": 6}, "cost=6 never fits"),
         ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
@@ -94,7 +123,8 @@ def test_an_object_that_is_not_an_application_is_rejected(integration: Any) -> N
 
 def test_the_typed_arguments_are_the_options() -> None:
     """Type checkers know exactly the options that exist."""
-    assert {"limits", *get_type_hints(OptionArguments)} == set(get_type_hints(EnforcerOptions))
+    typed = {"limits", *get_type_hints(OptionArguments), *get_type_hints(RouteArguments)}
+    assert typed == set(get_type_hints(EnforcerOptions))
 
 
 # The functions that limit a route, with the name and the place that their errors name.
@@ -104,7 +134,11 @@ ROUTES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "starlette": (asgi.limited, "limited(…)", "RateLimit(app, {}=…)"),
     "django": (django.rate_limit, "rate_limit(…)", 'settings.TOLLKEEPER = {{"{}": …}}'),
 }
-HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {"cost": 1, "name": "login"}
+HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {
+    "cost": 1,
+    "name": "login",
+    "override_defaults": False,
+}
 ELSEWHERE = sorted({*get_type_hints(OptionArguments)} - {*HERE})
 
 
@@ -124,8 +158,12 @@ def test_a_route_names_its_options(framework: str) -> None:
     """An option that no integration has is rejected too, and so is a route without limits."""
     limit, function, _ = ROUTES[framework]
     limit("5/minute", **HERE)
-    with pytest.raises(ConfigError, match="has no option on_faliure; the options are key, cost"):
+    with pytest.raises(ConfigError) as caught:
         limit("5/minute", on_faliure="closed")
+    assert str(caught.value).startswith(
+        f"{function} has no option on_faliure (did you mean on_failure?); "
+        f"the options are key, cost, methods, "
+    )
     with pytest.raises(ConfigError) as caught:
         limit(None)
     assert str(caught.value).startswith(f"{function} needs limits")
@@ -144,8 +182,72 @@ def test_a_route_names_its_options(framework: str) -> None:
 )
 def test_an_unknown_option_of_the_application_is_named(make: Callable[..., Any]) -> None:
     """The error names the public class, not one of ours."""
-    with pytest.raises(ConfigError, match=r"^RateLimit\(…\) has no option stroe; the options are"):
+    said = r"^RateLimit\(…\) has no option stroe \(did you mean store\?\); the options are"
+    with pytest.raises(ConfigError, match=said):
         make(stroe="memory://")
+    with pytest.raises(TypeError, match=r"^RateLimit\(…\) has no option x, y; the options are"):
+        make(x=1, y=2)
+    for name in ("methods", "override_defaults"):
+        with pytest.raises(ConfigError, match=rf"^RateLimit\(…\) does not take {name}: that"):
+            make(**{name: True})
+
+
+# What other libraries call an option, and the option that the error names.
+FOREIGN = {
+    "default_limits": 'limits="100/minute" of the application, with per_route=True',
+    "key_func": "key, a function of the request",
+    "storage_uri": 'store="redis://localhost" of the application',
+    "strategy": '"5/minute sliding_window_log"',
+    "headers_enabled": "style=Style",
+    "per_method": "key=lambda request: (request.address or '', request.method)",
+    "deduct_when": "count",
+    "on_breach": "on_limit",
+    "error_message": "on_limit",
+    "identifier": "key",
+    "group": "name",
+    "method": 'methods=["POST"]',
+    "times": '"10/minute"',
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("framework", ROUTES)
+def test_an_option_of_another_library_is_translated(framework: str, name: str) -> None:
+    """Of a route and of the application; the error names the public function."""
+    limit, function, _ = ROUTES[framework]
+    said = re.escape(f"has no option {name} (use ") + ".*" + re.escape(FOREIGN[name])
+    with pytest.raises(ConfigError, match=f"^{re.escape(function)} {said}"):
+        limit("5/minute", **{name: None})
+    with pytest.raises(ConfigError, match=rf"^RateLimit\(…\) {said}"):
+        asgi.RateLimit(FastAPI(), "5/minute", **{name: None})
+
+
+def test_every_translation_names_an_option() -> None:
+    """No name is an option of ours at the same time, and every advice begins with one of ours."""
+    names = {*OPTION_NAMES, *ROUTE_NAMES}
+    for name, advice in _FOREIGN.items():
+        assert name not in names
+        assert names & set(re.findall(r"\w+", advice)) or "in the rate" in advice, name
+
+
+def test_a_scope_of_flask_limiter_is_translated() -> None:
+    """There it names a count that several routes share."""
+    with pytest.raises(ConfigError, match=r"scope='mail' is not known; .* the same name"):
+        asgi.limited("5/minute", scope="mail")
+
+
+@pytest.mark.parametrize("framework", ROUTES)
+def test_wrong_positional_arguments_name_the_public_function(framework: str) -> None:
+    """Python's own message would name a method."""
+    limit, function, _ = ROUTES[framework]
+    for arguments in ((), ("5/minute", "10/hour")):
+        with pytest.raises(ConfigError) as caught:
+            limit(*arguments)
+        assert str(caught.value).startswith(f"{function}: ")
+        assert "; for example " in str(caught.value)
+    for integration in (asgi, fastapi, flask, wsgi):
+        with pytest.raises(TypeError, match=r"^RateLimit\(…\): too many positional arguments; for"):
+            integration.RateLimit(FastAPI(), "5/minute", "redis://localhost")
 
 
 # ── A store that several machines share ────────────────────────────────────────────────────────

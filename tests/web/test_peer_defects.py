@@ -83,7 +83,7 @@ async def test_concurrent_guesses_do_not_pass_a_limit_on_outcomes() -> None:
     assert len(tried) == 3
 
 
-@pytest.mark.parametrize("hook", ["skip", "count"])
+@pytest.mark.parametrize("hook", ["skip", "exempt_when", "count"])
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_hook_that_is_not_awaited_is_an_error(hook: str) -> None:
     """Defect: a coroutine that a thread does not await is true, so every request passes."""

@@ -267,6 +267,12 @@ def test_a_websocket_is_a_get() -> None:
     assert WsgiRequest({}).method == "GET"
 
 
+def test_the_method_of_wsgi_is_in_upper_case() -> None:
+    """Defect: a key or a cost by method took a "post" for another method than POST."""
+    assert WsgiRequest({"REQUEST_METHOD": "post"}).method == "POST"
+    assert WsgiRequest({"REQUEST_METHOD": ""}).method == "GET"
+
+
 def test_the_session_is_the_frameworks() -> None:
     """Its middleware puts it into the scope."""
     session = {"user_id": 42}

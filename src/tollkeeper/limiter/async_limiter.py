@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class AsyncLimiter(LimiterSetup):
-    """Limits by key, for asyncio: the verbs of Limiter, awaited.
+    """Checks keys and requests against limits, for asyncio: the methods of `Limiter`, awaited.
 
     With `memory://` and `shared://` a check does no I/O. Only a process that is stopped while it
     holds a lock of `shared://` can block the event loop: for a second, then the failure policy

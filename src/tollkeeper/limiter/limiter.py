@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class Limiter(LimiterSetup):
-    """Limits by key, for threads.
+    """Checks keys and requests against limits, for threads.
 
     >>> limiter = Limiter("2/minute")
     >>> [bool(limiter.check("user:42")) for _ in range(3)]

@@ -51,6 +51,7 @@ from tollkeeper.rules.compiled import RuleCheck
 from tollkeeper.rules.engine import RuleEngine, charge_limits, gates_of_limits
 
 Duration = float | timedelta
+"""A length of time: seconds, or a timedelta."""
 
 # A reservation is settled once in this time; its mark in the store expires then.
 SETTLED_ONCE: Final = Limit(1, per=3_600, name="settled")

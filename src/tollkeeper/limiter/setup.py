@@ -40,6 +40,7 @@ from tollkeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
 from tollkeeper.decide.stores import store_of
 from tollkeeper.fleet.settings import Fleet, fleet_of
 from tollkeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
+from tollkeeper.limiter.arguments import explains
 from tollkeeper.limiter.path import LimiterPath
 from tollkeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from tollkeeper.metrics.tally import RuleCounts, Tally
@@ -70,6 +71,7 @@ class LimiterSetup(LimiterPath):
     _peek_limits: Callable[..., Decision]
     """The same for a peek at the limiter's own limits; unset for a limiter from rules."""
 
+    @explains("{}(…)", '{}("100/minute", store="redis://localhost")')
     def __init__(
         self,
         limits: LimitsArgument,
@@ -93,15 +95,16 @@ class LimiterSetup(LimiterPath):
         `clock`           the source of time; by default the system clock. A store that is passed
                           in decides by its own clock, and this one is for waiting.
         `name`            keeps limiters on one store apart, and names this one in its decisions.
-        `by`              the fields that a Request is counted by: ["tenant", "user"].
+        `by`              the fields that a Request is counted by: `["tenant", "user"]`.
         `on_failure`      the answer when the store cannot decide: open, closed, local or raise.
-        `local_fallback`  how `local` limits then.
+        `local_fallback`  a `LocalFallback`: how `local` limits while the store is unavailable.
         `consistency`     strict: the store decides every check. On Redis also leased: this node
                           decides most checks, from units that it takes in advance; and eventual:
                           it decides while a key is far from its limit, and reports afterwards.
-        `fleet`           how it does that, and which other nodes there are.
-        `regions`         the regions that share global limits, and the one that this node is in.
-                          Its Redis is then the store.
+        `fleet`           a `Fleet`: how this node decides leased and eventual limits, and which
+                          other nodes there are.
+        `regions`         a `Regions`: the regions that share global limits, and the one that this
+                          node is in. Its Redis is then the store.
         `scope`           region: the limits count what is spent in this region. global: in all.
         `across_regions`  how regions share global limits. eventual (the default): the share of a
                           region follows its demand; a region that is cut off goes on alone, and
@@ -128,6 +131,7 @@ class LimiterSetup(LimiterPath):
         LIMITERS[id(self)] = self
 
     @classmethod
+    @explains("{}.from_rules(…)", '{}.from_rules("limits.yaml")')
     def from_rules(
         cls,
         rules: Rules,
@@ -146,8 +150,8 @@ class LimiterSetup(LimiterPath):
 
         `rules`       the path of a document, its text, a Document, or the URL of a database
                       ("sqlite:///rules.db", "postgresql://app@host/rules").
-        `store`, `clock` and `on_failure` as in the constructor; a rule's own `on_failure` takes
-        precedence.
+        `store`, `clock` and `on_failure`  as in the constructor; a rule's own `on_failure` takes
+                      precedence.
         `local_fallback`  how `on_failure: local` limits while the store is unavailable.
         `follow`      put every later version of the file or database into force.
         `poll`        look for a new version every so many seconds, even without a notification.
@@ -418,6 +422,12 @@ class LimiterSetup(LimiterPath):
                 f'{type(self).__name__}.from_rules("limits.yaml")'
             )
         return self._engine
+
+    def share_local_counts(self, other: LimiterSetup) -> None:
+        """Count with `other` on this machine while the store is unavailable."""
+        if self._local is not other._local:
+            self._local.close()
+            self._local = other._local
 
     def _close(self) -> None:
         if self._follower is not None:

@@ -38,6 +38,7 @@ from tollkeeper.web.requests import WebRequest, clean_value, digest_of
 LOG: Final = logging.getLogger("tollkeeper.web")
 
 ForwardedHeader = Literal["x-forwarded-for", "forwarded", "x-real-ip"]
+"""The header in which proxies write the client's address."""
 FORWARDED_HEADERS: Final[tuple[ForwardedHeader, ...]] = get_args(ForwardedHeader)
 
 # An IPv6 client can use every address of its network, which is usually a /64.

@@ -5,8 +5,8 @@ request and finishes it. Every limit further in (another middleware, a route's d
 blueprint, a decorated view) adds its charge. So a response has one set of headers for all limits,
 and a request that one limit denies costs nothing in the others.
 
-`RequestCharges` serves WSGI, Flask and Django. `AsgiCharges` adds what ASGI needs: it sends the
-messages of the response.
+`DeferringCharges` serves WSGI, Flask and Django. `AsgiCharges` is for ASGI: it sends the messages
+of the response.
 
 **Denials in ASGI.** A limit further in marks the request as denied and raises RequestDenied. The
 middleware discards whatever the frameworks in between send because of that exception, and answers
@@ -32,6 +32,7 @@ from tollkeeper.core.steps import Call, Steps, run, run_async
 from tollkeeper.decide.combine import combine_decisions
 from tollkeeper.web.answers import (
     SPELLINGS,
+    Denial,
     Header,
     HttpAnswer,
     PreparedHeaders,
@@ -48,12 +49,16 @@ from tollkeeper.web.enforcer import (
     EnforcerCore,
     UncheckableRequest,
 )
+from tollkeeper.web.handlers import handled
 from tollkeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
 
 # The keys of an ASGI scope or a WSGI environ: the last charge is for applications, all charges are
 # for limits further in.
 CHARGE: Final = "tollkeeper.charge"
+"""The key of an ASGI scope or a WSGI environ that has the request's `Charge`."""
 CHARGES: Final = "tollkeeper.charges"
+# The defaults of an ASGI request that a route's limits may replace (`web/overrides.py`).
+DEFERRED: Final = "tollkeeper.deferred"
 
 # The charge of a request that no limit applies to: settling it changes nothing.
 UNCHARGED: Final = Charge()
@@ -96,6 +101,7 @@ class RequestCharges:
         if len(name) > _NAME_LENGTH_MAX or not name.isprintable():
             name = digest_of(name)
         taken = {each.enforcer.options.name for each in self.made if each.enforcer is not None}
+        taken.add(self.enforcer.options.name)  # also if its limits are deferred
         found, number = name, 1
         while found in taken:
             number += 1
@@ -151,7 +157,8 @@ class RequestCharges:
     def denial(self, enforcer: Enforcer, request: WebRequest) -> Any:
         """Charge the request. Return None if it is allowed, otherwise the response to send.
 
-        The response is an HttpAnswer, or whatever a hook returned.
+        The response is the Denial, whatever a hook returned, or the HttpAnswer to a request that
+        could not be checked.
         """
         return run(self.denial_steps(enforcer, request))
 
@@ -171,6 +178,39 @@ class RequestCharges:
 
     def _enter_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Charge]:
         return enforcer.enter_steps(request)
+
+
+class DeferringCharges(RequestCharges):
+    """The charges of one request of WSGI, Flask or Django, and the defaults that are deferred."""
+
+    __slots__ = ("deferred",)  # not in AsgiCharges, which keep them in the scope
+
+    def __init__(self, enforcer: EnforcerCore) -> None:
+        super().__init__(enforcer)
+        self.deferred: dict[object, int] = {}
+        """The owners of defaults that a route's limits may replace (`web/overrides.py`), and the
+        number of these limits that are not charged yet."""
+
+    def is_default_due(self, owner: object, denial: object = None) -> bool:
+        """Return True, once, if a route's limits have not replaced deferred defaults.
+
+        Call it after charging each of them: they have not if all let the request pass uncounted.
+        A `denial` of theirs answers the request, and then nothing else is charged.
+        """
+        left = self.deferred.pop(owner, 0) - 1
+        if left < 0 or denial is not None or self.last.is_counted:
+            return False
+        if left:
+            self.deferred[owner] = left
+        return not left
+
+    def is_default_left(self, owner: object) -> bool:
+        """Return True, once, if no route's limits that replace deferred defaults were charged.
+
+        That is so if the request was answered before them. Other limits may have counted it.
+        """
+        left = self.deferred.pop(owner, 0)
+        return left > 0 and self.last.decision.allowed  # a denied request costs nothing
 
 
 def joint_result(results: Sequence[CheckResult]) -> CheckResult:
@@ -210,6 +250,8 @@ _STARTS: Final = frozenset(
 _BODY: Final = "http.response.body"
 _FILE: Final = "http.response.pathsend"
 _DENIAL: Final = "websocket.http.response"
+# The messages that answer a request.
+_ANSWERS: Final = _STARTS | {"websocket.close"}
 _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
 
@@ -269,6 +311,36 @@ class AsgiCharges(RequestCharges):
         scope[CHARGE] = UNCHARGED  # only routes have limits
         return True
 
+    def defer(
+        self, enforcer: AsyncEnforcer, request: AsgiRequest, send: Send, count: int
+    ) -> DeferredDefault:
+        """Leave the limits of an application to a route that has `count` limits instead."""
+        deferred = DeferredDefault(self, enforcer, request, send, count)
+        request.scope[DEFERRED] = [*request.scope.get(DEFERRED, ()), deferred]
+        return deferred
+
+    async def replace_default(self, enforcer: AsyncEnforcer, charge: Charge, scope: Scope) -> None:
+        """Drop the deferred limits of an enforcer if a route's limits have counted the request.
+
+        Charge them if all of the route's limits have let it pass uncounted. Raises RequestDenied.
+        """
+        for deferred in self._deferred_in(scope):
+            if deferred.enforcer is enforcer:
+                deferred.left -= 1
+                deferred.is_due = deferred.left > 0 and not charge.is_counted
+                if deferred.left <= 0 and not charge.is_counted:
+                    await self.charge(enforcer, deferred.request)
+
+    async def charge_deferred(self, scope: Scope) -> None:
+        """Charge all limits that are still deferred. Raises RequestDenied."""
+        for deferred in self._deferred_in(scope):
+            deferred.is_due = False
+            await self.charge(deferred.enforcer, deferred.request)
+
+    def _deferred_in(self, scope: Scope) -> list[DeferredDefault]:
+        # If the scope is being reused for another application, it has those of other charges too.
+        return [each for each in scope.get(DEFERRED, ()) if each.is_due and each.charges is self]
+
     async def charge(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> Charge:
         """Charge the request by an enforcer's limits. Raises RequestDenied."""
         try:
@@ -296,6 +368,7 @@ class AsgiCharges(RequestCharges):
     ) -> NoReturn:
         """Mark the request as denied by `enforcer`, and unwind the application."""
         self.denied = enforcer, request, answer
+        self._prepared = None  # those of an earlier limit, which allowed the request
         self.refund()
         raise RequestDenied("the request was denied")
 
@@ -390,12 +463,16 @@ class AsgiCharges(RequestCharges):
             await self._send_answer(answer, scope, self._send)
             return
         response = await enforcer.response(request, self.result)
+        if isinstance(response, Denial):
+            app = request.app if isinstance(request, RoutedAsgiRequest) else None
+            response = await handled(response, request, app, receive) or response.answer
         if isinstance(response, HttpAnswer):
             await self._send_answer(response, scope, self.send)  # with our headers
         elif not callable(response):
             raise ConfigError(
-                f"on_limit or on_unavailable returned {show(response)}; return a response of the "
-                f"framework, such as JSONResponse(…, status_code=denial.status), or None"
+                f"on_limit, on_unavailable or an exception handler returned {show(response)}; "
+                f"return a response of the framework, such as "
+                f"JSONResponse(…, status_code=denial.status), or None"
             )
         elif scope["type"] == "http" or self._may_answer_websocket(scope):
             await response(scope, receive, self.send)
@@ -423,6 +500,36 @@ class AsgiCharges(RequestCharges):
         await self._send(
             {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
         )
+
+
+class DeferredDefault:
+    """The limits of an application that a route is expected to replace, for one request."""
+
+    __slots__ = ("_send", "charges", "enforcer", "is_due", "left", "request")
+
+    def __init__(
+        self,
+        charges: AsgiCharges,
+        enforcer: AsyncEnforcer,
+        request: AsgiRequest,
+        send: Send,
+        left: int,
+    ) -> None:
+        self.charges = charges
+        self.enforcer = enforcer
+        self.request = request
+        self.is_due = True
+        """False once they are charged, or replaced by a route's limits."""
+        self.left = left
+        """The number of the route's limits that are not charged yet."""
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Send a message. Before a response starts, charge the limits if they are still due."""
+        if self.is_due and self.charges.denied is None and message["type"] in _ANSWERS:
+            self.is_due = False
+            await self.charges.charge(self.enforcer, self.request)
+        await self._send(message)
 
 
 def charges_of(scope: Scope) -> AsgiCharges:

@@ -50,8 +50,8 @@ _BEARER: Final = "bearer "
 _JWKS_EXAMPLE: Final = 'for example Jwks("https://id.example/.well-known/jwks.json")'
 _EXAMPLE: Final = 'for example Claim("sub", key=PUBLIC_KEY, algorithms=["RS256"])'
 
-# A secret, PEM text, a key object, or a function from a token to one of these.
 TokenKey = Any
+"""A key that verifies tokens: PEM text, a secret, a key object of PyJWT, or a Jwks."""
 
 
 def bearer_of(value: str | None) -> str | None:

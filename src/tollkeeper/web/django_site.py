@@ -25,12 +25,14 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final, NoReturn
+from weakref import WeakSet
 
 from tollkeeper.core.clock import clock_of
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.core.steps import Call, Steps, run_async
 from tollkeeper.decide.store import Store
-from tollkeeper.web.charges import RequestCharges
+from tollkeeper.limiter.arguments import name_of
+from tollkeeper.web.charges import DeferringCharges
 from tollkeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer, EnforcerCore
 from tollkeeper.web.options import (
     HOOKS,
@@ -39,6 +41,7 @@ from tollkeeper.web.options import (
     check_option_names,
     opened_store,
 )
+from tollkeeper.web.overrides import mark_override, override_count
 from tollkeeper.web.requests import WebRequest, WsgiRequest, quoted_path
 
 try:
@@ -50,7 +53,7 @@ try:
         replace_unnamed_groups,
     )
     from django.core.signals import setting_changed  # type: ignore[import-untyped]  # has none
-    from django.urls import Resolver404, resolve  # type: ignore[import-untyped]  # has none
+    from django.urls import Resolver404, get_resolver, resolve  # type: ignore[import-untyped]  # has none
     from django.utils import module_loading  # type: ignore[import-untyped]  # has none
 except ImportError as error:
     raise ConfigError(
@@ -154,6 +157,8 @@ def _loaded(name: str, value: Any) -> Any:
     """Import a hook that is given by its dotted path; return any other value as it is."""
     if name not in HOOKS or not isinstance(value, str) or ":" in value or "." not in value:
         return value
+    if name == "limits" and not all(part.isidentifier() for part in value.split(".")):
+        return value  # a rate such as 5/1.5s
     try:
         return module_loading.import_string(value)
     except ImportError as error:
@@ -251,10 +256,41 @@ def template_of(route: str) -> str:
     return f"/{route.lstrip('/')}"
 
 
+# ── Views that replace the limits of the site ──────────────────────────────────────────────────
+
+# The owner of the limits that a view with `rate_limit(…, override_defaults=True)` replaces.
+SITE: Final = "site"
+# The names of such views. Not the views: `method_decorator` decorates functions that it drops.
+_overriding: Final[set[str]] = set()
+# URL configurations that have been loaded: only then are the views of the site known.
+_loaded_urls: Final[WeakSet[Any]] = WeakSet()
+
+
+def note_override(view: Any) -> None:
+    """Note that the limits of a view replace those of the site."""
+    mark_override(view, SITE)
+    _overriding.add(name_of(view))
+
+
+def override_count_of(request: Any) -> int:
+    """Return the number of limits of the serving view that replace the limits of the site."""
+    # The first request loads the views. A site without such a view then pays nothing.
+    resolver = get_resolver(getattr(request, "urlconf", None))
+    if not _overriding and resolver in _loaded_urls:
+        return 0
+    try:
+        view = resolver.resolve(request.path_info).func
+    except Exception:  # no route, or a converter failed: Django reports that, and it is counted
+        return 0
+    finally:
+        _loaded_urls.add(resolver)
+    return override_count(view, SITE, str(request.method))
+
+
 # ── Charges ────────────────────────────────────────────────────────────────────────────────────
 
 
-class DjangoCharges(RequestCharges):
+class DjangoCharges(DeferringCharges):
     """The charges of one request, some made in threads and some in the event loop."""
 
     __slots__ = ()

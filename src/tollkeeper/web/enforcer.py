@@ -1,6 +1,6 @@
 """The part that all web integrations share: charge a request, then settle its cost.
 
-    request → skip? → key, cost → evaluate → (leaky bucket: wait) → the application → settle
+    request → skip? → limits, key, cost → evaluate → (leaky bucket: wait) → application → settle
 
 An enforcer opens the store and the limiter that its options name, and closes them.
 `enter` charges a request and returns the Charge. `leave` applies what the application made of it.
@@ -10,6 +10,10 @@ application.
 
 `memory://` and `shared://` answer without I/O, so an AsyncEnforcer calls them directly; `enter_now`
 does that without a coroutine. It awaits a remote store.
+
+**Limits from a function.** The limits of an enforcer may be a function of the request. Each result
+has an enforcer of its own, with the same name and store. A limit's count does not depend on its
+numbers, so a client whose limits change keeps its consumption.
 
 An enforcer has no thread or task, and keeps nothing of a request.
 
@@ -32,13 +36,15 @@ from typing import Any, ClassVar, Final, Self
 from tollkeeper.core import switches
 from tollkeeper.core.clock import Clock, clock_of, seconds_from_ns
 from tollkeeper.core.errors import CapacityError, ConfigError, TollkeeperError, show
-from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
+from tollkeeper.core.model import UNLIMITED, CheckResult, Decision, Limits, Request, units_of
+from tollkeeper.core.rates import LimitsArgument, limits_of
 from tollkeeper.core.steps import Call, Steps, Undo, is_awaitable, run, run_async
 from tollkeeper.core.subjects import Key
 from tollkeeper.decide.failure import local_fallback_of
 from tollkeeper.decide.store import Store
 from tollkeeper.limiter import AsyncLimiter, Limiter
-from tollkeeper.metrics.counters import ENDPOINT_LENGTH_MAX, endpoint_label
+from tollkeeper.limiter.arguments import name_of
+from tollkeeper.metrics.counters import ANY_ENDPOINT, ENDPOINT_LENGTH_MAX, endpoint_label
 from tollkeeper.web.answers import (
     Denial,
     HttpAnswer,
@@ -48,6 +54,7 @@ from tollkeeper.web.answers import (
 )
 from tollkeeper.web.identity import Identity, RequestKeys
 from tollkeeper.web.options import EnforcerOptions, default_node, opened_store
+from tollkeeper.web.overrides import RouteOverrides
 from tollkeeper.web.requests import WebRequest
 
 __all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "UncheckableRequest"]
@@ -56,6 +63,8 @@ LOG: Final = logging.getLogger("tollkeeper.web")
 
 # Enforcers for single routes that one enforcer keeps: more than any application has.
 ROUTES_MAX: Final = 10_000
+# Different results of a function that returns limits, whose enforcers are kept.
+RESULTS_MAX: Final = 1_000
 
 # The result of a request that no limit was checked for: it is skipped, or there are no limits.
 PASSED: Final = CheckResult(Decision(True, UNLIMITED, UNLIMITED.capacity), kind="unlimited")
@@ -117,6 +126,11 @@ class Charge:
         self.is_settled = False
 
     @property
+    def is_counted(self) -> bool:
+        """True if limits were checked: the request was neither exempt nor without limits."""
+        return self.decision is not PASSED.decision
+
+    @property
     def units(self) -> int:
         """The units that are charged now."""
         return self._charged
@@ -165,8 +179,15 @@ class EnforcerCore:
     # True if the limiter's methods must be awaited.
     awaits = False
 
-    def __init__(self, options: EnforcerOptions) -> None:
+    def __init__(self, options: EnforcerOptions, limits: Limits | None = None) -> None:
+        """`limits` are a result of the function that the options have as `limits`."""
         self.options = options
+        given_limits = options.limits if limits is None else limits
+        self._limits_hook = given_limits if callable(given_limits) else None
+        self._limits: LimitsArgument | None = None if callable(given_limits) else given_limits
+        self._skip = options.skip or options.exempt_when
+        # True if the request decides whether it is limited, or by which limits.
+        self._selects = (self._skip, options.methods, self._limits_hook) != (None, None, None)
         style = options.style
         self.style = style if style.node is not None else replace(style, node=default_node())
         self.identity = (
@@ -203,6 +224,9 @@ class EnforcerCore:
         self._routes: dict[object, tuple[Self, object]] = {}
         # The templates of the routes that this enforcer is for; empty for a whole application.
         self._templates: dict[str, None] = {}
+        self._endpoint = ANY_ENDPOINT
+        # The enforcers of the results of `limits`, if that is a function.
+        self._by_result: dict[object, Self] = {}
         self._limiter: Any = options.limiter
         self._owns_store = False
         if options.limiter is not None:
@@ -242,9 +266,9 @@ class EnforcerCore:
             "on_failure": self._on_failure,
             "local_fallback": self._local_fallback,
         }
-        if options.limits is not None:
+        if self._limits is not None:
             return kind(
-                options.limits,
+                self._limits,
                 name=options.name,
                 consistency=options.consistency or "strict",
                 scope=options.scope or "region",
@@ -273,7 +297,9 @@ class EnforcerCore:
         # A request that arrives meanwhile opens others, so only the present ones are closed.
         limiter, store = self._limiter, self.store
         routes = {id(enforcer): enforcer for enforcer, _ in self._routes.values()}
+        routes |= {id(enforcer): enforcer for enforcer in [*self._by_result.values()]}
         self._routes.clear()
+        self._by_result.clear()
         for enforcer in routes.values():
             yield from enforcer.close_steps()
         if self._is_open and self.options.limiter is None:
@@ -303,9 +329,13 @@ class EnforcerCore:
         return found
 
     def _note_route(self, route: str) -> None:
-        if len(self._limiter.endpoint) < ENDPOINT_LENGTH_MAX:
+        if len(self._endpoint) < ENDPOINT_LENGTH_MAX:
             self._templates[route] = None
-            self._limiter.endpoint = endpoint_label(self._templates)
+            self._endpoint = endpoint_label(self._templates)
+            results: list[EnforcerCore] = [*self._by_result.values()]
+            for enforcer in (self, *results):
+                if enforcer._limiter is not None:  # noqa: SLF001 - its own class
+                    enforcer._limiter.endpoint = self._endpoint  # noqa: SLF001 - the same
 
     def known_route(self, key: object) -> Self | None:
         """Return the enforcer that `remember_route` kept under this key."""
@@ -320,6 +350,7 @@ class EnforcerCore:
 
     def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
         own = self.options
+        exempting = options if options.skip or options.exempt_when else own
         # A route that is global is strict, also in an application whose limits are leased.
         usual = "strict" if options.scope == "global" else own.consistency
         return replace(
@@ -329,7 +360,8 @@ class EnforcerCore:
             identify=self.identity,
             trusted_proxies=(),
             key=own.key if options.key is None and not self._has_rules else options.key,
-            skip=options.skip or own.skip,
+            skip=exempting.skip,
+            exempt_when=exempting.exempt_when,
             on_limit=options.on_limit or own.on_limit,
             on_unavailable=options.on_unavailable or own.on_unavailable,
             style=self.style,
@@ -340,6 +372,49 @@ class EnforcerCore:
             across_regions=options.across_regions if options.scope else own.across_regions,
             clock=self.clock,
         )
+
+    # ── Limits from a function ─────────────────────────────────────────────────────────────────
+
+    def _enforcer_for(self, found: Any) -> Self:
+        """Return the enforcer of a result of the function that `limits` is.
+
+        Raises ConfigError for a result that is not limits. It goes to the application: the client
+        has not caused it, and the request must not pass.
+        """
+        key = tuple(found) if isinstance(found, list) else found
+        try:
+            known = self._by_result.get(key)
+        except TypeError:  # not hashable, so not limits
+            known = None
+        if known is not None:
+            return known
+        hook = self._limits_hook
+        assert hook is not None, "only it has results"  # noqa: S101 - ours
+        try:
+            known = self._enforcer_of(limits_of(found))
+        except ConfigError as error:
+            raise ConfigError(
+                f"the function {name_of(hook)} returned {show(found)} as limits; return a rate "
+                f'such as "100/minute", a Limit, a list of them, or None for no limit: {error}'
+            ) from error
+        if len(self._by_result) >= RESULTS_MAX:
+            self._by_result.clear()  # not closed: requests in progress settle with them
+        self._by_result[key] = known
+        return known
+
+    def _enforcer_of(self, limits: Limits) -> Self:
+        inherited = self._inherited(self.options, self.options.name)
+        # This enforcer has called `skip` and compared the method.
+        options = replace(
+            inherited, skip=None, exempt_when=None, methods=None, fleet=None, regions=None
+        )
+        found = type(self)(options, limits)
+        for other in [*self._by_result.values()]:  # a copy: other threads may add to it
+            # In an outage too, a client whose limits change keeps its consumption.
+            found._limiter.share_local_counts(other._limiter)  # noqa: SLF001 - its own class
+            break
+        found._limiter.endpoint = self._endpoint  # noqa: SLF001 - the same
+        return found
 
     # ── A request ──────────────────────────────────────────────────────────────────────────────
 
@@ -354,16 +429,16 @@ class EnforcerCore:
         if not self._is_open:
             self._reopen()
         request.address_of = self._address_of  # for hooks
-        skip, keys = self.options.skip, self._keys
+        if self._selects:
+            chosen = yield from self._chosen_steps(request)
+            if chosen is not self:
+                if chosen is None:
+                    return Charge(PASSED.decision, "", 0, self, PASSED)
+                return (yield from chosen.enter_steps(request))
         if self._limiter is None:
             return Charge(enforcer=self)
+        keys = self._keys
         # `_value` only for an awaitable: its generator takes longer than most hooks.
-        if skip is not None:
-            skips = skip(request)
-            if is_awaitable(skips):
-                skips = yield from _value("skip", skips)
-            if skips:
-                return Charge(PASSED.decision, "", 0, self, PASSED)
         if keys.hook is None:
             key = keys.of(request)
         else:
@@ -387,6 +462,25 @@ class EnforcerCore:
         if decision.delay_ns:
             yield from self.delay_steps(charge)
         return charge
+
+    def _chosen_steps(self, request: WebRequest) -> Steps[Self | None]:
+        """Return the enforcer whose limits apply to a request; None if the request is exempt."""
+        options, hook = self.options, self._limits_hook
+        # In upper case: some frameworks serve a "post" by the code of a POST.
+        if options.methods is not None and request.method.upper() not in options.methods:
+            return None
+        if self._skip is not None:
+            skips = self._skip(request)
+            if is_awaitable(skips):
+                skips = yield from _value("skip" if options.skip else "exempt_when", skips)
+            if skips:
+                return None
+        if hook is None:
+            return self
+        limits = hook(request)
+        if is_awaitable(limits):
+            limits = yield from _value("limits", limits)
+        return None if limits is None else self._enforcer_for(limits)
 
     def delay_steps(self, charge: Charge) -> Steps[None]:
         """Wait as long as a leaky bucket demands."""
@@ -422,7 +516,7 @@ class EnforcerCore:
             LOG.warning("the final cost of a request could not be settled: %s", error)
 
     def response_steps(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
-        """Return the response to a denied request: that of a hook, or the default HttpAnswer.
+        """Return the response to a denied request: that of a hook, or the Denial.
 
         `on_limit` answers a 429 and `on_unavailable` a 503, so that a response written for one does
         not change the status of the other. A 403 has no hook.
@@ -432,7 +526,7 @@ class EnforcerCore:
         name = {429: "on_limit", 503: "on_unavailable"}.get(denial.status, "")
         hook = getattr(self.options, name, None)
         response = None if hook is None else (yield from _value(name, hook(request, denial)))
-        return denial.answer if response is None else response
+        return denial if response is None else response
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision of the limiter's `check` as `evaluate` returns it."""
@@ -460,8 +554,8 @@ class Enforcer(EnforcerCore):
 
     _limiter_type = Limiter
 
-    def __init__(self, options: EnforcerOptions) -> None:
-        super().__init__(options.require_plain_hooks())
+    def __init__(self, options: EnforcerOptions, limits: Limits | None = None) -> None:
+        super().__init__(options.require_plain_hooks(), limits)
 
     def enter(self, request: WebRequest) -> Charge:
         """Charge a request. See `enter_steps`."""
@@ -492,27 +586,39 @@ class AsyncEnforcer(EnforcerCore):
     prepared: PreparedHeaders | None
     prepares: bool
     check: Callable[..., Decision]
+    # The routes whose limits replace `limits`; None if there are none.
+    overrides: RouteOverrides | None = None
+
+    def expect_overrides(self) -> RouteOverrides:
+        """Return the routes whose limits replace those of this enforcer.
+
+        From now on the route of a request matters, so its peer alone no longer decides.
+        """
+        if self.overrides is None:
+            self.overrides = RouteOverrides()
+            self.keys_by_peer = None
+        return self.overrides
 
     def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
         return Limiter if self.store.as_async is None else AsyncLimiter
 
     def _bind(self) -> None:
-        options = self.options
         self.awaits = isinstance(self._limiter, AsyncLimiter)
         self.prepared = None
         self.keys_by_peer = None
         self.is_quick = (
             not self.awaits
             and self._limiter is not None
-            and (options.skip, self._keys.hook, self._cost) == (None, None, None)
+            and not self._selects
+            and (self._keys.hook, self._cost) == (None, None)
         )
         self.prepares = self._limiter is not None and not self._has_rules
-        if self.is_quick and options.limits is not None:
+        if self.is_quick and self._limits is not None:
             limits = self._limiter.limits
             never_delays = all(limit.algorithm != "leaky_bucket" for limit in limits)
             if never_delays and self.units <= min(limit.capacity for limit in limits):
                 self.check = self._limiter.check
-                self.keys_by_peer = self._keys.by_peer
+                self.keys_by_peer = self._keys.by_peer if self.overrides is None else None
 
     def _sleep(self, seconds: float) -> Any:
         return self.clock.sleep_async(seconds)

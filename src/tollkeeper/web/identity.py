@@ -34,7 +34,7 @@ from inspect import iscoroutinefunction
 from typing import Any, Final, NamedTuple, cast
 
 from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request
+from tollkeeper.core.model import NAME_LENGTH_MAX, REQUEST_FIELDS, Request, request_field_like
 from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key
 from tollkeeper.rules.matching.patterns import normalised
 from tollkeeper.web.addresses import LOG, ClientAddresses, ForwardedHeader
@@ -52,6 +52,17 @@ from tollkeeper.web.requests import (
 )
 
 IdentitySource = str | Callable[[WebRequest], str | None]
+"""Where a value of the client's identity is read: a text such as `header:X-API-Key`, or a function.
+
+`header:X-API-Key`        a header.
+`trusted_header:X-User`   a header that only a trusted proxy may send.
+`bearer`                  the token of `Authorization: Bearer …`.
+`unverified_claim:sub`    a claim of that token, not verified. A verified claim is a `Claim`.
+`query:key`               a query field.
+`cookie:sid`              a cookie.
+`session:user_id`         a value of the framework's session.
+`address`                 the client's address, behind trusted proxies.
+"""
 KeySource = IdentitySource | Sequence[IdentitySource] | Callable[[WebRequest], Any]
 """Where the key of limits comes from. A single function may return a Key, a Request, or None."""
 
@@ -100,7 +111,7 @@ _Fields = list[tuple[str, tuple[CompiledSource, ...]]]
 
 
 class Identity:
-    """Reads from a request who sent it, as a Request for rules or as a key for limits.
+    """Reads which client sent a request, as a Request for rules or as a key for limits.
 
     >>> identity = Identity({"api_key": "header:X-API-Key", "user": ["session:user", "cookie:id"]})
     >>> from tollkeeper.web.requests import AsgiRequest
@@ -113,7 +124,10 @@ class Identity:
     `fields`           for each field of a Request (user, api_key, tenant, tier; any other name is
                        one of its attributes) a source, or several in order of priority. `ip`,
                        `endpoint` and `method` always come from the request itself.
-    `trusted_proxies`, `ipv6_prefix`, `forwarded`  see `addresses.ClientAddresses`.
+    `trusted_proxies`  networks and addresses of proxies, and the words `loopback`, `private` and
+                       `unix` (a Unix socket). Only they are believed about the client's address.
+    `ipv6_prefix`      the number of leading bits of an IPv6 address that identify a client.
+    `forwarded`        the header that the proxies write; by default any of the known ones.
 
     Raises ConfigError at once for an unknown source.
     """
@@ -281,6 +295,9 @@ def _checked_fields(
             )
         if name in _FIXED_FIELDS:
             raise ConfigError(f"fields: {name} cannot be set: {_FIXED_FIELDS[name]}")
+        if (meant := request_field_like(name) or name) != name:
+            # As an attribute that no rule counts by, it would count all clients together.
+            raise ConfigError(f"fields: {show(name)} must be spelled {meant}")
     return fields
 
 

@@ -6,36 +6,45 @@ the first request.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from hashlib import blake2b
+from http import HTTPMethod
 from socket import gethostname
 from typing import Any, Final, Self, TypedDict
 
 from tollkeeper.core.clock import Clock, clock_of
-from tollkeeper.core.errors import ConfigError, show
+from tollkeeper.core.errors import ConfigError, InvalidOption, show
 from tollkeeper.core.model import Consistency, check_consistency, check_name, units_of
-from tollkeeper.core.rates import LimitsArgument, limits_of
+from tollkeeper.core.rates import LimitsArgument, check_cost_fits
 from tollkeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
 from tollkeeper.decide.regional import AcrossRegions
 from tollkeeper.decide.store import Store
 from tollkeeper.fleet.settings import Fleet, fleet_of
 from tollkeeper.limiter import AsyncLimiter, Limiter
-from tollkeeper.limiter.arguments import kind_of, name_of
+from tollkeeper.limiter.arguments import FOREIGN_NAMES, check_names, kind_of, name_of
 from tollkeeper.limiter.setup import node_store_of
-from tollkeeper.regions.settings import Regions, Scope, across_of, regions_of
+from tollkeeper.regions.settings import SCOPES, Regions, Scope, across_of, regions_of
 from tollkeeper.rules.document.model import Rules
 from tollkeeper.web.answers import Denial, Style
 from tollkeeper.web.identity import Identity, IdentitySource, KeySource
 from tollkeeper.web.requests import WebRequest
 
+# The forms in which web integrations take limits: those of Limiter, or a function that returns one.
+LimitsSource = LimitsArgument | Callable[..., LimitsArgument | Awaitable[Any] | None]
+
 # The options that may be functions of the application.
-HOOKS: Final = ("key", "cost", "skip", "on_limit", "on_unavailable", "count")
+HOOKS: Final = (
+    *("limits", "key", "cost", "skip", "exempt_when", "on_limit", "on_unavailable", "count"),
+)
+METHODS: Final = tuple(method.value for method in HTTPMethod)
 
 
 class OptionArguments(TypedDict, total=False):
-    """The keyword arguments of an integration, besides `limits`; see EnforcerOptions."""
+    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`."""
 
     rules: Rules | None
     limiter: Limiter | AsyncLimiter | None
@@ -45,7 +54,8 @@ class OptionArguments(TypedDict, total=False):
     key: KeySource | None
     per_route: bool
     cost: int | Callable[[WebRequest], Any]
-    skip: Callable[[WebRequest], Any] | None
+    skip: Callable[..., Any] | None
+    exempt_when: Callable[..., Any] | None
     on_limit: Callable[[WebRequest, Denial], Any] | None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
@@ -62,14 +72,19 @@ class OptionArguments(TypedDict, total=False):
 
 
 class RouteArguments(TypedDict, total=False):
-    """The keyword arguments of a route's own limits; see EnforcerOptions.
+    """The keyword arguments of a route's own limits; see `EnforcerOptions`.
 
-    All other options apply to the whole application, and a route rejects them.
+    They are `key`, `cost`, `methods`, `skip`, `exempt_when`, `override_defaults`, `on_limit`,
+    `on_unavailable`, `count`, `on_failure`, `consistency`, `scope` and `across_regions`. All other
+    options apply to the whole application, and a route rejects them.
     """
 
     key: KeySource | None
     cost: int | Callable[[WebRequest], Any]
-    skip: Callable[[WebRequest], Any] | None
+    methods: Collection[str] | None
+    skip: Callable[..., Any] | None
+    exempt_when: Callable[..., Any] | None
+    override_defaults: bool
     on_limit: Callable[[WebRequest, Denial], Any] | None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
@@ -85,13 +100,14 @@ class EnforcerOptions:
 
     At most one of these three defines the limits:
 
-    `limits`    as for `Limiter`: a rate string, a Limit, or several.
+    `limits`    as for `Limiter`: a rate string, a Limit, or several; or a function of the request
+                that returns one of these, or None for no limit.
     `rules`     as for `Limiter.from_rules`; `identify` describes each request to the rules.
     `limiter`   your own limiter, which you close yourself.
 
     The others are optional:
 
-    `store`, `name`, `local_fallback`, `fleet`, `regions` and `clock` as for `Limiter`.
+    `store`, `name`, `local_fallback`, `fleet`, `regions` and `clock`  as for `Limiter`.
     `on_failure`       as for `Limiter`: by default "open"; on a route, that of the application.
     `consistency`      as for `Limiter`: by default "strict"; on a route, that of the application.
     `scope`, `across_regions`  as for `Limiter`: by default "region"; on a route, those of the
@@ -104,6 +120,9 @@ class EnforcerOptions:
     `per_route`        count each route separately.
     `cost`             units, or a function of the request.
     `skip`             a function of the request: if it returns true, the request is not counted.
+    `exempt_when`      another name of `skip`, which users of other libraries know.
+    `methods`          on a route: the HTTP methods that its limits count. GET includes HEAD.
+    `override_defaults`  on a route: its limits replace the `limits` of the application.
     `on_limit`         a function of the request and the Denial that returns the framework's
                        response to a request over its limit, or None for the default 429.
     `on_unavailable`   the same for a request that `on_failure="closed"` denied: the default is 503.
@@ -111,9 +130,11 @@ class EnforcerOptions:
                        true. Every request is charged before it is served and refunded afterwards,
                        so that concurrent attempts cannot exceed the limit.
     `style`            the headers that responses have.
+
+    Functions of the request may also have no parameter.
     """
 
-    limits: LimitsArgument | None = None
+    limits: LimitsSource | None = None
     rules: Rules | None = None
     limiter: Limiter | AsyncLimiter | None = None
     store: str | Store = "memory://"
@@ -122,7 +143,10 @@ class EnforcerOptions:
     key: KeySource | None = None
     per_route: bool = False
     cost: int | Callable[[WebRequest], Any] = 1
-    skip: Callable[[WebRequest], Any] | None = None
+    methods: Collection[str] | None = None
+    skip: Callable[..., Any] | None = None
+    exempt_when: Callable[..., Any] | None = None
+    override_defaults: bool = False
     on_limit: Callable[[WebRequest, Denial], Any] | None = None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None = None
     count: Callable[[int], Any] | None = None
@@ -149,29 +173,51 @@ class EnforcerOptions:
             check_consistency(self.consistency)
         fleet_of(self.fleet)
         regions_of(self.regions)
+        if isinstance(self.scope, str) and self.scope not in SCOPES:
+            raise ConfigError(
+                f"scope={show(self.scope)} is not known; choose one of {', '.join(SCOPES)}. "
+                f"To share one count between routes, give their limits the same name"
+            )
         across_of(self.scope or "region", self.across_regions, self.consistency or "strict")
         clock_of(self.clock)
-        for name in _EXAMPLES:
+        for name in _FUNCTIONS:
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
                 raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
+        self._normalise()
+        for name in HOOKS:
+            _check_parameters(name, getattr(self, name))
         if not callable(self.cost):
             units_of(self.cost, "cost")
         if not isinstance(self.style, Style):
             raise ConfigError(
                 f"style={show(self.style)} is not a Style; for example Style(draft=7)"
             )
-        if self.limits is not None:
-            self._check_cost(self.limits)
+        if self.limits is not None and not callable(self.limits) and not callable(self.cost):
+            check_cost_fits(self.cost, self.limits)
         self._check_combination()
 
-    def _check_cost(self, limits: LimitsArgument) -> None:
-        least = min(limits_of(limits), key=lambda limit: limit.capacity)
-        if not callable(self.cost) and self.cost > least.capacity:
+    def _normalise(self) -> None:
+        """Keep one form of each option that may be written in several; checks their types."""
+        if self.skip is not None and self.exempt_when is not None:
+            raise ConfigError("skip and exempt_when are two names of one option; give one of them")
+        for name in ("override_defaults", "per_route"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={show(getattr(self, name))} is not True or False")
+        changed: dict[str, Any] = {
+            "methods": None if self.methods is None else methods_of(self.methods),
+        }
+        if isinstance(self.limits, type):
             raise ConfigError(
-                f"cost={self.cost} never fits into {least!r}, so every request would be denied; "
-                f"use a cost of at most {least.capacity}, or a larger burst"
+                f"limits={show(self.limits)} is a class; give a rate such as "
+                f'"100/minute", a Limit, or a function that returns one'
             )
+        for name in ("limits", "key", "cost", "skip", "exempt_when"):
+            hook = getattr(self, name)
+            if callable(hook):
+                changed[name] = with_request(hook)
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     def _check_combination(self) -> None:
         if isinstance(self.identify, Identity) and self.trusted_proxies:
@@ -244,12 +290,100 @@ class EnforcerOptions:
         return self
 
 
+# The options that are functions and nothing else.
+_FUNCTIONS: Final = ("skip", "exempt_when", "on_limit", "on_unavailable", "count")
 _EXAMPLES: Final = {
+    "limits": "for example limits=lambda request: '100/minute'",
+    "key": "for example key=lambda request: request.header('X-API-Key')",
+    "cost": "for example cost=lambda request: 2",
     "skip": "for example skip=lambda request: request.path == '/healthz'",
+    "exempt_when": "for example exempt_when=lambda request: request.path == '/healthz'",
     "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
     "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
     "count": "for example count=lambda status: status in (401, 403)",
 }
+
+
+# The arguments of a function in a call; those of all others are the request.
+_ARGUMENTS: Final = {
+    "on_limit": ("request", "denial"),
+    "on_unavailable": ("request", "denial"),
+    "count": ("status",),
+}
+
+
+def _check_parameters(name: str, function: object) -> None:
+    """Raise ConfigError for a function that fails with the arguments of its option."""
+    if not callable(function):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C
+        return
+    arguments = _ARGUMENTS.get(name, ("request",))
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}={name_of(function)} is called with ({', '.join(arguments)}), but its "
+            f"parameters are {signature}: {error}; {_EXAMPLES[name]}"
+        ) from None
+
+
+def methods_of(methods: object) -> frozenset[str]:
+    """Return HTTP methods in upper case. GET includes HEAD.
+
+    Frameworks serve a HEAD by the code of the GET: without HEAD, a client could do the work of a
+    GET as often as it likes.
+
+    >>> sorted(methods_of(["get", "POST"]))
+    ['GET', 'HEAD', 'POST']
+    """
+    given = [methods] if isinstance(methods, str) else methods
+    if not isinstance(given, list | tuple | set | frozenset) or not given:
+        raise ConfigError(
+            f'methods={show(methods)} is not a list of HTTP methods; for example methods=["POST"]'
+        )
+    unknown = [each for each in given if not isinstance(each, str) or each.upper() not in METHODS]
+    if unknown:
+        raise ConfigError(
+            f"methods={show(methods)}: {show(unknown[0])} is not an HTTP method; "
+            f"the methods are {', '.join(METHODS)}"
+        )
+    found = {each.upper() for each in given}
+    return frozenset(found | {"HEAD"} if "GET" in found else found)
+
+
+def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the request; one without parameters is called without it.
+
+    A function whose signature is unknown gets the request.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return function
+    if any(each.kind not in {each.KEYWORD_ONLY, each.VAR_KEYWORD} for each in parameters):
+        return function
+    if kind_of(function) == "coroutine":
+
+        @wraps(function)
+        async def called_async(_: WebRequest) -> Any:
+            return await function()
+
+        called: Callable[..., Any] = called_async
+    else:
+
+        @wraps(function)
+        def called_plainly(_: WebRequest) -> Any:
+            return function()
+
+        called = called_plainly
+    # Without this, `inspect.signature` would show the parameters of the function inside.
+    vars(called)["__signature__"] = inspect.Signature(
+        [inspect.Parameter("request", inspect.Parameter.POSITIONAL_ONLY)]
+    )
+    return called
 
 
 def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
@@ -267,18 +401,62 @@ def default_node(environ: Mapping[str, str] = os.environ) -> str:
     return given or blake2b(gethostname().encode(), digest_size=4).hexdigest()
 
 
-OPTION_NAMES: Final = tuple(option.name for option in fields(EnforcerOptions))
+# The options of a whole application.
+OPTION_NAMES: Final = ("limits", *OptionArguments.__annotations__)
+ROUTE_NAMES: Final = (*RouteArguments.__annotations__, "name")
+
+
+_HEADERS: Final = "style=Style(…) of the application; by default all headers are sent"
+_PER_METHOD: Final = "key=lambda request: (request.address or '', request.method)"
+_RATE: Final = 'a rate string as limits: "10/minute"'
+# What other libraries call the options of web integrations.
+_FOREIGN: Final = {
+    **FOREIGN_NAMES,
+    "application_limits": 'limits="100/minute" of the application',
+    "callback": "on_limit",
+    "deduct_when": "count, a function of the response's status",
+    "default_limits": 'limits="100/minute" of the application, with per_route=True',
+    "default_limits_cost": "cost",
+    "default_limits_deduct_when": "count, a function of the response's status",
+    "default_limits_exempt_when": "exempt_when",
+    "default_limits_per_method": _PER_METHOD,
+    "enabled": "skip=lambda request: True to limit nothing",
+    "error_message": "on_limit, which returns the response",
+    "group": "name: limits with the same name share one count",
+    "header_name_mapping": _HEADERS,
+    "headers_enabled": _HEADERS,
+    "hours": _RATE,
+    "identifier": "key, a function of the request",
+    "key_func": "key, a function of the request",
+    "limit_value": 'limits="100/minute"',
+    "method": 'methods=["POST"] on a route',
+    "milliseconds": _RATE,
+    "minutes": _RATE,
+    "on_breach": "on_limit",
+    "per_method": _PER_METHOD,
+    "request_filter": "skip",
+    "seconds": _RATE,
+    "storage_uri": 'store="redis://localhost" of the application',
+    "times": _RATE,
+}
 
 
 def check_option_names(
     where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
 ) -> None:
-    """Raise ConfigError for names that are not options. The error says `where` they are given."""
-    unknown = [str(name) for name in given if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"{where} has no option {', '.join(unknown)}; the options are {', '.join(known)}"
-        )
+    """Raise InvalidOption for names that are not options. The error names `where` they are given.
+
+    It suggests an option: one with a similar name, or that another library calls so.
+    """
+    given = list(given)
+    if known is not ROUTE_NAMES:
+        for name in given:
+            if name in RouteArguments.__annotations__ and name not in known:
+                raise InvalidOption(
+                    f"{where} does not take {name}: that applies to a route; give it to the "
+                    f"route's limit(…), limited(…) or rate_limit(…)"
+                )
+    check_names(where, given, known, _FOREIGN)
 
 
 def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
@@ -288,7 +466,7 @@ def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
 
 
 def route_options_of(
-    function: str, application: str, limits: LimitsArgument, given: Mapping[str, Any]
+    function: str, application: str, limits: LimitsSource, given: Mapping[str, Any]
 ) -> EnforcerOptions:
     """Return the options of a route's own limits.
 
@@ -297,7 +475,7 @@ def route_options_of(
     """
     if limits is None:
         raise ConfigError(f'{function} needs limits: a rate such as "5/minute", or a Limit')
-    own = (*RouteArguments.__annotations__, "name")
+    own = ROUTE_NAMES
     for name in given:
         if name in OptionArguments.__annotations__ and name not in own:
             applies = (
@@ -305,7 +483,7 @@ def route_options_of(
                 if name == "per_route"
                 else "that applies to the whole application"
             )
-            raise ConfigError(
+            raise InvalidOption(
                 f"{function} does not take {name}: {applies}; give it to "
                 f"{application.format(name)}. The options of a route are {', '.join(own)}"
             )

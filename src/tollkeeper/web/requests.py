@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
 
 # Characters of a query or of the cookies that are searched.
@@ -223,14 +223,14 @@ def _raw_name(name: str) -> bytes:
 class RoutedAsgiRequest(AsgiRequest):
     """An AsgiRequest that finds its route's template before the router runs."""
 
-    __slots__ = ("_app",)
+    __slots__ = ("app",)
 
     def __init__(self, scope: MutableMapping[str, Any], app: Any = None) -> None:
         """Take the routes from `app` if the scope does not name the application."""
         self.scope = scope
         self._native = None
         self.address_of = peer_of
-        self._app = app
+        self.app = app
 
     @property
     def route(self) -> str | None:
@@ -241,6 +241,20 @@ class RoutedAsgiRequest(AsgiRequest):
         routes = self._routes()
         return None if routes is None else template_of(routes, self.scope)
 
+    def serving_route(self) -> Any:
+        """Return the route that will serve the request; None if it is unknown. Never raises.
+
+        A route that matches except for the method does not serve the request.
+        """
+        if _routed_template(self.scope) is not None:
+            return _context_of(self.scope) or self.scope.get("route")
+        routes = self._routes()
+        try:
+            found = None if routes is None else _serving(routes, self.scope, DEPTH_MAX)
+        except Exception:  # a route may be any object; then it is unknown
+            return None
+        return found.route if found is not None and found.is_full else None
+
     def _routes(self) -> list[Any] | None:
         """Return the routes that the request has not passed yet."""
         app, router = self.scope.get("app"), self.scope.get("router")
@@ -248,7 +262,7 @@ class RoutedAsgiRequest(AsgiRequest):
         # application that is mounted in it and that has not put its own name into the scope.
         has_routed = router is not None and getattr(app, "router", None) is router
         if app is None or has_routed:
-            app = self._app
+            app = self.app
         return routes_in(app)
 
 
@@ -258,17 +272,20 @@ class RoutedAsgiRequest(AsgiRequest):
 def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
     """Return the template of the route among `routes` that would serve `scope`. Never raises."""
     try:
-        found = _serving_template(routes, scope, DEPTH_MAX)
+        found = _serving(routes, scope, DEPTH_MAX)
     except Exception:  # a route may be any object; then the path is the endpoint
         return None
-    return None if found is None else _mounted_at(scope) + found
+    return None if found is None else _mounted_at(scope) + found.template
+
+
+def _context_of(scope: Mapping[str, Any]) -> Any:
+    """Return where FastAPI has included the route; recent versions keep included routers whole."""
+    found = scope.get("fastapi")
+    return found.get("effective_route_context") if isinstance(found, dict) else None
 
 
 def _routed_template(scope: Mapping[str, Any]) -> str | None:
-    route = scope.get("route")
-    # Recent versions of FastAPI keep included routers whole. Only this context knows the full path.
-    found = scope.get("fastapi")
-    context = found.get("effective_route_context") if isinstance(found, dict) else None
+    route, context = scope.get("route"), _context_of(scope)  # only the context knows the full path
     if context is None and hasattr(route, "routes"):
         # The last match is a mount, which stands for many endpoints.
         return None
@@ -278,23 +295,35 @@ def _routed_template(scope: Mapping[str, Any]) -> str | None:
     return _mounted_at(scope) + template
 
 
-def _serving_template(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> str | None:
+class _Serving(NamedTuple):
+    """The route that would serve a request, and its template."""
+
+    route: Any
+    template: str
+    is_full: bool
+    """False if the route matches except for the method."""
+
+
+def _serving(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> _Serving | None:
     partial: tuple[Any, Mapping[str, Any]] | None = None
     for route in _flat(routes, depth):
         match, child = route.matches(scope)
         if match.value == _FULL_MATCH:
-            return _path(route, {**scope, **child}, depth)
+            return _innermost(route, {**scope, **child}, depth)
         if match.value != _NO_MATCH and partial is None:
             partial = route, child
-    return None if partial is None else _path(partial[0], {**scope, **partial[1]}, depth)
+    if partial is None:
+        return None
+    found = _innermost(partial[0], {**scope, **partial[1]}, depth)
+    return None if found is None else found._replace(is_full=False)
 
 
-def _path(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
+def _innermost(route: Any, scope: Mapping[str, Any], depth: int) -> _Serving | None:
     path = getattr(route, "path", "")  # a Host has no path
     if not hasattr(route, "routes"):
-        return path if isinstance(path, str) and path else None
-    inner = _serving_template(_routes_below(route), scope, depth - 1) if depth else None
-    return None if inner is None else f"{path}{inner}"
+        return _Serving(route, path, True) if isinstance(path, str) and path else None
+    inner = _serving(_routes_below(route), scope, depth - 1) if depth else None
+    return None if inner is None else inner._replace(template=f"{path}{inner.template}")
 
 
 def mounted_path_of(scope: Mapping[str, Any]) -> str:
@@ -410,9 +439,9 @@ class WsgiRequest:
 
     @property
     def method(self) -> str:
-        """The HTTP method."""
+        """The HTTP method, in upper case: Flask and Django serve a "post" by the code of a POST."""
         method = self.environ.get("REQUEST_METHOD")
-        return method if isinstance(method, str) and method else "GET"
+        return method.upper() if isinstance(method, str) and method else "GET"
 
     @property
     def path(self) -> str:
