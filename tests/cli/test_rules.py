@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
 COMMANDS = (
     *("validate", "show", "diff", "schema", "history", "apply", "rollback", "explain"),
-    *("promote", "demote", "audit", "preview"),
+    *("promote", "demote", "audit", "preview", "import"),
 )
 
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
@@ -698,3 +698,103 @@ def test_preview_of_a_service_that_refuses() -> None:
         result = run("preview", file("a.yaml", GOOD), "--url", service.url)
     assert result.exit_code == 2
     assert "records no decisions" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------ import
+
+RATELIMIT = """\
+domain: shop
+descriptors:
+  - key: generic_key
+    rate_limit: {unit: minute, requests_per_unit: 5}
+"""
+LOSSY = RATELIMIT + "    detailed_metric: true\n"
+
+
+def test_import_prints_a_valid_document() -> None:
+    """Exit code 0 and nothing on the standard error if all is converted."""
+    result = run("import", file("rl.yaml", RATELIMIT))
+    assert (result.exit_code, result.stderr) == (0, "")
+    (rule,) = read(result.stdout).rules
+    assert rule.id == "shop.generic_key"
+    assert "# generic_key (rl.yaml:3)\n" in result.stdout
+
+
+def test_import_reports_what_is_not_converted() -> None:
+    """Exit code 1; the document goes to the standard output and the report to the other."""
+    result = run("import", file("rl.yaml", LOSSY))
+    assert result.exit_code == 1
+    assert read(result.stdout).rules
+    assert result.stderr.startswith("rl.yaml:5: not converted: detailed_metric adds values")
+
+
+def test_import_with_notes_alone_is_exit_code_0() -> None:
+    """A note says how a field is compared; nothing is lost."""
+    result = run("import", file("rl.yaml", RATELIMIT.replace("generic_key", "path")))
+    assert result.exit_code == 0
+    assert result.stderr.startswith("rl.yaml:3: note: the key path is the path of a request")
+
+
+def test_import_takes_several_files_and_the_standard_input() -> None:
+    """All domains are in one document."""
+    other = RATELIMIT.replace("shop", "api")
+    result = run("import", file("rl.yaml", RATELIMIT), "-", text=other)
+    assert [each.id for each in read(result.stdout).rules] == [
+        "shop.generic_key",
+        "api.generic_key",
+    ]
+    assert "# generic_key (<stdin>:3)\n" in result.stdout
+    assert run("import", "-", "-", text=other).exit_code == 2
+
+
+def test_import_with_another_algorithm() -> None:
+    """The same numbers, without the edge of a window."""
+    result = run("import", file("rl.yaml", RATELIMIT), "--algorithm", "token_bucket")
+    assert read(result.stdout).rules[0].limits[0].algorithm == "token_bucket"
+    assert run("import", "rl.yaml", "--algorithm", "leaky_bucket").exit_code == 2
+    assert run("import", "rl.yaml", "--from", "nginx").exit_code == 2
+
+
+def test_import_writes_a_new_file_only() -> None:
+    """It never replaces a file, least of all its input."""
+    source = file("rl.yaml", RATELIMIT)
+    result = run("import", source, "--output", "limits.yaml")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "limits.yaml: written, rules: 1\n"
+    assert Path("limits.yaml").read_text() == run("import", source).stdout
+    for name in ("limits.yaml", source):
+        result = run("import", source, "--output", name)
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"tollkeeper: {name} exists already; remove it, or give another --output\n"
+        )
+    assert Path(source).read_text() == RATELIMIT
+    assert run("import", source, "--output", "missing/limits.yaml").exit_code == 2
+
+
+def test_import_as_json() -> None:
+    """The document and the report are one JSON document."""
+    result = run("import", file("rl.yaml", LOSSY), "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == found["exit_code"] == 1
+    assert found["document"]["rules"][0]["id"] == "shop.generic_key"
+    (line,) = found["report"]
+    assert (line["source"], line["line"], line["level"]) == ("rl.yaml", 5, "not converted")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, "rl.yaml:1:1: this is a Tollkeeper rule document already"),
+        ("static_resources: {}\n", "rl.yaml:1:1: this is a configuration of Envoy itself"),
+        ("domain: shop\n", "rl.yaml: there are no limits"),
+        ("- 1\n", "rl.yaml:1:1: expected the configuration of envoyproxy/ratelimit"),
+    ],
+)
+def test_import_of_another_file_is_exit_code_2(text: str, expected: str) -> None:
+    """The message says what the file is; nothing is written."""
+    result = run("import", file("rl.yaml", text), "--output", "limits.yaml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(expected)
+    assert not Path("limits.yaml").exists()
+    assert run("import", "missing.yaml").exit_code == 2

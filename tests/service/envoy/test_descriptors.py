@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ from tollkeeper.service.envoy.descriptors import (
 from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
 
 SHOP = {"domain": "shop"}
+
+
+def without_keys(request: Request) -> Request:
+    """Return the request without the attribute that has the keys of all entries."""
+    rest = {name: each for name, each in request.attributes.items() if name != "descriptor_keys"}
+    return replace(request, attributes=rest)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_a_key_is_a_field_or_an_attribute(
     entries: list[tuple[str, str]], expected: Request
 ) -> None:
     """Keys that name a field fill it, also by Envoy's names; all others are attributes."""
-    assert request_of("shop", entries) == expected
+    assert without_keys(request_of("shop", entries)) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,53 @@ def test_a_key_is_a_field_or_an_attribute(
 )  # fmt: skip
 def test_a_repeated_key_gets_a_number(entries: list[tuple[str, str]], expected: Request) -> None:
     """No value is lost or joined to another."""
-    assert request_of("shop", entries) == expected
+    assert without_keys(request_of("shop", entries)) == expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([("remote_address", "192.0.2.7")], "remote_address"),
+        ([("remote_address", "192.0.2.7"), (":path", "/a")], "remote_address,:path"),
+        ([(":path", "/a"), ("remote_address", "192.0.2.7")], ":path,remote_address"),
+        ([("k", "a"), ("k", "b")], "k,k"),
+        ([("descriptor_keys", "x")], "descriptor_keys"),
+    ],
+)
+def test_descriptor_keys_has_all_keys_in_order(
+    entries: list[tuple[str, str]], expected: str
+) -> None:
+    """A client's value never replaces it: an entry of that name gets a number."""
+    request = request_of("shop", entries)
+    assert request.attributes["descriptor_keys"] == expected
+    if entries == [("descriptor_keys", "x")]:
+        assert request.attributes["descriptor_keys_2"] == "x"
+
+
+def test_a_rule_can_match_one_of_two_descriptors() -> None:
+    """[remote_address] is counted, and [remote_address, path] is not counted a second time."""
+    rule = {"id": "a", "match": {"attributes": {"descriptor_keys": "remote_address"}},
+            "by": ["ip"], "limits": ["1/hour"]}  # fmt: skip
+    address = ("remote_address", "192.0.2.7")
+    with Limiter.from_rules({"version": 1, "rules": [rule]}) as limiter:
+        assert limiter.evaluate(request_of("shop", [address, ("path", "/a")])).kind == "unlimited"
+        assert limiter.check(request_of("shop", [address])).allowed
+        assert not limiter.check(request_of("shop", [address])).allowed
+
+
+def test_long_descriptor_keys_are_counted_by_a_digest_and_matched_whole() -> None:
+    """A rule that counts by them gets a key that fits, and a rule that matches them matches."""
+    entries = [(f"{'k' * 120}{number}", "v") for number in range(9)]
+    request = request_of("shop", entries)
+    keys = ",".join(key for key, _ in entries)
+    assert request.attributes["descriptor_keys"] == countable(keys) != keys
+    assert request.matched_as.attributes["descriptor_keys"] == keys
+
+
+def test_a_limit_of_a_descriptor_is_counted_by_its_entries_alone() -> None:
+    """Counts that are in the store from before there were `descriptor_keys` stay valid."""
+    request = request_of("shop", [("user", "ann"), ("region", "eu")])
+    assert everything_of(request) == ("user:ann", "domain:shop", "region:eu")
 
 
 @given(
@@ -99,7 +152,7 @@ def test_any_values_can_be_counted(entries: list[tuple[str, str | bytes]]) -> No
     request = request_of("shop", entries)
     names = [name for name in ("user", "api_key", "ip", "tenant", "tier", "endpoint", "method")
              if getattr(request, name) is not None]  # fmt: skip
-    assert len(names) + len(request.attributes) == len(entries) + 1
+    assert len(names) + len(request.attributes) == len(entries) + 2
     for name in request.attributes:
         assert name.isidentifier()
         assert name.isascii()

@@ -6,7 +6,8 @@ becomes one Request.
     domain: shop                                    Request(
     [remote_address: 192.0.2.7, path: /v1/orders,     ip="192.0.2.7", endpoint="/v1/orders",
      plan: gold, x-region: eu]                        attributes={"domain": "shop", "plan": "gold",
-                                                                  "x_region": "eu"})
+                                                        "x_region": "eu", "descriptor_keys":
+                                                        "remote_address,path,plan,x-region"})
 
 **Fields.** A key that is spelled like a field of a Request fills the field: `user`, `api_key` (also
 `api-key`, `ApiKey`), `ip`, `tenant`, `tier`, `endpoint`, `method`. So do Envoy's names for them:
@@ -15,6 +16,11 @@ becomes one Request.
 **Attributes.** Any other key is an attribute; characters that a name cannot have become `_`. The
 domain is the attribute `domain`. A repeated key gets a number, so that no two values are mixed up:
 `generic_key`, `generic_key_2`. So does a key whose field is already filled.
+
+**Keys.** Envoy may describe one request by the descriptors [ip] and [ip, path]. A rule that matches
+the first matches the second too, because it tests only the attributes that it names. So the
+attribute `descriptor_keys` has all keys of the descriptor, in order and separated by commas. A rule
+with `descriptor_keys: remote_address` matches the first alone.
 
 **Values** come from clients. A client must not evade its limits with a value that cannot be
 counted: after an error, Envoy lets the request pass. So a value that is long or not text is counted
@@ -46,6 +52,9 @@ if TYPE_CHECKING:
 
 # An entry with this key is an instruction to the service; rules do not see it.
 SETTLE: Final = "tollkeeper.settle"
+# The attributes that no entry fills.
+DOMAIN: Final = "domain"
+DESCRIPTOR_KEYS: Final = "descriptor_keys"
 
 DESCRIPTORS_MAX: Final = 100
 ENTRIES_MAX: Final = 64
@@ -169,12 +178,13 @@ def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) 
     >>> request_of("shop", [("generic_key", "slow"), ("method", "GET"), ("generic_key", "b")])
     ... # doctest: +NORMALIZE_WHITESPACE
     Request(user=None, api_key=None, ip=None, tenant=None, tier=None, endpoint=None, method='GET',
-            attributes={'domain': 'shop', 'generic_key': 'slow', 'generic_key_2': 'b'})
+            attributes={'domain': 'shop', 'descriptor_keys': 'generic_key,method,generic_key',
+                        'generic_key': 'slow', 'generic_key_2': 'b'})
 
     Raises ConfigError for a descriptor without entries, with too many, or with an invalid key.
     """
     fields: dict[str, str] = {}
-    attributes = {"domain": domain}
+    attributes = {DOMAIN: domain, DESCRIPTOR_KEYS: ""}
     digests: dict[str, str] = {}
     if not 1 <= len(entries) <= ENTRIES_MAX:
         raise ConfigError(
@@ -190,6 +200,11 @@ def request_of(domain: str, entries: Sequence[tuple[str | bytes, str | bytes]]) 
             text = attributes[_free(name, attributes)] = countable(value)
         if text is not value:
             digests[text] = _text(value)
+    # All keys are text now: `_name_of` rejects others.
+    keys = ",".join([key for key, _ in entries])  # type: ignore[misc]  # see above
+    attributes[DESCRIPTOR_KEYS] = counted_keys = countable(keys)
+    if counted_keys is not keys:
+        digests[counted_keys] = keys
     return Request(**fields, attributes=attributes, digests=digests or None)
 
 
@@ -248,11 +263,12 @@ def _address(text: str) -> str:
 
 
 def everything_of(request: Request) -> tuple[str, ...]:
-    """Return a key of all fields of a request; a descriptor limit is counted by it."""
+    """Return a key of all entries of a descriptor; a descriptor limit is counted by it."""
     known = [
         (name, value) for name in REQUEST_FIELDS if (value := getattr(request, name)) is not None
     ]
-    parts = [f"{name}:{value}" for name, value in (*known, *sorted(request.attributes.items()))]
+    others = [each for each in sorted(request.attributes.items()) if each[0] != DESCRIPTOR_KEYS]
+    parts = [f"{name}:{value}" for name, value in (*known, *others)]
     length = sum(map(len, parts)) + len(parts)
     fits = len(parts) <= PARTS_MAX and length <= KEY_LENGTH_MAX
     if fits and not any(SEPARATOR in part for part in parts):

@@ -170,7 +170,7 @@ class QuotaStream:
 
     def _request_of(self, usage: BucketUsage) -> Request:
         try:
-            request = request_of(self.domain, list(usage.bucket_id.bucket.items()))
+            request = request_of(self.domain, sorted(usage.bucket_id.bucket.items()))
         except ConfigError as error:
             raise CallError(Status.INVALID_ARGUMENT, f"a bucket: {error}") from None
         found = confined(self.token, request)
