@@ -1,30 +1,53 @@
-"""HTTP clients wait as long as servers request, pace themselves, and keep a retry budget."""
+"""HTTP clients keep limits, wait as long as servers request, and keep a retry budget."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import ConfigError
+from tests.failing_store import PartlyFailing
+from tollkeeper import (
+    AsyncLimiter,
+    CapacityError,
+    ConfigError,
+    InvalidCost,
+    InvalidKey,
+    InvalidOption,
+    Limit,
+    Limiter,
+    LimitExceeded,
+    LocalFallback,
+    Request,
+    StoreUnavailable,
+    TollkeeperError,
+)
+from tollkeeper.decide.store import Store
 from tollkeeper.httpx import (
     ADVICE_NS_MAX,
     DRAIN_BYTES_MAX,
+    HOLD_NS_MAX,
     ORIGINS_MAX,
+    AsyncLimitTransport,
     AsyncRetryTransport,
     Budget,
+    LimitTimeout,
+    LimitTransport,
     RetryAdvice,
     RetryTransport,
     retry_advice_of,
 )
-from tollkeeper.testing import ManualClock
+from tollkeeper.testing import ManualClock, limiting_off
 
 SECOND = 1_000_000_000
 MANY = Budget(reserve=1_000)
@@ -444,6 +467,10 @@ def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
         ({"wait_max": "1m"}, "not a length of time"),
         ({"pace": "host"}, '"origin", "path" or "off"'),
         ({"statuses": {429: "GET"}}, "any"),
+        ({"statuses": [429]}, r"statuses=\[429\] needs"),
+        ({"statuses": None}, "statuses=None needs"),
+        ({"budget": 5}, "budget=5 is not a Budget; try Budget"),
+        ({"random": 5}, "random=5 is not a function"),
         ({"clock": 5}, "now_ns"),
     ],
 )
@@ -454,6 +481,28 @@ def test_wrong_settings_are_rejected(settings: dict[str, Any], words: str) -> No
             transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
 
 
+def test_a_transport_of_the_other_kind_is_rejected() -> None:
+    """At once, and not with the first request."""
+    with pytest.raises(ConfigError, match=r"is not an httpx.BaseTransport; .*httpx.HTTPTransport"):
+        RetryTransport(cast("Any", httpx.AsyncHTTPTransport()))
+    with pytest.raises(ConfigError, match=r"is not an httpx.AsyncBaseTransport"):
+        AsyncRetryTransport(cast("Any", httpx.HTTPTransport()))
+    with pytest.raises(ConfigError, match=r"is not an httpx.BaseTransport"):
+        LimitTransport("1/second", transport=cast("Any", httpx.AsyncHTTPTransport()))
+    with pytest.raises(ConfigError, match=r"transport=5 is not an httpx.AsyncBaseTransport"):
+        AsyncLimitTransport("1/second", transport=cast("Any", 5))
+
+
+def test_wrong_arguments_of_a_limiting_transport_are_explained() -> None:
+    """The error names the public class and shows a correct call."""
+    with pytest.raises(InvalidOption, match=r'LimitTransport\("10/second", transport='):
+        LimitTransport()  # type: ignore[call-arg]  # the mistake
+    with pytest.raises(InvalidOption, match=r"LimitTransport\(…\)"):
+        LimitTransport("1/second", httpx.HTTPTransport())  # type: ignore[misc]  # the mistake
+    with pytest.raises(ConfigError, match=r"cost=50 never fits .*, so no request could pass"):
+        LimitTransport("10/second", cost=50)
+
+
 @pytest.mark.parametrize("values", [{"share": -1}, {"reserve": "5"}, {"per_second": True}])
 def test_wrong_budgets_are_rejected(values: dict[str, Any]) -> None:
     """A share, a rate and a reserve are numbers from 0 up."""
@@ -461,7 +510,784 @@ def test_wrong_budgets_are_rejected(values: dict[str, Any]) -> None:
         Budget(**values)
 
 
-SECOND = 1_000_000_000
+# ------------------------------------------------------------------------------------ limits
+
+
+def sync_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
+    if not isinstance(limits, Limiter):
+        settings = {"clock": origin.clock, **settings}
+    settings = {"random": lambda: 0.0, "budget": MANY, **settings}
+    transport = LimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
+    client = httpx.Client(transport=transport, follow_redirects=True)
+    return lambda method="GET", url=URL, **more: client.request(method, url, **more)
+
+
+def async_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
+    settings = {"clock": origin.clock, "random": lambda: 0.0, "budget": MANY, **settings}
+    transport = AsyncLimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
+    # Not closed between requests: the transport would close its store.
+    client = httpx.AsyncClient(transport=transport, follow_redirects=True)
+
+    def ask(method: str = "GET", url: str = URL, **more: Any) -> httpx.Response:
+        return asyncio.run(client.request(method, url, **more))
+
+    return ask
+
+
+@pytest.fixture(params=[sync_limited, async_limited], ids=["sync", "async"])
+def limited(request: pytest.FixtureRequest) -> Callable[..., Ask]:
+    """Run each test with the sync and with the async transport."""
+    chosen: Callable[..., Ask] = request.param
+    return chosen
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> Store:
+    """A store that several transports share."""
+    return Limiter("1/second", clock=clock).store
+
+
+OK = (200, {"Content-Length": "0"})
+SPENT = (200, {"RateLimit": '"default";r=0;t=20'})
+
+
+def test_a_request_waits_until_the_limit_has_room(
+    limited: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """Two requests go at once, and then one every half second."""
+    origin = Origin(OK, clock=clock)
+    ask = limited(origin)
+    assert [ask().status_code for _ in range(5)] == [200] * 5
+    assert after(origin) == [0, 0, 0.5, 1, 1.5]
+
+
+def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
+    limited: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """The error has the request and the time; after that time the request is sent."""
+    origin = Origin(OK, clock=clock)
+    ask = limited(origin, "1/hour", wait_max=timedelta(minutes=1))
+    ask()
+    for _ in range(3):
+        with pytest.raises(LimitTimeout, match=r"^POST http://api\.test was not sent: .* 3600\."):
+            ask("POST")
+    with pytest.raises(httpx.TimeoutException) as caught:
+        ask()
+    error = caught.value
+    assert isinstance(error, LimitTimeout)
+    assert (str(error.request.url), error.retry_after, error.decision.allowed) == (URL, 3600, False)
+    assert after(origin) == [0]
+    clock.advance(error.retry_after)
+    ask()
+    assert after(origin) == [0, 3600]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        httpx.TimeoutException,
+        httpx.TransportError,
+        httpx.RequestError,
+        httpx.HTTPError,
+        LimitExceeded,
+        TollkeeperError,
+    ],
+)
+def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exception]) -> None:
+    """It is an httpx error and a LimitExceeded, and survives a pickle."""
+    ask = sync_limited(Origin(OK, clock=clock), "1/hour")
+    ask()
+    with pytest.raises(kind) as caught:
+        ask()
+    error = caught.value
+    assert isinstance(error, LimitTimeout)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (LimitTimeout, str(error))
+    assert (copy.decision, copy.request.url) == (error.decision, URL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "url", "times"),
+    [
+        ({}, URL, [0, 1]),
+        ({}, "http://API.test:80/other?page=2", [0, 1]),
+        ({}, "https://api.test/v1/orders", [0, 0]),
+        ({}, "http://api.test:8080/v1/orders", [0, 0]),
+        ({"key": "partner"}, "http://other.test", [0, 1]),
+        ({"key": ("partner", "7")}, "http://other.test", [0, 1]),
+        ({"key": lambda request: request.url.path}, "http://other.test/v1/orders", [0, 1]),
+        ({"key": lambda request: request.url.path}, "http://api.test/other", [0, 0]),
+        ({"cost": 0}, URL, [0, 0]),
+        ({"cost": lambda request: len(request.method) - 2}, URL, [0, 1]),
+    ],
+)
+def test_key_and_cost(
+    limited: Callable[..., Ask],
+    clock: ManualClock,
+    settings: dict[str, Any],
+    url: str,
+    times: list[float],
+) -> None:
+    """By default the origin is the key, and a request costs one unit."""
+    origin = Origin(OK, clock=clock)
+    ask = limited(origin, "1/second", **settings)
+    ask()
+    ask(url=url)
+    assert after(origin) == times
+
+
+def test_a_redirect_is_a_request(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """Each hop waits for the limit of its own origin."""
+    there = (302, {"Location": "http://api.test/there"})
+    elsewhere = (302, {"Location": "http://other.test/"})
+    origin = Origin(there, elsewhere, OK, clock=clock)
+    assert limited(origin, "1/second")().status_code == 200
+    assert after(origin) == [0, 1, 1]
+
+
+def test_each_attempt_passes_the_limiter(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """A retry costs units as a first attempt does, after the wait that the server requests."""
+    origin = Origin((429, {"Retry-After": "1"}), (429, {"Retry-After": "30"}), OK, clock=clock)
+    assert limited(origin, "2/minute")("POST").status_code == 200
+    assert after(origin) == [0, 1, 31]
+    origin = Origin((429, {}), (429, {}), OK, clock=clock)
+    assert limited(origin, "2/minute")("POST").status_code == 200
+    assert after(origin) == [0, 0, 30]
+
+
+def test_one_bound_for_all_waits(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """A request that waited 40 s for the limit has 20 s left for the server's wait."""
+    origin = Origin(OK, (429, {"Retry-After": "21"}), (429, {"Retry-After": "20"}), OK, clock=clock)
+    ask = limited(origin, "1/40s", pace="off")
+    assert [ask().status_code, ask().status_code] == [200, 429]
+    assert after(origin) == [0, 40]
+    with pytest.raises(LimitTimeout):
+        ask()  # 40 s for the limit, 20 s for the server, and 20 s more for the limit
+    assert after(origin) == [0, 40, 80]
+
+
+def test_transports_share_what_a_server_says(
+    limited: Callable[..., Ask], clock: ManualClock, store: Store
+) -> None:
+    """After "nothing left for 20 s", other transports on the store wait, too; others do not."""
+    origin = Origin(SPENT, OK, clock=clock)
+    asks = [limited(origin, "9/second", store=store) for _ in range(2)]
+    asks[0]()
+    asks[1](url="http://other.test")
+    asks[1]()
+    assert after(origin) == [0, 0, 20]
+
+
+def test_the_bound_includes_a_pause_that_another_transport_heard_of(
+    limited: Callable[..., Ask], clock: ManualClock, store: Store
+) -> None:
+    """After 40 s of it, a request has 20 s left for the server's wait."""
+    origin = Origin((429, {"Retry-After": "40"}), (429, {"Retry-After": "21"}), OK, clock=clock)
+    asks = [limited(origin, "9/second", store=store, attempts_max=n) for n in (1, 2)]
+    assert [ask().status_code for ask in asks] == [429, 429]
+    assert after(origin) == [0, 40]
+
+
+def test_a_request_that_is_held_back_spends_nothing(
+    limited: Callable[..., Ask], clock: ManualClock, store: Store
+) -> None:
+    """If the server wants a longer wait than the bound, the request is not sent."""
+    origin = Origin((429, {"Retry-After": "61"}), OK, clock=clock)
+    asks = [limited(origin, "3/hour", store=store) for _ in range(2)]
+    assert asks[0]().status_code == 429
+    for ask in asks:
+        with pytest.raises(LimitTimeout, match="the server asked for a pause; retry after 61"):
+            ask()
+    clock.advance(61)
+    assert [ask().status_code for ask in asks] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("pace", "url", "times"),
+    [
+        ("path", URL + "?page=2", [0, 20]),
+        ("path", "http://api.test/other", [0, 0]),
+        ("off", URL, [0, 0]),
+    ],
+)
+def test_pace_selects_the_requests_that_other_transports_hold_back(
+    clock: ManualClock, store: Store, pace: str, url: str, times: list[float]
+) -> None:
+    """Those to the same path, or none."""
+    origin = Origin(SPENT, OK, clock=clock)
+    sync_limited(origin, "9/second", store=store, pace=pace)()
+    sync_limited(origin, "9/second", store=store, pace=pace)(url=url)
+    assert after(origin) == times
+
+
+@given(st.lists(st.tuples(st.integers(0, 4_000), st.integers(0, 5_000)), min_size=1, max_size=8))
+def test_the_longest_request_for_a_pause_counts(asked_ms: list[tuple[int, int]]) -> None:
+    """Transports hear of pauses at different times; the store keeps the one that ends last."""
+    clock = ManualClock()
+    store = Limiter("1/second", clock=clock).store
+    until_ns = 0
+    for pause_ms, held_ms in asked_ms:
+        clock.advance_ns(pause_ms * 1_000_000)
+        said = (429, {"Retry-After": str(held_ms / 1_000)})
+        with suppress(LimitTimeout):  # held back already: it is not sent
+            ask = sync_limited(
+                Origin(said, clock=clock), "9/s", store=store, attempts_max=1, wait_max=0
+            )
+            ask()
+            until_ns = max(until_ns, clock.now_ns() + held_ms * 1_000_000)
+    origin = Origin(OK, clock=clock)
+    now_ns = clock.now_ns()
+    sync_limited(origin, "9/second", store=store, name="outgoing")()
+    assert round(origin.times[0] * SECOND) == max(until_ns, now_ns)
+
+
+@pytest.mark.parametrize(("first_s", "second_s"), [(5, 5), (5, 20), (20, 5)])
+def test_responses_to_requests_in_flight_hold_back_once(
+    clock: ManualClock, store: Store, first_s: int, second_s: int
+) -> None:
+    """Two requests in flight are denied: the pause is the longer one, and not the sum."""
+
+    def ask_meanwhile(request: httpx.Request) -> httpx.Response:
+        sync_limited(Origin(denial(first_s), clock=clock), store=store, attempts_max=1)()
+        clock.advance_ns(1_300_000)
+        return Origin(denial(second_s), clock=clock)(request)
+
+    def denial(seconds: int) -> tuple[int, dict[str, str]]:
+        return 429, {"Retry-After": str(seconds)}
+
+    inner = httpx.MockTransport(ask_meanwhile)
+    transport = LimitTransport(
+        "2/second", transport=inner, store=store, clock=clock, attempts_max=1
+    )
+    began_ns = clock.now_ns()
+    with httpx.Client(transport=transport) as client:
+        client.get(URL)
+    sync_limited(Origin(OK, clock=clock), store=store)()
+    until_ns = max(began_ns + first_s * SECOND, began_ns + 1_300_000 + second_s * SECOND)
+    assert 0 <= clock.now_ns() - until_ns <= 1_000_000
+
+
+def test_a_wrong_time_holds_back_for_an_hour_at_most(clock: ManualClock, store: Store) -> None:
+    """A server that sends milliseconds as seconds does not stop its clients for ever."""
+    said = (429, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "1767225601000"})
+    origin = Origin(said, OK, clock=clock)
+    asks = [sync_limited(origin, "9/second", store=store) for _ in range(2)]
+    assert asks[0]().status_code == 429
+    clock.advance_ns(HOLD_NS_MAX)
+    assert [ask().status_code for ask in asks] == [200, 200]
+
+
+def test_limits_from_rules(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """A rule matches the path and the method, and counts by the attribute `origin`."""
+    rules = """
+version: 1
+rules:
+  - {id: writes, match: {endpoint: "/v1/*", method: POST}, by: origin, limits: 1/second}
+"""
+    kind = Limiter if limited is sync_limited else AsyncLimiter
+    limiter: Any = kind.from_rules(rules, clock=clock)
+    origin = Origin(OK, clock=clock)
+    transport: Any = LimitTransport if kind is Limiter else AsyncLimitTransport
+    made = transport(limiter, transport=httpx.MockTransport(origin))
+
+    async def ask(method: str, url: str) -> None:
+        if kind is Limiter:
+            made.handle_request(httpx.Request(method, url))
+        else:
+            await made.handle_async_request(httpx.Request(method, url))
+
+    for method, url in [("POST", URL), ("GET", URL), ("POST", "http://b.test/v1/x"), ("POST", URL)]:
+        asyncio.run(ask(method, url))
+    assert after(origin) == [0, 0, 0, 1]
+
+
+def test_a_limiter_of_the_caller_stays_open(clock: ManualClock) -> None:
+    """Closing the transport closes the inner transport, and the limiter that it made itself."""
+    with Limiter("1/hour", clock=clock) as limiter:
+        transport = LimitTransport(limiter, transport=httpx.MockTransport(Origin(OK, clock=clock)))
+        with httpx.Client(transport=transport) as client:
+            client.get(URL)
+        assert limiter.peek("http://api.test").remaining == 0
+    own = LimitTransport("1/hour", on_failure="raise")
+    own.close()
+    with pytest.raises(StoreUnavailable):
+        own.handle_request(httpx.Request("GET", URL))
+
+
+def test_tests_can_switch_limits_off(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """In `limiting_off` no request waits for a limit, also not for an exact one."""
+    origin = Origin(OK, clock=clock)
+    with limiting_off():
+        for ask in (limited(origin, "1/hour"), limited(origin, "1/hour", exact=True)):
+            for _ in range(3):
+                ask()
+    assert after(origin) == [0] * 6
+
+
+def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
+    """The other side may have seen it."""
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("no")
+
+    transport = LimitTransport("1/hour", transport=httpx.MockTransport(fail), clock=clock)
+    with httpx.Client(transport=transport) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.get(URL)
+        with pytest.raises(LimitTimeout):
+            client.get(URL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attempts_max": 0}, "between 1 and 100"),
+        ({"wait_max": -1}, "not a length of time"),
+        ({"pace": "host"}, '"origin", "path" or "off"'),
+        ({"store": "redsi://localhost"}, "redsi"),
+        ({"on_failure": "ask"}, "open, closed, local, raise"),
+        ({"local_fallback": 3}, "LocalFallback"),
+        ({"name": 7}, "name"),
+        ({"key": 7}, "a key is text"),
+        ({"key": ""}, "key"),
+        ({"cost": -1}, "cost=-1 is not a whole number"),
+        ({"cost": 1.5}, "cost=1.5 is not a whole number"),
+        ({"limits": "10/fortnight"}, "at character 4"),
+        ({"limits": 10}, "is not a rate"),
+        ({"exact": "yes"}, "exact='yes' is not True or False"),
+        ({"arrives_within": 5}, "only with exact=True"),
+        ({"exact": True, "arrives_within": 0}, "between 1 ms and an hour"),
+        ({"exact": True, "arrives_within": "5"}, "not a length of time"),
+        ({"exact": True, "limits": "10/second; 1000/day"}, "exact=True keeps one limit"),
+        ({"exact": True, "limits": "10/second burst 5"}, "exact=True keeps one limit"),
+        ({"exact": True, "limits": "101/second"}, "exact=True keeps one limit of 1 to 100"),
+        ({"exact": True, "on_failure": "local"}, "on_failure='local' does not work with exact"),
+        ({"exact": True, "on_failure": "open"}, "on_failure='open' does not work with exact"),
+    ],
+)
+def test_wrong_limits_are_rejected(settings: dict[str, Any], words: str) -> None:
+    """The constructors of both transports raise an error with a correct example."""
+    for transport in (LimitTransport, AsyncLimitTransport):
+        with pytest.raises(ConfigError, match=words):
+            transport(**{"limits": "10/second", **settings})
+
+
+def test_a_limiter_has_its_own_settings() -> None:
+    """A transport takes a limiter of its kind, and none of the settings that the limiter has."""
+    names = ("store", "name", "on_failure", "local_fallback", "clock", "exact", "arrives_within")
+    for name in names:
+        with pytest.raises(ConfigError, match=rf"^{name}=.* is a setting of the limiter"):
+            LimitTransport(Limiter("1/second"), **{name: None})  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ConfigError, match="LimitTransport takes a Limiter"):
+        LimitTransport(AsyncLimiter("1/second"))  # type: ignore[arg-type]  # wrong
+    with pytest.raises(ConfigError, match="AsyncLimitTransport an AsyncLimiter"):
+        AsyncLimitTransport(Limiter("1/second"))  # type: ignore[arg-type]  # wrong
+
+
+def test_an_unknown_setting_names_the_public_class() -> None:
+    """A typo is a TypeError, as for any function, and names the setting to use."""
+    for kind in (LimitTransport, AsyncLimitTransport, RetryTransport, AsyncRetryTransport):
+        said = rf"^{kind.__name__}\(…\) has no option timeout \(use wait_max .*pace, clock, random"
+        with pytest.raises(InvalidOption, match=said) as caught:
+            kind(cast("Any", None), timeout=5)  # type: ignore[call-arg]  # wrong
+        assert isinstance(caught.value, TypeError)
+        with pytest.raises(InvalidOption, match=r"did you mean wait_max\?"):
+            kind(cast("Any", None), wait_ma=5)  # type: ignore[call-arg]  # wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"cost": lambda _: 3}, CapacityError),
+        ({"cost": lambda _: -1}, InvalidCost),
+        ({"key": lambda _: ""}, InvalidKey),
+        ({"key": lambda _: Request(user="7")}, ConfigError),
+        ({"exact": True, "cost": 2}, ConfigError),
+        ({"exact": True, "key": lambda _: Request(user="7")}, ConfigError),
+    ],
+)
+def test_a_request_that_cannot_be_counted_is_not_sent(
+    limited: Callable[..., Ask],
+    clock: ManualClock,
+    settings: dict[str, Any],
+    error: type[Exception],
+) -> None:
+    """A cost that never fits, and functions that return a wrong cost or key."""
+    origin = Origin(OK, clock=clock)
+    with pytest.raises(error):
+        limited(origin, **settings)()
+    assert origin.times == []
+
+
+# --------------------------------------------------------------------- while the store is away
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        ({}, [0, 0, 0.5, 1]),
+        ({"on_failure": "local"}, [0, 0, 0.5, 1]),
+        ({"on_failure": "open"}, [0, 0, 0.5, 1]),
+        ({"local_fallback": LocalFallback(nodes=2)}, [0, 1, 2, 3]),
+    ],
+)
+def test_without_the_store_the_machine_keeps_its_share(
+    limited: Callable[..., Ask], clock: ManualClock, settings: dict[str, Any], times: list[float]
+) -> None:
+    """No policy sends without a limit: requests are paced by the counts of this machine."""
+    store = PartlyFailing(clock=clock)
+    store.failing = frozenset({"outgoing", "outgoing.held"})
+    origin = Origin(OK, clock=clock)
+    ask = limited(origin, store=store, **settings)
+    for _ in times:
+        ask()
+    assert after(origin) == times
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_closed_transport_waits_for_the_store(
+    limited: Callable[..., Ask], clock: ManualClock, exact: bool
+) -> None:
+    """It asks once a second until `wait_max` has passed, sends nothing, and says why."""
+    store = PartlyFailing(clock=clock)
+    store.failing = frozenset({"outgoing", "outgoing.held"})
+    origin = Origin(OK, clock=clock)
+    settings: dict[str, Any] = {"exact": True} if exact else {"on_failure": "closed"}
+    ask = limited(origin, store=store, wait_max=5, **settings)
+    began_ns = clock.now_ns()
+    with pytest.raises(LimitTimeout, match="the store cannot decide") as caught:
+        ask()
+    assert caught.value.decision.degraded
+    assert clock.now_ns() - began_ns == 5 * SECOND
+    assert origin.times == []
+    store.failing = frozenset()
+    assert ask().status_code == 200
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_on_failure_raise(limited: Callable[..., Ask], clock: ManualClock, exact: bool) -> None:
+    """The StoreError reaches the caller at once."""
+    store = PartlyFailing(clock=clock)
+    store.failing = frozenset({"outgoing", "outgoing.held"})
+    ask = limited(Origin(OK, clock=clock), store=store, on_failure="raise", exact=exact)
+    with pytest.raises(StoreUnavailable):
+        ask()
+
+
+# ---------------------------------------------------------------- as the other side sees it
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer: tests of concurrent waits are instant."""
+
+    virtual_s = 0.0
+    _ready: Any
+    _scheduled: Any
+
+    def time(self) -> float:
+        return self.virtual_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:
+            self.virtual_s = max(self.virtual_s, self._scheduled[0].when())
+        super()._run_once()  # type: ignore[misc]  # asyncio's own step
+
+
+class LoopClock:
+    """The clock of the running loop."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def now_ns(self) -> int:
+        return round(self._loop.time() * SECOND)
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("the event loop is blocked")
+
+    async def sleep_async(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class FarOrigin:
+    """A server behind a network that takes from 0 to `delay_max_s` for each direction."""
+
+    def __init__(self, seed: int, delay_max_s: float, clock: LoopClock) -> None:
+        self._random = random.Random(seed)
+        self._delay_max_s = delay_max_s
+        self._clock = clock
+        self.sent_ns: list[int] = []
+        self.arrived_ns: list[int] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.sent_ns.append(self._clock.now_ns())
+        await asyncio.sleep(self._random.random() * self._delay_max_s)
+        self.arrived_ns.append(self._clock.now_ns())
+        await asyncio.sleep(self._random.random() * self._delay_max_s)
+        if self._random.random() < 0.1:
+            raise httpx.ReadTimeout("no response")
+        return httpx.Response(200)
+
+
+def simulate(
+    limits: Any, *, seed: int = 1, delay_max_s: float = 0.5, requests: int = 40, **settings: Any
+) -> FarOrigin:
+    """Send requests from three transports that share a store, each with ten tasks."""
+    loop = VirtualLoop()
+    clock = LoopClock(loop)
+    origin = FarOrigin(seed, delay_max_s, clock)
+    store = Limiter("1/second", clock=clock).store
+
+    async def work(client: httpx.AsyncClient, count: int) -> None:
+        for _ in range(count):
+            with suppress(httpx.ReadTimeout):
+                await client.get(URL)
+
+    async def main() -> None:
+        settings.setdefault("wait_max", 3_600)
+        clients = [
+            httpx.AsyncClient(
+                transport=AsyncLimitTransport(
+                    limits,
+                    transport=httpx.MockTransport(origin),
+                    store=store,
+                    clock=clock,
+                    **settings,
+                )
+            )
+            for _ in range(3)
+        ]
+        tasks = [work(client, -(-requests // 30)) for client in clients for _ in range(10)]
+        await asyncio.gather(*tasks)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+    return origin
+
+
+def most_in_a_window(times_ns: list[int], window_ns: int = SECOND) -> int:
+    """Return the highest number of times in a half-open window, wherever it starts."""
+    times_ns = sorted(times_ns)
+    return max(
+        sum(start <= each < start + window_ns for each in times_ns[first:])
+        for first, start in enumerate(times_ns)
+    )
+
+
+LOG = Limit(10, per=1, algorithm="sliding_window_log")
+# One of the seeds with which a limit on sending is exceeded on arrival.
+SEED = 1
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    limit=st.integers(1, 12),
+    delay_max_s=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
+)
+def test_a_log_is_never_exceeded_as_sent(seed: int, limit: int, delay_max_s: float) -> None:
+    """Three transports together send at most `limit` requests in any second."""
+    log = Limit(limit, per=1, algorithm="sliding_window_log")
+    origin = simulate(log, seed=seed, delay_max_s=delay_max_s)
+    assert len(origin.sent_ns) == 60
+    assert most_in_a_window(origin.sent_ns) <= limit
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    limit=st.integers(1, 12),
+    delay_max_s=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
+)
+def test_an_exact_limit_is_never_exceeded_on_arrival(
+    seed: int, limit: int, delay_max_s: float
+) -> None:
+    """At most `limit` requests arrive in any second, also if responses are lost."""
+    origin = simulate(f"{limit}/second", seed=seed, delay_max_s=delay_max_s, exact=True)
+    assert len(origin.arrived_ns) == 60
+    assert most_in_a_window(origin.arrived_ns) <= limit
+
+
+@pytest.mark.parametrize(
+    ("limits", "settings", "kept"),
+    [
+        ("10/second", {}, False),
+        (LOG, {}, False),
+        ("10/second capacity 1", {}, False),
+        (Limit(10, per=1.5, algorithm="sliding_window_log"), {}, True),
+        ("10/second", {"exact": True}, True),
+    ],
+    ids=["bucket", "log", "spaced", "log with a margin", "exact"],
+)
+def test_arrivals_of_each_way(limits: Any, settings: dict[str, Any], kept: bool) -> None:
+    """Ten that are sent within a second are more on arrival, if delays of 0.5 s do not count."""
+    origin = simulate(limits, seed=SEED, requests=90, **settings)
+    assert (most_in_a_window(origin.arrived_ns) <= 10) == kept
+
+
+def test_an_exact_limit_uses_the_window() -> None:
+    """Without delay, ten requests a second are sent: a slot is free a window after the response."""
+    origin = simulate("10/second", delay_max_s=0, requests=60, exact=True, arrives_within=1)
+    assert most_in_a_window(origin.arrived_ns) == 10
+    assert max(origin.arrived_ns) <= 8 * SECOND
+
+
+def test_a_request_without_a_response_keeps_its_slot() -> None:
+    """The slot is free after the window and `arrives_within`; one with a response, much earlier."""
+    clock = ManualClock()
+    sent: list[float] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        sent.append(clock.now_ns() / SECOND)
+        clock.advance(2)
+        if len(sent) == 1:
+            raise httpx.ReadTimeout("no")
+        return httpx.Response(200)
+
+    transport = LimitTransport(
+        "1/minute",
+        exact=True,
+        arrives_within=30,
+        wait_max=120,
+        transport=httpx.MockTransport(serve),
+        clock=clock,
+    )
+    with httpx.Client(transport=transport) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.get(URL)
+        client.get(URL)
+        client.get(URL)
+    assert [round(each, 2) for each in sent] == [0, 90, 152]
+
+
+def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualClock) -> None:
+    """Each attempt passes both. If the inner transport does not send, the outer spends nothing."""
+    origin = Origin((429, {}), OK, clock=clock)
+    kind: Any = LimitTransport if limited is sync_limited else AsyncLimitTransport
+    inner = kind(
+        "1/minute",
+        exact=True,
+        attempts_max=1,
+        wait_max=61,
+        transport=httpx.MockTransport(origin),
+        clock=clock,
+    )
+    outer = kind("3/hour", transport=inner, clock=clock, random=lambda: 0.0)
+
+    async def ask() -> Any:
+        request = httpx.Request("GET", URL)
+        if kind is LimitTransport:
+            return outer.handle_request(request)
+        return await outer.handle_async_request(request)
+
+    assert asyncio.run(ask()).status_code == 200
+    assert [round(each) for each in after(origin)] == [0, 60]
+    inner._limits.wait_ns_max = 0
+    with pytest.raises(LimitTimeout):
+        asyncio.run(ask())
+    assert (
+        outer.limiter.store.gate(outer.limiter.limits, "outgoing")
+        .peek("http://api.test", 1)
+        .remaining
+        == 1
+    )
+
+
+def test_a_request_that_an_inner_transport_has_sent_stays_spent(clock: ManualClock) -> None:
+    """Defect: the retry that found no room refunded the outer limit, which then held nothing."""
+    origin = Origin((429, {"Retry-After": "0"}), clock=clock)
+    inner = LimitTransport(
+        "1/minute",
+        transport=httpx.MockTransport(origin),
+        clock=clock,
+        wait_max=5,
+        pace="off",
+    )
+    outer = LimitTransport("2/day", transport=inner, clock=clock, wait_max=5, pace="off")
+    with httpx.Client(transport=outer) as client:
+        for was_sent in (True, True, False):
+            with pytest.raises(LimitTimeout) as caught:
+                client.get(URL)
+            assert caught.value.was_sent is was_sent
+            assert pickle.loads(pickle.dumps(caught.value)).was_sent is was_sent
+            clock.advance(60)
+    assert len(origin.times) == 2
+
+
+class CancelledStore(PartlyFailing):
+    """Raises CancelledError where a transport notes on the store what a response means."""
+
+    def gate(self, limits: Any, rule: str, *more: Any) -> Any:
+        gate = super().gate(limits, rule, *more)
+        if rule.endswith(".held"):
+            gate.check = self._cancelled
+        return gate
+
+    def _cancelled(self, subject: str, cost: int) -> Any:
+        raise asyncio.CancelledError
+
+
+def test_a_response_that_is_not_returned_is_closed(
+    limited: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """A task that is cancelled after the response arrived leaves no connection behind."""
+    origin = Origin(SPENT, clock=clock)
+    ask = limited(origin, store=CancelledStore(clock=clock))
+    with pytest.raises(asyncio.CancelledError):
+        ask()
+    assert [body.closed for body in origin.bodies] == [True]
+
+
+async def test_a_cancelled_wait_spends_nothing() -> None:
+    """A task that is cancelled while it waits leaves its turn to the next one."""
+    clock = ManualClock()
+    waiting = asyncio.Event()
+
+    class Waiting(ManualClock):
+        async def sleep_async(self, seconds: float) -> None:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    for limits, exact in [("1/minute", False), ("1/minute", True)]:
+        waiting.clear()
+        clock = Waiting()
+        inner = httpx.MockTransport(Origin(OK, clock=clock))
+        settings: dict[str, Any] = {"exact": True} if exact else {}
+        transport = AsyncLimitTransport(limits, transport=inner, clock=clock, **settings)
+        async with httpx.AsyncClient(transport=transport) as client:
+            await client.get(URL)
+            task = asyncio.create_task(client.get(URL))
+            await waiting.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            clock.advance(61)
+            assert (await client.get(URL)).status_code == 200
+
+
+class HeldStore(PartlyFailing):
+    """Raises CancelledError where a transport asks whether requests are held back."""
+
+    def gate(self, limits: Any, rule: str, *more: Any) -> Any:
+        gate = super().gate(limits, rule, *more)
+        if rule.endswith(".held"):
+            gate.peek = self._cancelled
+        return gate
+
+    def _cancelled(self, subject: str, cost: int) -> Any:
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_request_that_is_cancelled_before_it_is_sent_is_refunded(
+    clock: ManualClock, exact: bool
+) -> None:
+    """The units were spent, and the request did not leave."""
+    store = HeldStore(clock=clock)
+    origin = Origin(OK, clock=clock)
+    with pytest.raises(asyncio.CancelledError):
+        sync_limited(origin, "1/hour", store=store, exact=exact)()
+    assert sync_limited(origin, "1/hour", store=store, exact=exact, pace="off")().status_code == 200
+
+
 # 2026-01-01T00:00:00Z
 NOW_S = 1_767_225_600
 NOW_NS = NOW_S * SECOND

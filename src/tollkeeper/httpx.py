@@ -1,4 +1,7 @@
-"""HTTP clients that wait as long as servers request: transports for httpx.
+"""HTTP clients that keep limits and wait as long as servers request: transports for httpx.
+
+`RetryTransport` follows what servers say. `LimitTransport` does that too, and keeps limits that are
+known in advance: see "Limits before sending" below.
 
 A client that repeats a denied request at once makes things worse, and many clients that wait for
 the same second return as one wave. These transports do three things about it.
@@ -17,6 +20,17 @@ as much.
 A request is repeated only if it was denied (429: it had no effect) or is safe to repeat (503 and an
 idempotent method), and if its body can be sent twice. In all other cases, and once a request has
 waited or tried enough, the caller gets the response as it is.
+
+**Limits before sending.** `LimitTransport` spends the units of a request before it sends it, on a
+store that processes or machines share. It waits for room, up to a bound, and raises `LimitTimeout`
+if the wait would be longer: the request is not sent then, and nothing is spent. Every attempt is
+charged, also a retry. If a server says "nothing left for 20 s", the transports that share the store
+wait that long, too (`_HoldBack`).
+
+**Exact arrivals.** The other side counts when requests *arrive*. Two requests that leave a second
+apart arrive closer together if the first is delayed on its way. A request arrives between its
+sending and its response, so `exact=True` counts it as one that arrives when the response does
+(`_ExactSlots`).
 
 **Reading responses.** Servers express a wait in four ways. `Retry-After` is the standard, in
 seconds or as a date. The IETF draft's `RateLimit` says what remains and when there is more; its
@@ -38,11 +52,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypedDict, Unpack
+from hashlib import blake2b
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypedDict, TypeVar, Unpack, cast
 
+from tollkeeper.core import switches
 from tollkeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
-from tollkeeper.core.errors import ConfigError, show
-from tollkeeper.core.steps import Call, Steps, run, run_async
+from tollkeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
+from tollkeeper.core.model import Decision, Limit, Request, decision_with, units_of
+from tollkeeper.core.rates import LimitsArgument, check_cost_fits, limits_of
+from tollkeeper.core.steps import Call, Steps, Undo, run, run_async
+from tollkeeper.core.subjects import Key, subject_of
+from tollkeeper.decide.failure import FailurePolicy, LocalFallback
+from tollkeeper.decide.store import AnyGate, Store
+from tollkeeper.limiter.arguments import check_names, explains
+from tollkeeper.limiter.async_limiter import AsyncLimiter
+from tollkeeper.limiter.limiter import Limiter
 
 try:
     import httpx
@@ -51,6 +75,20 @@ except ImportError as error:
         f"tollkeeper.httpx needs httpx ({error}); install it with: pip install 'tollkeeper[client]'"
     ) from error
 
+__all__ = [
+    "AsyncLimitTransport",
+    "AsyncRetryTransport",
+    "Budget",
+    "LimitSettings",
+    "LimitTimeout",
+    "LimitTransport",
+    "RetryAdvice",
+    "RetrySettings",
+    "RetryTransport",
+    "retry_advice_of",
+]
+
+T = TypeVar("T")
 Methods = Literal["any", "idempotent"]
 Pace = Literal["origin", "path", "off"]
 
@@ -201,8 +239,28 @@ class RetrySettings(TypedDict, total=False):
     """A function that returns a number from 0 up to 1; by default `random.random`."""
 
 
+# What other libraries call the settings of a transport.
+_FOREIGN: Final = {
+    "attempts": "attempts_max",
+    "max_retries": "attempts_max, the number of attempts",
+    "rate": 'a rate string as the first argument: LimitTransport("10/second")',
+    "retries": "attempts_max, the number of attempts",
+    "storage_uri": 'store="redis://localhost"',
+    "timeout": "wait_max for all waits of a request, and httpx.Client(timeout=…) for the rest",
+    "wait": "wait_max",
+}
+
+
+def _require_known(transport: str, settings: Mapping[str, object], known: type) -> None:
+    """Raise InvalidOption for a setting that the transport does not have, in its name."""
+    check_names(f"{transport}(…)", settings, ["transport", *known.__annotations__], _FOREIGN)
+
+
 class _Retries:
     """The settings and the state of a transport, and the steps of its requests."""
+
+    # The longest time for which a response holds other requests back.
+    hold_ns_max = ADVICE_NS_MAX
 
     def __init__(
         self,
@@ -210,7 +268,7 @@ class _Retries:
         attempts_max: int = 5,
         wait_max: float | timedelta = 60.0,
         statuses: Mapping[int, Methods] = STATUSES,
-        budget: Budget = Budget(),  # noqa: B008 - frozen, so one for all is one for each
+        budget: Budget = Budget(),  # frozen, so one for all is one for each
         pace: Pace = "origin",
         clock: Clock | None = None,
         random: Callable[[], float] = system_random.random,
@@ -221,9 +279,14 @@ class _Retries:
             raise ConfigError(f"attempts_max={attempts_max} is not between 1 and {ATTEMPTS_MAX}")
         if pace not in ("origin", "path", "off"):
             raise ConfigError(f'pace={show(pace)} is not known; choose "origin", "path" or "off"')
+        if not isinstance(budget, Budget):
+            raise ConfigError(f"budget={show(budget)} is not a Budget; try Budget(reserve=10)")
+        if not callable(random):
+            raise ConfigError(f"random={show(random)} is not a function; try random.random")
         self.attempts_max = attempts_max
         self.wait_ns_max = duration_ns("wait_max", wait_max, WAIT_NS_MAX, "wait_max=60")
         self.statuses = _checked_statuses(statuses)
+        self.pace = pace
         self.origins = _Origins(budget, pace)
         self.clock = clock_of(clock)
         self.random = random
@@ -236,18 +299,35 @@ class _Retries:
         drain: Callable[[httpx.Response], Any],
     ) -> Steps[httpx.Response]:
         """Send a request, and repeat it as long as that is allowed."""
-        retried = _RetriedRequest(self, request)
+        retried = self._begin(request)
         while True:
-            before_ns = retried.before_ns()
-            if before_ns:
-                yield Call(sleep, seconds_from_ns(before_ns))
-            response: httpx.Response = yield Call(send, request)
-            wait_ns = retried.after_ns(response)
+            try:
+                response, wait_ns = yield from self._attempt(retried, send, sleep)
+            except LimitTimeout as error:
+                error.was_sent = error.was_sent or retried.attempt > 1
+                raise
             if wait_ns is None:
                 return response
             yield Call(drain, response)
             if wait_ns:
                 yield Call(sleep, seconds_from_ns(wait_ns))
+
+    def _begin(self, request: httpx.Request) -> _RetriedRequest:
+        return _RetriedRequest(self, request, *self.origins.keys_of(request.url))
+
+    def _attempt(
+        self,
+        retried: _RetriedRequest,
+        send: Callable[[httpx.Request], Any],
+        sleep: Callable[[float], Any],
+    ) -> Steps[tuple[httpx.Response, int | None]]:
+        """Return a response, and the wait before the next attempt; None if it is the last."""
+        # A wait that is too long is not made: the origin's own response explains it better.
+        before_ns = retried.before_ns()
+        if before_ns:
+            yield Call(sleep, seconds_from_ns(before_ns))
+        response: httpx.Response = yield Call(send, retried.request)
+        return response, retried.after_ns(response)
 
     def spread_ns(self, wanted_ns: int, attempt: int) -> int:
         """Return the random time that is added to a requested wait."""
@@ -256,26 +336,55 @@ class _Retries:
 
 
 def _checked_statuses(statuses: Mapping[int, Methods]) -> dict[int, Methods]:
-    found = dict(statuses)
-    for status, methods in found.items():
-        if not isinstance(status, int) or methods not in ("any", "idempotent"):
-            raise ConfigError(
-                f'statuses={show(statuses)} needs "any" or "idempotent" for each status; '
-                f'for example statuses={{429: "any", 503: "idempotent"}}'
-            )
-    return found
+    is_right = isinstance(statuses, Mapping) and all(
+        isinstance(status, int) and methods in ("any", "idempotent")
+        for status, methods in statuses.items()
+    )
+    if not is_right:
+        raise ConfigError(
+            f'statuses={show(statuses)} needs "any" or "idempotent" for each status; '
+            f'for example statuses={{429: "any", 503: "idempotent"}}'
+        )
+    return dict(statuses)
+
+
+def _checked_transport(given: Any, kind: type[T], default: Callable[[], T]) -> T:
+    """Return the transport that sends requests. Raises ConfigError if it is of the other kind."""
+    if given is None:
+        return default()
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"transport={show(given)} is not an httpx.{kind.__name__}; "
+            f"for example transport=httpx.{default.__name__}()"
+        )
+    return given
 
 
 class _RetriedRequest:
     """One request: its attempts so far, and the wait that is left."""
 
-    __slots__ = ("_attempt", "_held", "_left_ns", "_may_repeat", "_origin", "_retries")
+    __slots__ = (
+        "_held",
+        "_may_repeat",
+        "_origin",
+        "_retries",
+        "attempt",
+        "hold_ns",
+        "left_ns",
+        "request",
+    )
 
-    def __init__(self, retries: _Retries, request: httpx.Request) -> None:
+    def __init__(
+        self, retries: _Retries, request: httpx.Request, origin: Hashable, held: Hashable
+    ) -> None:
+        """`origin` is the key of the budget, and `held` that of the pace."""
         self._retries = retries
-        self._attempt = 0
-        self._left_ns = retries.wait_ns_max
-        self._origin, self._held = retries.origins.keys_of(request.url)
+        self.attempt = 0
+        self._origin, self._held = origin, held
+        self.request = request
+        self.left_ns = retries.wait_ns_max
+        # What the last response said: nothing is left for so long; None if it did not say.
+        self.hold_ns: int | None = None
         # Determined before sending: a stream can be read only once.
         repeatable = isinstance(request.stream, httpx.ByteStream)
         idempotent = request.method.upper() in IDEMPOTENT
@@ -285,14 +394,18 @@ class _RetriedRequest:
         }
         retries.origins.begin(self._origin, retries.clock.now_ns())
 
-    def before_ns(self) -> int:
-        """Return the wait before the next attempt. Call it once for each attempt."""
-        self._attempt += 1
-        wanted_ns = self._retries.origins.free_ns(self._held) - self._retries.clock.now_ns()
-        if wanted_ns <= 0:
-            return 0
-        # A wait that is too long is not made: the origin's own response explains it better.
-        return self._waited(wanted_ns) or 0
+    def before_ns(self) -> int | None:
+        """Return the wait before the next attempt; None if it would be too long.
+
+        Call it once for each attempt.
+        """
+        self.attempt += 1
+        wanted_ns = self.held_ns()
+        return self._waited(wanted_ns) if wanted_ns > 0 else 0
+
+    def held_ns(self) -> int:
+        """Return for how long the origin's responses want no request; below 0 if that is over."""
+        return self._retries.origins.free_ns(self._held) - self._retries.clock.now_ns()
 
     def after_ns(self, response: httpx.Response) -> int | None:
         """Return the wait before the request is repeated; None to return this response."""
@@ -303,21 +416,23 @@ class _RetriedRequest:
         if again is not None and advice.wait_ns is not None:
             hold_ns = max(advice.spent_ns or 0, advice.wait_ns)
         if hold_ns is not None:
+            hold_ns = min(hold_ns, retries.hold_ns_max)
             retries.origins.hold_back(self._held, now_ns + hold_ns, now_ns)
-        if not again or self._attempt >= retries.attempts_max:
+        self.hold_ns = hold_ns
+        if not again or self.attempt >= retries.attempts_max:
             return None
         wanted_ns = advice.wait_ns or 0
-        if wanted_ns > self._left_ns or not retries.origins.spend(self._origin, now_ns):
+        if wanted_ns > self.left_ns or not retries.origins.spend(self._origin, now_ns):
             return None
         return self._waited(wanted_ns)
 
     def _waited(self, wanted_ns: int) -> int | None:
         """Return a wait with its random part, and subtract it from the wait that is left."""
-        if wanted_ns > self._left_ns:
+        if wanted_ns > self.left_ns:
             return None
-        spread_ns = self._retries.spread_ns(wanted_ns, self._attempt)
-        wait_ns = min(wanted_ns + spread_ns, self._left_ns)
-        self._left_ns -= wait_ns
+        spread_ns = self._retries.spread_ns(wanted_ns, self.attempt)
+        wait_ns = min(wanted_ns + spread_ns, self.left_ns)
+        self.left_ns -= wait_ns
         return wait_ns
 
 
@@ -333,8 +448,9 @@ class RetryTransport(httpx.BaseTransport):
     def __init__(
         self, transport: httpx.BaseTransport | None = None, **settings: Unpack[RetrySettings]
     ) -> None:
+        _require_known("RetryTransport", settings, RetrySettings)
         self._retries = _Retries(**settings)
-        self._transport = httpx.HTTPTransport() if transport is None else transport
+        self._transport = _checked_transport(transport, httpx.BaseTransport, httpx.HTTPTransport)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and repeat it as long as that is allowed."""
@@ -347,13 +463,19 @@ class RetryTransport(httpx.BaseTransport):
 
 
 class AsyncRetryTransport(httpx.AsyncBaseTransport):
-    """The same for httpx.AsyncClient, on asyncio. A wait does not block the event loop."""
+    """An httpx transport for `httpx.AsyncClient` that waits as long as responses request.
+
+    It has the settings of `RetryTransport`. A wait does not block the event loop.
+    """
 
     def __init__(
         self, transport: httpx.AsyncBaseTransport | None = None, **settings: Unpack[RetrySettings]
     ) -> None:
+        _require_known("AsyncRetryTransport", settings, RetrySettings)
         self._retries = _Retries(**settings)
-        self._transport = httpx.AsyncHTTPTransport() if transport is None else transport
+        self._transport = _checked_transport(
+            transport, httpx.AsyncBaseTransport, httpx.AsyncHTTPTransport
+        )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and repeat it as long as that is allowed."""
@@ -388,6 +510,573 @@ def _drain_steps(read: Callable[[], Any], close: Callable[[], Any]) -> Steps[Non
                 size += len(chunk)
     finally:
         yield Call(close)
+
+
+# ── Limits before sending ──────────────────────────────────────────────────────────────────────
+
+
+class LimitTimeout(LimitExceeded, httpx.TimeoutException):
+    """An attempt found no room within `wait_max`. It was not sent, and nothing was spent.
+
+    `retry_after` is in seconds, and `decision` has the details: it is `degraded` if the store was
+    unavailable. httpx callers catch it as `httpx.TimeoutException`, or as one of its bases
+    `httpx.TransportError` and `httpx.RequestError`.
+    """
+
+    def __init__(self, decision: Decision, request: httpx.Request, reason: str) -> None:
+        self.decision = decision
+        self.reason = reason
+        self.was_sent = False
+        """True if an earlier attempt of the request was sent."""
+        httpx.TimeoutException.__init__(
+            self,
+            f"{request.method} {_origin_of(request.url)} was not sent: {reason}; retry after "
+            f"{decision.retry_after:.3f} s, or allow a longer wait with wait_max",
+            request=request,
+        )
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds after which the same request can be tried again."""
+        return self.decision.retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"was_sent": self.was_sent}
+        return type(self), (self.decision, self.request, self.reason), state
+
+
+AnyLimiter = Limiter | AsyncLimiter
+KeyOfRequest = Callable[[httpx.Request], Key | Request]
+CostOfRequest = Callable[[httpx.Request], int]
+
+# The longest time for which requests are held back, whatever a response says: some servers send
+# times that are wrong by a factor of a thousand. After it, one request asks again.
+HOLD_NS_MAX: Final = 3_600 * NS_PER_SECOND
+# Gates for different lengths of time that are kept prepared.
+_HOLD_GATES_MAX: Final = 64
+# Attempts to extend a hold while other processes extend it, too.
+_HOLD_TRIES_MAX: Final = 3
+_NS_PER_MS: Final = 1_000_000
+_HOLD_MS_MAX: Final = HOLD_NS_MAX // _NS_PER_MS
+
+# Slots of an exact limit. A search for a free one looks at all of them.
+SLOTS_MAX: Final = 100
+ARRIVES_WITHIN_NS_MAX: Final = 3_600 * NS_PER_SECOND
+_SLOT_UNITS: Final = 1_000_000
+
+# Settings of a limiter, which a transport that is given one does not take.
+_OF_LIMITER: Final = (
+    "store",
+    "name",
+    "on_failure",
+    "local_fallback",
+    "clock",
+    "exact",
+    "arrives_within",
+)
+
+_LIMIT_REACHED: Final = "the limit has no room"
+_STORE_AWAY: Final = "the store cannot decide, and on_failure denies"
+_SERVER_WAITS: Final = "the server asked for a pause"
+
+
+class LimitSettings(RetrySettings, total=False):
+    """What is counted, where, and what happens without room. And all of `RetrySettings`."""
+
+    store: str | Store
+    """Where counts are kept; by default "memory://". "shared:///run/app.limits" for all processes
+    of a machine, "redis://host" for all machines."""
+    name: str
+    """Keeps the counts apart from those of other limiters on the store; by default "outgoing"."""
+    key: Key | KeyOfRequest | None
+    """What requests are counted by: by default their origin (scheme, host and port), or a key for
+    all requests, or a function of the request."""
+    cost: int | CostOfRequest
+    """The units of a request, or a function of the request; by default 1."""
+    on_failure: FailurePolicy | None
+    """The answer while the store is unavailable. "local" (default): the counts of this machine.
+    "closed" (default with `exact`): no request is sent, up to `wait_max`. "raise": the StoreError.
+    "open" is the same as "local", as for `Limiter.wait`."""
+    local_fallback: LocalFallback | None
+    """How "local" limits: the number of machines, and the store of this machine's processes."""
+    exact: bool
+    """Count requests as the other side does, when they arrive. For one limit of up to 100."""
+    arrives_within: float | timedelta
+    """With `exact`: a request without a response arrives within so many seconds or never."""
+
+
+class _Taken(NamedTuple):
+    """The units that a request has spent, or the denial."""
+
+    decision: Decision
+    key: Key | Request
+    cost: int
+    began_ns: int = 0
+
+
+class _Units:
+    """Units of a limiter, which `wait` spends. They stay spent once the request is sent."""
+
+    def __init__(self, limiter: AnyLimiter) -> None:
+        self.limiter = limiter
+
+    def take(
+        self,
+        key: Key | Request,
+        cost: int,
+        left_ns: int,
+        sleep: Callable[[float], Any],  # noqa: ARG002 - the limiter sleeps by its own clock
+    ) -> Steps[_Taken]:
+        """Spend units, and wait for them up to `left_ns`."""
+        decision: Decision = yield Call(self.limiter.wait, key, cost, seconds_from_ns(left_ns))
+        return _Taken(decision, key, cost)
+
+    def give_back(self, taken: _Taken) -> Steps[None]:
+        """Refund the units of a request that is not sent. If the store fails, they stay spent."""
+        if taken.decision.charged_ns is not None:
+            with suppress(StoreError):
+                yield Undo(self.limiter.refund, taken.key, taken.cost, taken.decision)
+
+
+class _ExactSlots(_Units):
+    """An exact limit: n slots, of which each is used by one request until a window after it.
+
+    The other side sees a request at some time between its sending and its response. A slot is taken
+    before the request is sent, and free again one window after the response has arrived. So two
+    requests of one slot *arrive* at least a window apart, and any window has at most one arrival of
+    each slot: at most n in all. It does not matter how long requests take on their way, or which
+    process uses which slot.
+
+    A slot is a bucket of _SLOT_UNITS, refilled in `window + arrives_within`. A request needs all
+    units of it. The response gives a part of them back: as many as make the bucket full one window
+    after the response. The time in between is measured from before the charge, so that it is never
+    too short. If there is no response within `arrives_within` (an error, a process that is killed,
+    or a slow server), nothing is given back, and the slot is free again after `window +
+    arrives_within`: then the limit holds if a request that was sent arrives within `arrives_within`
+    or never.
+
+    A waiting request looks at all slots and sleeps until the first may be free. A slot that is in
+    use is free one window from now at the earliest, so no sleep is longer than a window.
+    """
+
+    def __init__(self, limiter: AnyLimiter, clock: Clock, limit: Limit, within_ns: int) -> None:
+        super().__init__(limiter)
+        self._clock = clock
+        self._limit = limit
+        self._within_ns = within_ns
+        self._next = 0
+
+    def take(
+        self, key: Key | Request, cost: int, left_ns: int, sleep: Callable[[float], Any]
+    ) -> Steps[_Taken]:
+        """Take a free slot, and wait for one up to `left_ns`."""
+        if isinstance(key, Request) or cost != 1:
+            raise ConfigError(
+                f"exact=True counts requests by a text: key={show(key)} and cost={show(cost)} do "
+                f"not work with it; return a text from `key`, and leave `cost` out"
+            )
+        parts = key if isinstance(key, tuple) else (key,)
+        deadline_ns = self._clock.now_ns() + left_ns
+        while True:
+            denied = yield from self._search(parts)
+            if denied.decision.allowed:
+                return denied
+            wait_ns = min(denied.decision.retry_after_ns, self._limit.window_ns)
+            if self._clock.now_ns() + wait_ns > deadline_ns:
+                return denied._replace(
+                    decision=decision_with(
+                        denied.decision, policy=self._limit, remaining=0, retry_after_ns=wait_ns
+                    )
+                )
+            yield Call(sleep, seconds_from_ns(wait_ns))
+
+    def _search(self, parts: tuple[str, ...]) -> Steps[_Taken]:
+        """Take the first free slot; if there is none, return the denial that ends first."""
+        first: _Taken | None = None
+        count = self._limit.limit
+        start = self._next
+        for number in range(start, start + count):
+            slot = (*parts, str(number % count))
+            began_ns = self._clock.now_ns()
+            decision: Decision = yield Call(self.limiter.check, slot, _SLOT_UNITS)
+            taken = _Taken(decision, slot, _SLOT_UNITS, began_ns)
+            if decision.allowed:
+                self._next = (number + 1) % count
+                return taken
+            if first is None or decision.retry_after_ns < first.decision.retry_after_ns:
+                first = taken
+            if decision.degraded:  # the store is away: it has no other answer for other slots
+                break
+        return cast("_Taken", first)
+
+    def answered(self, taken: _Taken) -> Steps[None]:
+        """Make the slot free one window from now. If the store fails, it is free later."""
+        elapsed_ns = self._clock.now_ns() - taken.began_ns
+        whole_ns = self._limit.window_ns + self._within_ns
+        # Rounded down, and one unit less: stores round times to microseconds.
+        units = (self._within_ns - elapsed_ns) * _SLOT_UNITS // whole_ns - 1
+        if units > 0 and taken.decision.charged_ns is not None:
+            with suppress(StoreError):
+                yield Undo(self.limiter.refund, taken.key, units, taken.decision)
+
+
+class _HoldBack:
+    """The time for which a server wants no more requests, on the store that transports share.
+
+    It is a bucket that refills by one unit a millisecond: while it is not full, no request is sent.
+    To hold requests back for t ms, a transport makes t units missing. Several do that at once, for
+    the responses to several requests, and together they must not make it longer than the longest.
+    So each charges the bucket as one of *capacity* t, which the store rejects if more than t units
+    would be missing: then another transport was first, and this one looks again.
+    """
+
+    def __init__(self, limiter: AnyLimiter) -> None:
+        store = limiter.store
+        awaited = store.as_async if isinstance(limiter, AsyncLimiter) else None
+        self._make_gate: Callable[..., AnyGate] = (
+            store.gate if awaited is None else awaited.async_gate
+        )
+        self._name = f"{limiter.name}.held" if limiter.name else "held"
+        self._gates: dict[int, AnyGate] = {}
+        self._full = self._gate(_HOLD_MS_MAX)
+
+    def _gate(self, capacity_ms: int) -> AnyGate:
+        gate = self._gates.get(capacity_ms)
+        if gate is None:
+            if len(self._gates) >= _HOLD_GATES_MAX:
+                self._gates.clear()
+            # The name makes gates of different capacities share their counts.
+            limit = Limit(1_000, per=1, capacity=capacity_ms, name="held")
+            gate = self._gates[capacity_ms] = self._make_gate((limit,), self._name)
+        return gate
+
+    def denial(self, subject: str) -> Steps[Decision | None]:
+        """Return a denial that says how long requests are held back; None if they are not."""
+        if switches.limiting_off:
+            return None
+        try:
+            decision: Decision = yield Call(self._full.peek, subject, _HOLD_MS_MAX)
+        except StoreError:
+            return None
+        return None if decision.allowed else decision
+
+    def extend(self, subject: str, wait_ns: int) -> Steps[None]:
+        """Hold requests back for at least `wait_ns` from now."""
+        wanted_ms = min(-(-wait_ns // _NS_PER_MS), _HOLD_MS_MAX)
+        for _ in range(_HOLD_TRIES_MAX):
+            denied = yield from self.denial(subject)
+            missing_ms = 0 if denied is None else -(-denied.retry_after_ns // _NS_PER_MS)
+            if missing_ms >= wanted_ms or switches.limiting_off:
+                return
+            # One more if some are missing: their number was rounded up.
+            capacity_ms = min(wanted_ms + bool(missing_ms), _HOLD_MS_MAX)
+            try:
+                gate = self._gate(capacity_ms)
+                decision: Decision = yield Call(gate.check, subject, capacity_ms - missing_ms)
+            except StoreError:
+                return  # the pace of this process remains
+            if decision.allowed:
+                return
+
+
+class _OutgoingRequest(_RetriedRequest):
+    """One request: what it is counted by, and the subject for which a server holds it back."""
+
+    __slots__ = ("cost", "key", "subject")
+
+    def __init__(self, limits: _LimitedRetries, request: httpx.Request) -> None:
+        self.key = limits.key_of(request)
+        self.cost = limits.cost_of(request)
+        origin = _origin_of(request.url)
+        by = origin if isinstance(self.key, Request) else self.key
+        if limits.pace == "path":
+            # A digest, because a path may be longer than a key.
+            path = blake2b(request.url.raw_path.partition(b"?")[0], digest_size=16).hexdigest()
+            by = (*(by if isinstance(by, tuple) else (by,)), path)
+        self.subject = subject_of(by)
+        super().__init__(limits, request, origin, self.subject)
+
+
+class _LimitedRetries(_Retries):
+    """The settings and the state of a limiting transport, and the steps of its requests."""
+
+    hold_ns_max = HOLD_NS_MAX
+
+    def __init__(
+        self, limits: LimitsArgument | AnyLimiter, kind: type[AnyLimiter], settings: LimitSettings
+    ) -> None:
+        found = {name: settings[name] for name in RetrySettings.__annotations__ if name in settings}  # type: ignore[literal-required]  # the names are its own
+        self.key_of = _key_function(settings.get("key"))
+        self.cost_of = _cost_function(settings.get("cost", 1))
+        super().__init__(**found)
+        self.limiter, self.owns_limiter, self._units = _prepared(limits, kind, settings, self.clock)
+        if self.limiter.has_rules and settings.get("key") is None:
+            self.key_of = _request_of
+        self.clock = self.limiter.clock
+        self._hold_back = _HoldBack(self.limiter)
+
+    def _begin(self, request: httpx.Request) -> _OutgoingRequest:
+        return _OutgoingRequest(self, request)
+
+    def _attempt(
+        self,
+        retried: _RetriedRequest,
+        send: Callable[[httpx.Request], Any],
+        sleep: Callable[[float], Any],
+    ) -> Steps[tuple[httpx.Response, int | None]]:
+        limited = cast("_OutgoingRequest", retried)
+        before_ns = limited.before_ns()
+        if before_ns is None:
+            raise self._too_long(limited, limited.held_ns())
+        if before_ns:
+            yield Call(sleep, seconds_from_ns(before_ns))
+        taken = yield from self._admitted(limited, sleep)
+        try:
+            response: httpx.Response = yield Call(send, limited.request)
+        except LimitTimeout as error:  # of an inner transport
+            if not error.was_sent:
+                yield from self._units.give_back(taken)
+            raise
+        try:
+            return response, (yield from self._received(limited, taken, response))
+        except BaseException:  # cancelled: nothing else closes the response
+            is_async = isinstance(self.limiter, AsyncLimiter)
+            yield Undo(response.aclose if is_async else response.close)
+            raise
+
+    def _received(
+        self, limited: _OutgoingRequest, taken: _Taken, response: httpx.Response
+    ) -> Steps[int | None]:
+        """Note on the store what a response means; return the wait before the next attempt."""
+        if isinstance(self._units, _ExactSlots):
+            yield from self._units.answered(taken)
+        wait_ns = limited.after_ns(response)
+        if limited.hold_ns and self.pace != "off":
+            # The transports that share the store learn how long the server wants no request.
+            yield from self._hold_back.extend(limited.subject, limited.hold_ns)
+        return wait_ns
+
+    def _admitted(self, limited: _OutgoingRequest, sleep: Callable[[float], Any]) -> Steps[_Taken]:
+        """Spend the units of a request as soon as the limits have room and no server objects."""
+        while True:
+            began_ns = self.clock.now_ns()
+            taken = yield from self._units.take(limited.key, limited.cost, limited.left_ns, sleep)
+            limited.left_ns = max(limited.left_ns - (self.clock.now_ns() - began_ns), 0)
+            decision = taken.decision
+            if not decision.allowed:
+                reason = _STORE_AWAY if decision.degraded else _LIMIT_REACHED
+                raise LimitTimeout(decision, limited.request, reason)
+            held_ns = yield from self._held_ns(limited, taken)
+            if not held_ns:
+                return taken
+            yield from self._units.give_back(taken)
+            if held_ns > limited.left_ns:
+                raise self._too_long(limited, held_ns)
+            limited.left_ns -= held_ns
+            yield Call(sleep, seconds_from_ns(held_ns))
+
+    def _held_ns(self, limited: _OutgoingRequest, taken: _Taken) -> Steps[int]:
+        """Return how long a server wants no request; refund the units if that is interrupted."""
+        if self.pace == "off":
+            return 0
+        try:
+            denied = yield from self._hold_back.denial(limited.subject)
+        except BaseException:
+            yield from self._units.give_back(taken)
+            raise
+        return 0 if denied is None else denied.retry_after_ns
+
+    def _too_long(self, limited: _OutgoingRequest, held_ns: int) -> LimitTimeout:
+        decision = Decision(
+            False, self.limiter.limits[0], 0, held_ns, held_ns, rule=self.limiter.name
+        )
+        return LimitTimeout(decision, limited.request, _SERVER_WAITS)
+
+
+def _prepared(
+    limits: LimitsArgument | AnyLimiter,
+    kind: type[AnyLimiter],
+    settings: LimitSettings,
+    clock: Clock,
+) -> tuple[AnyLimiter, bool, _Units]:
+    """Return the limiter of a transport, whether the transport closes it, and its units."""
+    if isinstance(limits, Limiter | AsyncLimiter):
+        if not isinstance(limits, kind):
+            raise ConfigError(
+                f"{show(limits)} does not fit this transport: LimitTransport takes a Limiter, and "
+                f"AsyncLimitTransport an AsyncLimiter"
+            )
+        for name in _OF_LIMITER:
+            if name in settings:
+                raise ConfigError(
+                    f"{name}={show(settings[name])} is a setting of the limiter; "
+                    f"pass it to {kind.__name__}(…), or pass limits instead of a limiter"
+                )
+        return limits, False, _Units(limits)
+    exact, on_failure = settings.get("exact", False), settings.get("on_failure")
+    if not isinstance(exact, bool):
+        raise ConfigError(f"exact={show(exact)} is not True or False")
+    if "arrives_within" in settings and not exact:
+        raise ConfigError("arrives_within works only with exact=True; leave it out, or add that")
+    within_ns = _arrives_within_ns(settings.get("arrives_within", 10.0))
+    found = limits_of(limits)
+    if isinstance(cost := settings.get("cost", 1), int):
+        check_cost_fits(cost, limits)
+    make: Callable[..., AnyLimiter] = partial(
+        kind,
+        store=settings.get("store", "memory://"),
+        name=settings.get("name", "outgoing"),
+        local_fallback=settings.get("local_fallback"),
+        clock=clock,
+    )
+    if not exact:
+        limiter = make(found, on_failure=on_failure or "local")
+        return limiter, True, _Units(limiter)
+    limit = _exact_limit(found, on_failure)
+    whole = timedelta(microseconds=(limit.window_ns + within_ns) // 1_000)
+    limiter = make(Limit(_SLOT_UNITS, per=whole), on_failure=on_failure or "closed")
+    return limiter, True, _ExactSlots(limiter, clock, limit, within_ns)
+
+
+def _exact_limit(limits: tuple[Limit, ...], on_failure: FailurePolicy | None) -> Limit:
+    limit = limits[0]
+    if on_failure in ("open", "local"):
+        raise ConfigError(
+            f"on_failure={show(on_failure)} does not work with exact=True: without the store, "
+            f'processes cannot keep a limit together; write "closed" or "raise"'
+        )
+    plain = Limit(limit.limit, per=timedelta(microseconds=limit.window_ns // 1_000))
+    has_burst = limit.capacity != limit.limit or limit.refill_step_ns != plain.refill_step_ns
+    if len(limits) > 1 or has_burst or not 1 <= limit.limit <= SLOTS_MAX:
+        raise ConfigError(
+            f"exact=True keeps one limit of 1 to {SLOTS_MAX} requests in any window, such as "
+            f'"10/second", and not {show(list(limits))}; keep other limits with another transport '
+            f'around it: LimitTransport("1000/day", transport=LimitTransport("10/second", '
+            f"exact=True, attempts_max=1))"
+        )
+    return limit
+
+
+def _arrives_within_ns(value: object) -> int:
+    example = "arrives_within=10 (seconds)"
+    found_ns = duration_ns("arrives_within", value, ARRIVES_WITHIN_NS_MAX + 1, example)
+    if not _NS_PER_MS <= found_ns <= ARRIVES_WITHIN_NS_MAX:
+        raise ConfigError(
+            f"arrives_within={show(value)} is not between 1 ms and an hour; for example {example}"
+        )
+    return found_ns // _NS_PER_MS * _NS_PER_MS
+
+
+def _key_function(key: Key | KeyOfRequest | None) -> KeyOfRequest:
+    if key is None:
+        return _origin_of_request
+    if callable(key):
+        return key
+    subject_of(key)  # raises InvalidKey
+    return lambda _: key
+
+
+def _cost_function(cost: int | CostOfRequest) -> CostOfRequest:
+    if callable(cost):
+        return cost
+    units = units_of(cost, "cost")
+    return lambda _: units
+
+
+def _origin_of(url: httpx.URL) -> str:
+    """Return scheme, host and port, without a port that is the scheme's default."""
+    return f"{url.scheme}://{url.netloc.decode('ascii')}"
+
+
+def _origin_of_request(request: httpx.Request) -> str:
+    return _origin_of(request.url)
+
+
+def _request_of(request: httpx.Request) -> Request:
+    """Return the request as rules match it. They can count it by the attribute `origin`."""
+    attributes = {"origin": _origin_of(request.url)}
+    return Request(endpoint=request.url.path, method=request.method, attributes=attributes)
+
+
+class LimitTransport(httpx.BaseTransport):
+    """An httpx transport that keeps limits before it sends, and waits as responses request.
+
+    >>> transport = LimitTransport("10/second", store="memory://", wait_max=30)
+    >>> client = httpx.Client(transport=transport)
+    >>> client.close()
+
+    `limits` is a rate string, a Limit or several, or a Limiter, also one from rules. `transport`
+    sends the requests; by default httpx's own. See `LimitSettings` for the rest.
+
+    Raises LimitTimeout if a request would wait for longer than `wait_max`, CapacityError for a cost
+    that never fits, and with `on_failure="raise"` StoreError. Each attempt costs one check on the
+    store, and one peek unless `pace` is "off".
+    """
+
+    @explains("LimitTransport(…)", 'LimitTransport("10/second", transport=httpx.HTTPTransport())')
+    def __init__(
+        self,
+        limits: LimitsArgument | Limiter,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        **settings: Unpack[LimitSettings],
+    ) -> None:
+        _require_known("LimitTransport", settings, LimitSettings)
+        inner = _checked_transport(transport, httpx.BaseTransport, httpx.HTTPTransport)
+        self._limits, self._transport = _LimitedRetries(limits, Limiter, settings), inner
+
+    @property
+    def limiter(self) -> Limiter:
+        """The limiter that counts, for example to share its store."""
+        return cast("Limiter", self._limits.limiter)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request when the limits have room, and repeat it as long as that is allowed."""
+        send, sleep = self._transport.handle_request, self._limits.clock.sleep
+        return run(self._limits.steps(request, send, sleep, _drain))
+
+    def close(self) -> None:
+        """Close the inner transport, and the limiter if this transport made it."""
+        self._transport.close()
+        if self._limits.owns_limiter:
+            self.limiter.close()
+
+
+class AsyncLimitTransport(httpx.AsyncBaseTransport):
+    """LimitTransport for httpx.AsyncClient, on asyncio. A wait does not block the event loop.
+
+    A request that is cancelled while it waits spends nothing. `limits` may be an AsyncLimiter.
+    """
+
+    @explains(
+        "AsyncLimitTransport(…)", 'AsyncLimitTransport("10/second", store="redis://localhost")'
+    )
+    def __init__(
+        self,
+        limits: LimitsArgument | AsyncLimiter,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        **settings: Unpack[LimitSettings],
+    ) -> None:
+        _require_known("AsyncLimitTransport", settings, LimitSettings)
+        inner = _checked_transport(transport, httpx.AsyncBaseTransport, httpx.AsyncHTTPTransport)
+        self._limits, self._transport = _LimitedRetries(limits, AsyncLimiter, settings), inner
+
+    @property
+    def limiter(self) -> AsyncLimiter:
+        """The limiter that counts, for example to share its store."""
+        return cast("AsyncLimiter", self._limits.limiter)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request when the limits have room, and repeat it as long as that is allowed."""
+        send, sleep = self._transport.handle_async_request, self._limits.clock.sleep_async
+        return await run_async(self._limits.steps(request, send, sleep, _drain_async))
+
+    async def aclose(self) -> None:
+        """Close the inner transport, and the limiter if this transport made it."""
+        await self._transport.aclose()
+        if self._limits.owns_limiter:
+            await self.limiter.close()
 
 
 # ── Reading responses ──────────────────────────────────────────────────────────────────────────
