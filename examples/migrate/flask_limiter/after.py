@@ -1,0 +1,106 @@
+"""A shop on Flask with Tollkeeper, after the migration from Flask-Limiter.
+
+Run it: flask --app examples/migrate/flask_limiter/after run
+"""
+
+from __future__ import annotations
+
+from flask import Blueprint, Flask, Response, jsonify, request
+
+from tollkeeper.flask import RateLimit
+
+app = Flask(__name__)
+limit = RateLimit(app, "4/day fixed_window", per_route=True)
+
+
+def plan() -> str:
+    return "3/day" if request.headers.get("X-Plan") == "pro" else "1/day"
+
+
+@app.get("/")
+def home() -> str:
+    return "home"
+
+
+@app.get("/orders/<int:number>")
+def order(number: int) -> str:
+    return f"order {number}"
+
+
+@app.get("/search")
+@limit("6/day fixed_window", override_defaults=True)
+def search() -> str:
+    return "found"
+
+
+@app.get("/suggest")
+@limit("6/day")
+def suggest() -> str:
+    return "suggested"
+
+
+@app.route("/notes", methods=["GET", "POST"])
+@limit("2/day", methods=["POST"], override_defaults=True)
+def notes() -> str:
+    return "notes"
+
+
+@app.get("/report")
+@limit(plan, key="header:X-API-Key", override_defaults=True)
+def report() -> str:
+    return "report"
+
+
+@app.post("/mail")
+@limit("3/day", name="messages", override_defaults=True)
+def mail() -> str:
+    return "sent"
+
+
+@app.post("/sms")
+@limit("3/day", name="messages", override_defaults=True)
+def sms() -> str:
+    return "sent"
+
+
+# limit.exempt: the default does not count the requests that this limit exempts either.
+@app.get("/tools")
+@limit.exempt
+@limit("1/day", exempt_when=lambda: request.headers.get("X-Internal") == "yes")
+def tools() -> str:
+    return "tools"
+
+
+@app.post("/login")
+@limit("2/day", count=lambda status: status == 401, override_defaults=True)
+def login() -> tuple[str, int]:
+    return ("welcome", 200) if request.form["password"] == "horse" else ("wrong", 401)
+
+
+@app.get("/export")
+@limit("10/day", cost=4, override_defaults=True)
+def export() -> str:
+    return "rows"
+
+
+@app.get("/health")
+@limit.exempt
+def health() -> str:
+    return "ok"
+
+
+admin = Blueprint("admin", __name__, url_prefix="/admin")
+
+
+@admin.get("/users")
+def users() -> str:
+    return "users"
+
+
+limit("2/day", override_defaults=True)(admin)
+app.register_blueprint(admin)
+
+
+@app.errorhandler(429)
+def too_many(error: Exception) -> tuple[Response, int]:
+    return jsonify(error="slow down"), 429
