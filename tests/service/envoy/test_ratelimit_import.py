@@ -295,6 +295,14 @@ def test_what_is_lost_or_changed_is_reported(descriptor: str, expected: str) -> 
     assert any(each.startswith("a.yaml:3: ") and expected in each for each in found), found
 
 
+@pytest.mark.parametrize(
+    "limited", [f"shadow_mode: true, {limit(5)}", "rate_limit: {unlimited: true}"]
+)
+def test_quota_mode_is_not_reported_for_a_limit_that_never_denies(limited: str) -> None:
+    """In shadow mode or without a limit, both services let the call pass."""
+    assert report(f"key: k, quota_mode: true, {limited}", f"key: other, {limit(5)}") == []
+
+
 def test_a_value_that_cannot_be_converted_leaves_the_others() -> None:
     """The line says that the next rule applies to its requests."""
     found = imported(shop(f"key: ip, value: 'a*', {limit(5)}", f"key: ip, {limit(7)}"))

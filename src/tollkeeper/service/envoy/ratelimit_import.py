@@ -605,7 +605,8 @@ class _Conversion:
                 f"with all keys, and put the special rule before the general one",
                 limit.line,
             )  # fmt: skip
-        if last.quota_mode and limit is not None:
+        denies = limit is not None and not limit.is_unlimited and not last.shadow_mode
+        if last.quota_mode and denies:
             self.find(
                 last, "changed",
                 f"{_shown(path)} has quota_mode: envoyproxy/ratelimit denies a call if all of its "
