@@ -798,3 +798,11 @@ def test_import_of_another_file_is_exit_code_2(text: str, expected: str) -> None
     assert result.stderr.startswith(expected)
     assert not Path("limits.yaml").exists()
     assert run("import", "missing.yaml").exit_code == 2
+
+
+def test_import_of_a_folder_says_what_to_give() -> None:
+    """envoyproxy/ratelimit reads a folder of files; the command takes the files."""
+    Path("config").mkdir()
+    result = run("import", "config")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "tollkeeper: config is a folder; give the files in it\n"

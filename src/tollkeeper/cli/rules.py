@@ -215,6 +215,8 @@ def source_from_file(name: str, too_long: str = TOO_LONG) -> RuleSource:
         raise UnreadableFile("this command expects a FILE, not a URL; use --database URL")
     try:
         content = _read_bytes(name)
+    except IsADirectoryError:
+        raise UnreadableFile(f"{shown} is a folder; give the files in it") from None
     except OSError as error:
         raise UnreadableFile(f"{shown}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a null character in the name
