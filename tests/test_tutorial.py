@@ -137,6 +137,13 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     assert {"python", "sh", "text", "yaml"} <= set(kinds)
 
 
+def test_the_tutorial_stops_a_server_before_it_starts_the_next() -> None:
+    """Otherwise the port is in use. The test above stops servers by itself."""
+    texts = TUTORIAL.read_text(encoding="utf-8").split('```sh title="terminal 1"\n')
+    assert len(texts) > 2
+    assert all("Ctrl-C" in text for text in texts[1:-1])
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "same"),
     [
