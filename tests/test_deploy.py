@@ -352,14 +352,18 @@ def test_selectors_and_ports_fit_together() -> None:
     assert resource("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == SELECTOR
     (container,) = pod()["containers"]
     ports = {each["name"]: each for each in container["ports"]}
-    for name in ("tollkeeper", "tollkeeper-gossip"):
+    for name in ("tollkeeper", "tollkeeper-grpc", "tollkeeper-gossip"):
         service = resource("Service", name)["spec"]
         assert service["selector"] == SELECTOR
         for each in service["ports"]:
             target = ports[each["targetPort"]]
             assert each["port"] == target["containerPort"]
             assert each.get("protocol") == target.get("protocol")
-    assert resource("Service", "tollkeeper-gossip")["spec"]["clusterIP"] == "None"
+    # Nodes find each other before they are ready. Envoy must not call them before.
+    for name, not_ready in (("tollkeeper-grpc", False), ("tollkeeper-gossip", True)):
+        headless = resource("Service", name)["spec"]
+        assert headless["clusterIP"] == "None"
+        assert headless.get("publishNotReadyAddresses", False) is not_ready
     allowed = [
         port for rule in resource("NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]
     ]
