@@ -216,5 +216,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             page.meta.setdefault("search", {"boost": boost})
     # The theme shows tags only with another plugin; its search finds them.
     page.meta.setdefault("tags", KEYWORDS.get(page.file.src_uri, []))
+    if page.file.src_uri.startswith(("recipes/", "files/")):
+        # No headings. Without the column of the contents, lines of 100 characters fit.
+        page.meta.setdefault("hide", ["toc"])
     origin = _origins.get(page.file.src_uri, DOCS / page.file.src_uri)
     return rewritten(markdown, origin, page.file.src_uri)
