@@ -556,9 +556,9 @@ class AppliedRule:
     __slots__ = ("limits", "rule")
 
     def __init__(self, rule: str, limits: Sequence[Limit]) -> None:
-        self.rule = rule
+        self.rule: str = rule
         """The id of the rule, or the name of the limiter."""
-        self.limits = tuple(limits)
+        self.limits: tuple[Limit, ...] = tuple(limits)
         """The limits that the request had to pass, all of them."""
 
     def __repr__(self) -> str:
