@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 OURS = ("tollkeeper", "async+tollkeeper")
+# A scheme that `limits` does not know and that has one of these was probably meant to be ours.
+MISSPELT = ("toll", "keeper")
 
 
 class LimitsFinder:
@@ -97,7 +99,11 @@ def wrap(storage: "Any") -> None:
 
     def storage_from_string(storage_string: str, **options: "Any") -> "Any":
         if not isinstance(storage_string, str) or not storage_string.lower().startswith(OURS):
-            return original(storage_string, **options)
+            try:
+                return original(storage_string, **options)
+            except Exception as error:
+                if not misspelt(storage_string, error):
+                    raise
         try:
             from tollkeeper.limits import open_storage  # noqa: PLC0415 - only if it is used
         except ImportError as error:
@@ -112,6 +118,13 @@ def wrap(storage: "Any") -> None:
     storage_from_string.__doc__ = original.__doc__
     storage_from_string.__wrapped__ = original  # type: ignore[attr-defined]  # as functools.wraps
     storage.storage_from_string = storage_from_string
+
+
+def misspelt(storage_string: object, error: Exception) -> bool:
+    """Return True if `limits` does not know the scheme of a URI, and it resembles ours."""
+    scheme = str(storage_string).partition("://")[0].lower()
+    unknown = str(error).startswith("unknown storage scheme")
+    return unknown and any(part in scheme for part in MISSPELT)
 
 
 def install() -> None:

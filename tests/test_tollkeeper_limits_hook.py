@@ -188,6 +188,35 @@ def test_a_failed_import_appears_when_the_scheme_is_used(monkeypatch: pytest.Mon
         storage.storage_from_string("async+tollkeeper+memory://")
 
 
+@pytest.mark.parametrize(
+    "uri", ["tolkeeper+redis://:s3cret@h", "tollkeper+redis://h", " tollkeeper+redis://h"]
+)
+def test_a_misspelt_tollkeeper_is_explained(uri: str) -> None:
+    """`limits` does not know the scheme; its message has no next step, and shows the password."""
+    said = python(
+        "from limits.storage import storage_from_string\n"
+        "from limits.errors import ConfigurationError\n"
+        f"try: storage_from_string({uri!r})\n"
+        "except ConfigurationError as error: print(error)\n"
+    )
+    assert "the closest is tollkeeper+redis://, and a complete example is" in said
+    assert "s3cret" not in said
+
+
+def test_an_error_of_another_storage_is_left_alone() -> None:
+    """Also if its scheme resembles ours; and unknown schemes that do not get limits' message."""
+
+    def original(uri: str, **options: object) -> None:
+        raise ConfigurationError("no host" if "book" in uri else f"unknown storage scheme : {uri}")
+
+    storage = SimpleNamespace(storage_from_string=original)
+    hook.wrap(storage)
+    with pytest.raises(ConfigurationError, match=r"^no host$"):
+        storage.storage_from_string("bookkeeper://")
+    with pytest.raises(ConfigurationError, match=r"^unknown storage scheme : blah://$"):
+        storage.storage_from_string("blah://")
+
+
 def test_it_is_not_installed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has `limits` already gets no finder."""
     finders: list[Any] = []
