@@ -636,6 +636,31 @@ def test_every_scheme_of_our_stores_is_registered() -> None:
             r"socket_timeout='x' is not a number of seconds",
         ),
         (
+            "tollkeeper+redis://localhost",
+            {"socket_timeout": -1},
+            r"^socket_timeout=-1 is not a number of seconds above 0; for example socket_timeout=1",
+        ),
+        (
+            "tollkeeper+redis://localhost?deadline_ms=50",
+            {"socket_timeout": 1},
+            r"^socket_timeout and deadline_ms are names of one option; give one of them",
+        ),
+        (
+            "tollkeeper+redis://localhost",
+            {"socket_timeot": 1},
+            r"^storage_options has no socket_timeot; did you mean socket_timeout\?",
+        ),
+        (
+            "tollkeeper+memory://",
+            {"key_prefx": "shop"},
+            r"^storage_options has no key_prefx; did you mean key_prefix\?",
+        ),
+        (
+            "tollkeeper+memory://?key_prefix=shop",
+            {},
+            r"^key_prefix belongs in storage_options, and not in the URI",
+        ),
+        (
             "tollkeeper+memory://",
             {"key_prefix": ""},
             r"key_prefix='' is not printable text of 1 to 32",

@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
@@ -102,6 +102,10 @@ _RENAMED: Final = {
     "ssl_keyfile": "tls_key",
 }
 _SECONDS: Final = frozenset({"socket_timeout", "socket_connect_timeout"})
+# The options of a storage that no store has.
+_OWN: Final = ("key_prefix", "wrap_exceptions")
+# How similar an unknown option is to the one that was meant; `prefix` is an option of its own.
+_SIMILAR: Final = 0.8
 
 
 def open_storage(uri: str, /, **options: Any) -> TollkeeperStorage | AsyncTollkeeperStorage:
@@ -381,12 +385,16 @@ def _store_options(
             f"key_prefix={show(prefix)} is not printable text of 1 to 32 characters; "
             f'for example key_prefix="shop"'
         )
-    if not scheme.startswith(("redis", "valkey")):
-        return prefix, given
-    for name in _RENAMED.keys() & given.keys():
-        value = given.pop(name)
-        given[_RENAMED[name]] = _milliseconds(name, value) if name in _SECONDS else value
     in_uri = parse_qs(rest.partition("?")[2], keep_blank_values=True)
+    on_redis = scheme.startswith(("redis", "valkey"))
+    _check_own_options(given, in_uri, (*_OWN, *_RENAMED) if on_redis else _OWN)
+    if not on_redis:
+        return prefix, given
+    for name in [name for name in _RENAMED if name in given]:
+        value, ours = given.pop(name), _RENAMED[name]
+        if ours in given or ours in in_uri:
+            raise ConfigError(f"{name} and {ours} are names of one option; give one of them")
+        given[ours] = _milliseconds(name, value) if name in _SECONDS else value
     if "deadline_ms" not in in_uri:
         given.setdefault("deadline_ms", DEADLINE_MS_DEFAULT)
     if "prefix" in in_uri or "prefix" in given:
@@ -394,9 +402,27 @@ def _store_options(
     return "limits", {**given, "prefix": prefix}
 
 
+def _check_own_options(
+    given: Mapping[str, Any], in_uri: Mapping[str, Any], own: Sequence[str]
+) -> None:
+    """Raise ConfigError for a misspelt option of a storage, or one in the URI.
+
+    The store rejects all other unknown options, and lists its own.
+    """
+    for name in given:
+        close = get_close_matches(name, own, n=1, cutoff=_SIMILAR)
+        if close and close[0] != name:
+            raise ConfigError(f"storage_options has no {name}; did you mean {close[0]}?")
+    for name in own:
+        if name in in_uri:
+            raise ConfigError(f"{name} belongs in storage_options, and not in the URI")
+
+
 def _milliseconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{name}={show(value)} is not a number of seconds; for example {name}=1")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{name}={show(value)} is not a number of seconds above 0; for example {name}=1"
+        )
     return round(value * 1_000, 3)
 
 
