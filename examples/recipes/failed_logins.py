@@ -55,7 +55,8 @@ def failed(status: int) -> bool:
 @limit("10/hour sliding_window_log", key=by_name, count=failed, name="name")
 def login() -> Response:
     name = name_of(request.form.get("name", ""))
-    if PASSWORDS.get(name) != request.form.get("password"):  # compare hashes in production
+    # Without "" a name and a password that are both missing would be equal: None.
+    if PASSWORDS.get(name) != request.form.get("password", ""):  # compare hashes in production
         return Response("wrong name or password", 401)
     answer = Response("welcome")
     cookie = devices.dumps([name, uuid.uuid4().hex])
@@ -71,6 +72,7 @@ def guess(address: str, name: str, password: str = "guess", cookie: str = "") ->
 
 
 def main() -> None:
+    assert app.test_client().post("/login", data={"name": "nobody"}).status_code == 401
     answer = guess("198.51.100.1", "Ann", "correct horse")
     cookie = answer.headers["Set-Cookie"].partition(";")[0]
 
