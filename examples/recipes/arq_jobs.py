@@ -23,7 +23,7 @@ from arq import Retry, create_pool, func
 from arq.connections import RedisSettings
 from arq.worker import Worker
 
-from tollkeeper import AsyncLimiter, StoreError
+from tollkeeper import AsyncLimiter, ConfigError, StoreError
 
 REDIS_URL = os.environ.get("REDIS_URL", "redis://localhost:6379")
 QUEUE = f"recipe:{uuid.uuid4().hex}"  # so that each run has jobs of its own
@@ -42,9 +42,9 @@ async def send(context: dict[str, Any], number: int) -> None:
 async def work(limits: str, max_tries: int) -> int:
     """Enqueue the jobs and serve them until the queue is empty. Return how many were done."""
     sent.clear()
-    settings = RedisSettings.from_dsn(REDIS_URL)
     async with AsyncLimiter(limits, store=REDIS_URL, name="arq") as limiter:
         await limiter.reset(("partner", QUEUE))  # raises StoreError if Redis is away
+        settings = RedisSettings.from_dsn(REDIS_URL)
         pool = await create_pool(settings, default_queue_name=QUEUE)
         for number in range(JOBS):
             await pool.enqueue_job("send", number)
@@ -79,6 +79,8 @@ async def main() -> None:
 if __name__ == "__main__":
     try:
         asyncio.run(main())
+    except ConfigError as error:
+        sys.exit(f"REDIS_URL={REDIS_URL} is not valid: {error}")
     except StoreError as error:
         sys.exit(
             f"no Redis at {REDIS_URL}: {error}\n"

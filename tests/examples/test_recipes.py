@@ -82,6 +82,15 @@ def test_a_recipe_without_its_service_says_what_to_do(name: str) -> None:
     assert "REDIS_URL" in done.stderr
 
 
+@pytest.mark.parametrize("name", ON_REDIS)
+@pytest.mark.parametrize("url", ["localhost:6379", "redis://localhost:6379/abc"])
+def test_a_recipe_with_an_invalid_address_says_so(name: str, url: str) -> None:
+    """It exits with status 1; the message names the variable and its value."""
+    done = run(name, REDIS_URL=url)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"REDIS_URL={url} is not valid: ")
+
+
 def test_the_index_has_each_recipe_once() -> None:
     """Every program is in one row, every row is a program, and a link shows where it leads."""
     assert sorted(row["name"] for row in ROWS) == NAMES
