@@ -1,8 +1,11 @@
 """Limit a gRPC service on asyncio with an interceptor.
 
-The server awaits its interceptors, so the check can be made here, before the handler is chosen. A
+The server awaits its interceptors, so the check can be made here, before the handler runs. A
 denied call gets one handler for all four kinds of methods: it answers RESOURCE_EXHAUSTED without
 reading the request, with `grpc-retry-pushback-ms` for clients that have a retry policy.
+
+A call of an unknown method is not counted: a client can invent methods, and each would fill a place
+in the store. The server answers UNIMPLEMENTED.
 
 The trap is a `Limiter` in place of the `AsyncLimiter`: on Redis it would block the event loop, and
 with it all other calls, for the time of each check.
@@ -31,9 +34,12 @@ class RateLimitInterceptor(aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None  # the method is unknown
         key: Any = dict(details.invocation_metadata).get("x-api-key")
         decision = await self.limiter.check((CUSTOMERS.get(key, "anonymous"), details.method))
-        return await continuation(details) if decision else denial(decision)
+        return handler if decision else denial(decision)
 
 
 def denial(decision: Decision) -> Any:
@@ -61,7 +67,8 @@ HANDLERS: dict[str, Any] = {
 
 
 async def main() -> None:
-    server = aio.server(interceptors=[RateLimitInterceptor(AsyncLimiter("2/hour"))])
+    limiter = AsyncLimiter("2/hour")
+    server = aio.server(interceptors=[RateLimitInterceptor(limiter)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Greeter", HANDLERS),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -78,6 +85,9 @@ async def main() -> None:
             print(f"{await call.details()} ({pushback})")
             assert 1_790_000 < int(pushback) <= 1_800_000  # the next of two an hour
         assert await greeting(b"bob", metadata=[("x-api-key", "sk_2")]) == b"hello bob"
+        invented: Any = channel.unary_unary("/Greeter/Invented")
+        assert await invented(b"").code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await limiter.peek(("anonymous", "/Greeter/Invented"))).remaining == 2
     await server.stop(grace=5)
 
 
