@@ -44,10 +44,10 @@ class Webhooks:
         while True:
             event = await queue.get()
             for attempt in range(ATTEMPTS_MAX):
-                await self.limiter.wait(receiver)
                 try:
+                    await self.limiter.wait(receiver)
                     is_delivered = await self.send(receiver, event) < 300
-                except OSError:  # it cannot be reached; with httpx, httpx.TransportError
+                except Exception:  # any error, such as an invalid URL, or the task would end here
                     is_delivered = False
                 if is_delivered:
                     break
@@ -59,14 +59,15 @@ class Webhooks:
 
 async def main() -> None:
     received: dict[str, list[str]] = defaultdict(list)
+    broken = {"https://gone.test": ConnectionRefusedError(), "https://bad url": ValueError()}
     slow_answers = asyncio.Event()
 
     async def send(receiver: str, event: str) -> int:
-        """Stand in for `httpx.AsyncClient.post`, with four kinds of receivers."""
+        """Stand in for `httpx.AsyncClient.post`, with five kinds of receivers."""
         if receiver == "https://slow.test":
             await slow_answers.wait()
-        if receiver == "https://gone.test":
-            raise ConnectionRefusedError
+        if receiver in broken:
+            raise broken[receiver]
         if receiver == "https://busy.test" and len(received[receiver]) < 2:
             received[receiver].append("503")
             return 503
@@ -74,7 +75,8 @@ async def main() -> None:
         return 200
 
     webhooks = Webhooks(send, limits="200/second capacity 1", pause=0.001)
-    webhooks.post("https://gone.test", "order-0")
+    for receiver in broken:
+        webhooks.post(receiver, "order-0")
     for number in range(3):
         for receiver in ("https://slow.test", "https://fast.test", "https://busy.test"):
             webhooks.post(receiver, f"order-{number}")
@@ -85,15 +87,13 @@ async def main() -> None:
     print("fast.test has its events while slow.test has not answered yet")
 
     await webhooks.queues["https://busy.test"].join()
-    print("busy.test:", received["https://busy.test"])
     assert received["https://busy.test"] == ["503", "503", "order-0", "order-1", "order-2"]
 
     slow_answers.set()
-    await webhooks.queues["https://slow.test"].join()
+    await asyncio.gather(*(queue.join() for queue in webhooks.queues.values()))
     assert received["https://slow.test"] == received["https://fast.test"]
-    await webhooks.queues["https://gone.test"].join()
     print("lost:", webhooks.lost)
-    assert webhooks.lost == [("https://gone.test", "order-0")]
+    assert sorted(webhooks.lost) == sorted((receiver, "order-0") for receiver in broken)
 
 
 if __name__ == "__main__":
