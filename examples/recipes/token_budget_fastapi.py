@@ -1,8 +1,8 @@
 """Charge the tokens that a streamed answer of a language model has used, in FastAPI.
 
 Each limit of the route reserves the estimate, and a request that one of them denies costs nothing
-in the others. `charge.settle(tokens)` is a plain call, and the last one counts. Call it with each
-piece: then the charge is right whenever the stream ends, and however.
+in the others. `charge.settle(tokens)` is a plain call, and the last one counts. Call it before the
+first piece and with each piece: then the charge is right whenever the stream ends, and however.
 
 The trap: if the estimate is lower than the real cost, `settle` charges the missing tokens, but only
 as far as the limits have room. So let the model stop at the number that was reserved.
@@ -22,8 +22,8 @@ from tollkeeper.fastapi import Charge, RateLimit
 
 MAX_TOKENS = 500
 app = FastAPI()
-# Requests are limited for the whole application, tokens on the route. In production the
-# organisation comes from a verified token, and the store is shared://… or redis://….
+# Requests are limited for the whole application, tokens on the route. In production the user and
+# the organisation come from a verified token, and the store is shared://… or redis://….
 # Tokens cost money, so none are spent while the store is away.
 limit = RateLimit(app, "10_000/day", key="header:X-User", on_failure="closed")
 user_tokens = limit("1000/day", key="header:X-User", cost=MAX_TOKENS, name="user tokens")
@@ -35,6 +35,8 @@ async def complete(
     user: Annotated[Charge, user_tokens], organisation: Annotated[Charge, org_tokens], words: int
 ) -> StreamingResponse:
     async def stream() -> AsyncIterator[str]:
+        user.settle(0)  # otherwise a model that fails before its first token costs the estimate
+        organisation.settle(0)
         async for used, word in model(words, MAX_TOKENS):
             user.settle(used)
             organisation.settle(used)
@@ -62,6 +64,10 @@ async def main() -> None:
     answers = [await ask("ann", 40) for _ in range(3)]  # 3 × 500 reserved, 3 × 40 charged
     assert [answer.status_code for answer in answers] == [200] * 3
     assert answers[2].headers["X-RateLimit-Remaining"] == str(1000 - 2 * 40 - MAX_TOKENS)
+
+    await ask("zoe", 0)  # an empty answer costs nothing
+    answer = await ask("zoe", 0)
+    assert answer.headers["X-RateLimit-Remaining"] == str(1000 - MAX_TOKENS)
 
     await ask("bob", 666)  # breaks after 100 tokens, and costs 100
     answer = await ask("bob", 40)
