@@ -861,6 +861,7 @@ def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
         ({"exact": True, "limits": "10/second; 1000/day"}, "exact=True keeps one limit"),
         ({"exact": True, "limits": "10/second burst 5"}, "exact=True keeps one limit"),
         ({"exact": True, "limits": "101/second"}, "exact=True keeps one limit of 1 to 100"),
+        ({"exact": True, "cost": 2}, "cost=2 does not work with exact=True; leave it out"),
         ({"exact": True, "on_failure": "local"}, "on_failure='local' does not work with exact"),
         ({"exact": True, "on_failure": "open"}, "on_failure='open' does not work with exact"),
     ],
@@ -902,7 +903,7 @@ def test_an_unknown_setting_names_the_public_class() -> None:
         ({"cost": lambda _: -1}, InvalidCost),
         ({"key": lambda _: ""}, InvalidKey),
         ({"key": lambda _: Request(user="7")}, ConfigError),
-        ({"exact": True, "cost": 2}, ConfigError),
+        ({"exact": True, "cost": lambda _: 2}, ConfigError),
         ({"exact": True, "key": lambda _: Request(user="7")}, ConfigError),
     ],
 )

@@ -5,14 +5,15 @@ charges all or nothing. The trap is to wait for one limiter and then for another
 its place in the first long before it is sent, and the requests that queue up meanwhile reach the
 provider together.
 
-Tokens are reserved at the most that the call may use and settled when its usage is known.
+Tokens are reserved at the most that the call may use and settled when its usage is known. A call
+that would wait for longer than WAIT_S_MAX raises LimitExceeded, and is not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from tollkeeper import AsyncLimiter, Limiter, Request
+from tollkeeper import AsyncLimiter, Limiter, LimitExceeded, Request
 from tollkeeper.testing import ManualClock
 
 PROVIDER = """
@@ -21,6 +22,7 @@ rules:
   - {id: requests, match: {attributes: {unit: requests}}, by: api_key, limits: 60/minute capacity 5}
   - {id: tokens, match: {attributes: {unit: tokens}}, by: api_key, limits: 9000/minute}
 """
+WAIT_S_MAX = 120.0
 REQUESTS = Request(api_key="sk_1", attributes={"unit": "requests"})
 TOKENS = Request(api_key="sk_1", attributes={"unit": "tokens"})
 
@@ -32,12 +34,16 @@ limiter = AsyncLimiter.from_rules(PROVIDER, clock=clock, on_failure="local")
 
 async def call(prompt: str, tokens_max: int) -> int:
     """Send a prompt as soon as both limits have room. Return the tokens that it has used."""
+    left = WAIT_S_MAX
     while True:
         results = await limiter.evaluate_all([(REQUESTS, 1), (TOKENS, tokens_max)])
-        wait = max(result.decision.retry_after for result in results)
-        if wait == 0:
+        slowest = max((result.decision for result in results), key=lambda each: each.retry_after)
+        if slowest.retry_after == 0:
             break
-        await limiter.clock.sleep_async(wait)
+        left -= slowest.retry_after
+        if left < 0:
+            raise LimitExceeded(slowest)
+        await limiter.clock.sleep_async(slowest.retry_after)
     used = tokens_max  # of a call that fails: the provider may have counted all of it
     try:
         used = await provider(prompt, tokens_max)

@@ -2,7 +2,7 @@
 
 The interceptor waits for its turn before it sends a call, so the service has nothing to deny. It
 waits no longer than the call's own timeout: a call that could not be sent in time fails at once
-with LimitExceeded, and is not sent in vain.
+with LimitExceeded, and is not sent in vain. The timeout itself starts when the call is sent.
 
 The trap is a client that only repeats denied calls: each of them costs the service a request, and
 all clients together keep it busy with denials.

@@ -26,10 +26,10 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 def address_of(peer: str) -> str:
-    """Return the address in ipv4:192.0.2.1:4711, or the network of ipv6:[2001:db8::1]:4711."""
+    """Return the host of ipv4:192.0.2.1:4711, the /64 of ipv6:[2001:db8::1]:4711, or "unix"."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]").partition("%")[0]
     # A client has all 2^64 addresses of its IPv6 network.
-    return str(ip_network((host, 64), strict=False)) if ":" in host else host
+    return str(ip_network((host, 64), strict=False)) if ":" in host else host or "unix"
 
 
 class RateLimitInterceptor(grpc.ServerInterceptor):

@@ -41,7 +41,7 @@ rules:
     clock=clock,
     on_failure="closed",
 )
-codes: dict[str, str] = {}
+codes: dict[str, tuple[str, int]] = {}  # by user: the code, and when it expires
 PHONES = {"ann": "+44 20 7946 0001", "eve": "+44 20 7946 0666"}
 
 
@@ -51,7 +51,8 @@ def send_code(user: str, ip: str) -> Decision:
     what = {"action": "send", "recipient": number, "country": number[:2]}
     decision = limiter.check(Request(user=user, ip=ip, attributes=what))
     if decision:
-        codes[user] = f"{secrets.randbelow(1_000_000):06}"  # send it here
+        code = f"{secrets.randbelow(1_000_000):06}"  # send it here
+        codes[user] = code, limiter.clock.now_ns() + 600 * 10**9  # ten minutes
     return decision
 
 
@@ -60,8 +61,9 @@ def is_right(user: str, guess: str) -> bool:
     request = Request(user=user, attributes={"action": "guess"})
     if not limiter.check(request):
         return False  # also for the right code: otherwise guessing would go on
-    code = codes.get(user)
-    if code is None or not secrets.compare_digest(code.encode(), guess.encode()):
+    code, until_ns = codes.get(user, ("", 0))
+    in_time = limiter.clock.now_ns() < until_ns
+    if not in_time or not secrets.compare_digest(code.encode(), guess.encode()):
         return False
     del codes[user]
     limiter.reset(request)
@@ -74,7 +76,7 @@ def main() -> None:
     print(f"ann's phone gets the next code in {again.retry_after:.0f} s, for any client that asks")
     assert (again.rule, again.retry_after) == ("recipient", 30)
     assert not is_right("ann", "no code")
-    assert is_right("ann", codes["ann"])
+    assert is_right("ann", codes["ann"][0])
     assert limiter.peek(Request(user="ann", attributes={"action": "guess"})).remaining == 5
     assert not is_right("ann", ""), "a code works once"
 
@@ -83,7 +85,7 @@ def main() -> None:
     assert not any(is_right("eve", "no code") for _ in range(5))
     clock.advance(30)
     assert send_code("eve", "203.0.113.7")
-    assert not is_right("eve", codes["eve"])
+    assert not is_right("eve", codes["eve"][0])
     print("eve's sixth guess is rejected, although it is right")
 
     # Thousands of addresses ask for expensive numbers, which belong to the attacker.

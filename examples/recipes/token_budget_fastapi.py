@@ -1,8 +1,9 @@
 """Charge the tokens that a streamed answer of a language model has used, in FastAPI.
 
 Each limit of the route reserves the estimate, and a request that one of them denies costs nothing
-in the others. `charge.settle(tokens)` is a plain call, and the last one counts. Call it before the
-first piece and with each piece: then the charge is right whenever the stream ends, and however.
+in the others. `charge.settle(tokens)` is a plain call, and the last one counts. Call it with each
+piece, and at the end: then the charge is right whenever the stream ends. Do not settle at 0 before
+the first piece: a client that closes the connection by then would use the model for nothing.
 
 The trap: if the estimate is lower than the real cost, `settle` charges the missing tokens, but only
 as far as the limits have room. So let the model stop at the number that was reserved.
@@ -35,12 +36,13 @@ async def complete(
     user: Annotated[Charge, user_tokens], organisation: Annotated[Charge, org_tokens], words: int
 ) -> StreamingResponse:
     async def stream() -> AsyncIterator[str]:
-        user.settle(0)  # otherwise a model that fails before its first token costs the estimate
-        organisation.settle(0)
+        used = 0
         async for used, word in model(words, MAX_TOKENS):
             user.settle(used)
             organisation.settle(used)
             yield word
+        user.settle(used)  # of an answer without a token, too
+        organisation.settle(used)
 
     return StreamingResponse(stream(), media_type="text/plain")
 

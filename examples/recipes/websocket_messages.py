@@ -46,6 +46,7 @@ async def chat(websocket: WebSocket) -> None:
     async for text in websocket.iter_text():
         decision = await messages.check(("user", user))
         if decision:
+            strikes = 0  # only a client that goes on without a pause is closed
             await websocket.send_text(f"you said {text}")
             continue
         strikes += 1

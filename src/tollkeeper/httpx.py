@@ -929,6 +929,8 @@ def _prepared(
         local_fallback=settings.get("local_fallback"),
         clock=clock,
     )
+    if exact and not callable(cost) and cost != 1:
+        raise ConfigError(f"cost={show(cost)} does not work with exact=True; leave it out")
     if not exact:
         limiter = make(found, on_failure=on_failure or "local")
         return limiter, True, _Units(limiter)
