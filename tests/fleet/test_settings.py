@@ -33,7 +33,7 @@ def test_the_defaults_need_no_other_node() -> None:
         ({"nodes": 0}, r"nodes=0 is not a whole number from 1 to 100,000"),
         ({"nodes": True}, r"whole number"),
         ({"gossip": "7946"}, r'"7946" is not HOST:PORT|not HOST:PORT'),
-        ({"gossip": "host:0"}, r"port 0 of 'host:0' is no port"),
+        ({"gossip": "host:0"}, r"'host:0' has port 0, which is not valid"),
         ({"gossip": "host:99999"}, r"not HOST:PORT.*10.0.0.1:7946"),
         ({"peers": "10.0.0.2:7946"}, r"not a tuple of addresses"),
         ({"peers": ("10.0.0.2:7946",)}, r"peers has no effect without gossip"),

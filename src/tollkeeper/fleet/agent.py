@@ -5,15 +5,16 @@ one of them, the *agent*, runs gossip. A file lock beside the table decides whic
 releases the lock when the process dies, and another process takes over within TURN_S.
 
 Every process has a Unix datagram socket beside the table, `TABLE.gossip.NAME`, with the table's
-mode and a random name. The agent sends each process of the node what it knows: the live nodes, and
-hints for limits that only that process has. A process sends its own hints to the agent from which
-it last heard. Nothing waits for a datagram. One that is lost costs a call of the authority, or some
-units of over-admission of an `eventual` limit until the next flush.
+mode and a random name. The agent sends the other processes the list of live nodes, and the hints
+for limits that only they have. A process sends its own hints to the agent from which it last heard.
+No request waits for a datagram. A lost datagram costs a call to the authority, or over-admission by
+some units of an `eventual` limit until the next flush.
 
 With `memory://`, a process is a node of its own and its own agent, without a lock and a socket.
 
-The agent also counts the nodes through the authority, where each registers with an expiry. Gossip
-may be lost, and then every node believes that it is alone. Without gossip, it only counts.
+The agent also counts the nodes through the authority, where each registers with an expiry. If
+gossip is cut off, every node believes that it is alone, and this count corrects it. Without gossip,
+the agent only counts.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ from tollkeeper.fleet.node import Node
 from tollkeeper.fleet.settings import Fleet, joined_address
 from tollkeeper.fleet.transport import GossipTransport
 
-# How often the agent sends what it knows, and how often another process tries to take over.
+# How often the agent sends the list of live nodes, and how often another process tries to take
+# over.
 TURN_S: Final = 0.5
-# An agent that has said nothing for so many turns is stopped, or hangs.
+# An agent that has sent nothing for this many turns is suspended, or hangs.
 SILENT_TURNS: Final = 10
 # After a failure to start gossip, the next attempt is made after this time.
 RETRY_S: Final = 5.0
 # After this time, a new agent has heard of all live nodes.
 HEARD_ALL_S: Final = 5.0
-# The topic under which nodes register, and their number until it is known.
+# The topic under which nodes register, and the assumed number of nodes until they are counted.
 TOPIC: Final = "live"
 NODES_ASSUMED: Final = 100
 # How often the statistics of the table are read.
@@ -72,9 +74,9 @@ STATS_S: Final = 1.0
 STATS_SHARE_MAX: Final = 0.01
 # A question to the agent is answered within this time, or not at all.
 ANSWER_S: Final = 0.05
-# A question of an event loop. All other requests of the process wait meanwhile.
+# The same for a question from an event loop: all other requests of the process wait meanwhile.
 LOOP_ANSWER_S: Final = 0.005
-# A Unix datagram holds at most some 200 kB. This is about 1,000 nodes.
+# A Unix datagram holds about 200 kB. This is enough for about 1,000 nodes.
 DATAGRAM_BYTES_MAX: Final = 160_000
 NODES_SENT_MAX: Final = 800
 PROCESSES_MAX: Final = 1_024
@@ -83,7 +85,7 @@ RECEIVED_MAX: Final = 100
 # Hints in a datagram to another process; a subject has at most 128 bytes.
 _HINTS_SENT_MAX: Final = 100
 _QUESTIONS_MAX: Final = 1_000
-# What the first byte of a datagram says.
+# The first byte of a datagram: its kind.
 _KNOWN, _HINTS, _QUESTION, _ANSWER = b"k", b"h", b"q", b"a"
 _ID_BYTES: Final = 8
 # The path of a Unix socket has at most this length.
@@ -115,7 +117,7 @@ class NodeAgent:
     ) -> None:
         """`registry` counts the nodes. With gossip and without peers, they find each other there.
 
-        `name` is that of this node, for operators; by default the host name. So is `region`.
+        `name` and `region` of this node are shown to operators. The default name is the host name.
         """
         self._region = region
         self.name = name or socket.gethostname()
@@ -124,8 +126,8 @@ class NodeAgent:
         self.on_question: Callable[[bytes], bytes | None] | None = None
         """Answers the questions of the node's other processes, in the agent's thread."""
         self.on_lead: Callable[[int | None], None] | None = None
-        """Called with the node's id in gossip before this process becomes the agent; with None when
-        it is the agent no longer, also in a forked child."""
+        """Called with the node's id in gossip before this process becomes the agent, and with None
+        when it stops being the agent, also in a forked child."""
         self.on_turn: Callable[[], None] | None = None
         """Called in each turn of the agent."""
         self._node = node
@@ -141,7 +143,7 @@ class NodeAgent:
         self._count_thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._rules_version = ""
-        # What the agent sent last, as a process that is not the agent knows it.
+        # The last state that the agent sent, in a process that is not the agent.
         self._live = 0  # by gossip; 0 without it
         self._registered = 0
         self._known: list[FleetNode] = []
@@ -157,9 +159,9 @@ class NodeAgent:
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Take part in gossip, if it is configured, or in the count of the nodes.
+        """Join gossip, if it is configured, or the count of the nodes.
 
-        Raises ConfigError if it cannot work; then this process would have been the agent.
+        Raises ConfigError if this process becomes the agent and gossip cannot start.
         """
         has_gossip = self._node.fleet.gossip is not None
         if self._thread is not None or not (has_gossip or self._counting is not None):
@@ -179,7 +181,8 @@ class NodeAgent:
         self._thread = threading.Thread(target=self._run, name="tollkeeper-agent", daemon=True)
         self._thread.start()
         if has_gossip and self._counting is not None:
-            # The authority may block. Gossip must go on then, and the other processes wait for it.
+            # A call to the authority may block. Gossip, and the processes that ask the agent, must
+            # not wait.
             self._count_thread = threading.Thread(
                 target=self._run_count,
                 args=(self._counting,),
@@ -189,7 +192,7 @@ class NodeAgent:
             self._count_thread.start()
 
     def close(self) -> None:
-        """Leave the fleet, or let another process of the node go on."""
+        """Leave the fleet, or let another process of the node become the agent."""
         self._stopping.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -219,7 +222,7 @@ class NodeAgent:
         was_started = self._thread is not None
         gossip, self._gossip, self._thread = self._gossip, None, None
         self._count_thread = None
-        # No node tells this process of warm subjects yet, and it has not counted the nodes.
+        # This process receives no `warm` hints yet, and it has not counted the nodes.
         self._live = self._registered = 0
         if gossip is not None:
             gossip.abandon()
@@ -237,7 +240,7 @@ class NodeAgent:
         try:
             self.start()
         except (ConfigError, OSError) as error:
-            log.warning("gossip: this forked process takes no part: %s", error)
+            log.warning("gossip: this forked process cannot join: %s", error)
 
     def _lead(self) -> None:
         """Become the agent if no other process is. Raises ConfigError."""
@@ -266,7 +269,7 @@ class NodeAgent:
         self._gossip = gossip
 
     def _run(self) -> None:
-        """Work until `close`: in turns, and on what other processes send."""
+        """Run turns and read datagrams of other processes until `close`."""
         failing = False
         while not self._stopping.is_set():
             try:
@@ -283,7 +286,7 @@ class NodeAgent:
                 self._stopping.wait(TURN_S)
 
     def _turn(self) -> None:
-        """Try to become the agent; the agent tells its status and what it knows."""
+        """Try to become the agent; the agent announces its status and the live nodes."""
         if self._node.fleet.gossip is None:
             if self._counting is not None:
                 self._count(self._counting)
@@ -308,18 +311,18 @@ class NodeAgent:
             self._processes.send_all(_KNOWN + self._encoded_nodes())
 
     def _miss_agent(self) -> None:
-        """Log once that the agent is silent. What it said last is used until it speaks again."""
+        """Log once that the agent is silent. Its last list of nodes stays in use."""
         silent_s = monotonic() - self._known_at_s
         if self._known and not self._is_missing and silent_s > SILENT_TURNS * TURN_S:
             self._is_missing = True
             log.warning(
-                "fleet: the process of this node that gossips has been silent for %.0f s; this one "
-                "goes on with %d nodes, as it said last",
+                "fleet: the agent of this node has been silent for %.0f s; this process goes on "
+                "with the last number of nodes that the agent sent, %d",
                 *(silent_s, self._live),
             )
 
     def _count(self, counting: NodeRegister) -> None:
-        """Count the nodes, unless another process of this node does."""
+        """Count the nodes, unless another process of this node counts them."""
         if self._processes is None:
             self._registered = counting.count()
         elif self._processes.lock():
@@ -341,7 +344,7 @@ class NodeAgent:
             stopping.wait(TURN_S)
 
     def _wait(self) -> None:
-        """Wait for the next turn; meanwhile read what other processes send."""
+        """Wait for the next turn; meanwhile read datagrams of other processes."""
         processes = self._processes
         if processes is None:
             self._stopping.wait(TURN_S)
@@ -354,7 +357,7 @@ class NodeAgent:
     # ── Hints of this node ─────────────────────────────────────────────────────────────────────
 
     def warm(self, gate: int, subject: str) -> None:
-        """Tell other nodes that a subject is nearly at its limit. Does not block."""
+        """Announce to other nodes that a subject is nearly at its limit. Does not block."""
         gossip = self._gossip
         if gossip is not None:
             gossip.warm(gate, subject)
@@ -362,7 +365,7 @@ class NodeAgent:
             self._tell(["warm", gate, subject, 0, 0])
 
     def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
-        """Tell other nodes that checks of at least this cost are denied. Does not block."""
+        """Announce to other nodes that checks of at least this cost are denied. Does not block."""
         gossip = self._gossip
         if gossip is not None:
             gossip.denied(gate, subject, cost, lasts_ns)
@@ -374,7 +377,7 @@ class NodeAgent:
         if processes is not None:
             processes.send_agent(_HINTS + json.dumps([hint]).encode())
 
-    # ── What others know ───────────────────────────────────────────────────────────────────────
+    # ── The fleet as this process knows it ─────────────────────────────────────────────────────
 
     def live_nodes(self) -> int:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
@@ -385,15 +388,15 @@ class NodeAgent:
         return self._live
 
     def hears_hints(self) -> bool:
-        """Return True if other nodes are alive, which tell this one of warm subjects."""
+        """Return True if other nodes are alive: they send this one hints about warm subjects."""
         return self._live > 1
 
     def sharing_nodes(self) -> int:
-        """Return how many nodes a limit is shared by: never fewer than configured.
+        """Return how many nodes share a limit: never fewer than configured.
 
-        A node that has just started, or whose gossip is cut off, hears too few of the others. So
-        those that have registered at the authority count, too: it gave the units that are shared.
-        A node that has not counted them yet assumes many, and takes little.
+        A node that has just started, or whose gossip is cut off, hears from too few of the others.
+        So the nodes that have registered at the authority count, too: the authority granted the
+        units that are shared. A node that has not counted them yet assumes many, and takes little.
         """
         registered = self._registered
         if not registered and self._counting is not None:
@@ -405,7 +408,7 @@ class NodeAgent:
         return self._node.answers()
 
     def reports(self) -> ReportCounts:
-        """Return what this process has reported."""
+        """Return the counts of this process's reports."""
         return self._node.counters
 
     def table(self) -> AllowanceStats:
@@ -421,7 +424,7 @@ class NodeAgent:
         return self._stats
 
     def use_rules(self, version: str) -> None:
-        """Take note of the version of the rules in force; the next turn tells other nodes."""
+        """Set the version of the rules in force; the next turn announces it to other nodes."""
         self._rules_version = version
 
     def gossip(self) -> GossipCounts | None:
@@ -463,7 +466,7 @@ class NodeAgent:
         )
 
     def _encoded_nodes(self) -> bytes:
-        """Return what this agent knows, for the other processes; fewer nodes if it is too much."""
+        """Return the known nodes for the other processes; fewer if they do not fit a datagram."""
         nodes = self.nodes()[:NODES_SENT_MAX]
         while True:
             listed = [asdict(each) for each in nodes]
@@ -475,7 +478,7 @@ class NodeAgent:
     # ── Hints of other nodes ───────────────────────────────────────────────────────────────────
 
     def _on_hints(self, hints: list[Hint]) -> None:
-        """Put hints into the table. Those for limits that this process lacks go to the others."""
+        """Put hints into the table; send hints for limits that this process lacks to the others."""
         others: list[Hint] = []
         for hint in hints:
             if hint.gate in self._node.gates:
@@ -500,7 +503,7 @@ class NodeAgent:
             self.on_changes(changes)
 
     def _hear(self, gossip: GossipTransport) -> None:
-        """Count the live nodes. A new agent does not hear of all of them at once."""
+        """Count the live nodes. A new agent does not know all of them at once."""
         live = gossip.live_nodes()
         if monotonic() < self._heard_all_at_s:
             live = max(live, self._live)
@@ -535,7 +538,7 @@ class NodeAgent:
             del self._questions[number]
 
     def _received(self, data: bytes, sender: str) -> None:
-        """Take a datagram of another process. One that makes no sense is dropped."""
+        """Handle a datagram of another process. Drop an invalid one."""
         kind, body = data[:1], data[1:]
         if kind == _KNOWN and self._gossip is None:
             with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -564,7 +567,7 @@ class NodeAgent:
             self._is_missing = False
 
     def _take_hint(self, hint: Hint) -> None:
-        """Pass on a hint: of another process to all nodes, of the agent into the table."""
+        """Pass on a hint: from another process to all nodes, from the agent to the table."""
         gossip = self._gossip
         if gossip is None:
             if hint.gate in self._node.gates:
@@ -579,7 +582,8 @@ class NodeRegister:
     """Counts the nodes of a fleet through the authority, where each registers.
 
     The authority may lose the list, and after an outage all nodes register again. So the number is
-    the largest of one lifetime, and of the time before an error.
+    the largest of the counts within one lifetime of a registration, and of the count before an
+    error.
     """
 
     def __init__(self, registry: Channel, lasts_ns: int) -> None:
@@ -595,10 +599,10 @@ class NodeRegister:
         self._due_s = self._kept_until_s = 0.0
 
     def count(self) -> int:
-        """Return the number of nodes; 0 until it was counted twice.
+        """Return the number of nodes; 0 until the second count.
 
-        Renews the registration, three times in its lifetime, and each second while the number
-        changes. Blocks then. Raises StoreError, at most once a second.
+        Renews the registration three times in its lifetime, and each second while the number
+        changes. A renewal blocks. Raises StoreError, at most once a second.
         """
         now_s = monotonic()
         if now_s >= self._due_s:
@@ -711,7 +715,7 @@ class NodeProcesses:
             os.close(file)
 
     def others(self) -> Iterator[Path]:
-        """Return the sockets of the node's other processes; those of other users are left out."""
+        """Return the sockets of the node's other processes; sockets of other users are left out."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             found = (each for each in entries if self._is_other(each))
             yield from (Path(each.path) for each in islice(found, PROCESSES_MAX))
@@ -735,30 +739,31 @@ class NodeProcesses:
             self.send(str(path), data)
 
     def send_agent(self, data: bytes) -> bool:
-        """Send to the agent. Returns False if it is not known or cannot take it now."""
+        """Send to the agent. Returns False if its socket is unknown or its queue is full."""
         return bool(self.agent) and self.send(self.agent, data)
 
     def send(self, path: str, data: bytes) -> bool:
         """Send a datagram without waiting. Returns False if it was not sent.
 
-        Each has a socket of its own, and says who sent it. Datagrams that a stopped process does
-        not read fill the buffer of the socket that sent them, and would keep others from theirs.
+        Each datagram is sent from a new socket, and carries this process's name. Datagrams that a
+        suspended process does not read fill the buffer of the sending socket: one shared socket
+        could then not send to the other processes.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.setblocking(False)
                 sender.sendto(self._name.encode() + data, path)
-        except ConnectionRefusedError:  # its process is gone, or it is not a socket
+        except ConnectionRefusedError:  # the process is gone, or the file is not a socket
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.lstat(path).st_mode):
                     Path(path).unlink()
             return False
-        except OSError:  # its queue is full, or it has just ended
+        except OSError:  # the queue is full, or the process has just ended
             return False
         return True
 
     def receive(self, seconds: float) -> list[tuple[bytes, str]]:
-        """Wait for a datagram; return those that have arrived, at most RECEIVED_MAX.
+        """Wait for a datagram; return all that have arrived, at most RECEIVED_MAX.
 
         Each is returned with the path of its sender, which is always a socket beside the table.
         """
@@ -793,7 +798,7 @@ class NodeProcesses:
 
 
 def settings_of(fleet: Fleet) -> GossipSettings:
-    """Return the timing of gossip: a node has three heartbeats before it is dead."""
+    """Return the timing of gossip: a node that misses three heartbeats is dead."""
     dead_ns = round(fleet.dead_seconds * NS_PER_SECOND)
     return GossipSettings(heartbeat_ns=dead_ns // 3, suspected_ns=dead_ns // 2, dead_ns=dead_ns)
 
@@ -810,7 +815,7 @@ def table_path(store: str) -> Path | None:
 
 
 def counts_of(counters: Mapping[str, int], lag: Sequence[int]) -> GossipCounts:
-    """Return the counters of gossip as metrics have them."""
+    """Return the counters of gossip in the form of metrics."""
     dropped = {
         name.removeprefix("dropped_"): count
         for name, count in counters.items()
@@ -848,12 +853,12 @@ def _aged(node: FleetNode, passed_s: float) -> FleetNode:
     return FleetNode(**{**asdict(node), "lag_s": node.lag_s + passed_s})
 
 
-# Half a character, which JSON can have and UTF-8 cannot.
+# A lone surrogate: JSON can contain one, UTF-8 cannot.
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def _hints_of(body: bytes) -> Iterator[Hint]:
-    """Return the hints of a datagram; one that makes no sense is left out."""
+    """Return the hints of a datagram without the invalid ones."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -12,12 +12,12 @@ upgraded to another version of the protocol, old and new nodes form two fleets.
 
 **Keys.** The key file has one key on each line, in hexadecimal. The first signs, and all verify. To
 replace a key: append the new one on every node, then move it to the front on every node, then
-remove the old one. Nodes read the file again when it has changed. Without a key file the tag only
-detects damage, and the transport then accepts nothing but loopback addresses.
+remove the old one. Nodes read the file again when it has changed. Without a key file, the tag only
+detects damage, and the transport only accepts loopback addresses.
 
-**Replays.** The tag does not tell a datagram from a copy that an attacker recorded. The sequence
-does: it is the sender's uptime in microseconds, made strictly increasing. `Gossip` keeps a window
-for each sender. See there also for the senders that it has never heard of.
+**Replays.** The tag of a datagram is also valid on a copy that an attacker recorded. The sequence
+detects the copy: it is the sender's uptime in microseconds, made strictly increasing. `Gossip`
+keeps a window of sequences for each sender, and describes how it treats unknown senders.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Final, Literal, NamedTuple
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.allowances import SUBJECT_BYTES_MAX
 
-# A numeric host and a port, as a socket has it: ("10.0.0.7", 7946) or ("2001:db8::7", 7946).
+# A numeric host and a port, as sockets use them: ("10.0.0.7", 7946) or ("2001:db8::7", 7946).
 Address = tuple[str, int]
 
 HintKind = Literal["warm", "denied"]
@@ -47,14 +47,14 @@ DatagramFault = Literal["truncated", "oversized", "version", "fleet", "forged", 
 
 VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 1_200
-# What IPv4 and UDP add to each datagram.
+# The headers of IPv4 and UDP, which each datagram has in addition.
 PACKET_BYTES: Final = 28
 TEXT_BYTES_MAX: Final = 32
 DIGEST_PARTS: Final = 16
 ENTRIES_MAX: Final = 255
 # The longest payload of `Gossip.publish`.
 PAYLOAD_BYTES_MAX: Final = 1_000
-# Other nodes that a node keeps.
+# The most peers that a node remembers.
 MEMBERS_MAX: Final = 1_000
 KEYS_MAX: Final = 16
 KEY_FILE_BYTES_MAX: Final = 16_384
@@ -83,10 +83,10 @@ log = logging.getLogger("tollkeeper.fleet")
 
 
 class NodeStatus(NamedTuple):
-    """What a node says of itself. It spreads with its heartbeats."""
+    """A node's status, which its heartbeats carry."""
 
     version: str = ""
-    """Of Tollkeeper. Texts are cut after TEXT_BYTES_MAX bytes."""
+    """The version of Tollkeeper. Texts are cut after TEXT_BYTES_MAX bytes."""
     rules_version: str = ""
     leases: int = 0
     """Units of leases that the node has not spent."""
@@ -126,7 +126,7 @@ class HintEntry(NamedTuple):
     number: int
     kind: HintKind
     forwarded: bool
-    """True if a node that receives it for the first time relays it at once: see `Gossip`."""
+    """True if a node that receives this hint for the first time relays it at once: see `Gossip`."""
     gate: int
     subject: str
     cost: int
@@ -146,7 +146,7 @@ class PayloadEntry(NamedTuple):
     recipient: int
     sequence: int
     first: int
-    """The sequence of the first payload that this recipient is to have."""
+    """The sequence of the first payload that this recipient needs."""
     payload: bytes
 
     @property
@@ -156,24 +156,24 @@ class PayloadEntry(NamedTuple):
 
 
 class AckEntry(NamedTuple):
-    """What the sender has of a publisher's payloads."""
+    """The payloads of one publisher that the sender has received."""
 
     publisher: int
     upto: int
-    """All up to this sequence."""
+    """All payloads up to this sequence."""
     beyond: int
-    """And those whose bit is set: the lowest bit is `upto` + 1."""
+    """And the payloads whose bit is set: the lowest bit is `upto` + 1."""
 
 
 class Message(NamedTuple):
-    """What one node tells another. All parts are optional."""
+    """A message from one node to another. All parts are optional."""
 
     sender: int
     sequence: int
     nonce: int = 0
-    """Of the sender: to be echoed by a node that the sender does not know yet."""
+    """The sender's nonce: a node that the sender does not know yet has to echo it."""
     echo: int = 0
-    """The recipient's nonce: it proves that the message was made after the nonce."""
+    """The recipient's nonce: it proves that the message is newer than the nonce."""
     digest: tuple[int, ...] = ()
     """A hash of the live nodes in each of DIGEST_PARTS parts; empty for none."""
     wants_reply: bool = False
@@ -340,7 +340,7 @@ class _Reader:
 
 
 def decode_message(sender: int, sequence: int, data: bytes) -> Message | None:
-    """Return the message; None if the data is not one."""
+    """Return the message; None if the data is invalid."""
     reader = _Reader(data)
     try:
         flags, *lengths = reader.unpack(_CONTENTS)
@@ -367,7 +367,7 @@ def decode_message(sender: int, sequence: int, data: bytes) -> Message | None:
 
 
 class DatagramCodec:
-    """Seals messages of one fleet, and opens datagrams."""
+    """Encodes and signs the messages of one fleet, and verifies and decodes datagrams."""
 
     def __init__(self, fleet: str, keys: Sequence[bytes] = ()) -> None:
         """Without keys, the tag proves nothing about the sender."""
@@ -427,7 +427,7 @@ _HOW: Final = (
 class KeyFile:
     """The keys of a fleet, in a file.
 
-    As for the private key of a TLS server, other users must not have access: mode 0600, or 0640 if
+    Other users must not have access, as with the private key of a TLS server: mode 0600, or 0640 if
     the file belongs to root.
     """
 
@@ -441,7 +441,7 @@ class KeyFile:
     def changed(self) -> bool:
         """Read the file again if it has changed; return True if `keys` has changed.
 
-        A file that is gone or wrong is reported in the log, and the last keys stay.
+        If the file is missing or invalid, this logs a warning and the last keys stay in use.
         """
         before = self.keys
         try:

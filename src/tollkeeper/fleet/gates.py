@@ -5,13 +5,13 @@ as fast as a check in memory. If the table has no answer, the authority decides:
 
 - `leased`: the same call asks for a lease. Only one check of a subject asks for a lease at a time;
   the others are ordinary checks.
-- `eventual`: the node first reports what it has admitted of this subject, because the authority
-  would not count it. Then the authority decides: its answer tells how much of the limit is used,
-  and the node may admit a part of the rest before it reports. A subject that nothing is known of
-  has a first budget without a question (`Node.presume_cool`).
+- `eventual`: the node first reports its pending charges of this subject, so that the authority
+  counts them. Then the authority decides. Its answer says how much of the limit is used, and the
+  node may admit a part of the rest before it reports again. An unknown subject gets a first budget
+  without a call (`Node.presume_cool`).
 
 The logic is written once as steps (`core/steps.py`); the gates for threads and for asyncio drive
-it. Every failure loses units at most: a lease that comes back too late is given back, and one whose
+it. A failure can only lose units: a lease that arrives too late is given back, and a lease whose
 caller was cancelled is not kept.
 """
 
@@ -76,7 +76,7 @@ class NodeGate:
     def spent(self, subject: str, cost: int) -> Decision | None:
         """Return the decision of the node; None if the authority has to decide."""
         if cost > self._capacity:
-            return None  # it raises CapacityError
+            return None  # the authority raises CapacityError
         try:
             decision = self._spend(subject, cost)
             if decision is not None or self.kind == "leased":
@@ -89,7 +89,7 @@ class NodeGate:
     # ── Checks ─────────────────────────────────────────────────────────────────────────────────
 
     def terms(self, subject: str) -> LeaseTerms:
-        """Return the lease to ask for: none if this process is already asking for one."""
+        """Return the lease to ask for: no units if this process is already asking for one."""
         wanted = 0
         if self.kind == "leased" and (self.allowance.number, subject) not in self.node.leasing:
             with suppress(StoreError):
@@ -99,9 +99,9 @@ class NodeGate:
     def asking(
         self, lease: Callable[..., Any], report: Callable[..., Any], subject: str, cost: int
     ) -> Steps[Decision]:
-        """Let the authority decide a check; keep what it says in the table.
+        """Let the authority decide a check; keep its answer in the table.
 
-        `lease` and `report` are those of the authority, for threads or for asyncio.
+        `lease` and `report` are the authority's calls, for threads or for asyncio.
         """
         if self.kind == "eventual" and (yield from reporting(report, [(self, subject)])):
             admitted = self.spent(subject, cost)  # the answer to the report renews the budget
@@ -110,7 +110,7 @@ class NodeGate:
         self.known.asked += bool(cost)
         terms = self.terms(subject)
         asked_ns = self.node.now_ns()
-        if terms.wanted or self.kind == "eventual":  # this also tells how long a denial lasts
+        if terms.wanted or self.kind == "eventual":  # the answer also says how long a denial lasts
             check = LeaseCheck(self.gate, subject, cost, terms)
             [answer] = yield from leasing(lease, [(self, check)])
             if isinstance(answer, StoreError):
@@ -134,8 +134,8 @@ class NodeGate:
         if replaced is None:
             return denial
         back = GiveBack(self.gate, subject, replaced.units, replaced.ends_store_ns)
-        # Also if the caller is cancelled: the units are no longer in the table, and a give-back is
-        # not repeated.
+        # Give the units back also if the caller is cancelled: they are no longer in the table, and
+        # a give-back is not repeated.
         [answer] = yield Undo(report, [back])
         if isinstance(answer, StoreError):
             self.node.counters.failed += 1
@@ -148,13 +148,13 @@ class NodeGate:
         return decision
 
     def keep(self, subject: str, cost: int, answer: tuple[Decision, Lease], asked_ns: int) -> None:
-        """Keep an answer of the authority; see Node.keep."""
+        """Keep an answer of the authority. See `Node.keep`."""
         self.node.keep(self.known, subject, cost, answer, asked_ns)
 
     # ── The other verbs ────────────────────────────────────────────────────────────────────────
 
     def held(self, subject: str) -> int:
-        """Return the units that remain here and not at the authority; see AllowanceGate.held."""
+        """Return the units that remain here and not at the authority. See `AllowanceGate.held`."""
         try:
             return self.allowance.held(subject)
         except StoreError:
@@ -192,16 +192,16 @@ class NodeGate:
         return decision_with(decision, allowed=True, remaining=remaining, retry_after_ns=0)
 
     def refunding(self, subject: str, units: int, charged_ns: int | None) -> Steps[None]:
-        """Put units back into the live allowance that they came from, or at the authority."""
+        """Return units to the live allowance that they came from, or to the authority."""
         if charged_ns is not None and self._unspent(subject, units, charged_ns):
             return
         yield Call(self.gate.refund, subject, units, charged_ns)
         if self.held(subject) <= 0:  # a denial that is known here may have ended
-            # Another thread may have put a lease there since.
+            # Another thread may have put a lease into the table meanwhile.
             self.node.give_back(self.gate, subject, self.stop(subject))
 
     def undoing(self, subject: str, units: int, charged_ns: int) -> Steps[None]:
-        """Put units back that the node has just spent, also if the caller is cancelled."""
+        """Return units that the node has just spent, also if the caller is cancelled."""
         if not self._unspent(subject, units, charged_ns):
             yield Undo(self.gate.refund, subject, units, charged_ns)
 

@@ -1,37 +1,37 @@
 """Gossip between the nodes of a fleet, as a state machine without sockets, clocks and threads.
 
-Nodes tell each other who is alive, which subjects are warm or denied, and, while the authority is
-away, what they have admitted. Gossip is an optimisation and a fallback. As long as the authority
-answers, no strict or leased limit depends on it.
+Nodes announce which nodes are alive, which subjects are warm or denied, and, while the authority is
+away, the units that they have admitted. Gossip is an optimisation and a fallback. As long as the
+authority answers, no strict or leased limit depends on it.
 
 **Membership.** A node is a number, chosen at random when its process starts. Every 5 s it makes a
 *heartbeat*: an entry with its address, its status and its uptime, which is also the version of the
 entry. Nodes pass entries on, each with its age. An entry that is newer than the known one replaces
 it. A node whose last heartbeat is older than 15 s is dead. Ages are differences of one clock: every
 node adds the time for which it has held the entry. The time on the network is not counted, so an
-entry can only seem younger than it is, by some milliseconds. A node that stops says so. A node
-that restarts is a new one: at the same address, the one that started last replaces the other.
+entry can only seem younger than it is, by some milliseconds. A node that stops announces it. A node
+that restarts is a new node, which replaces the earlier one at the same address.
 
-**Rounds.** About every 100 ms, a node sends what is new to 3 random peers: each new entry six
-times, each hint three to six times. A message also has a *digest*, a hash of the live nodes in 16
-parts. A peer that knows others answers with the entries of the parts that differ. So nodes that
-join, also 180 at once, and halves of a fleet that meet again after a partition agree within a few
-rounds. About once a second, a node contacts an address at which it knows no live node. A node that
-was not heard of for 7.5 s is suspected, and the suspecting nodes ask it directly.
+**Rounds.** About every 100 ms, a node sends its news to 3 random peers: each new entry six times,
+each hint three to six times. A message also has a *digest*, a hash of the live nodes in 16 parts. A
+peer whose digest differs answers with the entries of the parts that differ. So nodes that join,
+also 180 at once, and halves of a fleet that meet again after a partition agree within a few rounds.
+About once a second, a node contacts an address at which it knows no live node. A node whose last
+sign of life is older than 7.5 s is suspected, and the suspecting nodes contact it directly.
 
 **Hints** are urgent. Their origin sends them to all live peers at once: one hop. If the peers are
 too many, or if the byte budget does not allow it, the origin sends them through *relays*: one
 random peer of each of the 16 parts of the digest, two for a `warm` hint. A relay sends the hint on
 to all peers of its own part that it knows. So the origin sends 16 copies, and each relay a
-sixteenth of the rest. A relay chooses the receivers from its own list, and no node sends on what it
-got from a relay: a node sends each hint at most once, whatever another node believes or claims
-about the members. If relays are lost, or the lists of nodes differ, rounds repair it: they repeat
-`warm` hints and long denials. A denial that is over before the next rounds is not repeated. A
-hint has a number of its origin, so that every node takes it once.
+sixteenth of the rest. A relay chooses the receivers from its own list, and a node does not forward
+a hint that came from a relay. So a node forwards each hint at most once, whatever other nodes
+believe or claim about the members. If relays are lost, or the lists of nodes differ, rounds repair
+it: they repeat `warm` hints and long denials. A denial that is over before the next rounds is not
+repeated. The origin numbers its hints, so that every node applies each once.
 
-A limit of 1,000 a minute that is used up has a unit every 60 ms. The first node that asks gets it,
-and all others have to hear of the denial that follows. So a hint waits for nothing while there are
-bytes, and its times are microseconds.
+A limit of 1,000 a minute that is used up gains a unit every 60 ms. The first node that asks gets
+it, and all others have to learn of the denial that follows. So a hint leaves at once while the byte
+budget allows it, and its times are in microseconds.
 
 **Payloads** are sent to each live peer until it acknowledges them or is dead.
 
@@ -41,20 +41,20 @@ one small message, which keeps the membership alive.
 
 **Replays.** Datagrams are authenticated (`fleet/datagrams.py`), and an attacker may record and
 repeat them. Every message has a sequence, the sender's uptime in microseconds. A node drops a
-sequence that it has seen, and one that is 5 s behind the newest that it knows of that sender, from
-a message or from an entry that a peer passed on. But it knows nothing about the sequences of a
-sender that it has never heard of, which may be long dead. So it takes messages of such a sender
-only if a live peer vouches for it by a fresh entry, or if the message repeats a random number, the
-*nonce*, which this node made within the last 30 s. A node that contacts a stranger sends its own
-nonce, and gets the stranger's. That answer is not longer than the question, and questions that are
-not authentic are not answered at all. A recorded question of a node that is gone stays a question,
-so answers to strangers have a small budget of their own: one that is repeated takes no bytes from
-hints and payloads. What remains possible: an attacker who can hold back datagrams can deliver them
-up to 10 s late (5 s of the window, 5 s between heartbeats). Messages name no recipient, except
-payloads and acknowledgements, so an attacker can deliver a copy to another node, which takes it as
-sent to itself; a node answers a peer only at the peer's own address. An attacker who repeats
-questions without end can delay nodes that join through the node that is asked. An attacker who
-controls all of a node's traffic can cut it off. Every node that has the key is trusted.
+message whose sequence it has seen, or whose sequence is 5 s behind the newest that it knows of that
+sender, from a message or from an entry that a peer passed on. But it knows no sequence of an
+unknown sender, which may be long dead. So it accepts messages of such a sender only if a live peer
+has passed on a fresh entry of it, or if the message repeats a random number, the *nonce*, which
+this node made within the last 30 s. A node that contacts a stranger sends its own nonce, and gets
+the stranger's. That answer is not longer than the question, and questions that are not authentic
+are not answered at all. An attacker can replay a recorded question of a dead node, so answers to
+strangers have a small budget of their own: replays take no bytes from hints and payloads. These
+attacks remain possible. An attacker who can hold back datagrams can deliver them up to 10 s late (5
+s of the window, 5 s between heartbeats). Messages name no recipient, except payloads and
+acknowledgements, so an attacker can deliver a copy to another node, which takes it as sent to
+itself; a node answers a peer only at the peer's own address. An attacker who repeats questions
+without end can delay nodes that join through the attacked node. An attacker who controls all of a
+node's traffic can cut it off. Every node that has the key is trusted.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ Outgoing = tuple[Address, Message]
 
 SEEDS_MAX: Final = 1_000
 HINTS_MAX: Final = 16_384
-# Payloads that some peer has not acknowledged, and how far beyond those a peer may be ahead.
+# Payloads that some peer has not acknowledged, and how many more a peer may be ahead of them.
 OUTBOX_MAX: Final = 256
 PAYLOAD_WINDOW: Final = 64
-# Hints and payloads that the caller has not taken yet.
+# Received hints and payloads that the caller has not taken yet.
 INBOX_MAX: Final = 10_000
 SEQUENCES_MAX: Final = 128
 SEQUENCE_WINDOW: Final = 5_000_000  # in microseconds of the sender
 # How often a node sends a new entry and a hint in rounds.
 MEMBER_SENDS: Final = 6
 HINT_SENDS: Final = 6
-# If the budget is not nearly whole, a hint is sent only this often.
+# If the budget is not nearly full, a hint is sent only this often.
 HINT_SENDS_FEW: Final = 3
 NONCE_NS: Final = 15 * NS_PER_SECOND
 # A node introduces itself to a peer that it has not heard from directly for this long.
@@ -127,7 +127,7 @@ FORGET_NS: Final = 600 * NS_PER_SECOND
 LONG_US: Final = 200_000
 # Relays in each part of the fleet. A lost `warm` hint costs units over a limit, a denial one call.
 RELAYS: Final[Mapping[HintKind, int]] = {"warm": 2, "denied": 1}
-# What a hint that is sent to all peers directly leaves of the budget, for some through relays.
+# The part of the budget that a hint to all peers must leave, for some hints through relays.
 DIRECT_RESERVE: Final = 0.15
 # A hint waits this long for bytes.
 URGENT_NS_MAX: Final = NS_PER_SECOND // 20
@@ -164,7 +164,7 @@ class GossipSettings:
 
 
 class Member(NamedTuple):
-    """A node as another one sees it."""
+    """A node as another node sees it."""
 
     node: int
     """Chosen at random when the process started: a node that restarts is a new one."""
@@ -172,15 +172,16 @@ class Member(NamedTuple):
     state: MemberState
     status: NodeStatus
     age_ns: int
-    """Since the node was certainly alive: its last heartbeat, or its last message to this node."""
+    """Time since the last sign of life: the node's last heartbeat, or its last message to this
+    node."""
     uptime_ns: int
 
 
 class Hint(NamedTuple):
-    """What another node has learned about a subject."""
+    """Another node's hint about a subject."""
 
     kind: HintKind
-    """`warm`: stop spending a budget of it. `denied`: deny it."""
+    """`warm`: stop spending the subject's budget. `denied`: deny the subject."""
     gate: int
     """`AllowanceGate.number`."""
     subject: str
@@ -191,7 +192,7 @@ class Hint(NamedTuple):
 
 
 class ReceivedPayload(NamedTuple):
-    """What another node has published."""
+    """A payload that another node has published."""
 
     node: int
     sequence: int
@@ -199,12 +200,12 @@ class ReceivedPayload(NamedTuple):
 
 
 class MemberChange(NamedTuple):
-    """A node that is new, or that is no longer there."""
+    """A node that has become live, or has stopped being live."""
 
     node: int
     live: bool
     left: bool = False
-    """True if it said that it leaves, or another node has taken its address."""
+    """True if the node announced that it leaves, or another node has taken its address."""
 
 
 class _GossipPeer:
@@ -237,16 +238,16 @@ class _GossipPeer:
         self.node = entry.node
         self.address = entry.address
         self.beat = self.first_beat = entry.beat
-        self.beat_ns = heard_ns  # when it made its last heartbeat
-        self.heard_ns = heard_ns  # and when it was certainly alive
+        self.beat_ns = heard_ns  # the time of its last heartbeat
+        self.heard_ns = heard_ns  # the time of its last sign of life
         self.left = entry.left
         self.live = False
         self.met_ns: int | None = None  # its last message that shows that it knows us
         self.status = entry.status
-        # The sequences of its messages: none up to the floor is taken.
+        # The sequences of its messages: one up to the floor is dropped.
         self.floor = self.newest = entry.beat
         self.sequences: set[int] = set()
-        # Our payloads: what it has acknowledged, what we have sent, when to send again.
+        # Our payloads: the acknowledged ones, the sent ones, and when to send again.
         self.acked = self.sent = 0
         self.acked_beyond = 0
         self.resend_ns = 0
@@ -272,7 +273,7 @@ class _GossipPeer:
         self.floor = max(self.floor, self.newest - SEQUENCE_WINDOW)
 
     def knows_us(self, now_ns: int) -> bool:
-        """Return True if it has taken our messages lately, as far as we can know."""
+        """Return True if the peer has accepted our messages lately, as far as we can know."""
         return self.met_ns is not None and now_ns - self.met_ns < MET_NS
 
     def uptime_us(self, now_ns: int) -> int:
@@ -291,19 +292,19 @@ class _Hint:
         self.size = entry.size(node)
 
     def at(self, now_ns: int, *, forwarded: bool = False) -> HintEntry:
-        """Return it as it is sent now."""
+        """Return the entry to send now."""
         origin, number, kind, _, gate, subject, cost, _, lasts_us = self.entry
         age_us = min(_age(self.born_ns, now_ns, _US), U32_MAX)
         return HintEntry(origin, number, kind, forwarded, gate, subject, cost, age_us, lasts_us)
 
     def ends_ns(self, hint_ns_max: int) -> int:
-        """Return when it is of no use any more."""
+        """Return when the hint stops being of use."""
         lasts_ns = self.entry.lasts_us * _US if self.entry.kind == "denied" else hint_ns_max
         return self.born_ns + min(lasts_ns, hint_ns_max)
 
 
 class _Known(NamedTuple):
-    """A hint about a subject that all nodes have, or soon will have."""
+    """A hint about a subject that all nodes know, or soon will know."""
 
     cost: int
     ends_ns: int
@@ -319,7 +320,7 @@ class _Budget:
         self.spent = 0
 
     def share(self, now_ns: int) -> float:
-        """Return what is left, as a part of what it holds; below 0 if overdrawn."""
+        """Return the remaining part of the capacity; below 0 if overdrawn."""
         gained = (now_ns - self._at_ns) * self._rate / NS_PER_SECOND
         if gained > 0:
             self._left = min(self._left + gained, self.capacity)
@@ -332,7 +333,7 @@ class _Budget:
 
 
 def _age(since_ns: int, now_ns: int, unit_ns: int) -> int:
-    """Return an age; rounded up, so that nothing lasts longer than it should."""
+    """Return an age, rounded up, so that no hint lasts longer than it should."""
     return max(-((since_ns - now_ns) // unit_ns), 0)
 
 
@@ -343,9 +344,9 @@ def _age_ms(since_ns: int, now_ns: int) -> int:
 class Gossip:
     """One node's part of the protocol.
 
-    A caller passes received messages to `receive`, calls `tick` when `due_ns` has come, and sends
-    what both return. Times are the caller's clock, which must not step. Not for several threads at
-    once. All tables and queues are bounded.
+    A caller passes received messages to `receive`, calls `tick` at `due_ns`, and sends the messages
+    that both return. Times are the caller's clock, which must not step. Not thread-safe. All tables
+    and queues are bounded.
     """
 
     def __init__(
@@ -356,7 +357,7 @@ class Gossip:
         settings: GossipSettings | None = None,
         status: NodeStatus | None = None,
     ) -> None:
-        """`address` is the one that other nodes send to."""
+        """`address` is the address that other nodes send to."""
         self.settings = settings or GossipSettings()
         self.node = random.randrange(1, U64_MAX)
         self._random = random
@@ -364,9 +365,9 @@ class Gossip:
         self._started_ns = now_ns
         self._sequence = 0
         self._leaving = False
-        # Together below the rate in the mean of every 10 s: 82 % + 100 % / 10 + 2 % + 50 % / 10. A
-        # round is sent in any case, small if nothing is left. Half a second of bytes for strangers
-        # is enough for 180 nodes that join at once.
+        # Together below the rate, averaged over every 10 s: 82 % + 100 % / 10 + 2 % + 50 % / 10. A
+        # round is always sent, and is small if the budget is empty. Half a second of bytes for
+        # strangers is enough for 180 nodes that join at once.
         rate = float(self.settings.bytes_per_second)
         self._budget = _Budget(rate * 0.82, rate, now_ns)
         self._strangers = _Budget(rate * 0.02, rate * 0.5, now_ns)
@@ -397,7 +398,7 @@ class Gossip:
         self._outbox: dict[int, bytes] = {}
         self._owed_acks: dict[int, None] = {}
         self._payload_inbox: deque[ReceivedPayload] = deque()
-        # When something is due.
+        # When the next actions are due.
         never = now_ns + 10**18
         self._never_ns = never
         self._urgent_ns = self._ack_ns = self._payload_ns = never
@@ -411,7 +412,7 @@ class Gossip:
 
     @property
     def due_ns(self) -> int:
-        """When `tick` has to be called next. It may become earlier with every other call."""
+        """When `tick` has to be called next. Every other call may make it earlier."""
         return min(self._round_ns, self._urgent_ns, self._ack_ns, self._payload_ns)
 
     def tick(self, now_ns: int) -> list[Outgoing]:
@@ -431,7 +432,7 @@ class Gossip:
         return out
 
     def receive(self, message: Message, source: Address, now_ns: int) -> list[Outgoing]:
-        """Take a message of another node; return messages to send at once."""
+        """Handle a message of another node; return messages to send at once."""
         out: list[Outgoing] = []
         self._counters["received"] += 1
         self._counters["received_bytes"] += message_size(message) + PACKET_BYTES
@@ -458,7 +459,7 @@ class Gossip:
         return out
 
     def leave(self, now_ns: int) -> list[Outgoing]:
-        """Return the messages that say that this node stops."""
+        """Return the messages that announce that this node stops."""
         out: list[Outgoing] = []
         self._beat(now_ns)
         gone = self._own_entry(now_ns)._replace(left=True)
@@ -474,10 +475,10 @@ class Gossip:
     # ── The caller's side: members ─────────────────────────────────────────────────────────────
 
     def join(self, addresses: Iterable[Address]) -> None:
-        """Set the addresses of nodes to contact, this node's own among them or not.
+        """Set the addresses of nodes to contact. They may include this node's own.
 
-        They are also contacted later, as long as no node is known there, so that a fleet that was
-        partitioned for long heals.
+        An address without a known live node is contacted again later, so that a fleet heals after a
+        long partition.
         """
         seeds = [each for each in dict.fromkeys(addresses) if each != self._address]
         self.seeds = seeds[:SEEDS_MAX]
@@ -497,7 +498,7 @@ class Gossip:
         return len(self._live) + 1
 
     def members(self, now_ns: int) -> list[Member]:
-        """Return all known nodes, this one first; also those that died or left lately."""
+        """Return all known nodes, this one first; also nodes that died or left lately."""
         uptime_ns = now_ns - self._started_ns
         age_ns = now_ns - self._beat_ns
         found = [Member(self.node, self._address, "alive", self._status, age_ns, uptime_ns)]
@@ -513,28 +514,28 @@ class Gossip:
         return found
 
     def take_changes(self) -> list[MemberChange]:
-        """Return the peers that have become live, or are no longer, since the last call.
+        """Return the peers that have become live, or stopped being live, since the last call.
 
-        What was published before a peer became live has to be published again for it.
+        Payloads that were published before a peer became live have to be published again for it.
         """
         return _taken(self._changes)
 
     # ── The caller's side: hints, payloads ─────────────────────────────────────────────────────
 
     def warm(self, gate: int, subject: str, now_ns: int) -> None:
-        """Tell all nodes that a subject is warm, urgently. Repeated within 100 ms, it is ignored.
+        """Announce to all nodes at once that a subject is warm.
 
-        So is a hint that this node has just received from another.
+        A repetition within 100 ms is ignored. So is a hint that this node has just received.
         """
         known = self._known.get(("warm", gate, subject))
         if known is None or now_ns >= known.ends_ns:
             self._hint("warm", gate, subject, 0, 0, now_ns)
 
     def denied(self, gate: int, subject: str, cost: int, lasts_ns: int, now_ns: int) -> None:
-        """Tell all nodes that a subject is denied for a time, urgently.
+        """Announce to all nodes at once that a subject is denied for a time.
 
-        Ignored if the nodes know it already, for at least nine tenths of that time, and if it ends
-        within 10 ms: then it saves no calls.
+        Ignored if the nodes already know of a denial for at least nine tenths of that time. A
+        denial that ends within 10 ms is ignored, too: it saves no calls.
         """
         if lasts_ns < DENIED_NS_MIN:
             self._drop("hint_short")
@@ -549,7 +550,7 @@ class Gossip:
         return _taken(self._hint_inbox)
 
     def publish(self, payload: bytes, now_ns: int) -> int | None:
-        """Send a payload to all live peers, again and again until each has it or is dead.
+        """Send a payload to all live peers, repeatedly until each has acknowledged it or is dead.
 
         Return its sequence, from 1 up; None if too many are not acknowledged yet. A peer that
         becomes live later does not get it: see `take_changes`.
@@ -573,7 +574,7 @@ class Gossip:
         """Return the payloads that have arrived since the last call, each once, as they arrived."""
         return _taken(self._payload_inbox)
 
-    # ── The caller's side: what can be seen ────────────────────────────────────────────────────
+    # ── The caller's side: statistics ──────────────────────────────────────────────────────────
 
     def counters(self) -> Mapping[str, int]:
         """Return counters since the start.
@@ -622,18 +623,18 @@ class Gossip:
         return self._random.randrange(1, U64_MAX)
 
     def _proof(self, now_ns: int) -> int:
-        """Return the nonce that strangers have to repeat. It changes every NONCE_NS."""
+        """Return the nonce that unknown senders have to repeat. It changes every NONCE_NS."""
         periods = (now_ns - self._nonce_ns) // NONCE_NS
         if periods > 0:
             self._nonces = self._new_nonce(), self._nonces[0] if periods == 1 else 0
-            # A whole number of periods on, or the last nonce would live for up to three.
+            # Advance by whole periods: otherwise the last nonce would be valid for up to three.
             self._nonce_ns += periods * NONCE_NS
         return self._nonces[0]
 
     def _accepted(
         self, message: Message, source: Address, now_ns: int, out: list[Outgoing]
     ) -> _GossipPeer | None:
-        """Return the sender of a message that is fresh; None if it must not be looked at."""
+        """Return the sender of a fresh message; None if the message must be dropped."""
         peer = self._peers.get(message.sender)
         if peer is not None and peer.live:
             if peer.take_sequence(message.sequence):
@@ -650,7 +651,8 @@ class Gossip:
                 peer.take_sequence(message.sequence)
                 return peer
         elif message.nonce and message.digest and own and self._strangers.share(now_ns) > 0:
-            # A question of a stranger: it has to repeat our nonce. Not longer than the question.
+            # The question of an unknown sender: it has to repeat our nonce. The answer is not
+            # longer than the question.
             challenge = self._message(now_ns, members=[self._own_entry(now_ns)])
             challenge = challenge._replace(nonce=self._nonces[0], echo=message.nonce)
             self._send(out, source, challenge, self._strangers)
@@ -658,7 +660,7 @@ class Gossip:
         return None
 
     def _answer(self, message: Message, address: Address, now_ns: int, out: list[Outgoing]) -> None:
-        """Answer a nonce, and a digest that differs from ours."""
+        """Answer a nonce, or a digest that differs from ours."""
         parts = {
             part
             for part, (mine, theirs) in enumerate(zip(self._digest, message.digest, strict=False))
@@ -671,8 +673,8 @@ class Gossip:
         if share <= -0.5:
             self._drop("budget")
             return
-        # Many nodes may join at once through this one. Each gets some others that it can ask next,
-        # so that the rest does not depend on this node's budget.
+        # Many nodes may join at once through this one. Each gets some entries of other nodes, which
+        # it can ask for the rest: the rest does not depend on this node's budget.
         space = (DATAGRAM_BYTES_MAX if share > 0.4 else FRUGAL_BYTES) - MESSAGE_BYTES_MIN
         members = []
         if message.nonce:
@@ -683,7 +685,7 @@ class Gossip:
         members += self._entries_in(parts, now_ns, space)
         answer = self._message(now_ns, members=members)._replace(echo=message.nonce)
         if wants_reply:
-            # The other side answers once more if it had more than we.
+            # The peer answers once more if it knows nodes that we do not.
             answer = answer._replace(digest=tuple(self._digest), wants_reply=bool(message.nonce))
         self._send(out, address, answer)
 
@@ -701,7 +703,7 @@ class Gossip:
         )
 
     def _entry(self, node: int, now_ns: int) -> MemberEntry | None:
-        """Return a node's entry as it is sent now; None if it is not worth sending."""
+        """Return a node's entry to send now; None if it is not worth sending."""
         if node == self.node:
             return self._own_entry(now_ns)
         peer = self._peers.get(node)
@@ -720,7 +722,7 @@ class Gossip:
     def _fitting(
         self, nodes: Iterable[int], now_ns: int, space: int
     ) -> tuple[list[MemberEntry], int]:
-        """Return the entries of the first nodes that fit, and the space that is left."""
+        """Return the entries of the first nodes that fit, and the remaining space."""
         found: list[MemberEntry] = []
         for node in nodes:
             entry = self._entry(node, now_ns)
@@ -734,7 +736,7 @@ class Gossip:
         return found, space
 
     def _merge(self, entry: MemberEntry, now_ns: int) -> None:
-        """Take an entry that is newer than the known one."""
+        """Store an entry if it is newer than the known one."""
         if entry.node == self.node:
             return
         heard_ns = now_ns - entry.age_ms * _MS
@@ -746,7 +748,7 @@ class Gossip:
             peer = self._peers[entry.node] = _GossipPeer(entry, heard_ns)
         elif entry.beat <= peer.beat:
             if entry.beat == peer.beat == peer.first_beat and entry.node in self._hot:
-                # Another node spreads it, too. If one is missed, the digest shows it.
+                # Other nodes spread this entry, too. If a node misses it, the digest shows it.
                 _sent(self._hot, entry.node)
             return
         else:
@@ -805,7 +807,7 @@ class Gossip:
         return True
 
     def _sweep(self, now_ns: int) -> None:
-        """Notice dead nodes, and forget what is old."""
+        """Detect dead nodes, and forget expired entries and hints."""
         self._sweep_ns = now_ns + SWEEP_NS
         for peer in list(self._peers.values()):
             age_ns = now_ns - peer.heard_ns
@@ -817,8 +819,8 @@ class Gossip:
         self._hot = {node: sends for node, sends in self._hot.items() if self._entry(node, now_ns)}
         oldest_ns = now_ns - self.settings.suspected_ns
         self._suspects = [peer for peer in self._live if peer.heard_ns <= oldest_ns]
-        # A hint is remembered for longer than it lives, or a late copy would be taken again: its
-        # age does not include the time on the network.
+        # A hint is remembered for longer than it is valid: otherwise a late copy would be applied
+        # again, because its age does not include the time on the network.
         ended_ns = now_ns - HINT_MEMORY_NS
         hint_ns_max = self.settings.hint_ns_max
         self._hints = {
@@ -858,12 +860,13 @@ class Gossip:
     ) -> Message:
         """Return the message of a round.
 
-        A peer that this node has not `met` may not know it: the message is a question as well.
+        A peer that this node has not `met` may not know this node, so the message also carries a
+        nonce.
         """
         space -= MESSAGE_BYTES_MIN + (DIGEST_BYTES if with_digest else 0)
         introduction = [] if met else [self._own_entry(now_ns)]
         space -= 0 if met else introduction[0].size + PROOF_BYTES
-        # At most half is for members, so that hints are repaired while a fleet starts.
+        # Members take at most half, so that hints are also repeated while a fleet starts.
         reserved = space // 2 if with_hints and self._repairing else 0
         members, space = self._fitting(list(self._hot), now_ns, space - reserved)
         for node in [each.node for each in members]:
@@ -878,7 +881,7 @@ class Gossip:
         )
 
     def _probe(self, now_ns: int, out: list[Outgoing]) -> None:
-        """Contact an address at which no live node is known."""
+        """Contact an address without a known live node."""
         is_eager = not self._live and now_ns < self._started_ns + EAGER_NS
         self._probe_ns = now_ns if is_eager else now_ns + PROBE_NS
         dead = (peer.address for peer in self._peers.values() if not (peer.live or peer.left))
@@ -953,15 +956,15 @@ class Gossip:
             self._hurry(now_ns)
 
     def _hurry(self, now_ns: int) -> None:
-        """Send hints soon. When the budget is low, wait for more hints to share the datagram."""
+        """Schedule the hints. When the budget is low, wait for more hints to share the datagram."""
         share = self._budget.share(now_ns)
         waits = 0 if share > 0.5 else 1 if share > 0.25 else 10
         self._urgent_ns = min(self._urgent_ns, now_ns + waits * self.settings.urgent_ns)
 
     def _send_urgent(self, now_ns: int, out: list[Outgoing]) -> None:
-        """Send new hints to all peers or to relays, and those to relay to the peers of this part.
+        """Send new hints to all peers or to relays, and relayed hints to the peers of this part.
 
-        A hint for which there are no bytes waits for up to URGENT_NS_MAX.
+        A hint that the budget does not allow waits for up to URGENT_NS_MAX.
         """
         own, self._urgent = self._urgent, []
         relaying, self._relaying = self._relaying, []
@@ -980,7 +983,7 @@ class Gossip:
                 self._drop("budget", len(hints))
 
     def _send_to_relays(self, hints: list[_Hint], now_ns: int, out: list[Outgoing]) -> None:
-        # Short messages, so that the most useful hints are sent if there are few bytes.
+        # Short messages: if few bytes are left, the most useful hints are sent.
         batches = deque(_batches(hints, FRUGAL_BYTES))
         while batches:
             relays = self._relays(RELAYS[batches[0][0].entry.kind])
@@ -1014,9 +1017,9 @@ class Gossip:
         forwarded: bool = False,
         reserve: float = 0.0,
     ) -> bool:
-        """Send hints to these peers, if the budget allows it; return True if it does.
+        """Send hints to these peers if the budget allows it; return True if they were sent.
 
-        `reserve` is a part of the budget that has to be left for other ways to send them.
+        `reserve` is the part of the budget that must remain for other ways to send them.
         """
         size = MESSAGE_BYTES_MIN + PACKET_BYTES + sum(hint.size for hint in hints)
         left = self._budget.share(now_ns) - size * len(peers) / self._budget.capacity
@@ -1029,7 +1032,7 @@ class Gossip:
         return True
 
     def _repaired(self, now_ns: int, space: int) -> list[HintEntry]:
-        """Return hints to repeat: those that were repeated least, as many as fit."""
+        """Return hints to repeat: the least repeated ones, as many as fit."""
         found: list[HintEntry] = []
         is_quiet = self._budget.share(now_ns) > 0.9
         for _ in range(len(self._repairing)):
@@ -1054,7 +1057,7 @@ class Gossip:
             del self._outbox[next(iter(self._outbox))]
 
     def _send_payloads(self, now_ns: int, out: list[Outgoing]) -> None:
-        """Send to each peer what it lacks, in a random order of the peers."""
+        """Send each peer the payloads that it lacks, in a random order of the peers."""
         self._trim_outbox()
         self._payload_ns = self._never_ns
         if not self._outbox:
@@ -1102,7 +1105,7 @@ class Gossip:
         if entry.recipient != self.node:
             return
         if entry.first - 1 > peer.got:
-            # What precedes it was published before we were live, or we have acknowledged it.
+            # Earlier payloads were published before we were live, or we have acknowledged them.
             peer.got = entry.first - 1
             peer.got_beyond = {each for each in peer.got_beyond if each > peer.got}
         sequence = entry.sequence
@@ -1162,12 +1165,12 @@ def _reserve(entry: HintEntry) -> float:
 
 
 def _places(kind: HintKind) -> int:
-    """Return how full a table of hints may be for another. Denials leave half to `warm`."""
+    """Return how full a table may be for a hint of this kind. Denials leave half to `warm`."""
     return HINTS_MAX if kind == "warm" else HINTS_MAX // 2
 
 
 def _usefulness(hint: _Hint) -> tuple[float, int]:
-    """Return a key to sort by: `warm` protects a limit, and a denial saves calls while it lasts."""
+    """Return a sort key: `warm` protects a limit, and a denial saves calls while it lasts."""
     return _reserve(hint.entry), -hint.entry.lasts_us
 
 
@@ -1178,14 +1181,14 @@ def _taken(queue: deque[T]) -> list[T]:
 
 
 def _sent(hot: dict[T, int], key: T) -> None:
-    """Note that an entry was sent once more; it goes to the end of the queue."""
+    """Count down the sends of an entry, and move it to the end of the queue."""
     left = hot.pop(key) - 1
     if left:
         hot[key] = left
 
 
 def _batches(hints: Iterable[_Hint], size: int = DATAGRAM_BYTES_MAX) -> list[list[_Hint]]:
-    """Divide hints into messages, the most useful first; hints of one message are alike."""
+    """Divide hints into messages, the most useful first; a message has similar hints."""
     batches: list[list[_Hint]] = []
     space = 0
     reserve = 0.0

@@ -1,10 +1,10 @@
-"""What the gates of a node share: its table, the authority, and the other nodes.
+"""The state that the gates of a node share: its table, the authority, and the other nodes.
 
 A node answers checks from its table of allowances (`decide/allowances.py`). Gates ask the authority
-for what the table cannot answer (`gates.py`), and one thread reports what the table owes it
-(`reports.py`). Other nodes are known through two small interfaces: `live_nodes` counts them, and
-`Hints` tells them at once that a subject is denied or nearly at its limit. Both work without other
-nodes, and gossip replaces them.
+if the table has no answer (`gates.py`), and one thread reports pending charges and unspent leases
+to it (`reports.py`). Other nodes are known through two small interfaces: `live_nodes` counts them,
+and `Hints` announces at once that a subject is denied or nearly at its limit. The defaults are for
+a node without others; gossip replaces them.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from tollkeeper.fleet.gossip import Hint
 from tollkeeper.fleet.outage import OutageCharges
 from tollkeeper.fleet.settings import Fleet
 
-# Limits that are known by number although no gate has them any more, because the rules were
-# replaced: the table may still have their units.
+# Limits of replaced rules that stay known by number although no gate has them: the table may still
+# have their units.
 GATES_MAX: Final = 8_192
-# Give-backs that wait for the thread. The units of others stay charged until their lease ends.
+# Give-backs that wait for the thread. Units beyond that stay charged until their lease ends.
 REPLACED_MAX: Final = 10_000
-# Subjects that became warm elsewhere; the charges of others are reported when they are due.
+# Subjects that other nodes found warm. The charges of further subjects are reported when they are
+# due.
 WARMED_MAX: Final = 10_000
-# Subjects of limits that need longer to be cool again are not presumed to be cool: the node would
-# have to remember for as long that a subject is warm, and its table would fill with such subjects.
+# If a subject stays warm for longer than this, subjects of its limits are not presumed to be cool:
+# the node would have to remember warm subjects for that long, and they would fill its table.
 WARM_NS_MAX: Final = 120 * NS_PER_SECOND
-# The time in which an answer is put into the table, once it is known how long it is valid.
+# The time to put an answer into the table, once its validity is computed.
 PUT_NS: Final = NS_PER_SECOND // 1_000
-# A subject that stays warm is told to other nodes again after this time.
+# A subject that stays warm is announced again after this time.
 HINT_AGAIN_NS: Final = NS_PER_SECOND
 # A shorter denial ends before other nodes can use it.
 HINT_DENIED_NS_MIN: Final = NS_PER_SECOND // 100
 _HINTED_MAX: Final = 10_000
-# Answers of other rules that are repeated for requests that this node denies.
+# Cached answers of other rules, for requests that this node denies.
 _LOOKS_MAX: Final = 1_000
 # Rounds in which a forked process empties its copy of a private table: 1,000 allowances each.
 _FORGET_ROUNDS_MAX: Final = 10_000
@@ -61,14 +62,14 @@ _FORGET_COUNT: Final = 1_000
 
 
 class Hints(Protocol):
-    """Tells other nodes what this node has learned from the authority. Must not block."""
+    """Announces to other nodes what the authority has answered. Must not block."""
 
     def warm(self, gate: int, subject: str, /) -> None:
-        """Tell that a subject is nearly at its limit. `gate` is `AllowanceGate.number`."""
+        """Announce that a subject is nearly at its limit. `gate` is `AllowanceGate.number`."""
         ...
 
     def denied(self, gate: int, subject: str, cost: int, lasts_ns: int, /) -> None:
-        """Tell that checks of at least this cost are denied for a time."""
+        """Announce that checks of at least this cost are denied for a time."""
         ...
 
 
@@ -106,7 +107,7 @@ class KnownGate:
         kind: AllowanceKind,
         gone: dict[tuple[str, AllowanceKind], NodeAnswers],
     ) -> None:
-        """`gone` keeps the counts when nothing refers to these limits any more."""
+        """`gone` keeps the counts when these limits are garbage-collected."""
         self._gone = gone
         self.allowance = allowance
         self.gate = gate
@@ -117,8 +118,8 @@ class KnownGate:
             for limit in gate.limits
         )
         self.warm_ns = cool_ns if cool_ns <= WARM_NS_MAX else 0
-        """The time after which no limit is warm any more if it was full: a counter of two windows
-        needs the longest, one and a half of them. 0 if that is longer than WARM_NS_MAX."""
+        """The time after which even a limit that was used up is no longer warm. A sliding window
+        counter takes the longest, one and a half windows. 0 if that is longer than WARM_NS_MAX."""
         self.fast_checks: list[FastCheck] = []
         """Compiled checks of this process, which count separately."""
         self.asked = 0
@@ -154,10 +155,11 @@ class Node:
         """Returns how many nodes share the limits, this one included."""
         self.hints: Hints = NoHints()
         self.hears_hints: Callable[[], bool] = lambda: False
-        """Returns True if other nodes are known, which tell this one of warm subjects."""
+        """Returns True if other nodes are known: they send this one hints about warm subjects."""
         self.counters = ReportCounts()
         self.gates: weakref.WeakValueDictionary[int, KnownGate] = weakref.WeakValueDictionary()
-        """The limits by number: all that a gate of this process has, and the last GATES_MAX."""
+        """The limits by number: those of all gates of this process, and the last GATES_MAX that had
+        one."""
         self._recent: OrderedDict[int, KnownGate] = OrderedDict()
         self._gone: dict[tuple[str, AllowanceKind], NodeAnswers] = {}
         self.leasing: set[tuple[int, str]] = set()
@@ -167,16 +169,16 @@ class Node:
         self.warmed: deque[tuple[KnownGate, str]] = deque()
         """Subjects whose pending charges are reported before they are due."""
         self.on_fork: list[Callable[[], None]] = []
-        """Called in a forked child, after the node has forgotten what its parent holds."""
+        """Called in a forked child, after the node has forgotten the allowances of its parent."""
         self.outage = OutageCharges()
         """Units that were admitted while the authority was away, to be charged."""
         self.on_work: Callable[[], None] = _nothing
-        """Called when there will be something to report."""
+        """Called when the table has something to report later."""
         self.on_urgent: Callable[[], None] = _nothing
         """Called when there is something to report at once."""
         self._hinted: dict[tuple[int, str], int] = {}
         self._looked: dict[tuple[object, str, int], tuple[Decision, int]] = {}
-        # By rule: the limits that were used last, and since when all their warm subjects are known.
+        # By rule: the last limits in use, and since when all their warm subjects are known.
         self._in_use: dict[str, tuple[int, int]] = {}
         self._offset_ns: int | None = None  # the authority's clock minus this one
         self._lock = threading.Lock()
@@ -237,12 +239,12 @@ class Node:
         answer: tuple[Decision, Lease],
         asked_ns: int,
     ) -> None:
-        """Keep an answer of the authority in the table, and tell other nodes what it says.
+        """Keep an answer of the authority in the table, and announce it to other nodes.
 
         `asked_ns` is when the authority was asked. The time since then is subtracted from a lease,
-        also if this thread or event loop was busy after the reply arrived. PUT_NS more is for the
+        also if this thread or event loop was busy after the reply arrived. So is PUT_NS, for the
         call of the table, which counts the rest from its own clock: if this process was suspended
-        just there, the lease is ended at once.
+        during that call, the lease ends at once.
         """
         decision, lease = answer
         number = known.allowance.number
@@ -282,7 +284,7 @@ class Node:
         self.keep(known, claim.subject, 0, (answer, NO_LEASE), sent_ns)
 
     def _note_divergence(self, known: KnownGate, subject: str, decision: Decision) -> None:
-        """Compare what the node thinks is left with the authority's answer."""
+        """Compare the node's own count of the remaining units with the authority's answer."""
         expected = known.allowance.spend(subject, 0)
         if expected is not None and expected.allowed:
             known.looks += 1
@@ -292,12 +294,12 @@ class Node:
     def _put(
         self, known: KnownGate, subject: str, cost: int, answer: tuple[Decision, Lease]
     ) -> None:
-        """Put an answer into the table. Units that cannot be there are given back."""
+        """Put an answer into the table. Give units back that the table cannot take."""
         decision, lease = answer
         unspent = None
         if known.kind == "leased" and lease.units:
             unspent = Replaced(lease.units, lease.ends_ns)
-        if lease.units and lease.lasts_ns <= 0:  # it came back too late
+        if lease.units and lease.lasts_ns <= 0:  # it arrived too late
             self.give_back(known.gate, subject, unspent)
             lease, unspent = lease._replace(units=0), None
         try:
@@ -309,13 +311,13 @@ class Node:
             self.on_work()
 
     def keep_look(self, check: tuple[object, str, int], look: Decision) -> None:
-        """Keep what a check would be answered, for requests that this node denies."""
+        """Cache the answer to a check of another rule, for requests that this node denies."""
         if len(self._looked) >= _LOOKS_MAX:
             self._looked.clear()
         self._looked[check] = look, self.now_ns()
 
     def look_of(self, check: tuple[object, str, int]) -> Decision | None:
-        """Return what a check was answered within the last second, as of now; None if it was not.
+        """Return the cached answer to a check, as of now; None if it is older than a second.
 
         So a client that this node denies costs the authority one call a second for its other rules.
         """
@@ -335,24 +337,24 @@ class Node:
     # ── Hints ──────────────────────────────────────────────────────────────────────────────────
 
     def tell_denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
-        """Tell other nodes of a denial, if it lasts long enough to be of use."""
+        """Announce a denial to other nodes, if it lasts long enough to be of use."""
         if cost and lasts_ns >= HINT_DENIED_NS_MIN:
             self.hints.denied(gate, subject, cost, min(lasts_ns, DENIED_NS_MAX))
 
     def tell_warm(self, gate: int, subject: str) -> None:
-        """Tell other nodes that a subject is nearly at its limit; at most once a second."""
+        """Announce to other nodes that a subject is nearly at its limit; at most once a second."""
         if self.now_ns() >= self._hinted.get((gate, subject), 0):
             self._note_hint(gate, subject)
             self.hints.warm(gate, subject)
 
     def _note_hint(self, gate: int, subject: str) -> None:
-        """Note that all nodes know for a second that a subject is warm."""
+        """Note that all nodes know that a subject is warm; it is not announced for a second."""
         if len(self._hinted) >= _HINTED_MAX:
             self._hinted.clear()
         self._hinted[gate, subject] = self.now_ns() + HINT_AGAIN_NS
 
     def heard(self, hint: Hint) -> None:
-        """Take a hint of another node."""
+        """Apply a hint of another node."""
         if hint.kind == "warm":
             self.heard_warm(hint.gate, hint.subject)
         else:
@@ -372,7 +374,7 @@ class Node:
                 self.on_urgent()
 
     def heard_denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
-        """Deny a subject as another node has learned."""
+        """Deny a subject that another node has announced as denied."""
         known = self.gates.get(gate)
         if known is not None and cost > 0 and lasts_ns > 0:
             if known.kind == "eventual":
@@ -384,9 +386,10 @@ class Node:
     def is_warm(self, decision: Decision) -> bool:
         """Return True if the authority decides every check of the subject.
 
-        The answer describes the tightest limit, the one with the least remaining, and only its
-        share counts. A larger limit may be used by more. A part of the tightest limit's room is at
-        most that part of the room of each other limit, so a budget fits all of them.
+        The answer describes the tightest limit, the one with the fewest units remaining. Only its
+        share counts, although a larger limit may be used to a larger share. A part of the units
+        that remain in the tightest limit is at most the same part of those in each other limit, so
+        a budget fits all of them.
         """
         room = decision.remaining - decision.granted
         return not decision.allowed or room <= (1 - self.fleet.warm) * decision.policy.capacity
@@ -398,13 +401,13 @@ class Node:
         return (decision.remaining - decision.granted) // (4 * max(self.live_nodes(), 1))
 
     def presume_cool(self, known: KnownGate, subject: str, cost: int) -> bool:
-        """Give a subject a first budget, before the authority was asked; False if it has none.
+        """Give a subject a first budget without asking the authority; return False if it gets none.
 
         A light user of a large fleet reaches each node too rarely for a budget to last until the
-        next request. So a subject counts as cool unless this node knows better: from an answer of
-        the authority, or because another node has said that it is warm. All nodes together admit a
-        quarter of the limit in this way, at most, before the answers to their reports arrive. A
-        node that knows no other node does not presume anything.
+        next request. So a subject counts as cool unless this node knows that it is warm: from an
+        answer of the authority, or from a hint of another node. All nodes together admit at most a
+        quarter of the limit in this way before the answers to their reports arrive. A node that
+        knows no other node presumes nothing.
         """
         if not self._knows_warm(known) or self._offset_ns is None or not self.hears_hints():
             return False
@@ -420,12 +423,12 @@ class Node:
         return True
 
     def _knows_warm(self, known: KnownGate) -> bool:
-        """Note that limits are used; return True if this node knows which subjects are warm.
+        """Note that limits are in use; return True if this node knows which subjects are warm.
 
-        Warm subjects are known by the limits' number. A load step, a rule change or an override
-        has another number, while the authority goes on with its counts. So the rule must have been
-        decided by these limits alone for as long as a subject can be warm; or they are the first
-        that this process uses.
+        Warm subjects are kept under the number of the limits. A load step, a rule change or an
+        override gives the rule another number, while the authority continues its counts. So these
+        limits alone must have decided the rule for as long as a subject can be warm, or they must
+        be the first that this process uses for it.
         """
         number, now_ns = known.allowance.number, self.now_ns()
         used, known_ns = self._in_use.get(known.rule, (number, now_ns))
@@ -437,16 +440,17 @@ class Node:
         return known.warm_ns > 0 and now_ns >= known_ns
 
     def keep_warm(self, known: KnownGate, subject: str) -> None:
-        """Let the authority decide the next check of a subject. Its answer ends this.
+        """Let the authority decide the next check of a subject. Its answer ends this state.
 
-        For as long as the subject can be warm, if it would be presumed to be cool after that:
-        otherwise a client that has used up its limit would get a budget each time that it pauses.
+        If subjects of these limits are presumed to be cool, the state lasts for as long as the
+        subject can be warm: otherwise a client that has used up its limit would get a budget after
+        each pause.
         """
         warm = self._presumed(min(known.gate.limits, key=_capacity), 0)
         self._put(known, subject, 0, (warm, Lease(0, 0, known.warm_ns)))
 
     def _presumed(self, limit: Limit, remaining: int) -> Decision:
-        """Return an answer that the authority has not given, with the time of its clock."""
+        """Return a presumed answer of the authority, with the time of its clock."""
         decided_ns = self.now_ns() + (self._offset_ns or 0)
         return Decision(True, limit, remaining, decided_ns=decided_ns)
 
@@ -465,10 +469,10 @@ class Node:
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 
     def forked(self) -> None:
-        """In a forked child: forget what the parent holds. Its threads do not exist here.
+        """In a forked child: forget the allowances of the parent. Its threads do not exist here.
 
-        The child has a copy of a private table. Its leases are the parent's to spend, and its
-        pending charges the parent's to report. What is left of a budget may be spent by both.
+        The child has a copy of a private table. The parent spends its leases and reports its
+        pending charges. Both may spend the rest of a budget.
         """
         self._lock = threading.Lock()
         self.leasing.clear()

@@ -1,15 +1,16 @@
-"""The limits of a node while the authority is away, and what the authority is charged afterwards.
+"""The limits of a node while the authority is away, and the charges that it reports afterwards.
 
 One process of a node, the agent, runs gossip. It has the node's totals (`totals.py`) and sends them
 as payloads of gossip. The other processes ask it, with a short deadline: `question_of` and
-`NodeTotals.answer` are the two sides. A process whose question was not answered does not ask again
-for a second, and after a slow answer for twenty times as long as it took. So a dead or busy agent
-does not delay every request: a process waits for slow answers in a twentieth of its time at most.
+`NodeTotals.answer` are the two sides. After a question without an answer, a process does not ask
+again for a second; after a slow answer, for twenty times as long as the answer took. So a dead or
+busy agent does not delay every request: a process spends at most a twentieth of its time waiting
+for slow answers.
 
-Each process notes what it has admitted itself (`OutageCharges`). When the authority answers again,
-the process reports these units as late charges, with their age. Each is reported once. If the
-answer is lost, it is reported again, so that the authority may count it twice and never too little.
-A process that is killed before takes its notes with it: then its units are never charged.
+Each process notes the units that it has admitted itself (`OutageCharges`). When the authority
+answers again, the process reports these units as late charges, with their age. A charge whose
+answer was lost is reported again, so the authority may count it twice, but never too little. If a
+process is killed before it reports, its units are never charged.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from tollkeeper.fleet.totals import Totals, equal_shares, limit_numbers, limit_o
 PUBLISH_NS: Final = NS_PER_SECOND // 10
 PUBLISH_BYTES_PER_S: Final = 25_000
 _DATAGRAM_BYTES: Final = 100
-# A node that counts nothing announces its shares when membership has not changed for this time.
-# 200 nodes that start together would otherwise announce each node that they learn of, to all.
+# A node without counts announces its shares when membership has not changed for this time.
+# Otherwise, each of 200 nodes that start together would announce new shares to all others whenever
+# it learns of another node.
 CALM_NS: Final = NS_PER_SECOND
 # After a question without an answer, a process does not ask for this time.
 SILENCE_NS: Final = NS_PER_SECOND
@@ -65,7 +67,7 @@ class Messenger(Protocol):
         ...
 
     def sharing_nodes(self) -> int:
-        """Return how many nodes share the limits: the live ones, or more if so configured."""
+        """Return how many nodes share the limits: the live ones, never fewer than configured."""
         ...
 
     def heard_nodes(self) -> int:
@@ -84,9 +86,9 @@ class NodeTotals:
         note_admitted: Callable[[Sequence[LocalCheck]], None],
         store: Store | None = None,
     ) -> None:
-        """`nodes` is the configured number: a share is never larger than 1 / nodes.
+        """`nodes` is the configured number of nodes: a share is never larger than 1 / nodes.
 
-        `store` is where all processes of the node count together.
+        All processes of the node count in `store`.
         """
         self.note_admitted = note_admitted
         self.store = store
@@ -100,15 +102,15 @@ class NodeTotals:
         self._sharing = 1
         self._alone_until_ns = 0
         self._publish_ns = 0
-        self._use_ns = 0  # when the shares are looked at again
+        self._use_ns = 0  # when the shares are updated next
         self._silent_until_ns = 0
 
     # ── The agent's side ───────────────────────────────────────────────────────────────────────
 
     def lead(self, node: int | None) -> None:
-        """Begin as the agent, with this id in gossip; with None, another process is the agent.
+        """Begin as the agent, with this id in gossip; with None, stop being the agent.
 
-        Also with None in a forked child, where another thread may have held the lock.
+        A forked child passes None, too: there, another thread of the parent may have held the lock.
         """
         self._lock = threading.Lock()
         with self._lock:
@@ -120,7 +122,7 @@ class NodeTotals:
             self._use()
 
     def on_changes(self, changes: Sequence[MemberChange]) -> None:
-        """Take note of nodes that became live, or are no longer."""
+        """Take note of nodes that have become live or stopped being live."""
         with self._lock:
             self._alone_until_ns = 0
             for change in changes:
@@ -128,15 +130,15 @@ class NodeTotals:
                 if change.left:
                     self._majority.left()
             self._use()
-            if not self._totals:  # nothing is counted: the shares can wait until they are settled
+            if not self._totals:  # no counts yet: the shares can wait for the membership
                 self._publish_ns = max(self._publish_ns, self._now_ns() + CALM_NS)
         self.publish()
 
     def _use(self) -> None:
-        """Share the limits among the live nodes; if most are lost, among all, as before.
+        """Share the limits among the live nodes; if most nodes are lost, among all, as before.
 
-        A node that is lost is a member that never says a word: no share rises while it is one, and
-        it accepts nothing, so that each node stays within the share that it has.
+        A lost node is a member that never answers. While it is a member, no share rises, and it
+        accepts no total, so each node stays within its current share.
         """
         totals = self._totals
         if totals is None:
@@ -148,12 +150,12 @@ class NodeTotals:
         if len(members) == 1 and now_ns < self._alone_until_ns:
             lost = max(lost, 1)
         self._sharing = len(members) + lost
-        # The nodes that are lost have numbers of their own: which ones they are does not matter.
+        # The lost nodes get placeholder numbers: only their count matters.
         shares = equal_shares([*range(-lost, 0), *members])
         totals.use(shares, now_ns, self._at_most)
 
     def on_payloads(self, payloads: Sequence[ReceivedPayload]) -> None:
-        """Take payloads of other nodes, and answer them."""
+        """Handle payloads of other nodes, and answer them."""
         now_ns = self._now_ns()
         with self._lock:
             for each in payloads:
@@ -179,7 +181,7 @@ class NodeTotals:
         self._messenger.publish(payload)
 
     def answer(self, question: bytes) -> bytes | None:
-        """Return the answer to a question of another process; None if it makes no sense."""
+        """Return the answer to a question of another process; None if the question is invalid."""
         found = checks_in(question)
         if found is None:
             return None
@@ -220,7 +222,7 @@ class NodeTotals:
 
 
 class LiveMajority:
-    """Tells a node that has lost the others from a fleet that has lost some nodes.
+    """Distinguishes a node that has lost the others from a fleet that has lost some nodes.
 
     At most one part of a fleet that is cut in two has more than half of its nodes.
     """
@@ -231,11 +233,11 @@ class LiveMajority:
         self._fewer_ns: int | None = None  # since when fewer are alive
 
     def left(self) -> None:
-        """Take note of a node that said that it leaves."""
+        """Take note of a node that announced that it leaves."""
         self._most -= 1
 
     def lost(self, live: int, now_ns: int) -> int:
-        """Return how many nodes are lost, if not more than half are still live; else 0."""
+        """Return how many nodes are lost if at most half of the nodes are live; else 0."""
         if live >= self._most:
             self._most, self._fewer_ns = live, None
         elif self._fewer_ns is None:
@@ -260,7 +262,7 @@ def question_of(checks: Sequence[LocalCheck], *, spend: bool) -> bytes:
 
 
 def checks_in(question: bytes) -> tuple[list[LocalCheck], bool] | None:
-    """Return the checks of a question and whether they spend; None if it makes no sense."""
+    """Return the checks of a question and whether they spend; None if the question is invalid."""
     if len(question) > QUESTION_BYTES_MAX:
         return None
     try:
@@ -306,7 +308,7 @@ def answer_of(checks: Sequence[LocalCheck], decisions: Sequence[Decision] | None
 
 
 def decisions_in(answer: bytes, checks: Sequence[LocalCheck], now_ns: int) -> list[Decision] | None:
-    """Return the decisions of an answer; None if there are none."""
+    """Return the decisions of an answer; None if it has none or is invalid."""
     try:
         found = json.loads(answer)
         return [
@@ -343,12 +345,12 @@ class OutageCharge(NamedTuple):
 
 
 class OutageCharges:
-    """What this process has admitted while the authority was away. Any thread may call it."""
+    """The units that this process has admitted while the authority was away. Thread-safe."""
 
     def __init__(self, subjects_max: int = SUBJECTS_MAX) -> None:
         self._subjects_max = subjects_max
         self._lock = threading.Lock()
-        # Of each rule and subject: groups of first and last time, and units; the newest is last.
+        # By rule and subject: groups of first time, last time and units; the newest is last.
         self._groups: dict[tuple[Limits, str, str], list[tuple[int, int, int]]] = {}
         self.lost_units = 0
         """Units of subjects that found no room. They are never charged."""
@@ -377,7 +379,7 @@ class OutageCharges:
             if each[0] < merged[-1][0] + GROUP_NS:
                 each = _together(merged.pop(), each)  # noqa: PLW2901 - it takes its place
             merged.append(each)
-        if len(merged) > GROUPS_MAX:  # what is old counts least
+        if len(merged) > GROUPS_MAX:  # the oldest charges count least
             merged[:2] = [_together(merged[0], merged[1])]
         self._groups[key] = merged
 

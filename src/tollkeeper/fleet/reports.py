@@ -1,19 +1,20 @@
-"""What a node owes the authority: unspent units of leases, and late charges.
+"""A node's reports to the authority: unspent units of leases, and late charges.
 
 Late charges are pending charges of `eventual` limits, and units that were admitted while the
 authority was away (`outage.py`).
 
-`Reports.flushing` is one batch, as steps: claim from the table, report, confirm. It reads no clock
-but the node's, so that a simulator drives it with virtual time. `ReportThread` calls it in every
-process that has put something into the table.
+`Reports.flushing` is one batch, as steps: claim from the table, report, confirm. It only reads the
+node's clock, so that a simulator can drive it with virtual time. `ReportThread` calls it in every
+process that has put an allowance into the table.
 
-Units of a lease are reported at most once, and late charges at least once: in doubt, the authority
-counts too much. A late charge that failed is claimed again after CLAIM_NS, by any process.
+Units of a lease are reported at most once, and late charges at least once: if an answer is lost,
+the authority may count too much, but never too little. A late charge that failed is claimed again
+after CLAIM_NS, by any process.
 
 **Shutdown.** A process that closes its store gives back every lease in the table and flushes all
 pending charges, also if other processes share the table. They ask for a new lease at their next
-check, which costs one round trip for each subject. So no process has to know whether it is the
-last.
+check, which costs one round trip for each subject. So no process has to know whether it is the last
+one of the node.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROUND_NS_MAX: Final = NS_PER_SECOND // 10
 OUTAGE_RETRY_NS: Final = NS_PER_SECOND
 # Closing a store waits this long for the authority.
 CLOSE_S_MAX: Final = 2.0
-# If all of so many batches fail, no server answers.
+# If this many batches fail in a row, no server answers.
 CLOSE_BATCHES_MIN: Final = 3
 # After a defect, the thread waits this long.
 DEFECT_S: Final = 1.0
@@ -59,7 +60,7 @@ DEFECT_S: Final = 1.0
 log = logging.getLogger("tollkeeper")
 
 
-# Reports, each with what it settles: a claim and its limits, or a note of an outage.
+# Reports, each with its origin: a claim and its limits, or a charge of an outage.
 _Batch = list[tuple[Report, tuple[KnownGate, UnitClaim] | OutageCharge | None]]
 
 
@@ -70,13 +71,13 @@ class Reports:
         self._node = node
         self._outage_ns = 0
         self._left: set[tuple[int, str]] = set()
-        """Limits and subjects whose charges could not be reported at the end."""
+        """Limits and subjects whose charges could not be reported at shutdown."""
 
     def flushing(self, report: Callable[..., Any], *, ending: bool = False) -> Steps[int]:
-        """Report one batch; return how much was taken for it. `report` is that of the authority.
+        """Report one batch; return how many claims it took. `report` is the authority's call.
 
-        With `ending`, everything in the table, each charge once: the process stops. Raises
-        StoreUnavailable if the table is closed.
+        With `ending`, the process stops, and this reports everything in the table, each charge
+        once. Raises StoreUnavailable if the table is closed.
         """
         node = self._node
         batch: _Batch = [(each, None) for each in node.taken_back(BATCH_MAX)]
@@ -109,7 +110,7 @@ class Reports:
         return len(batch) + unknown
 
     def _claims(self, count: int, *, ending: bool) -> list[UnitClaim]:
-        """Take up to `count` claims. At the end, those that have failed would be taken again."""
+        """Take up to `count` claims. With `ending`, leave out claims that have failed before."""
         if not ending:
             return self._node.claims(count, ending=False)
         claims = self._node.claims(count + len(self._left), ending=True)
@@ -118,8 +119,8 @@ class Reports:
     def _note_unknown(self, claim: UnitClaim, *, ending: bool) -> None:
         """Leave a charge whose limits are not known here to another process of the node.
 
-        It may have another version of the rules. A charge that no process has reported for a long
-        time is lost, and so is the rest of a lease: it is no longer in the table.
+        That process may have another version of the rules. A charge that no process reports for a
+        long time is lost. So is the rest of a lease: it is no longer in the table.
         """
         node = self._node
         if ending:
@@ -129,7 +130,7 @@ class Reports:
             node.table.confirm([claim])
 
     def _outage_charges(self, count: int) -> _Batch:
-        """Return what was admitted while the authority was away, unless it still is."""
+        """Return the charges of an outage, unless the authority is still away."""
         node = self._node
         now_ns = node.now_ns()
         if now_ns < self._outage_ns or count <= 0 or node.make_gate is None:
@@ -151,7 +152,7 @@ class Reports:
         answers: Sequence[Answer],
         sent_ns: int,
     ) -> None:
-        """Confirm the charges, keep what the authority says of them, and count the rest."""
+        """Confirm the charges, keep the authority's answers to them, and count the rest."""
         node, counters = self._node, self._node.counters
         for (report, owed), answer in zip(batch, answers, strict=True):
             if isinstance(owed, OutageCharge):
@@ -187,12 +188,12 @@ def _report_of(known: KnownGate, claim: UnitClaim) -> Report:
 
 
 def round_ns(fleet: Fleet) -> int:
-    """Return how often a process looks for what is due."""
+    """Return how often a process looks for reports that are due."""
     return min(max(fleet.flush_ns // 2, ROUND_NS_MIN), ROUND_NS_MAX)
 
 
 class ReportThread:
-    """The thread of this process that reports, until `close` or until the node is garbage."""
+    """The reporting thread of this process. It ends at `close`, or when the node is collected."""
 
     def __init__(self, node: Node) -> None:
         self._node = weakref.ref(node)
@@ -229,7 +230,7 @@ class ReportThread:
         self.start()
 
     def round(self) -> None:
-        """Report what is due."""
+        """Report the pending charges and give-backs that are due."""
         with suppress(StoreError):
             for _ in range(BATCHES_MAX):
                 if self._flush() < BATCH_MAX:
@@ -270,7 +271,7 @@ class ReportThread:
         return run(self._reports.flushing(node.authority.report, ending=ending))
 
     def forked(self) -> None:
-        """In a forked child: the thread does not exist here. The next work starts one."""
+        """In a forked child: the thread does not exist here. The next report starts one."""
         self._lock = threading.Lock()
         self._thread = None
         if not self._stopped.is_set():
@@ -284,7 +285,7 @@ def _report(
     woken: threading.Event,
     round_s: float,
 ) -> None:
-    """Report in rounds. Between them, nothing keeps the node from being garbage."""
+    """Report in rounds. Between rounds, the thread has no reference to the node."""
     while True:
         woken.wait(round_s)
         woken.clear()

@@ -20,7 +20,7 @@ from tollkeeper.decide.leasing import LEASE_NS_MIN
 _LEASE_S_MAX: Final = LEASE_NS_MAX // NS_PER_SECOND
 _FLUSH_S_MAX: Final = BUDGET_NS_MAX // (2 * NS_PER_SECOND)
 _FLUSH_NS_MIN: Final = NS_PER_SECOND // 100
-# Gossip tells ages of up to 65 s.
+# Gossip can express ages of up to 65 s.
 _DEAD_S_MAX: Final = 60
 PEERS_MAX: Final = 1_000
 _PORT_MAX: Final = 65_535
@@ -39,22 +39,23 @@ class Fleet:
 
     `store`          the node's table of leases and pending charges: `shared:///run/api.fleet` for
                      all processes of a machine together, or `memory://`: each process is a node.
-    `lease_seconds`  how long a lease lasts, at most; up to 2. A change of a quota by another node,
-                     and a lower limit, take effect after this time.
+    `lease_seconds`  how long a lease lasts, at most; up to 2. A quota change on another node, and a
+                     lower limit, take effect after this time.
     `flush_seconds`  pending charges are reported to the authority after this time.
     `warm`           the share of a limit from which the authority decides every check of an
                      `eventual` subject.
     `nodes`          how many nodes share the limits, at least.
-    `gossip`         "HOST:PORT" to exchange hints with other nodes at; by default no gossip. HOST
-                     is an address of this machine in numbers, or `localhost`.
+    `gossip`         "HOST:PORT" at which this node exchanges hints with others; by default no
+                     gossip. HOST is a numeric address of this machine, or `localhost`.
     `key_file`       the file with the keys that authenticate gossip. Required unless HOST is a
                      loopback address.
     `peers`          "HOST:PORT" of other nodes, or a name that resolves to all of them; by default
                      nodes find each other through the authority.
-    `advertise`      "HOST:PORT" that other nodes reach this one at, if it is not that of `gossip`:
-                     of a host whose container has another address. In numbers.
-    `name`           nodes hear only those of the same name: for two fleets with one key.
-    `dead_seconds`   a node that is not heard of for this time is dead; for half of it, suspected.
+    `advertise`      the numeric "HOST:PORT" at which other nodes reach this one, if `gossip` has
+                     another: for example that of the host on which a container runs.
+    `name`           the name of the fleet. Nodes ignore gossip of other names: this separates two
+                     fleets with one key.
+    `dead_seconds`   a node without a sign of life for this time is dead; for half of it, suspected.
     """
 
     store: str = "memory://"
@@ -142,19 +143,19 @@ def _duration_ns(what: str, seconds: object, least_ns: int, most_s: int, usual_s
     return found_ns
 
 
-# Settings that need gossip.
+# Settings that have no effect without gossip.
 _OF_GOSSIP: Final = ("peers", "key_file", "advertise")
 
 
 def _check_address(what: str, address: object) -> None:
     if not split_address(what, address)[1]:
         raise ConfigError(
-            f'{what}: port 0 of {show(address)} is no port; for example "10.0.0.1:7946"'
+            f'{what}: {show(address)} has port 0, which is not valid; for example "10.0.0.1:7946"'
         )
 
 
 def split_address(what: str, text: object) -> tuple[str, int]:
-    """Return the host and the port of "HOST:PORT", which `what` has. Raises ConfigError.
+    """Return the host and the port of "HOST:PORT". `what` names the setting in a ConfigError.
 
     >>> split_address("gossip", "127.0.0.1:7946"), split_address("grpc", "[::1]:0")
     (('127.0.0.1', 7946), ('::1', 0))

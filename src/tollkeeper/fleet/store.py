@@ -1,11 +1,11 @@
-"""FleetStore: a store whose checks are answered in the node where the rules allow it.
+"""FleetStore: a store that answers checks in the node where the rules allow it.
 
-It wraps the store that is the authority. Strict rules have the gates of that store itself, so they
-cost nothing more. The other rules have gates of `gates.py`.
+It wraps the store that is the authority. Strict rules use the gates of that store directly, without
+extra cost. The other rules use the gates of `gates.py`.
 
 `check_together` decides rules of different consistency: all pass or none is charged. It first
-spends what the node has, then asks the authority for the rest in one call. If that denies, the
-node's units are put back.
+spends the units that the node has, then asks the authority for the rest in one call. If the
+authority denies, the node's units are put back.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FleetStore(StoreWrapper):
 
     @property
     def node(self) -> Node | None:
-        """What the gates share; None until a limit that is not strict is prepared."""
+        """The state that the gates share; None until a limit that is not strict is prepared."""
         return self._node
 
     @property
@@ -220,7 +220,7 @@ class FleetStore(StoreWrapper):
         if not _has_node_gate(checks):
             return self._store.check_together(checks, optional)
         spent = _spent(checks)
-        if all(spent):  # without a generator: each of them was answered here
+        if all(spent):  # without a generator: the node has answered all of them
             return spent  # type: ignore[return-value]  # all are decisions
         authority = self.open_node().authority
         calls = JointCalls(self._store.check_together, authority.lease, authority.report)
@@ -269,7 +269,7 @@ class FleetStore(StoreWrapper):
 
 
 def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
-    """Spend what the node has for each check; None where the authority has to decide."""
+    """Spend the node's units for each check; None where the authority has to decide."""
     return [
         gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
         for gate, subject, cost in checks
@@ -277,10 +277,10 @@ def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
 
 
 def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> Store:
-    """Return the store for a limiter: a FleetStore if several machines can share the counts.
+    """Return the store of a limiter: a FleetStore if several machines can share the counts.
 
-    `owned` is True if the limiter has opened the store. The store of another limiter keeps the
-    fleet of that limiter.
+    `owned` is True if the limiter has opened the store. A store that belongs to another limiter
+    keeps that limiter's fleet.
     """
     if isinstance(store, FleetStore):
         if fleet not in (Fleet(), store.fleet_settings):
@@ -359,7 +359,7 @@ def _asking(
     rest: Sequence[int],
     optional: Container[int],
 ) -> Steps[dict[int, Answer]]:
-    """Let the authority decide the checks at these positions; keep what it says in the table."""
+    """Let the authority decide the checks at these positions; keep its answers in the table."""
     if not rest:
         return {}
     gates = [(gate, subject) for gate, subject, _ in (checks[at] for at in rest)]
@@ -392,7 +392,7 @@ def _asking(
     answers: dict[int, Answer] = {}
     for at, (gate, check), each in zip(rest, asked, found, strict=True):
         answers[at] = each if isinstance(each, StoreError) else each[0]
-        # A check that would pass in a request that is denied was not charged.
+        # The request is denied, so a check that would pass was not charged.
         if gate is not None and not isinstance(each, StoreError) and passes | (not each[0]):
             gate.keep(check.subject, check.cost, each, asked_ns)
     return answers
@@ -401,10 +401,10 @@ def _asking(
 def _looking(
     node: Node, checks: Sequence[tuple[Any, str, int]], rest: Sequence[int]
 ) -> Steps[dict[int, Answer]]:
-    """Return what the checks at these positions would be answered, of a request that is denied.
+    """Return the answers to the checks at these positions, without a charge: the request is denied.
 
     The caller shows these answers, and waits for the longest of them. None of them can let the
-    request pass, so the node repeats them for a second, as the denial itself.
+    request pass, so the node caches them for a second, like the denial itself.
     """
     answers: dict[int, Answer] = {}
     for at in rest:
@@ -424,7 +424,7 @@ def _looking(
 
 
 def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent]) -> Steps[None]:
-    """Put back what the node has spent for a request that is denied."""
+    """Put back the units that the node has spent for a request that is denied."""
     for at, gate, decision in spent:
         if decision.charged_ns is not None:
             _, subject, cost = checks[at]

@@ -3,7 +3,7 @@
 Members are nodes whose authority is away, or regions. Each has a share w of the limit, Σ w = 1. A
 member decides at once, from its own state, and sends messages: for each subject *its total* (the
 units that it has admitted so far), and which totals of others it *accepts*. Messages may be lost,
-repeated, delayed and reordered; to apply one twice changes nothing.
+repeated, delayed and reordered. Applying a message twice changes nothing.
 
 A member keeps two levels for each limit and subject, here of a bucket with capacity C and rate R:
 
@@ -23,24 +23,25 @@ At the last time when its condition held, w_i C' >= a_i − α_i + w_i (α_i + �
 drained at most w_i × R × (t − s) from the load. When i accepted α_j, its condition held, so
 S_ij >= α_j at that last time. The sum over all members is Σ a_i <= C'.
 
-A member that accepted whatever it learnt would break the last step: it may have spent its share
-already and has no room to give up. Then three members can be over although all rules of the
-original design are kept (`tests/fleet/test_totals.py` has the case, and ADR 14).
+A member that accepted every total it learns would break the last step: it may have spent its share
+already, so it has no room to give up. Then three members can exceed the limit although they keep
+all rules of the original design (the case is in `tests/fleet/test_totals.py` and in ADR 14).
 
 A window counter follows the same rule on the counts of the current window, and a log on the entries
-of the last window. Both take the units of others at the time at which they are learnt, which is
-never too early. A log groups its entries in 64 parts of the window, each leaving at its end.
+of the last window. Both count the units of others from the time at which the member learns of them,
+which is never too early. A log groups its entries into 64 parts of the window. The entries of a
+part expire together, at its end.
 
 **When shares change** (`use`): a member whose share falls lowers it at once. A share rises only
 after every other member has announced the same shares. A rise gives no units at once: the member
 adds C × (1 − before / after) to `known`, as if the share that it takes over had just been spent.
-It had been, if a member died without a word, and a new member cannot know what others have spent.
-The addition is left out if no member holds any units. Members accept totals only from members with
-the same shares.
+A member that died may have spent it, and a new member cannot know how much others have spent. The
+addition is left out if no member holds any units. Members accept totals only from members with the
+same shares.
 
-So the limit holds as long as the shares that are in use add up to at most 1: no member acts alone
-that others believe dead. It does not hold for a member that starts to admit units and dies before
-its first message has left: these units, at most its share, are unknown.
+So the limit holds as long as the shares in use add up to at most 1, that is, as long as no member
+that others believe dead still admits units. One case is not covered: a member that starts to admit
+units and dies before it sends its first message. Its units, at most its share, remain unknown.
 
 A cost above w × C is denied, although it fits the limit: see `Totals.decide`. All numbers are
 integers. Rounding is towards fewer admissions.
@@ -76,13 +77,14 @@ STATES_MAX: Final = 10_000
 # Totals of others that are kept, over all subjects.
 SEEN_MAX: Final = 500_000
 GATES_MAX: Final = 4_096
-# This member, and as many others as gossip keeps.
+# This member, and as many others as gossip remembers.
 _SHARES_MAX: Final = MEMBERS_MAX + 1
 # Totals that were not accepted are sent again after this time.
 REPEAT_NS: Final = NS_PER_SECOND
-# A member without a share denies for this time; dead members are noticed sooner.
+# A new member without a share denies for this time; dead members are detected sooner.
 JOIN_NS: Final = 20 * NS_PER_SECOND
-# Payloads that can still be acknowledged: those sent lately, and of each member those received.
+# Payloads that can still be acknowledged: the last ones sent, and the last ones received from each
+# member.
 SENT_MAX: Final = 64
 RECEIVED_MAX: Final = 4
 _RISES_MAX: Final = 8
@@ -98,7 +100,7 @@ _LIMIT: Final = struct.Struct(">BIIQQ")  # algorithm, limit, capacity, window an
 _ENTRY: Final = struct.Struct(">QIQ")  # subject, generation, total
 
 
-# The numbers of a rule's limits and of a subject.
+# The numbers of a rule's limits and of a subject, which identify a state.
 _Key = tuple[int, int]
 
 
@@ -110,8 +112,8 @@ class _Gate:
     def __init__(self, number: int, limits: Limits) -> None:
         self.number = number
         self.limits = limits
-        # Twice the time in which a used-up limit is whole, and a window more: then a state that is
-        # empty here has ended at the other members, too.
+        # Twice the time in which a used-up limit becomes unused, and a window more: then a state
+        # that is empty here has expired at the other members, too.
         self.kept_ns = max(
             each.capacity * each.window_ns // each.limit * 2 + each.window_ns for each in limits
         )
@@ -140,9 +142,10 @@ class _State:
         self.ledgers = [ledger_of(limit) for limit in gate.limits]
         self.total = 0
         self.published = self.published_ns = 0
-        # All others have accepted `accepted`; `missing` has a bit for each that must accept `due`.
+        # All others have accepted `accepted`. `missing` has a bit for each member that has not
+        # accepted `due` yet.
         self.accepted = self.due = self.missing = 0
-        self.seen: dict[int, tuple[int, int]] = {}  # of each member: generation and total
+        self.seen: dict[int, tuple[int, int]] = {}  # by member: generation and total
         self.touched_ns = now_ns
 
     def fits(self, now_ns: int, share: Fraction, cost: int = 0) -> bool:
@@ -179,18 +182,18 @@ class _Message(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """A payload of another member that is to be acknowledged."""
+    """A payload of another member, to be acknowledged."""
 
     sequence: int
     epoch: int
     keys: list[_Key | None]
-    """The states of its entries; None for one that found no room, and is not accepted."""
+    """The states of its entries; None for an entry that found no room and is not accepted."""
     said: set[int]
-    """The positions of which this member has said that it accepts them."""
+    """The positions that this member has announced as accepted."""
 
 
 class _Peer:
-    """What another member has announced last, and its payloads that are to be acknowledged."""
+    """The last announcement of another member, and its payloads to be acknowledged."""
 
     __slots__ = ("bit", "epoch", "idle", "received", "sequence")
 
@@ -202,10 +205,10 @@ class _Peer:
 
 
 class Totals:
-    """One member's part. Not for several threads at once. `now_ns` is the member's own clock."""
+    """One member's part of the protocol. Not thread-safe. `now_ns` is the member's own clock."""
 
     def __init__(self, member: int, states_max: int = STATES_MAX) -> None:
-        """`member` identifies this member. One that restarts needs another number."""
+        """`member` identifies this member. A member that restarts needs another number."""
         self.member = member
         self._states_max = states_max
         self._states: dict[_Key, _State] = {}
@@ -217,8 +220,8 @@ class Totals:
         self._announced = (0, 0)  # epoch and flags
         self._announced_ns = 0
         self._share = self._target = Fraction(0)
-        self._waits_ns = 0  # when it was to have a share first
-        self._owes = False  # a member that is gone held units
+        self._waits_ns = 0  # when it was first assigned a share
+        self._owes = False  # a former member held units
         self._rises: list[tuple[int, Fraction]] = []
         self._sequence = self._generation = self._seen = self._ack_turn = 0
         self._open: dict[_Key, _State] = {}  # totals that are not accepted
@@ -226,7 +229,7 @@ class Totals:
         self.dropped = 0
         """Payloads that could not be read."""
         self.refused = 0
-        """Times that a new subject found no room."""
+        """How often a new subject found no room."""
 
     # ── Shares ─────────────────────────────────────────────────────────────────────────────────
 
@@ -245,9 +248,9 @@ class Totals:
     def use(
         self, shares: Mapping[int, Fraction], now_ns: int, at_most: Fraction | None = None
     ) -> None:
-        """Set the members and their shares, this member's among them. They add up to 1 at most.
+        """Set the shares of all members, including this one. They add up to at most 1.
 
-        `at_most` lowers the share of this member only; the others need not know it.
+        `at_most` lowers only the share of this member; the others need not know it.
         """
         if len(shares) > _SHARES_MAX or self.member not in shares or sum(shares.values()) > 1:
             raise ConfigError(
@@ -288,7 +291,7 @@ class Totals:
         self._owes = False
 
     def _rise(self, part: Fraction, now_ns: int) -> None:
-        """Count the part of each limit that the share has grown by as spent."""
+        """Count the part by which the share has grown as spent, for each limit."""
         for state in self._states.values():
             self._count_rise(state, part, now_ns)
         self._rises.append((now_ns, part))
@@ -304,7 +307,7 @@ class Totals:
     def _set_share(self, share: Fraction, now_ns: int) -> None:
         for state in self._states.values():
             for ledger in state.ledgers:
-                ledger.add(now_ns, self._share, 0, 0)  # drained at the share of until now
+                ledger.add(now_ns, self._share, 0, 0)  # drains at the share in use until now
         self._share = share
 
     # ── Decisions ──────────────────────────────────────────────────────────────────────────────
@@ -314,17 +317,17 @@ class Totals:
     ) -> list[Decision] | None:
         """Return the decision on each rule of a request; all pass, or none is charged.
 
-        None if this member cannot answer: its share of a limit is less than one unit, there is no
-        room for a new subject, or it never had a share, JOIN_NS after it was to have one, because
-        the others have not announced the same shares. A cost above the share, which may fit the
-        whole limit, is denied for RETRY_AFTER_NS: only the authority could admit it.
+        Returns None if this member cannot answer: its share of a limit is less than one unit, there
+        is no room for a new subject, or it still has no share after JOIN_NS because the others have
+        not announced the same shares. A cost above the share, which may fit the whole limit, is
+        denied for RETRY_AFTER_NS: only the authority could admit it.
         """
         if not self._share and now_ns >= self._waits_ns + JOIN_NS:
             return None
         parts, whole = self._share.as_integer_ratio()
         found: list[tuple[_Key, _State]] = []
         costs: dict[_Key, int] = {}
-        new: dict[_Key, _State] = {}  # kept once they are charged
+        new: dict[_Key, _State] = {}  # stored once they are charged
         for check in checks:
             key = (self._number(check), subject_number(check.subject))
             state = self._states.get(key) or new.get(key)
@@ -394,7 +397,7 @@ class Totals:
         gate = self._gates.get(number)
         if gate is not None:
             return gate
-        if len(self._gates) >= GATES_MAX:  # of versions of the rules that are no longer in force
+        if len(self._gates) >= GATES_MAX:  # of old versions of the rules
             used = {key[0] for key in self._states}
             self._gates = {each: gate for each, gate in self._gates.items() if each in used}
         if len(self._gates) < GATES_MAX:
@@ -414,7 +417,7 @@ class Totals:
     # ── Messages ───────────────────────────────────────────────────────────────────────────────
 
     def receive(self, member: int, payload: bytes, now_ns: int) -> None:
-        """Take a payload of another member. One that cannot be read is dropped and counted."""
+        """Handle a payload of another member. An invalid one is dropped and counted."""
         peer = self._peers.get(member)
         try:
             message = _decoded(payload)
@@ -425,7 +428,7 @@ class Totals:
             return
         if message.sequence > peer.sequence:
             if message.epoch != peer.epoch or not message.flags & _SETTLED:
-                self._announced = (0, 0)  # it may have missed what this member announced
+                self._announced = (0, 0)  # it may have missed this member's announcement
             peer.sequence, peer.epoch = message.sequence, message.epoch
             peer.idle = bool(message.flags & _IDLE)
             self._raise_share(now_ns)
@@ -439,7 +442,7 @@ class Totals:
                     self._accepted(peer, ack, now_ns)
 
     def _learn(self, member: int, entry: _Entry, now_ns: int) -> _Key | None:
-        """Count what a total says that was not known; return the key of its state."""
+        """Count the units of a total that were not known yet; return the key of its state."""
         gate = self._gate(entry.gate.number, entry.gate.limits)
         key = (entry.gate.number, entry.subject)
         state = self._states.get(key)
@@ -479,10 +482,10 @@ class Totals:
             self._open.pop(key, None)
 
     def compose(self, now_ns: int) -> bytes | None:
-        """Return the next payload for all other members; None if there is nothing to say.
+        """Return the next payload for all other members; None if there is nothing to send.
 
-        Has the totals that changed most, and what this member accepts. To be called about every
-        100 ms.
+        The payload has the totals that changed most, and the totals that this member accepts. Call
+        this about every 100 ms.
         """
         self._sweep(now_ns)
         if not self._peers:
@@ -512,7 +515,7 @@ class Totals:
         return payload
 
     def _acks(self, now_ns: int) -> Iterator[_Ack]:
-        """Yield what this member accepts now and has not said yet; another time other members."""
+        """Yield acceptances that this member has not announced yet; it takes members in turn."""
         room = PAYLOAD_BYTES_MAX // 2
         members = list(self._peers)
         first = self._ack_turn % len(members)
@@ -545,7 +548,7 @@ class Totals:
         return nlargest(room, due, key=lambda item: item[1].total - item[1].accepted)
 
     def _sweep(self, now_ns: int) -> None:
-        """Forget states that are empty and were not touched for long."""
+        """Forget states that are empty and were not used for long."""
         for _ in range(min(_SWEEP_MAX, len(self._states))):
             key = next(iter(self._states))
             state = self._states.pop(key)
@@ -562,7 +565,7 @@ class Totals:
 
 
 def equal_shares(members: Sequence[int]) -> dict[int, Fraction]:
-    """Return the shares of members that all count the same.
+    """Return equal shares for all members.
 
     >>> equal_shares([7, 8, 9])[7]
     Fraction(1, 3)
@@ -571,12 +574,12 @@ def equal_shares(members: Sequence[int]) -> dict[int, Fraction]:
 
 
 def subject_number(subject: str) -> int:
-    """Return the number by which members call a subject."""
+    """Return the number that identifies a subject in payloads."""
     return int.from_bytes(blake2b(subject.encode(), digest_size=8).digest())
 
 
 def gate_number(limits: Limits, rule: str) -> int:
-    """Return the number by which members call the limits of a rule."""
+    """Return the number that identifies the limits of a rule in payloads."""
     text = "\x1f".join([rule, *(f"{limit.name}\x1e{limit}" for limit in limits)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
@@ -650,7 +653,7 @@ def _decoded(payload: bytes) -> _Message:
     """Return the content of a payload. Raises struct.error, IndexError, ConfigError."""
     version, epoch, sequence, flags, ack_count, gate_count = _HEADER.unpack_from(payload)
     if version != _VERSION:
-        raise ConfigError(f"version {version} of a payload is not known")
+        raise ConfigError(f"version {version} of a payload is unknown")
     at = _HEADER.size
     acks: list[_Ack] = []
     for _ in range(ack_count):
@@ -668,7 +671,7 @@ def _decoded(payload: bytes) -> _Message:
             limits.append(limit_of(_LIMIT.unpack_from(payload, at)))
             at += _LIMIT.size
         if not limits:
-            raise ConfigError("a gate without limits")
+            raise ConfigError("a payload has a rule without limits")
         gate = _Gate(number, tuple(limits))
         for _ in range(entry_count):
             entries.append(_Entry(gate, *_ENTRY.unpack_from(payload, at)))

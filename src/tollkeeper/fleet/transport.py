@@ -1,15 +1,16 @@
 """Gossip over UDP: one thread and one socket around the state machine.
 
-The thread waits for datagrams and for the machine's next tick. It never blocks elsewhere: names are
-resolved, and the authority is asked, in a second thread, which exists only if there is a need.
+The thread waits for datagrams and for the machine's next tick. It never blocks elsewhere: a second
+thread resolves names and asks the authority. It is started only if it is needed.
 
-**Discovery.** Peers are a list of addresses, names that resolve to one or many addresses (a
-headless service of Kubernetes), or the authority: with `registry`, each node writes its address
-there, with an expiry, and reads those of some others. Names and registry are asked again every few
-seconds, so that nodes find each other also after a partition in which all of them were replaced.
+**Discovery.** Peers come from a list of addresses, from names that resolve to one or many addresses
+(a headless service of Kubernetes), or from the authority: with `registry`, each node writes its
+address there, with an expiry, and reads the addresses of some others. Names and the registry are
+read again every few seconds, so that nodes find each other even after a partition in which all of
+them were replaced.
 
 **Security.** Without keys, the socket is bound to a loopback address, and every other address is
-refused. See `fleet/datagrams.py` and `fleet/gossip.py` for the rest.
+rejected. See `fleet/datagrams.py` and `fleet/gossip.py` for the rest.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ T = TypeVar("T")
 # The topic of the registry.
 TOPIC: Final = "gossip"
 REGISTERED_NS: Final = 30 * NS_PER_SECOND
-# Many names are read in part, chosen anew each time: gossip tells the rest.
+# Of many registered names, a random part is read each time: gossip finds the rest.
 REGISTERED_READ_MAX: Final = 20
 DISCOVERY_S: Final = 10.0
-# While no other node is known.
+# The interval while no other node is known.
 EAGER_DISCOVERY_S: Final = 1.0
 KEYS_NS: Final = NS_PER_SECOND
 STOP_S_MAX: Final = 3.0
-# Errors of ours or of a callback are logged once in this time, and all are counted.
+# Unexpected errors, also of callbacks, are all counted and logged once in this time.
 ERROR_LOG_NS: Final = 60 * NS_PER_SECOND
 # Datagrams that are read before the machine ticks again.
 BATCH_MAX: Final = 200
@@ -74,10 +75,10 @@ class GossipTransport:
     """Runs gossip in a thread. All methods may be called from any thread, and none blocks.
 
     `bind` is "host:port"; the host must be a loopback address unless there is a `key_file`.
-    `advertise` is the address that other nodes send to, if it is another one. `peers` are addresses
-    "host:port"; a name that resolves to several addresses is all of them. `registry` is the channel
-    of the authority's store. Only nodes with the same `fleet` hear each other. The callbacks run in
-    the gossip thread and must not block.
+    `advertise` is the address that other nodes send to, if it differs from `bind`. `peers` are
+    addresses "host:port"; a name that resolves to several addresses stands for all of them.
+    `registry` is the channel of the authority's store. Only nodes with the same `fleet` hear each
+    other. The callbacks run in the gossip thread and must not block.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class GossipTransport:
         on_payloads: Callable[[list[ReceivedPayload]], None] | None = None,
         on_changes: Callable[[list[MemberChange]], None] | None = None,
     ) -> None:
-        """Bind the socket. Raises ConfigError, also if the configuration cannot work."""
+        """Bind the socket. Raises ConfigError if it cannot, or if the settings are wrong."""
         self._keys = None if key_file is None else KeyFile(key_file)
         self._keys_ns = 0
         self._codec = DatagramCodec(fleet, self._keys.keys if self._keys else ())
@@ -120,7 +121,7 @@ class GossipTransport:
         self._wake_writer.setblocking(False)
         self._machine = Gossip(self.address, SystemRandom(), boot_ns(), settings, status)
         self._waits_until_ns = 0
-        # Numeric peers need no name service, so that the first message leaves at once.
+        # Numeric peers need no name server, so the first message leaves at once.
         self._machine.join(each for each in self._peers if _is_numeric(each[0]))
 
     @property
@@ -135,7 +136,7 @@ class GossipTransport:
             self._run_in_thread("discovery", self._discover)
 
     def stop(self) -> None:
-        """Tell the other nodes that this one leaves, and end the thread."""
+        """Announce to the other nodes that this one leaves, and end the thread."""
         self._stopping.set()
         self._wake()
         for thread in self._threads:
@@ -187,7 +188,7 @@ class GossipTransport:
             return self._machine.members(boot_ns())
 
     def counters(self) -> dict[str, int]:
-        """See `Gossip.counters`; with the datagrams that could not be read or sent, by reason."""
+        """See `Gossip.counters`. Includes datagrams that could not be read or sent, by reason."""
         with self._lock:
             return {**self._machine.counters(), **self._drops}
 
@@ -207,7 +208,7 @@ class GossipTransport:
         thread.start()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):  # full: it will wake; closed: it has ended
+        with suppress(BlockingIOError, OSError):  # full: the thread will wake; closed: it has ended
             self._wake_writer.send(b"\0")
 
     def _wake_if_due(self) -> None:
@@ -222,7 +223,7 @@ class GossipTransport:
             while not self._stopping.is_set():
                 try:
                     self._step(selector)
-                except Exception:  # a bug of ours: gossip goes on
+                except Exception:  # a defect: gossip goes on
                     self._failed()
                     self._stopping.wait(0.1)
         with self._lock:
@@ -232,7 +233,7 @@ class GossipTransport:
 
     def _step(self, selector: selectors.BaseSelector) -> None:
         """Wait for datagrams or the next tick, and handle them."""
-        # First "for ever": a call that comes before the next line is done must wake the thread.
+        # First "forever": a call that comes before the next line is done must wake the thread.
         self._waits_until_ns = _FOREVER_NS
         self._waits_until_ns = due_ns = self._machine.due_ns
         ready = selector.select(max(due_ns - boot_ns(), 0) / NS_PER_SECOND)
@@ -294,7 +295,7 @@ class GossipTransport:
         self._call(on_payloads, payloads)
 
     def _call(self, callback: Callable[[list[T]], None] | None, found: list[T]) -> None:
-        """Hand something out. A callback that fails takes nothing from the others."""
+        """Call a callback. If it fails, the other callbacks are still called."""
         if found and callback is not None:
             try:
                 callback(found)
@@ -302,7 +303,7 @@ class GossipTransport:
                 self._failed()
 
     def _failed(self) -> None:
-        """Count the current exception, and log it if none was logged lately."""
+        """Count the current exception, and log it unless one was logged lately."""
         self._drops["dropped_error"] += 1
         now_ns = boot_ns()
         if now_ns >= self._error_log_ns:
@@ -319,7 +320,7 @@ class GossipTransport:
         while True:
             try:
                 error = self._discover_once()
-            except Exception as failure:  # a bug of ours, or a registry with rubbish: go on
+            except Exception as failure:  # a defect, or invalid data in the registry: go on
                 error = f"{type(failure).__name__}: {failure}"
             if error != self._discovery_error:
                 self._discovery_error = error
@@ -335,7 +336,7 @@ class GossipTransport:
                 self._registry.unregister(self._topic, f"{self.node:016x}")
 
     def _discover_once(self) -> str:
-        """Look for other nodes; return what went wrong, or an empty text."""
+        """Look for other nodes; return the error, or an empty text."""
         found: list[Address] = []
         errors = []
         for host, port in self._peers:
@@ -349,7 +350,7 @@ class GossipTransport:
             except StoreError as error:
                 errors.append(str(error))
         with self._lock:
-            # What is known stays known if a name or the authority fails.
+            # Known addresses stay known if a name or the authority fails.
             self._machine.join(found if not errors else [*found, *self._machine.seeds])
         return "; ".join(errors)
 
@@ -359,7 +360,7 @@ class GossipTransport:
         texts = registry.register(self._topic, name, own, REGISTERED_NS, REGISTERED_READ_MAX)
         found = []
         for text in texts:
-            # Other processes can write to the authority: skip whatever is not an address.
+            # Other programs can write to the authority: skip values that are not addresses.
             with suppress(ConfigError):
                 host, port = split_address("registry", text)
                 if _is_numeric(host):
