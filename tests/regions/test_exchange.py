@@ -482,10 +482,10 @@ def test_a_batch_that_is_cancelled_before_it_begins_is_not_on_its_way() -> None:
         term = eu.exchange.term
         assert term is not None
         term._send(await world.stores["eu"].due(10, term.token))
-        assert eu.exchange.sync.flying("us") == 1
+        assert eu.exchange.sync.in_flight("us") == 1
         for task in term._sending:
             task.cancel()
-        await until(lambda: not eu.exchange.sync.flying("us"), 1)
+        await until(lambda: not eu.exchange.sync.in_flight("us"), 1)
 
     run(main())
 

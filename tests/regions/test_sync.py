@@ -188,7 +188,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sync._subjects) == 8
     second = sync.sending([], 6)["us"]
     assert not sync.sending([], 7)
-    assert sync.flying("us") == 2
+    assert sync.in_flight("us") == 2
     assert sync.waits_since_ns("us") == 5
     sync.failed("us", first)
     sync.answered("us", second, [YES, YES], 8)
@@ -254,7 +254,7 @@ def test_only_what_all_have_accepted_is_accepted(seed: int) -> None:
     across: AcrossRegions = draw.choice(("exact", "eventual"))
     sync, epoch, live = Sync(), 1, set(OTHERS)
     sync.use(OTHERS, live, epoch)
-    flying: list[tuple[str, Batch]] = []
+    in_flight: list[tuple[str, Batch]] = []
     known: set[tuple[int, str, int, int]] = set()  # epoch, region, generation, total
     generation, total = 1, 0
 
@@ -272,7 +272,7 @@ def test_only_what_all_have_accepted_is_accepted(seed: int) -> None:
 
     def send() -> None:
         reports = [report(total=total, across=across, generation=generation)] if total else []
-        flying.extend(sync.sending(reports, 0).items())
+        in_flight.extend(sync.sending(reports, 0).items())
         check()
 
     def answer(region: str, batch: Batch, learnt: Learnt) -> None:
@@ -289,10 +289,10 @@ def test_only_what_all_have_accepted_is_accepted(seed: int) -> None:
                 total += draw.randint(1, 3)
             case "send":
                 send()
-            case "answer" if flying:
-                answer(*flying.pop(draw.randrange(len(flying))), draw.choice((YES, YES, NO)))
-            case "fail" if flying:
-                sync.failed(*flying.pop(draw.randrange(len(flying))))
+            case "answer" if in_flight:
+                answer(*in_flight.pop(draw.randrange(len(in_flight))), draw.choice((YES, YES, NO)))
+            case "fail" if in_flight:
+                sync.failed(*in_flight.pop(draw.randrange(len(in_flight))))
             case "live":
                 live = {name for name in OTHERS if draw.random() < 0.7}
                 sync.use(OTHERS, live, epoch)
@@ -302,7 +302,7 @@ def test_only_what_all_have_accepted_is_accepted(seed: int) -> None:
                     sync.use(OTHERS, live, epoch)
                 else:
                     generation, total = generation + 1, 0
-    for region, batch in flying:
+    for region, batch in in_flight:
         sync.failed(region, batch)
     sync.use(OTHERS, OTHERS, epoch)
     settles(sync, report(total=total + 1, across=across, generation=generation))

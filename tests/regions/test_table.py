@@ -236,7 +236,7 @@ def test_a_region_is_added_once_and_the_last_one_stays() -> None:
     """The errors name the regions that have a share."""
     with pytest.raises(ConfigError, match="has the share 1/2 already"):
         shares_with(dict(HALF.shares), "us", None)
-    with pytest.raises(ConfigError, match="eu, us have one"):
+    with pytest.raises(ConfigError, match="the regions with a share are eu, us"):
         shares_without(dict(HALF.shares), "mars")
     with pytest.raises(ConfigError, match="only region"):
         shares_without({"eu": Fraction(1)}, "eu")

@@ -1,22 +1,22 @@
 """The leader of a region: it carries reports between the stores of the regions.
 
 Every process with global limits has a RegionSync: a thread with an event loop of its own. No
-request waits for it. All of these processes are candidates. One has the lead, which it prolongs
-every second and which lasts three: if it dies, stops or cannot reach the region's store, another
-process leads in less than five seconds. A leader that steps down is replaced at once.
+request waits for it. All of these processes are candidates. One has the lead, which lasts three
+seconds and which it renews every second: if it dies, stops or cannot reach the region's store,
+another process leads in less than five seconds. A leader that steps down is replaced at once.
 
 The leader does three things at a time:
 
-    work      every 50 ms: read the reports that are due, send them to each other region, and give
-              the totals that all have accepted to the own store
+    work      every 50 ms: read the reports that are due, send them to each other region, and write
+              the totals that all regions have accepted to its own store
     greet     once a second for each link: read the notes and the clock of the other region's store
-    manage    once a second: set the shares (`table.py`), and note what operators read
+    manage    once a second: set the shares (`table.py`), and write the status for operators
 
-A link that is slow or dead delays nothing else: each has its own batches and deadlines.
+A slow or dead link does not delay the others: each link has its own batches and deadlines.
 
-Nothing that a leader keeps is needed by the next one. What was not accepted is due again after a
-second, and all calls can be repeated. A leader that was stopped and wakes up finds that its time is
-over, and its fencing token is refused by the store.
+The next leader needs no state of this one. A report that was not accepted is due again after a
+second, and all calls can be repeated. A leader that was suspended and resumes finds that its lead
+has expired, and the store rejects its fencing token.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ T = TypeVar("T")
 # How often a candidate asks for the lead, give or take a fifth, and how long the lead lasts.
 LEAD_S: Final = 1.0
 LASTS_S: Final = 3.0
-# How often the leader reads what is due, and how much at a time.
+# How often the leader reads the reports that are due, and how many at a time.
 TICK_S: Final = 0.05
 DUE_MAX: Final = 2_000
-# If a round took longer in this thread, the next one waits as long, up to this time.
+# After a round, the leader pauses for the processor time that the round took, up to this time.
 BUSY_S_MAX: Final = 0.5
 # How often the leader reads the notes of another region, and of its own.
 GREET_S: Final = 1.0
-# A process that has just started, and may not check yet, is in a hurry for a time.
+# A process that has just started, and may not check yet, repeats its calls more often for a time.
 START_S: Final = 0.1
 START_FOR_S: Final = 5.0
 # A link that has not answered for this time is down. Eventual limits go on without that region.
@@ -85,7 +85,7 @@ WAIT_S_MAX: Final = 1.0
 ERROR_S: Final = 0.5
 # A process that must not lead, because its settings are wrong, tries again after this time.
 REFUSED_S: Final = 10.0
-# Closing waits this long for the thread, of which this for the store to take back the lead.
+# Closing waits this long for the thread, and this part of it for the store to release the lead.
 CLOSE_S_MAX: Final = 2.0
 STEP_DOWN_S: Final = 0.5
 # The status of 16 regions fits into a note.
@@ -108,25 +108,26 @@ async def in_time(call: Awaitable[T], seconds: float) -> T:
 
 
 def process_name() -> str:
-    """Return a name for a process that operators understand, different for each."""
+    """Return a unique name for a process that operators understand."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 class Link:
-    """The way to one other region, as the leader knows it."""
+    """The link to one other region, as the leader knows it."""
 
     def __init__(self, peer: str, store: RegionalCounts) -> None:
         self.peer = peer
         self.store = store
         self.heard_s: float | None = None
-        """When it answered last."""
+        """When the region answered last."""
         self.usable = False
         self.refused = False
         self.problem = ""
         self.clock_ns: int | None = None
-        """The clock of its store minus that of this process."""
+        """The clock of the region's store minus that of this process."""
         self.apart: frozenset[str] = frozenset()
-        """The regions with which its leader exchanges no totals, as that has noted."""
+        """The regions with which that region's leader exchanges no totals, according to its
+        status."""
 
     def state(self, now_s: float) -> LinkState:
         """Return whether totals are exchanged."""
@@ -136,7 +137,7 @@ class Link:
 
 
 class Term:
-    """The work of the leader, from the moment it has the lead. `run` ends when it is cancelled."""
+    """The work of a leader while it has the lead. `run` ends when it is cancelled."""
 
     def __init__(self, exchange: Exchange, token: int) -> None:
         self.token = token
@@ -183,11 +184,11 @@ class Term:
         every_s: float,
         has_started: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Repeat a step while this process has the lead; until it has started, more often."""
+        """Repeat a step while this process has the lead; more often while it starts."""
         while True:
             started_s = self._loop.time()
             wait_s = every_s if has_started() else min(every_s, self._exchange.start_s())
-            if not self._exchange.is_leader:  # the lead is prolonged late, or this term ends
+            if not self._exchange.is_leader:  # the lead was renewed late, or this term ends
                 wait_s = ERROR_S
             else:
                 try:
@@ -196,7 +197,7 @@ class Term:
                     self.problem = str(error)
                     wait_s = max(wait_s, ERROR_S)
                 except Exception as error:
-                    # The other steps go on: what one region notes must not stop the others.
+                    # The other steps go on: an invalid note of one region must not stop the others.
                     if self._defect != repr(error):
                         self._defect = repr(error)
                         log.exception("regions: a defect; the leader tries again")
@@ -207,11 +208,11 @@ class Term:
     # ── Links ──────────────────────────────────────────────────────────────────────────────────
 
     def _works(self, link: Link) -> bool:
-        """Return True if totals can be exchanged, as far as it is known."""
+        """Return True if totals can be exchanged, as far as the leader knows."""
         return link.usable and self._ready.is_set()
 
     async def _greet(self, link: Link) -> None:
-        """Read what another region says of itself."""
+        """Read the notes of another region's store."""
         self.membership.asks(link.peer)
         try:
             notes = await in_time(link.store.notes(), LINK_S)
@@ -231,7 +232,7 @@ class Term:
         if self.shares is not None:
             self._use(self.shares)
         if self._works(link):
-            # Connects to the servers of a Cluster to which no report has gone yet.
+            # Connects to the servers of a Cluster that have not received a report yet.
             ready = link.store.learn(self._exchange.region, self._sync.epoch, ())
             with suppress(StoreError):
                 await in_time(ready, GREET_S)
@@ -246,13 +247,13 @@ class Term:
         )
 
     def clock_offset_ns(self, link: Link) -> int | None:
-        """Return the clock of the other region's store minus that of the own store."""
+        """Return the clock of the other region's store minus that of this region's store."""
         if link.clock_ns is None or not self.own_clock_ns:
             return None
         return link.clock_ns - self.own_clock_ns
 
     def _log_link(self, link: Link) -> None:
-        """Log changes of a link's state, and another problem of the same state once a minute."""
+        """Log each change of a link's state, and a new problem in the same state once a minute."""
         now_s = self._loop.time()
         state = link.state(now_s)
         logged, problem, logged_s = self._logged.get(link.peer, ("up", "", now_s))
@@ -268,13 +269,13 @@ class Term:
         return tuple(peer for peer, link in self.links.items() if link.state(now_s) == "up")
 
     def usable(self) -> tuple[str, ...]:
-        """Return the regions to which reports are sent: those that answer, and are as expected."""
+        """Return the regions to which reports are sent: they answer, and their notes are valid."""
         return tuple(peer for peer in self.live() if self.links[peer].usable)
 
     # ── Shares and notes ───────────────────────────────────────────────────────────────────────
 
     async def _manage(self) -> None:
-        """Set the shares, announce them, and note the status."""
+        """Set the shares, announce them, and write the status."""
         own, now_s = self._own, self._loop.time()
         notes = await in_time(own.notes(), OWN_S)
         shares = await in_time(own.shares(), OWN_S)
@@ -308,9 +309,9 @@ class Term:
             self._exchange.settled.set()
 
     def _trust(self, live: Iterable[str]) -> None:
-        """Believe the leader before: these regions were live a moment ago.
+        """Treat the regions as live that the previous leader noted as live.
 
-        Otherwise eventual limits would go on without the others until they have answered.
+        Otherwise eventual limits would go on without the other regions until these have answered.
         """
         for peer in live:
             link = self.links.get(peer)
@@ -326,7 +327,7 @@ class Term:
             self._sync.use(others, self.live(), shares.epoch, self.usable(), is_whole=is_whole)
 
     def status(self) -> RegionStatus:
-        """Return what an operator reads."""
+        """Return the status of this region for operators."""
         exchange, shares = self._exchange, self.shares
         target = self.membership.table.share(exchange.region)
         share = Fraction(0) if shares is None else shares.share
@@ -368,14 +369,14 @@ class Term:
     # ── Reports ────────────────────────────────────────────────────────────────────────────────
 
     async def _work(self) -> None:
-        """Send what is due. Leave half of the processor to the requests of this process."""
+        """Send the reports that are due. Leave half of the processor to the requests."""
         self._send(await in_time(self._own.due(DUE_MAX, self.token), OWN_S))
         used_s = self._exchange.processor_s()
         spent_s, self._used_s = used_s - self._used_s, used_s
         await asyncio.sleep(min(spent_s, BUSY_S_MAX))
 
     def _send(self, reports: Sequence[Report] = ()) -> None:
-        """Start as many batches as may be on their way."""
+        """Send as many batches as may be in flight."""
         for more in chain([reports], repeat(())):
             batches = self._sync.sending(more, self._now_ns())
             if not batches:
@@ -384,7 +385,7 @@ class Term:
                 task = self._loop.create_task(self._learn(self.links[peer], batch))
                 self._sending.add(task)
                 task.add_done_callback(partial(self._sent, peer, batch))
-        self._answered.set()  # a region alone accepts at once
+        self._answered.set()  # a region without others accepts at once
 
     def _sent(self, peer: str, batch: Batch, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
@@ -392,7 +393,7 @@ class Term:
             self._sync.failed(peer, batch)
 
     async def _learn(self, link: Link, batch: Batch) -> None:
-        """Give reports to another region."""
+        """Send reports to another region."""
         answers = None
         call = link.store.learn(self._exchange.region, batch.epoch, batch.reports)
         try:
@@ -411,7 +412,7 @@ class Term:
         self._send()
 
     async def _accept(self) -> None:
-        """Give the own store the totals that all have accepted."""
+        """Write the totals that all regions have accepted to the own store."""
         await self._answered.wait()
         self._answered.clear()
         accepted = self._sync.accepted()
@@ -425,8 +426,8 @@ class Term:
 def _apart(region: str, notes: Mapping[str, str], now_ns: int) -> frozenset[str]:
     """Return the regions with which the leader of a region exchanges no totals.
 
-    None if it has noted nothing for some seconds: a region without a leader sends no reports, but
-    its store accepts those of others.
+    The result is empty if the leader has written no status for some seconds: a region without a
+    leader sends no reports, but its store accepts those of others.
     """
     with suppress(ConfigError):
         status = parse_status(region, notes.get(STATUS_NOTE), now_ns, is_self=False)
@@ -449,8 +450,8 @@ class Exchange:
     ) -> None:
         """`first` is the table of the settings. `stores` has the store of every region.
 
-        `chance` spreads the candidates, and `processor_s` is the processor time that this thread
-        has used. A simulation passes its own, to be repeatable.
+        `chance` spreads the candidates, and `processor_s` returns the processor time that this
+        thread has used. A simulation passes its own, to be repeatable.
         """
         self.region = region
         self.first = first
@@ -479,7 +480,7 @@ class Exchange:
         return self._loop is not None and self._loop.time() < self._leads_until_s
 
     async def run(self) -> None:
-        """Take part until cancelled; then step down."""
+        """Ask for the lead until cancelled; then step down."""
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         try:
@@ -498,11 +499,11 @@ class Exchange:
                     await in_time(self.own.step_down(self.name), STEP_DOWN_S)
 
     async def _ask(self) -> None:
-        """Take or prolong the lead."""
+        """Take or renew the lead."""
         assert self._loop is not None, "run has set it"  # noqa: S101 - ours
         asked_s = self._loop.time()
         lasts_ns = round(LASTS_S * NS_PER_SECOND)
-        self._asking = True  # until it is known: a call that is cancelled may take the lead
+        self._asking = True  # until the store answers: a cancelled call may take the lead
         try:
             leader, token = await in_time(self.own.lead(self.name, lasts_ns), OWN_S)
             if leader != self.name and not self.settled.is_set():
@@ -522,14 +523,14 @@ class Exchange:
                 self._begin_term(token)
 
     async def _follow(self, leader: str) -> None:
-        """Find out whether the leader has asked the other regions: then it notes its status."""
+        """Find out whether the leader has asked the other regions: then its status is written."""
         notes = await in_time(self.own.notes(), OWN_S)
         with suppress(ConfigError):
             if parse_status(self.region, notes.get(STATUS_NOTE), 0, is_self=True).leader == leader:
                 self.settled.set()
 
     def start_s(self) -> float:
-        """Return how often things are repeated at first: this process may not check yet."""
+        """Return how often to repeat a call: more often while this process may not check yet."""
         assert self._loop is not None, "run has set it"  # noqa: S101 - ours
         return START_S if self._loop.time() - self._began_s < START_FOR_S else LEAD_S
 
@@ -545,7 +546,7 @@ class Exchange:
         except Exception:
             log.exception("regions: a defect; the leader begins again")
             await asyncio.sleep(ERROR_S)
-            self.term = None  # the next prolongation begins a new term
+            self.term = None  # the next renewal begins a new term
 
     async def _end_term(self) -> None:
         working, self._working, self.term = self._working, None, None
@@ -554,7 +555,7 @@ class Exchange:
             await asyncio.gather(working, return_exceptions=True)
 
     async def refuse(self, problem: str) -> None:
-        """Leave the lead to other processes for a time: this one must not lead here."""
+        """Leave the lead to other processes for a time: this process must not lead this region."""
         assert self._loop is not None, "run has set it"  # noqa: S101 - ours
         if problem != self._refused:
             log.error("regions: this process must not lead: %s", problem)
@@ -568,7 +569,7 @@ class Exchange:
         self._leads_until_s = 0.0
 
     def tell_excess(self, peer: str, number: str, subject: str, units: int) -> None:
-        """Tell the listeners of a subject above its limit."""
+        """Report a subject above its limit to the listeners."""
         for listener in self.listeners:
             try:
                 listener(self.rule_names.get(number, number), subject, peer, units)
@@ -615,7 +616,7 @@ class RegionSync:
         return self._exchange.is_leader
 
     def name_rule(self, number: str, rule: str) -> None:
-        """Note the name of a rule, for `on_excess`. The number is that of `rule_number`."""
+        """Store the name of a rule, for `on_excess`. `rule_number` returns its number."""
         names = self._exchange.rule_names
         names.pop(number, None)
         names[number] = rule
@@ -629,15 +630,16 @@ class RegionSync:
         with self._lock:
             if self._thread is None and not self._is_closed:
                 self._thread = _SyncThread(self._exchange)
-                # Also at the end of the interpreter, and if this object is garbage.
+                # Closes the thread also at interpreter exit, and when this object is
+                # garbage-collected.
                 weakref.finalize(self, self._thread.close)
 
     def wait(self, seconds: float = WAIT_S_MAX) -> bool:
-        """Wait until the leader of the region has asked the other ones for the table of shares.
+        """Wait until the leader of the region has read the table of shares from the other regions.
 
-        Before that, a region has no shares when it starts for the first time, and may have a share
-        that others have now when it was removed. Returns False after `seconds`. Returns at once if
-        the region's store does not answer.
+        Before that, a region that starts for the first time has no share, and a region that was
+        removed may still use a share that others have now. Returns False after `seconds`. Returns
+        at once if the region's store does not answer.
         """
         return self._exchange.settled.wait(seconds)
 
@@ -659,7 +661,7 @@ class RegionSync:
             thread.abandon()
             self.start()
 
-    # ── What operators see and change ──────────────────────────────────────────────────────────
+    # ── For operators ──────────────────────────────────────────────────────────────────────────
 
     def here(self) -> RegionStatus | None:
         """Return the status of this region if this process is its leader, else None. No I/O."""
@@ -667,7 +669,7 @@ class RegionSync:
         return term.latest if term is not None and self._exchange.is_leader else None
 
     def counts(self) -> Mapping[str, PeerCounts]:
-        """Return what this process has exchanged, by the other region. No I/O."""
+        """Return the counts of this process's exchange with each other region. No I/O."""
         found = {}
         for peer, store in self._exchange.others.items():
             sent, received = store.traffic()
@@ -703,8 +705,8 @@ class RegionSync:
         unknown = sorted(shares.keys() - self._stores.keys())
         if unknown:
             raise ConfigError(
-                f"the region {unknown[0]!r} has no store in the settings; set it up in all regions "
-                f"first. Those that are set up are {', '.join(self.names)}"
+                f"the region {unknown[0]!r} has no store in the settings, which have "
+                f"{', '.join(self.names)}; first add it to the settings of all regions"
             )
         share_table(1, shares)  # raises before anything is read
         found, failed = await self._tables({})
@@ -739,10 +741,10 @@ class RegionSync:
     async def _for_others(
         self, call: Callable[[RegionalCounts], Awaitable[T]], failed: Mapping[str, StoreError]
     ) -> dict[str, T | StoreError]:
-        """Call the store of every other region, all at once; not those that have failed before."""
+        """Call the stores of all other regions at once, except regions that have failed before."""
 
         async def called(peer: str) -> T | StoreError:
-            if peer in failed:  # an operator waits for one deadline, not for one for each call
+            if peer in failed:  # an operator waits for one deadline, not for one per call
                 return failed[peer]
             try:
                 return await in_time(call(self._stores[peer]), LINK_S)
@@ -773,7 +775,7 @@ class _SyncThread:
         try:
             asyncio.run(self._main())
         except Exception:
-            log.exception("regions: a defect; this process takes no part any more")
+            log.exception("regions: a defect; this process no longer takes part in the exchange")
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
@@ -808,7 +810,7 @@ class _SyncThread:
         _abandoned.append(self._exchange)
 
 
-# The loops of the parents are never closed here: what they refer to must not be garbage.
+# The loops of parent processes: they are kept, because collecting a loop would close its sockets.
 _abandoned: Final[list[Exchange]] = []
 _syncs: weakref.WeakSet[RegionSync] = weakref.WeakSet()
 

@@ -1,7 +1,7 @@
 """The settings of a node in one of several regions that share global limits.
 
 Each region has its own Redis. All nodes of all regions have the same table of regions, and each
-node knows the region that it is in.
+node knows its own region.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _EXAMPLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The regions that share global limits, and the one that this node is in.
+    """The regions that share global limits, and the region of this node.
 
     >>> regions = Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})
     >>> regions.fractions["eu"]
     Fraction(1, 2)
 
-    `region`  the name of the region that this node is in: one of `stores`.
+    `region`  the name of this node's region: one of `stores`.
     `stores`  the URI of each region's Redis or Cluster, by the name of the region. A name has up
               to 32 characters of a-z, 0-9 and "-". The table is the same in all regions; at most
               16 have a share.

@@ -1,4 +1,4 @@
-"""The note in which the leader of a region tells operators its status."""
+"""The note in which the leader of a region writes its status for operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tollkeeper.decide.region_monitor import LinkState, LinkStatus, RegionStatus
 from tollkeeper.regions.table import NOTE_ERRORS, note_fields, parse_share
 
 STATUS_NOTE: Final = "status"
-# A leader that has noted nothing for this time is gone, and no other process leads.
+# If the status is older than this, the leader is gone, and no other process leads.
 SILENT_S: Final = 5.0
 
 
@@ -25,7 +25,7 @@ def status_text(status: RegionStatus, now_ns: int) -> str:
 
 
 def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -> RegionStatus:
-    """Return the status in a note, as it is at `now_ns`. Raises ConfigError for another text."""
+    """Return the status in a note, as of `now_ns`. Raises ConfigError if the text is invalid."""
     if text is None:
         return RegionStatus(region, is_self=is_self, problem="no leader has worked here so far")
     fields = note_fields(text)
@@ -49,7 +49,7 @@ def parse_status(region: str, text: str | None, now_ns: int, *, is_self: bool) -
 
 
 def _link_of(fields: dict[str, Any]) -> LinkStatus:
-    """Return a link of a note. Raises KeyError, TypeError or ValueError for other fields."""
+    """Return a link of a note. Raises KeyError, TypeError or ValueError for invalid fields."""
     if fields["state"] not in get_args(LinkState):
         raise ValueError(f"the state of a link is {show(fields['state'])}")
     heard_s, offset_s = fields["heard_s"], fields["clock_offset_s"]

@@ -1,16 +1,16 @@
 """RegionStore: the store of one region, which shares global limits with the other regions.
 
-It wraps the region's own Redis. Limits of the region have the gates of that store itself, so they
-cost nothing more. A global limit is decided by the same Redis: no check waits for another region.
+It wraps the region's own Redis. Limits of the region use the gates of that store directly, without
+extra cost. A global limit is decided by the same Redis: no check waits for another region.
 
 A request may have regional and global rules: all pass, or none is charged. The regional ones are
 decided together, as in every store. If they pass, the global ones are checked in turn, each in one
-call. A denial refunds what was charged. If there are several global rules, the store first looks at
-all of them: units of a bucket that were charged and refunded are lost in part (time has returned
-some of them already), so they are not charged for a request that one of them denies.
+call. A denial refunds the charges made so far. If there are several global rules, the store first
+reads all of them without a charge, so that a request that one of them denies is not charged by the
+others: a refund to a bucket is only partial, because time has already refilled some of the units.
 
-`reset` of a global limit is sent to the stores of all regions. Everything else stays in the region:
-the others learn of it from reports (`exchange.py`).
+`reset` of a global limit goes to the stores of all regions. All other calls stay in the region: the
+other regions learn of them from reports (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from tollkeeper.regions.exchange import RegionSync
 from tollkeeper.regions.settings import Regions
 from tollkeeper.regions.table import share_table
 
-# How the sync calls the stores of the regions: it is more patient than a request, and a link that
-# was cut is tried again every second.
+# The options of the sync's connections: timeouts are longer than those of a request, and a broken
+# link is tried again every second.
 _LINK_OPTIONS: Final = {"deadline_ms": 2_000, "breaker_open_max_ms": 1_000}
 
 Checks = Sequence[tuple[Any, str, int]]
-# Opens the gates of the other regions: the resets, by region.
+# Opens the gates of the other regions and returns their `reset` calls, by region.
 _Resets = Callable[[], Mapping[str, Callable[[str], Any]]]
 
 
 class _RegionGate(GlobalGate):
-    """The verbs of the region's own gate. Only a reset needs the other regions."""
+    """The calls of the region's own gate. Only a reset needs the other regions."""
 
     __slots__ = ("_own_reset", "_resets", "check", "grant", "limits", "peek", "refund")
 
@@ -113,7 +113,7 @@ def resetting(
 
 
 class RegionStore(StoreWrapper):
-    """The store of a node that is in one of several regions; limiters can share it."""
+    """The store of a node in one of several regions; limiters can share it."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class RegionStore(StoreWrapper):
     ) -> None:
         """Wrap the store of this node's region, and start the sync with the other regions.
 
-        `owns_store`  closing this store also closes the one that it wraps.
+        `owns_store`  closing this store also closes the wrapped store.
         `links`       the stores of all regions, for the sync; by default they are opened. The sync
                       has connections and breakers of its own, so it never delays a request.
         """
@@ -167,7 +167,7 @@ class RegionStore(StoreWrapper):
 
     @property
     def allowances(self) -> Allowances | None:
-        """None: they are in the memory of the node."""
+        """None: allowances are in the memory of the node."""
 
     @property
     def regional(self) -> RegionalCounts:
@@ -223,11 +223,11 @@ class RegionStore(StoreWrapper):
         )
 
     def _named(self, limits: Sequence[Limit], rule: str) -> Limits:
-        """Return the limits; the sync learns the name of their rule.
+        """Return the limits, and pass the name of their rule to the sync.
 
         The first global rule of a process waits for the leader of the region, for a second at most:
-        the region may have no shares yet, or shares that are out of date. No other one waits:
-        requests prepare limits, too.
+        the region may have no shares yet, or stale ones. Later rules do not wait, because requests
+        prepare limits, too.
         """
         if self._sync is not None:
             self._sync.name_rule(rule_number(limits, rule), rule or DEFAULT_NAME)
@@ -281,7 +281,7 @@ class RegionStore(StoreWrapper):
 
 
 def only_region(store: Store, clock: Clock) -> RegionStore:
-    """Return a store whose global limits can be read as those of a region. Nothing is exchanged."""
+    """Return a store that can read the global limits of a region. It exchanges nothing."""
     # The URI is not used, because the store is given.
     regions = Regions("here", {"here": "redis://localhost"}, sync=False)
     return RegionStore(store, regions, clock, links={"here": store}, owns_store=False)
@@ -334,14 +334,14 @@ def _pass(answers: Mapping[int, Answer], optional: Container[int]) -> bool:
 
 
 def _timeout(answers: Mapping[int, Answer], is_sharded: bool) -> StoreTimeout | None:
-    """Return a timeout of the only server: a request waits for it once."""
+    """Return a timeout if there is one server: a request waits for it only once."""
     if is_sharded:
         return None
     return next((each for each in answers.values() if isinstance(each, StoreTimeout)), None)
 
 
 def _looking(checks: Checks, rest: Sequence[int]) -> Steps[dict[int, Answer]]:
-    """Return what the global checks would be answered, without a charge. Raises CapacityError."""
+    """Return the answers to the global checks without a charge. Raises CapacityError."""
     calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in rest]
     looked: list[Any] = yield Together(calls)
     for each in looked:
@@ -356,7 +356,7 @@ def _charging(
     """Check the global rules in turn, until one of them ends the request."""
     for at in rest:
         if isinstance(answers.get(at), StoreError):
-            continue  # a look has failed: it is not tried twice
+            continue  # reading it has failed: it is not tried twice
         gate, subject, cost = checks[at]
         try:
             answers[at] = yield Call(gate.check, subject, cost)
@@ -367,7 +367,7 @@ def _charging(
 
 
 def _refunding(checks: Checks, answers: dict[int, Answer]) -> Steps[None]:
-    """Return what was charged for a request that is denied, or that failed."""
+    """Refund the charges of a request that was denied or failed."""
     for at, answer in answers.items():
         if isinstance(answer, StoreError) or answer.charged_ns is None:
             continue

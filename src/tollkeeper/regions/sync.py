@@ -13,9 +13,9 @@ and the simulator drive it:
             sync.answered(region, batch, answers, now_ns)
     await own.accept(sync.epoch, sync.accepted(), token)
 
-Losing any of this is harmless. The own store has the totals, and a total that was not accepted is
-due again after REPEAT_NS. So everything here is bounded by forgetting: a report for which there is
-no room in a queue, or a subject that was forgotten, is sent again.
+Losing this state is harmless. The own store has the totals, and a total that was not accepted is
+due again after REPEAT_NS. So all tables here are bounded and drop entries: a report that found no
+room in a queue, or whose subject was dropped, is sent again.
 
 A total of an *exact* limit is accepted when all other regions of the epoch have accepted it, and
 one of an *eventual* limit when all live ones have. If a region is not live, the store reports the
@@ -38,7 +38,7 @@ BATCH_MAX: Final = 500
 BATCHES_MAX: Final = 8
 # Subjects that wait for one region.
 WAITING_MAX: Final = 20_000
-# Subjects of which not all other regions have accepted the last total.
+# Subjects whose last total some other region has not accepted.
 SUBJECTS_MAX: Final = 50_000
 
 
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     epoch: int
     reports: list[Report]
     since_ns: int
-    """Since when the first of them waits."""
+    """Since when the oldest of them waits."""
 
 
 class Excess(NamedTuple):
@@ -58,13 +58,13 @@ class Excess(NamedTuple):
     units: int
 
 
-# Admitted units, and of each limit the units that were returned.
+# Admitted units, and the returned units of each limit.
 _Totals = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class _Reported:
-    """The last total of one subject, and what other regions have accepted of it."""
+    """The last total of one subject, and the totals that other regions have accepted."""
 
     generation: int
     across: AcrossRegions
@@ -72,23 +72,23 @@ class _Reported:
     returned: tuple[int, ...]
     accepted: dict[str, _Totals] = field(default_factory=dict)
     done: _Totals | None = None
-    """The total and the returned units that were given to `accept` last."""
+    """The total and the returned units that were last passed to `accept`."""
     again: bool = False
     """The store reports this total again, so `accept` has not reached it, or a region missed it."""
     unaccepted: int = 0
 
 
 class _Queue:
-    """What waits for one region, and what is on its way there."""
+    """The reports that wait for one region, and the batches in flight to it."""
 
-    __slots__ = ("flying", "waiting")
+    __slots__ = ("in_flight", "waiting")
 
     def __init__(self) -> None:
         self.waiting: dict[SubjectKey, tuple[int, Report]] = {}
-        self.flying: list[Batch] = []
+        self.in_flight: list[Batch] = []
 
     def add(self, report: Report, now_ns: int) -> None:
-        """Keep the newest report of a subject, at the place of the oldest."""
+        """Keep the newest report of a subject, in the place of the one that waits."""
         found = self.waiting.get(report.key)
         if found is not None:
             self.waiting[report.key] = found[0], report
@@ -96,22 +96,22 @@ class _Queue:
             self.waiting[report.key] = now_ns, report
 
     def take(self, epoch: int) -> Batch | None:
-        """Take a batch, unless too many are on their way or nothing waits."""
-        if not self.waiting or len(self.flying) >= BATCHES_MAX:
+        """Take a batch; None if too many are in flight or no report waits."""
+        if not self.waiting or len(self.in_flight) >= BATCHES_MAX:
             return None
         keys = [key for key, _ in zip(self.waiting, range(BATCH_MAX), strict=False)]
         taken = [self.waiting.pop(key) for key in keys]
         batch = Batch(epoch, [report for _, report in taken], min(at_ns for at_ns, _ in taken))
-        self.flying.append(batch)
+        self.in_flight.append(batch)
         return batch
 
-    def land(self, batch: Batch) -> None:
-        """Note that a batch is no longer on its way."""
-        self.flying = [each for each in self.flying if each is not batch]
+    def finish(self, batch: Batch) -> None:
+        """Note that a batch is no longer in flight."""
+        self.in_flight = [each for each in self.in_flight if each is not batch]
 
     def since_ns(self) -> int | None:
-        """Return since when the oldest report waits, also one on its way; None if there is none."""
-        times = [batch.since_ns for batch in self.flying]
+        """Return since when the oldest report waits or is in flight; None if there is none."""
+        times = [batch.since_ns for batch in self.in_flight]
         for at_ns, _ in self.waiting.values():  # they are in order
             times.append(at_ns)
             break
@@ -120,7 +120,7 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Exchanged:
-    """What was exchanged with one region."""
+    """The counts of the exchange with one region."""
 
     accepted: int = 0
     pending: int = 0
@@ -135,7 +135,7 @@ class Sync:
     def __init__(self) -> None:
         self.epoch = 0
         self.unaccepted_units = 0
-        """Units of the subjects that are known here and not accepted by all; about."""
+        """About how many units of the subjects known here are not accepted by all regions."""
         self.holds_exact = False
         """True while exact totals are not sent, because not all regions reach each other."""
         self._others: frozenset[str] = frozenset()
@@ -157,9 +157,8 @@ class Sync:
     ) -> None:
         """Set the other regions of an epoch, and those of them that are live.
 
-        Reports go to those that are `usable`, by default all live ones. `is_whole` is False if two
-        of the other regions do not reach each other. Nothing that was accepted in another epoch
-        counts.
+        Reports go to the `usable` regions, by default all live ones. `is_whole` is False if two of
+        the other regions do not reach each other. Acceptances of another epoch do not count.
         """
         others = frozenset(others)
         if (others, epoch) != (self._others, self.epoch):
@@ -175,9 +174,9 @@ class Sync:
             self._queues[region].waiting.clear()
 
     def sending(self, reports: Iterable[Report], now_ns: int) -> dict[str, Batch]:
-        """Return a batch for each region to which one can be sent now; also without new reports.
+        """Return a batch for each region that can take one now, also without new reports.
 
-        Each batch must be given to `answered` or `failed`.
+        The caller must pass each batch to `answered` or `failed`.
         """
         usable = sorted(self._usable)  # a simulation must be repeatable
         for report in reports:
@@ -185,8 +184,8 @@ class Sync:
             # A total of an exact limit is of use only if all regions accept it. If one cannot be
             # reached, the others would count these units as well, and deliver less than their
             # shares: with four of five regions joined, 0.6 of them. A region that reaches all
-            # holds its totals as well while two others are apart: those cannot report theirs, so
-            # it would take the whole rate, and leave nothing for them.
+            # others also holds its totals back while two others do not reach each other: these two
+            # cannot report theirs, so it would take the whole rate, and leave nothing for them.
             is_held = report.across == "exact" and self.holds_exact
             for region in () if is_held else usable:
                 if not _is_known(subject, region, report):
@@ -199,7 +198,7 @@ class Sync:
         self, region: str, batch: Batch, answers: Sequence[Learnt], now_ns: int
     ) -> list[Excess]:
         """Note the answers to a batch, in order; return the subjects above their limit."""
-        self._queue(region).land(batch)
+        self._queue(region).finish(batch)
         counted = self._counted.setdefault(region, _Exchanged())
         counted.seconds.note(max(now_ns - batch.since_ns, 0), len(batch.reports))
         excesses = []
@@ -212,7 +211,7 @@ class Sync:
                 continue
             counted.accepted += 1
             subject = self._subjects.get(report.key)
-            # An answer to a total of another epoch, or of counts that began anew since.
+            # An answer to a total of another epoch, or of counts that were reset meanwhile.
             if batch.epoch != self.epoch or subject is None:
                 continue
             if subject.generation == report.generation:
@@ -225,29 +224,29 @@ class Sync:
         return excesses
 
     def failed(self, region: str, batch: Batch) -> None:
-        """Note that a batch got no answer. It may or may not have been learnt."""
-        self._queue(region).land(batch)
+        """Note that a batch got no answer. The other region may or may not have counted it."""
+        self._queue(region).finish(batch)
         self._counted.setdefault(region, _Exchanged()).failed += len(batch.reports)
 
     def accepted(self) -> list[Accepted]:
-        """Take the totals that are accepted since the last call, for `accept`."""
+        """Return the totals that were accepted since the last call, for the store's `accept`."""
         found, self._accepted = self._accepted, []
         return found
 
-    # ── What an operator sees ──────────────────────────────────────────────────────────────────
+    # ── For operators ──────────────────────────────────────────────────────────────────────────
 
     def waits_since_ns(self, region: str) -> int | None:
         """Return since when the oldest report for a region waits; None if there is none."""
         queue = self._queues.get(region)
         return None if queue is None else queue.since_ns()
 
-    def flying(self, region: str) -> int:
-        """Return the number of batches on their way to a region."""
+    def in_flight(self, region: str) -> int:
+        """Return the number of batches in flight to a region."""
         queue = self._queues.get(region)
-        return 0 if queue is None else len(queue.flying)
+        return 0 if queue is None else len(queue.in_flight)
 
     def counts(self, region: str) -> PeerCounts:
-        """Return what was exchanged with a region, without the bytes."""
+        """Return the counts of the exchange with a region, without the bytes."""
         found = self._counted.get(region, _Exchanged())
         return PeerCounts(
             accepted=found.accepted,
@@ -266,7 +265,7 @@ class Sync:
         return found
 
     def _noted(self, report: Report) -> _Reported:
-        """Return the subject of a report, with its new total."""
+        """Return the state of a report's subject, updated with the new total."""
         subject = self._subjects.get(report.key)
         if subject is None or (subject.generation, subject.across) != (
             report.generation,
@@ -290,13 +289,13 @@ class Sync:
             self.unaccepted_units -= subject.unaccepted
 
     def _settle(self, key: SubjectKey, subject: _Reported) -> None:
-        """Accept what all regions have accepted that are needed for it."""
+        """Accept the total that all required regions have accepted."""
         needed = self._others if subject.across == "exact" else self._live
         done = _least(subject, needed)
         if done is None or (done == subject.done and not subject.again):
             return
         if subject.done is not None and (done[0] < subject.done[0] or done[1] < subject.done[1]):
-            return  # a region that was away is back, and has not learnt what the others have
+            return  # a region that was away is back, and has not learnt the totals of the others
         subject.done, subject.again = done, False
         last = (subject.total, subject.returned)
         everywhere = _least(subject, self._others) == last
@@ -320,6 +319,6 @@ def _least(subject: _Reported, regions: Collection[str]) -> _Totals | None:
 
 
 def _is_known(subject: _Reported, region: str, report: Report) -> bool:
-    """Return True if a region would learn nothing from a report."""
+    """Return True if a region has already accepted all units of a report."""
     has_demand = report.across == "eventual" and report.demand
     return not has_demand and subject.accepted.get(region) == (report.total, report.returned)

@@ -2,7 +2,8 @@
 
 A table has a version and the share of each region; shares add up to 1. The first one comes from
 the settings. `tollkeeper regions set` writes a table with a higher version into the stores of all
-regions that it can reach. Each leader adopts the table with the highest epoch of which it hears:
+regions that it can reach. Each leader adopts the table with the highest epoch that it finds in the
+notes:
 
 1. Its share falls to the smaller of the current one and the one of the table, at once.
 2. It *announces* the epoch, in the notes of its store. Leaders pass on what others have announced.
@@ -10,25 +11,26 @@ regions that it can reach. Each leader adopts the table with the highest epoch o
    the table. `Shares.before` and `changed_ns` say so: a rise gives no units at once.
 
 So shares never add up to more than 1, in whatever order leaders hear of a table, and if they crash
-in between. A region that is not in the table gets no share. The others cannot wait for it, because
-it may be gone for good: it must be gone, or hear of the table.
+in between. A region that is not in the table gets no share. The others cannot wait for it to
+announce the table, because it may be gone for good. Before its share is given to others, it must be
+shut down, or its leader must have read the table.
 
-A process that starts waits until the leader of its region has asked the others (`RegionSync.wait`).
-So a region that was removed while it was away does not use its old share when it returns. A store
-that has lost its shares, and not its notes, goes on with those of the note, unless there is another
-table. Subjects that it does not know any more start as if the limit was used up.
+A process that starts waits until the leader of its region has read the notes of the others
+(`RegionSync.wait`). So a region that was removed while it was away does not use its old share when
+it returns. A store that has lost its shares but not its notes goes on with the shares in the note,
+unless there is another table. Subjects that it has lost start as if the limit was used up.
 
 A region whose store is empty has no share to start with, and gets one like a region that is added.
 Only the very first start is different. The leader writes its note without shares, then reads the
 notes of the others again, and takes its share if each has the same table or no note. Of two regions
-that start at once, one at least reads the note of the other. If their settings have different
+that start at once, at least one reads the note of the other. If their settings have different
 shares, it starts like a region that is added. If another region cannot be reached then, the store
 may as well have lost its data: the region takes its share, and all subjects start as if the limit
 was used up.
 
 Each leader also notes the id of its own store, and of each store that it reaches under the name of
-another region. So a region whose nodes use another store than the others believe is found out, and
-so is a store that has lost its data.
+another region. So the leaders detect a region whose nodes use another store than the others expect,
+and a store that has lost its data.
 
 `Membership` is pure. The leader of a region (`exchange.py`) and the simulator drive it once a
 second: `hear` the notes of each other region, `plan`, `set_shares`, `note`.
@@ -50,7 +52,7 @@ from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.regional import LAYOUT, REGIONS_MAX, Shares
 from tollkeeper.regions.settings import REGION_NAME, SHARE_PARTS_MAX, share_of
 
-# The names of the notes: what the leader says of its region, and the table that an operator wants.
+# The names of the notes: the leader's note of its region, and the table that an operator has set.
 REGION_NOTE: Final = "region"
 TABLE_NOTE: Final = "table"
 NOTE_CHARS_MAX: Final = 16_384
@@ -58,7 +60,7 @@ NOTE_CHARS_MAX: Final = 16_384
 BEFORE_NS: Final = 32 * 86_400 * NS_PER_SECOND
 # An epoch is a version and a digest. It fits into the numbers of a Redis script: below 2**53.
 VERSION_MAX: Final = 2**20
-# What can happen with fields that are missing, or have other values than a leader notes.
+# The errors of fields that are missing or invalid.
 NOTE_ERRORS: Final = (
     *(KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError),
 )
@@ -159,7 +161,7 @@ def shares_without(shares: Mapping[str, Fraction], region: str) -> dict[str, Fra
     """
     if region not in shares:
         raise ConfigError(
-            f"{show(region)} is no region with a share; {', '.join(sorted(shares))} have one"
+            f"{show(region)} has no share; the regions with a share are {', '.join(sorted(shares))}"
         )
     if len(shares) == 1:
         raise ConfigError(f"{region} is the only region with a share; it cannot be removed")
@@ -178,7 +180,7 @@ def _fitted(shares: Mapping[str, Fraction]) -> dict[str, Fraction]:
 
 
 class RegionNote(NamedTuple):
-    """What the leader of a region says of it in the notes of its store."""
+    """The note that the leader of a region writes to its store."""
 
     region: str
     layout: int
@@ -188,13 +190,14 @@ class RegionNote(NamedTuple):
     announced: Mapping[str, int]
     """The epoch that each region has announced last, this one included."""
     met: Mapping[str, str]
-    """The id of the store that was found under the name of each other region."""
+    """The id of the store that the leader found under the name of each other region."""
     shares: Shares | None
-    """The shares that were set last: where the region goes on if the store has lost them."""
+    """The shares that were set last: the region continues with them if the store has lost its
+    own."""
     starts: bool = False
     """True: this is the first start of the region, and it has not taken its share yet."""
     differed: bool = False
-    """True: regions had different tables, so one may have used what is another's share now."""
+    """True: regions had different tables, so one may have used a share that another has now."""
 
     def text(self) -> str:
         """Return the note."""
@@ -207,12 +210,12 @@ class RegionNote(NamedTuple):
 
 
 def parse_table(text: str) -> ShareTable:
-    """Return the table of a note. Raises ConfigError if it is none."""
+    """Return the table of a note. Raises ConfigError if the text is not a table."""
     return _table_of(note_fields(text))
 
 
 def parse_region(text: str) -> RegionNote:
-    """Return what a leader has noted. Raises ConfigError if it cannot be read."""
+    """Return the note of a leader. Raises ConfigError if it is invalid."""
     fields = note_fields(text)
     try:
         note = RegionNote(
@@ -232,7 +235,7 @@ def parse_region(text: str) -> RegionNote:
 
 
 def _announced_of(fields: Any) -> dict[str, int]:
-    """Return the epochs that regions have announced, without those that no table can have.
+    """Return the epochs that regions have announced, without impossible ones.
 
     Leaders keep the highest epoch and pass it on: a wrong one would stay for good.
     """
@@ -269,7 +272,7 @@ def parse_share(text: object) -> Fraction:
 
 
 def note_fields(text: str) -> Any:
-    """Return the JSON of a note. Raises ConfigError if it is none, or too long."""
+    """Return the JSON of a note. Raises ConfigError if it is not JSON, or too long."""
     if len(text) > NOTE_CHARS_MAX:
         raise ConfigError(f"a note has {len(text):,} characters; {NOTE_CHARS_MAX:,} are the most")
     try:
@@ -290,8 +293,8 @@ def next_shares(
 ) -> Shares:
     """Return the shares that a region uses next: down at once, up when all others have announced.
 
-    `shares` are those in use, None if the store has none. `first` is the very first start of the
-    region, whose share no other region has ever had.
+    `shares` are the shares in use, None if the store has none. `first` is the very first start of
+    the region, whose share no other region has ever had.
     """
     target = table.share(region)
     if shares is None:
@@ -302,14 +305,15 @@ def next_shares(
     is_recent = now_ns - shares.changed_ns <= BEFORE_NS
     before = min(shares.before, share) if is_recent else share
     others = [each for each in table.regions if each != region]
-    # The same epoch, not a later one: a region that has skipped this table may have a higher share.
+    # Wait for the same epoch, not a later one: a region that has skipped this table may have a
+    # higher share.
     if share < target and all(announced.get(each) == table.epoch for each in others):
         return Shares(table.epoch, target, before, now_ns, live)
     return Shares(table.epoch, share, before, shares.changed_ns, live)
 
 
 class Heard(NamedTuple):
-    """What the notes of another region's store say."""
+    """The result of reading the notes of another region's store."""
 
     usable: bool
     """True if totals can be exchanged."""
@@ -318,7 +322,7 @@ class Heard(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a leader does next: set the shares, then write the note."""
+    """The next actions of a leader: set the shares, then write the note."""
 
     shares: Shares | None
     """None: the region waits, or must not work."""
@@ -330,7 +334,7 @@ class Plan(NamedTuple):
 
 
 class Membership:
-    """What the leader of a region knows of the table and of the other regions. Does no I/O."""
+    """The leader's knowledge of the table and of the other regions. Does no I/O."""
 
     def __init__(
         self,
@@ -358,7 +362,7 @@ class Membership:
 
     @property
     def table(self) -> ShareTable:
-        """The table in use: that of the settings only as long as no store has another one."""
+        """The table in use: that of the settings until a store has another one."""
         return self._noted or self._first
 
     def asks(self, peer: str) -> None:
@@ -366,8 +370,8 @@ class Membership:
         self._asked[peer] = self._round
 
     def hear(self, peer: str, notes: Mapping[str, str]) -> Heard:
-        """Take the notes of another region's store."""
-        if peer in self._untried:  # one that has not answered at first may have been cut off
+        """Handle the notes of another region's store."""
+        if peer in self._untried:  # a region that did not answer at first may have been cut off
             self._unheard.discard(peer)
         self._tried(peer)
         text = notes.get(REGION_NOTE)
@@ -433,7 +437,7 @@ class Membership:
         self._tried(peer)
 
     def _tried(self, peer: str) -> None:
-        # An answer to a call that began before the own note was written says nothing.
+        # An answer to a call that began before the own note was written does not count.
         if self._asked.get(peer, self._round) == self._round:
             self._untried.discard(peer)
 
@@ -444,7 +448,7 @@ class Membership:
         now_ns: int,
         live: Collection[str],
     ) -> Plan:
-        """Return what to do, from the notes and shares of the own store and from what was heard.
+        """Return the next actions, from the notes and shares of the own store and the notes heard.
 
         `now_ns` is the time of the own store.
         """
@@ -461,10 +465,10 @@ class Membership:
             self._ask_again(own)
             problem = self._cannot_start()
             if problem:
-                # The others read the id of this store, and say that it is the one they reach.
+                # The others read the id of this store, and confirm that it is the store they reach.
                 note = "" if self._untried else self._note(self._announced, own and own.shares)
                 return Plan(None, note, problem)
-            # Another table may have been in use meanwhile that has given this share to others.
+            # Another table may have been in use meanwhile, and may have given this share to others.
             if own is not None and own.shares is not None and own.shares.epoch == table.epoch:
                 # The counts may be lost with the shares: a part of a cluster was replaced.
                 shares = own.shares._replace(before=Fraction(0), changed_ns=now_ns)
@@ -479,7 +483,7 @@ class Membership:
             self._region, table, shares, self._announced, now_ns, chosen, first=is_first
         )
         if is_first and self._unheard:
-            # This may be a store that has lost its data: the region that knows it cannot say so.
+            # This store may have lost its data: the region that would know it cannot be reached.
             found = found._replace(before=Fraction(0))
         return Plan(found, self._note(announced, found), self._warning(found))
 
@@ -490,7 +494,7 @@ class Membership:
         return is_new and is_same and all(met == self._store for met in self._met_us.values())
 
     def _ask_again(self, own: RegionNote | None) -> None:
-        """When the note of a first start is written, ask those again that have answered before."""
+        """When the note of a first start is written, ask regions again that have answered."""
         if self._begins and own is not None:
             self._round += 1
             self._untried = set(self._peers - self._unheard)
@@ -511,7 +515,7 @@ class Membership:
         try:
             own = parse_region(notes[REGION_NOTE]) if REGION_NOTE in notes else None
         except ConfigError:
-            own = None  # it is written anew
+            own = None  # it is written again
         if own is not None and own.region != self._region:
             return None, (
                 f"this node is in the region {self._region}, and its store is that of the region "
@@ -564,7 +568,7 @@ def newest_table(notes: Mapping[str, str]) -> ShareTable | None:
 
 def _wanted(notes: Mapping[str, str]) -> ShareTable | None:
     """Return the table that a command has written."""
-    with suppress(ConfigError):  # a command of another release has written it
+    with suppress(ConfigError):  # a command of another release may have written it
         return parse_table(notes[TABLE_NOTE]) if TABLE_NOTE in notes else None
     return None
 
@@ -575,6 +579,6 @@ def _newest(tables: Iterable[ShareTable | None]) -> ShareTable | None:
 
 
 def _highest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return the highest epoch of each region; as many regions as can be in use."""
+    """Return the highest epoch of each region, for as many regions as can be in use."""
     found = {name: max(one.get(name, 0), other.get(name, 0)) for name in {*one, *other}}
     return dict(sorted(found.items(), key=lambda each: -each[1])[: 2 * REGIONS_MAX])
