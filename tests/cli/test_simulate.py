@@ -129,7 +129,7 @@ def test_regions_are_simulated_and_shown() -> None:
     [
         (("--across-regions", "maybe"), "choose exact or eventual"),
         (("--partition", "half"), "choose one of none, pairs, one-way, alone, all"),
-        (("--latency-ms", "300", "100"), "write the least and the most of it"),
+        (("--latency-ms", "300", "100"), "is not the least and the most latency"),
     ],
 )
 def test_wrong_arguments_of_regions_are_explained(args: tuple[str, ...], message: str) -> None:

@@ -110,7 +110,7 @@ PLANTED: dict[str, tuple[planted.Plant, RegionsPlan, str]] = {
     "retry_after is too short": (
         planted.bucket(planted.PromisesTooSoon),
         RegionsPlan(MINUTE, regions=2, nodes=1, seconds=10, loads=(Load("some", 1, "patient"),)),
-        "waited as told",
+        "waited for retry_after",
     ),
     "each region takes the whole": (
         planted.ignores_demand,
@@ -184,7 +184,7 @@ def test_wrong_plans_are_explained() -> None:
     """Nothing is simulated."""
     with pytest.raises(ConfigError, match="regions=17 is not between 1 and 16"):
         RegionsPlan(MINUTE, regions=17)
-    with pytest.raises(ConfigError, match="write the least and the most"):
+    with pytest.raises(ConfigError, match="is not the least and the most latency"):
         RegionsPlan(MINUTE, latency_ms=(300, 100))
 
 

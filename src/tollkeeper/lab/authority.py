@@ -19,7 +19,7 @@ RULE: Final = "simulated"
 
 
 class SimulatedAuthority:
-    """The store that has the final word: it may be unreachable, and forget its last writes."""
+    """The authority of the fleet: it may be unreachable, and forget its last writes."""
 
     def __init__(self, loop: EventLoop, limits: tuple[Limit, ...], never_over: NeverOver) -> None:
         self._loop = loop
@@ -30,7 +30,7 @@ class SimulatedAuthority:
         self._replicas: list[_Replica] = []
 
     def carry_out(self, call: Call, node: int) -> Any:
-        """Make a call that has arrived; return its result or the StoreError that it raised."""
+        """Carry out a call that has arrived; return its result or the StoreError that it raised."""
         try:
             result = call.function(*call.args)
         except StoreError as error:
@@ -78,7 +78,7 @@ class SimulatedAuthority:
         return [(table.entries, table.expiries) for table in self._tables()]
 
     def _tables(self) -> list[Any]:
-        tables = self.store._tables  # noqa: SLF001 - a failover is no function of a store
+        tables = self.store._tables  # noqa: SLF001 - stores have no failover
         return list(tables.values())
 
 

@@ -1,8 +1,8 @@
-"""Checkers: what the fleet admitted, against what its limits promise.
+"""Checkers: they compare the admissions of a fleet with the promises of its limits.
 
-Each checker is fed with every admission, at the true time. An admission that the authority decided
-counts when the authority charged it, also if its answer was lost on the way. An admission that a
-node decided counts when the node gave it. So admissions come in order of time.
+Each checker receives every admission, at the true time. An admission by the authority counts when
+the authority charged it, also if its answer was lost. An admission by a node counts when the node
+decided it. So admissions come in order of time.
 
 `NeverOver` computes the bound of each algorithm exactly, in integers:
 
@@ -33,12 +33,12 @@ from tollkeeper.decide.algorithms import ALGORITHMS, State
 from tollkeeper.lab.network import EventLoop
 
 VIOLATIONS_MAX: Final = 20
-# A denial that is told again within this time is the same one.
+# A denial that is announced again within this time is the same one.
 DENIAL_NS: Final = NS_PER_SECOND
 
 
 class _Bound(Protocol):
-    """What one subject has admitted under one limit."""
+    """The admitted units of one subject under one limit."""
 
     def add(self, now_ns: int, units: int) -> int:
         """Count an admission; return how many units it is over the bound, rounded up."""
@@ -50,7 +50,7 @@ class _BucketBound:
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
-        # Micro-units × ns_denominator: so the drain of any time is whole.
+        # Micro-units × ns_denominator, so that the drain in any time is an integer.
         self._capacity = limit.capacity * MICROS_PER_UNIT * limit.ns_denominator
         if limit.refill_every:
             self._capacity += limit.refill_step_ns * limit.micros_numerator
@@ -83,7 +83,7 @@ class _LogBound:
 
 
 class _WindowBound:
-    """Of a fixed window, and of a sliding window counter, whose previous window fades."""
+    """The bound of a fixed window, and of a sliding window counter, whose previous window fades."""
 
     __slots__ = ("_count", "_fades", "_limit", "_previous", "_window")
 
@@ -115,11 +115,11 @@ def _bound(limit: Limit) -> _Bound:
 
 @dataclass(slots=True)
 class NeverOver:
-    """Counts every admission, and finds those that exceed a limit."""
+    """Counts every admission, and finds admissions that exceed a limit."""
 
     limits: tuple[Limit, ...]
     violations: list[str] = field(default_factory=list)
-    """The first admissions that were over, as text."""
+    """The first admissions over a limit, as text."""
     over: dict[str, int] = field(default_factory=dict)
     """The units by which a subject was over at the worst moment."""
     _bounds: dict[str, list[_Bound]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class CentralLimiter:
 
     limits: tuple[Limit, ...]
     admitted: dict[str, int] = field(default_factory=dict)
-    """Requests of each subject that it admits."""
+    """The admitted requests of each subject."""
     _states: dict[str, list[State]] = field(default_factory=dict)
 
     def arrived(self, subject: str, units: int, now_ns: int) -> bool:
@@ -176,7 +176,7 @@ class CentralLimiter:
         return True
 
     def shortfall(self, admitted: dict[str, int]) -> int:
-        """Return how many requests fewer than here were admitted, summed over the subjects."""
+        """Return how many more requests this limiter admits than `admitted`, over all subjects."""
         return sum(
             max(count - admitted.get(subject, 0), 0) for subject, count in self.admitted.items()
         )
@@ -188,11 +188,11 @@ class DenialTimes:
 
     loop: EventLoop
     heard_ns: list[int] = field(default_factory=list)
-    """For each denial that a node told, and each node that heard of it."""
+    """The times, for each denial that a node announced and each node that received it."""
     _told: dict[str, tuple[int, set[int]]] = field(default_factory=dict)
 
     def told(self, subject: str, node: int) -> None:
-        """Note that a node tells others of a denial; within a second, it is the same one."""
+        """Note that a node announces a denial; within a second, it is the same one."""
         since_ns, nodes = self._told.get(subject, (0, set()))
         if self.loop.now - since_ns > DENIAL_NS:
             self._told[subject] = self.loop.now, {node}
@@ -200,7 +200,7 @@ class DenialTimes:
             nodes.add(node)
 
     def heard(self, subject: str, node: int) -> None:
-        """Note that a node has heard of a denial. It counts the first time."""
+        """Note that a node has received a denial. Only the first time counts."""
         since_ns, nodes = self._told.get(subject, (0, {node}))
         if node not in nodes:
             nodes.add(node)

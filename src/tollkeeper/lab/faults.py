@@ -29,23 +29,23 @@ class Faults:
     duplication: float = 0.0
     """The share of datagrams that arrive twice."""
     delay_ms: float = 0.0
-    """Milliseconds by which messages are later in the mean, so that they overtake one another."""
+    """The mean additional delay of messages in milliseconds, so that they overtake one another."""
     partitions: int = 0
-    """Times a random part of the nodes is cut off from the rest."""
+    """How often a random part of the nodes is cut off from the rest."""
     one_way: int = 0
-    """Times a random part of the nodes can receive from the rest, and not send, or vice versa."""
+    """How often a random part of the nodes can only receive from the rest, or only send to it."""
     crashes: int = 0
-    """Times a node is killed, with its table. It starts again after a while."""
+    """How often a node is killed, with its table. It starts again after a while."""
     stops: int = 0
-    """Times a node is shut down in order, and starts again."""
+    """How often a node is shut down in order, and starts again."""
     clock_steps: int = 0
-    """Times a node's wall clock steps by up to 60 s either way. The next process sees it."""
+    """How often a node's wall clock steps by up to 60 s either way. The next process sees it."""
     drift_ppm: int = 0
-    """How far the clocks of nodes run too fast or too slow, at most, in parts per million."""
+    """The most by which the clocks of nodes run too fast or too slow, in parts per million."""
     failovers: int = 0
-    """Times the authority fails over and forgets its last writes."""
+    """How often the authority fails over and forgets its last writes."""
     outages: int = 0
-    """Times the authority is unreachable for a while."""
+    """How often the authority is unreachable for a while."""
     scale_from: int = 0
     """How many nodes the fleet has at first; the others start during the first half. 0: all."""
 
@@ -63,7 +63,7 @@ class Faults:
 
 
 NAMES: Final = tuple(each.name for each in fields(Faults))
-# What `--faults all` means.
+# The faults of `--faults all`.
 ALL_FAULTS: Final = Faults(
     loss=0.05,
     duplication=0.02,

@@ -41,13 +41,13 @@ CLOCK_STEP_S: Final = 60
 FAILOVER_LAG_S_MAX: Final = 1.0
 # The time after the traffic in which calls return and reports arrive.
 DRAIN_NS: Final = NS_PER_SECOND // 2
-# All nodes together may admit this part of a limit before the authority knows of it.
+# All nodes together may admit this part of a limit before they report it to the authority.
 EVENTUAL_OVER_MAX: Final = 0.25
 # Faults that lose neither charges nor hints.
 _HARMLESS: Final = frozenset({"duplication", "delay_ms", "stops", "clock_steps", "drift_ppm"})
-# Faults in which a node dies, or the fleet has other nodes than its nodes believe.
+# Faults in which a node dies, or in which the nodes do not know all nodes of the fleet.
 _LOSES_MEMBERS: Final = frozenset({"crashes", "stops", "scale_from"})
-# How often the simulation looks whether all nodes agree.
+# How often the simulation checks whether all nodes agree.
 MEMBERSHIP_LOOK_NS: Final = 50 * NS_PER_MS
 BUDGET_LOOK_NS: Final = 2 * NS_PER_MS
 BUDGET_LOOKS_MAX: Final = 2_500
@@ -86,7 +86,7 @@ class FleetPlan:
 
 @dataclass(slots=True)
 class SecondOfTraffic:
-    """What happened in one second, for the plot."""
+    """The counts of one second, for the plot."""
 
     requests: int = 0
     admitted: int = 0
@@ -96,7 +96,7 @@ class SecondOfTraffic:
 
 @dataclass(slots=True)
 class FleetCounts:
-    """What all nodes did."""
+    """The counts of all nodes together."""
 
     requests: int = 0
     admitted: int = 0
@@ -131,7 +131,7 @@ class SimulatedFleet:
         self.network = VirtualNetwork(self.loop, seeded(self.random.random()), quality)
         self.never_over = NeverOver(plan.limits)
         self.outage_over = NeverOver(plan.limits)
-        """The same for what nodes admit while the authority is away."""
+        """The same for the admissions of nodes while the authority is away."""
         self.central = CentralLimiter(plan.limits)
         self.counts = FleetCounts()
         self.authority = SimulatedAuthority(self.loop, plan.limits, self.never_over)
@@ -139,11 +139,11 @@ class SimulatedFleet:
         self.nodes = [SimulatedNode(self, number) for number in range(plan.nodes)]
         self.live: list[SimulatedNode] = []
         self.sent_bytes = [0] * plan.nodes
-        """What each node has sent by gossip, headers included."""
+        """The bytes that each node has sent by gossip, headers included."""
         self.stopped_ns: list[int] = []
         """From the first denial of a subject until no node has a budget for it."""
         self.joined_ns: list[int] = []
-        """From the start of a node until all nodes know all live nodes and no other."""
+        """From the start of a node until all nodes know exactly the live nodes."""
         self.noticed_ns: list[int] = []
         """The same after a node was killed."""
         self._denied: set[str] = set()
@@ -187,8 +187,8 @@ class SimulatedFleet:
         """Return the promises that the run has broken.
 
         An eventual limit may be over by the charges on their way, at most a quarter, as long as no
-        charge and no hint is lost. What the nodes admit while the authority is away is within the
-        limit, too, as long as no node dies with what it has admitted.
+        charge and no hint is lost. The units that the nodes admit while the authority is away are
+        within the limit, too, as long as no node dies before it has announced its units.
         """
         faults = self.plan.faults.given().keys()
         found = [] if faults & _LOSES_MEMBERS else list(self.outage_over.violations)
@@ -220,10 +220,10 @@ class SimulatedFleet:
             self.live.remove(node)
             self._membership_changed()
 
-    # Called by traffic and nodes.
+    # Traffic and nodes call these methods.
 
     def arrived(self, subject: str, cost: int) -> None:
-        """Give a request to a live node."""
+        """Send a request to a live node."""
         if not self.live:
             return
         self.counts.requests += 1
@@ -256,7 +256,7 @@ class SimulatedFleet:
                 self._look_for_budgets(subject, 0)
 
     def admitted_locally(self, node: int, subject: str, cost: int) -> None:
-        """Count a request that a node admitted by the fleet's totals: the authority is away."""
+        """Count a request that a node admitted by the fleet's totals, without the authority."""
         counts = self.counts
         counts.locally += 1
         counts.admitted += 1
@@ -284,7 +284,7 @@ class SimulatedFleet:
             delay_ns += RETRANSMIT_NS
         self.loop.after(delay_ns, deliver, *args)
 
-    # What is measured.
+    # Measurements.
 
     def _look_for_budgets(self, subject: str, looks: int) -> None:
         """Measure how long any node may still admit a subject that was denied."""
@@ -304,7 +304,7 @@ class SimulatedFleet:
             self.loop.after(MEMBERSHIP_LOOK_NS, self._look_at_membership)
 
     def _look_at_membership(self) -> None:
-        """Measure how long the nodes take to agree on who is alive."""
+        """Measure how long the nodes take to agree on the live nodes."""
         count = len(self.live)
         processes = (node.process for node in self.live)
         if any(each and each.gossip.live_nodes() != count for each in processes):

@@ -1,13 +1,13 @@
 """A virtual clock, an event loop, and a network that loses, repeats, delays and cuts.
 
 Time is whole nanoseconds, as everywhere. It advances only when the loop takes the next event from
-its queue, so a simulated minute takes as long as its events. All chance comes from one seeded
-generator: the same seed gives the same run.
+its queue, so a simulated minute takes as long as its events. All random choices come from one
+seeded generator: the same seed gives the same run.
 
 **Clocks.** A process reads the wall clock once, when it starts, and continues it with the clock
-that counts from boot (`core/clock.py`). So a step of the wall clock does not reach a process that
-runs. It reaches the next process of that node. `NodeClock` does the same. In addition its rate is
-off by some parts per million, as that of a real oscillator.
+that counts from boot (`core/clock.py`). So a running process does not see a step of the wall clock.
+The next process of that node sees it. `NodeClock` does the same. Its rate is also off by some parts
+per million, like that of a real oscillator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 from tollkeeper.core.clock import NS_PER_SECOND
 
-# When a simulation begins: any time does that is not at the edge of a usual window.
+# The start time of a simulation: any time that is not at the edge of a usual window.
 START_NS: Final = 1_800_000_007 * NS_PER_SECOND
 NS_PER_MS: Final = NS_PER_SECOND // 1_000
 
@@ -28,7 +28,7 @@ Event = tuple[int, int, Callable[..., None], tuple[Any, ...]]
 
 
 def seeded(seed: float) -> Random:
-    """Return a generator of chance that repeats itself."""
+    """Return a random generator that gives the same numbers for the same seed."""
     return Random(seed)  # noqa: S311 - a simulation must be repeatable, and keeps no secret
 
 
@@ -44,7 +44,7 @@ class EventLoop:
         """The virtual time in nanoseconds."""
 
     def at(self, time_ns: int, function: Callable[..., None], *args: Any) -> None:
-        """Call `function` at a time; at once, if that has passed."""
+        """Call `function` at a time; at once if that time has passed."""
         self._order += 1
         heappush(self._events, (max(time_ns, self.now), self._order, function, args))
 

@@ -2,8 +2,8 @@
 
 The node's code is the same as in production: `fleet/gates.py`, `fleet/reports.py`, the table of
 allowances, and the state machine of gossip. Where it yields a Call of the authority, the call
-travels through the simulated network (`_Run`). Instead of the threads of a process, there are
-events of the loop: one for the reports, one for gossip.
+travels through the simulated network (`Run`). Events of the loop replace the threads of a process:
+one for the reports, one for gossip.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class SimulatedNode:
         self.wall_offset_ns = 0
         self.drift_ppm = 0
         self.starts = 0
-        """Times that it was started. An answer to an earlier process is dropped."""
+        """How often the node was started. An answer to an earlier process is dropped."""
         self.process: NodeProcess | None = None
 
     @property
     def is_alive(self) -> bool:
-        """True if it has a process."""
+        """True if the machine has a process."""
         return self.process is not None
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class SimulatedNode:
         self.process = None
 
     def stop(self) -> None:
-        """Shut the process down in order: it reports all that it owes, and leaves."""
+        """Shut the process down in order: it reports all charges, and leaves."""
         if self.process is not None:
             self.process.stop()
         self.kill()
@@ -146,7 +146,7 @@ class NodeProcess:
             self._schedule_tick()
 
     def stop(self) -> None:
-        """Report everything, and tell the other nodes."""
+        """Report everything, and announce to the other nodes that this one leaves."""
         steps = self.reports.flushing(self.node.authority.report, ending=True)
         Run(self, steps, outlives=True).go()
         self._send(self.gossip.leave(self.clock.now_ns()))
@@ -224,18 +224,18 @@ class NodeProcess:
         return self.gossip.live_nodes() > 1
 
     def warm(self, gate: int, subject: str) -> None:
-        """Tell other nodes that a subject is warm."""
+        """Announce to other nodes that a subject is warm."""
         self.gossip.warm(gate, subject, self.clock.now_ns())
         self._schedule_tick()
 
     def denied(self, gate: int, subject: str, cost: int, lasts_ns: int) -> None:
-        """Tell other nodes that a subject is denied."""
+        """Announce to other nodes that a subject is denied."""
         self.fleet.denial_times.told(subject, self.machine.number)
         self.gossip.denied(gate, subject, cost, lasts_ns, self.clock.now_ns())
         self._schedule_tick()
 
     def received(self, message: Message, source: Address) -> None:
-        """Take a datagram."""
+        """Handle a datagram."""
         if not self.is_current:
             return
         self._send(self.gossip.receive(message, source, self.clock.now_ns()))
@@ -243,7 +243,7 @@ class NodeProcess:
         self._schedule_tick()
 
     def _take_news(self) -> None:
-        """Pass on what other nodes have said."""
+        """Pass on the hints, changes and payloads that have arrived."""
         if changes := self.gossip.take_changes():
             self.totals.on_changes(changes)
         if payloads := self.gossip.take_payloads():
@@ -260,7 +260,7 @@ class NodeProcess:
         return sequence
 
     def ask(self, question: bytes) -> None:
-        """Return None: the process is its own agent, and has nothing to ask."""
+        """Return None: the process is its own agent."""
 
     def _schedule_tick(self) -> None:
         """Schedule the next tick, unless one is scheduled that is early enough."""
@@ -290,8 +290,9 @@ def _strict(gate: Gate, subject: str, cost: int) -> Steps[Decision]:
 class Run:
     """Steps that a process carries out, with the calls that they make.
 
-    The answer to a call that comes after its timeout, or for a process that was killed, is dropped.
-    With `outlives`, the steps go on after the process has ended: it waits for them.
+    An answer that arrives after the timeout of its call, or after its process was killed, is
+    dropped. With `outlives`, the steps go on during the shutdown of the process, which waits for
+    them.
     """
 
     __slots__ = ("_calls", "_outlives", "_process", "_steps", "_waits")

@@ -6,17 +6,18 @@ simulated: an event loop whose time is virtual, and a network between the nodes 
 
 A call travels to the store, is carried out when it arrives, and its answer travels back. It is
 carried out also if its caller has given up meanwhile. A lost packet is sent again after a while, as
-TCP does; a cut drops calls or answers, by direction. A node that is stopped sends what it was about
-to send when it continues: late calls of a leader that was replaced.
+TCP does; a cut drops calls or answers, by direction. A node that is suspended sends its pending
+calls when it continues: these are late calls of a leader that was replaced.
 
-What is checked (`problems`):
+`problems` checks:
 
 - An exact limit is never over (`NeverOver`). Also the shares in use add up to at most 1.
-- A subject below its limit is not denied, if all works and no window is shorter than a minute.
-- An eventual limit is over by at most 1 %, or a request of each region, if all works; with
-  windows of less than a minute, also by what it refills in two trips.
-- A client that waits for `retry_after` of an exact limit is admitted then, if all works.
-- After a leader was killed or stopped, another one works within 5 s.
+- A subject below its limit is not denied, if there are no faults and no window is shorter than a
+  minute.
+- Without faults, an eventual limit is over by at most 1 %, or one request of each region. With
+  windows of less than a minute, the units that it refills in two trips are allowed, too.
+- Without faults, a client that waits for `retry_after` of an exact limit is admitted then.
+- After a leader was killed or suspended, another one works within 5 s.
 - In the end, each store has learnt the totals of all others.
 """
 
@@ -63,7 +64,7 @@ PARTITIONS: Final[tuple[Partition, ...]] = ("none", "pairs", "one-way", "alone",
 # A call inside a region takes about this long, one way.
 LOCAL_S: Final = 0.0005
 RETRANSMIT_S: Final = 0.2
-# The regions get their shares in this time; traffic starts then.
+# The regions get their shares in this time; traffic starts after it.
 START_S: Final = 5.0
 # The time after the traffic and the faults in which the last totals arrive.
 DRAIN_S: Final = 15.0
@@ -71,7 +72,7 @@ TAKEOVER_S_MAX: Final = 5.0
 EVENTUAL_OVER_MAX: Final = 0.01
 # How long a partition and the pause after it last; "long" ones last as long as the traffic.
 CUT_S: Final = (2.0, 15.0)
-# How long it takes at most until a region that was removed is back.
+# The most time until a region that was removed is back.
 REMOVED_S: Final = 25.0
 MOVE_S: Final = 15.0
 FULL_RATE_S: Final = 2.0
@@ -85,10 +86,11 @@ class Load:
 
     subject: str
     times: float
-    """How many times the limit's rate they are, in all regions together."""
+    """The rate of the requests of all regions together, as a multiple of the limit's rate."""
     where: Where = "all"
-    """In all regions, in the first one, in another one every 15 s; or a patient client: it asks
-    as fast as it can in the first region, and waits for `retry_after` when it is denied."""
+    """Where the requests arrive: in all regions, in the first one, or in another one every 15 s. Or
+    a patient client: it asks as fast as it can in the first region, and waits for `retry_after`
+    when it is denied."""
     cost: int = 1
 
 
@@ -115,7 +117,7 @@ class RegionsPlan:
     seed: int = 0
     loads: tuple[Load, ...] = USUAL_LOADS
     latency_ms: tuple[float, float] = (100, 300)
-    """Of a round trip between two regions: the least and the most."""
+    """The least and the most time of a round trip between two regions."""
     loss: float = 0.0
     partition: Partition = "none"
     is_long: bool = False
@@ -133,23 +135,25 @@ class RegionsPlan:
         if not 1 <= self.regions <= REGIONS_MAX:
             raise ConfigError(f"regions={self.regions} is not between 1 and {REGIONS_MAX}")
         if not 0 <= self.latency_ms[0] <= self.latency_ms[1] <= 2_000:
-            raise ConfigError(f"latency_ms={self.latency_ms}: write the least and the most of it")
+            raise ConfigError(
+                f"latency_ms={self.latency_ms} is not the least and the most latency, up to 2,000"
+            )
 
     @property
     def is_calm(self) -> bool:
-        """True without any fault."""
+        """True if the plan has no faults."""
         faults = self.kills or self.stops or self.changes or self.removals or self.loss
         return self.partition == "none" and not faults
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """A selector that does not wait: the time that it would wait has passed."""
+    """A selector that does not wait: it advances the virtual time instead."""
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("the simulation waits for nothing")
+            raise RuntimeError("the simulation has no event to wait for")
         self.now_s += max(timeout, 0.0)
         return []
 
@@ -167,12 +171,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def result_of(call: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a call that waits for nothing."""
+    """Return the result of a call that never waits."""
     try:
         call.send(None)
     except StopIteration as stopped:
         return stopped.value  # type: ignore[no-any-return]  # the type of a coroutine's result
-    raise AssertionError("a call of the reference waits")
+    raise AssertionError("a call of the reference store waits")
 
 
 class _VirtualClock:
@@ -182,7 +186,7 @@ class _VirtualClock:
         self._loop = loop
 
     def now_ns(self) -> int:
-        """Return the time, in whole microseconds as a store's."""
+        """Return the time in whole microseconds, like that of a store."""
         return START_NS + round(self._loop.time() * 1_000_000) * 1_000
 
     def sleep(self, seconds: float) -> None:
@@ -195,7 +199,7 @@ class _VirtualClock:
 
 
 class _Store(MemoryRegional):
-    """The store of one region, which tells the simulation what happens."""
+    """The store of one region, which reports its calls to the simulation."""
 
     def __init__(self, name: str, run: SimulatedRegions) -> None:
         super().__init__(run.clock)
@@ -354,23 +358,23 @@ class _Node:
         return not self.is_dead and self._held is None
 
     def when_running(self, event: Callable[[], None]) -> None:
-        """Do something; later, if the node is stopped, and never if it is dead."""
+        """Call `event`: now, later if the node is suspended, or never if it is dead."""
         if self._held is not None:
             self._held.append(event)
         elif not self.is_dead:
             event()
 
     def kill(self) -> None:
-        """End the node, in the middle of its work."""
+        """Kill the node in the middle of its work."""
         self.is_dead, self._held = True, None
         self._task.cancel()
 
     def stop(self) -> None:
-        """Stop the node; its calls and their answers wait."""
+        """Suspend the node; its calls and their answers wait."""
         self._held = self._held or []
 
     def resume(self) -> None:
-        """Continue a node that was stopped."""
+        """Resume a node that was suspended."""
         held, self._held = self._held or [], None
         for event in held:
             self.when_running(event)
@@ -400,7 +404,7 @@ class KnownTimes:
 
 @dataclass(slots=True)
 class SubjectCounts:
-    """What one subject asked for and got."""
+    """The requests of one subject, and how many were admitted."""
 
     asked: int = 0
     admitted: int = 0
@@ -451,7 +455,7 @@ class SimulatedRegions:
         """Run the plan. `progress` gets the simulated seconds."""
         log = logging.getLogger(exchange.__name__.rpartition(".")[0])
         level = log.level
-        log.setLevel(logging.CRITICAL + 1)  # faults are what a simulation is for
+        log.setLevel(logging.CRITICAL + 1)  # a simulation causes faults on purpose
         try:
             self.loop.run_until_complete(self._run(progress))
         finally:
@@ -487,7 +491,7 @@ class SimulatedRegions:
     # ── Network ────────────────────────────────────────────────────────────────────────────────
 
     def travel(self, source: str, target: str, event: Callable[[], None]) -> None:
-        """Let something happen at the other end of a link, if nothing cuts it."""
+        """Call `event` at the other end of a link, unless the link is cut."""
         is_cut = source in self._isolated or target in self._isolated
         if source != target and (is_cut or (source, target) in self._cuts):
             return
@@ -501,7 +505,7 @@ class SimulatedRegions:
     # ── Traffic ────────────────────────────────────────────────────────────────────────────────
 
     def _requests(self, load: Load) -> None:
-        """Let the clients of a load ask until the traffic ends."""
+        """Send the requests of a load until the traffic ends."""
         rate = min(limit.limit / limit.window for limit in self.plan.limits)
         random = seeded(self.random.random())
         per_second = rate * load.times / load.cost
@@ -536,7 +540,7 @@ class SimulatedRegions:
         return chosen
 
     def _patient(self, load: Load, waited: bool) -> None:
-        """Ask; after a denial, ask again when the client was told to."""
+        """Send a request; after a denial, send another after `retry_after`."""
         if self.loop.time() >= self._ends_s:
             return
         decision = self._check(self.names[0], load)
@@ -548,7 +552,7 @@ class SimulatedRegions:
         self.loop.call_later(wait_s, self._patient, load, True)
 
     def _check(self, region: str, load: Load) -> Decision | None:
-        """Ask a region. Returns None if it is lost or has no share now."""
+        """Check in a region. Returns None if the region is lost or has no share now."""
         if region in self._lost:
             return None
         counts, store = self.subjects[load.subject], self.stores[region]
@@ -636,14 +640,14 @@ class SimulatedRegions:
             self.loop.call_later(self.random.uniform(5, 12), node.resume)
 
     def works(self, region: str, leader: str) -> None:
-        """Note that a leader reads what is due."""
+        """Note that a leader has read the reports that are due."""
         name, since_s = self._lost_lead.get(region, ("", 0.0))
         if name and name != leader:
             self.takeovers_s.append(self.loop.time() - since_s)
             del self._lost_lead[region]
 
     def _change(self) -> None:
-        """Change the shares, as an operator does who reaches one region."""
+        """Change the shares, like an operator who can reach one region."""
         weights = {name: self.random.randint(1, 4) for name, _ in self.table.shares}
         total = sum(weights.values())
         shares = {name: Fraction(weight, total) for name, weight in weights.items()}
@@ -661,7 +665,7 @@ class SimulatedRegions:
         if self._isolated or self._lost or len(self.names) == 1:
             return
         self._isolated.add(region)
-        await asyncio.sleep(self.random.uniform(0, 5))  # it goes on alone
+        await asyncio.sleep(self.random.uniform(0, 5))  # the region goes on alone
         self._lost.add(region)
         await asyncio.sleep(self.random.uniform(0, 2))
         left = shares_without(dict(self.table.shares), region)
@@ -682,7 +686,7 @@ class SimulatedRegions:
     # ── Results ────────────────────────────────────────────────────────────────────────────────
 
     def problems(self) -> list[str]:
-        """Return the promises that were broken."""
+        """Return the broken promises."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -697,7 +701,8 @@ class SimulatedRegions:
         for region in self._lost_lead:
             yield f"no node has taken the lead of {region}"
         for region, store in self.stores.items():
-            # What a region has missed while it was removed is in the addition to its share.
+            # When a region is added again, the units that it missed are counted as spent in its
+            # share.
             for other in () if plan.removals else self.names:
                 if other != region and (missing := self._missing(store, other)):
                     yield f"{region} has not learnt the total of {missing} in {other}"
@@ -705,14 +710,14 @@ class SimulatedRegions:
             yield from self._calm_problems()
 
     def _missing(self, store: _Store, other: str) -> str:
-        """Return a subject of which a store does not know all that another region admitted."""
+        """Return a subject of which a store does not know all units of another region."""
         learnt = store.totals(other)
         totals = self.stores[other].totals()
         found = (name for name, total in totals.items() if total and learnt.get(name) != total)
         return next(found, "")
 
     def _calm_problems(self) -> Iterator[str]:
-        """Yield what must not happen while all works."""
+        """Yield the promises that were broken without faults."""
         plan = self.plan
         steady = all(limit.window_ns >= STEADY_WINDOW_NS for limit in plan.limits)
         for load in plan.loads:
@@ -723,13 +728,14 @@ class SimulatedRegions:
             over = self.never_over.over.get(load.subject, 0)
             capacity = min(limit.capacity for limit in plan.limits)
             allowed = max(EVENTUAL_OVER_MAX * capacity, plan.regions * load.cost)
-            if not steady:  # what a limit refills in two trips is a large part of it
+            if not steady:  # the units that refill in two trips are a large part of a short limit
                 trips_s = 2 * plan.latency_ms[1] / 1_000
                 allowed += max(limit.limit / limit.window for limit in plan.limits) * trips_s
             if plan.across == "eventual" and over > allowed:
                 yield f"{load.subject} was {over} units over an eventual limit of {capacity}"
             if plan.across == "exact" and counts.broken_waits:
-                yield f"{load.subject} waited as told, and was denied {counts.broken_waits} times"
+                times = counts.broken_waits
+                yield f"{load.subject} waited for retry_after, and was denied {times} times"
 
     def shortfall(self, subject: str) -> float:
         """Return the part of a subject's requests that only a perfect limiter would admit."""
@@ -737,9 +743,10 @@ class SimulatedRegions:
         return max(best - self.subjects[subject].admitted, 0) / best if best else 0.0
 
     def delivered(self, subject: str) -> float:
-        """Return the least part of its share of the rate that a region has delivered.
+        """Return the part of its share of the rate that a region has delivered, the least of all.
 
-        Of a subject that always asks for more. A bucket's capacity, which it has once, is left out.
+        The subject must always ask for more than the limit. A bucket's initial capacity is left
+        out.
         """
         parts = []
         for limit in self.plan.limits:
@@ -750,12 +757,12 @@ class SimulatedRegions:
         return min(parts)
 
     def known_s(self, share: float) -> float:
-        """Return in which time other regions knew of so large a share of the admissions."""
+        """Return the time within which other regions knew of this share of the admissions."""
         return percentile(self.known.seconds, share)
 
 
 def rows_of_regions(run: SimulatedRegions) -> list[tuple[str, str]]:
-    """Return the results for people."""
+    """Return the results as rows for people."""
     capacity = min(limit.capacity for limit in run.plan.limits)
     rows = []
     for subject, counts in run.subjects.items():

@@ -20,7 +20,7 @@ _SVG_MARGIN: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """What a run has shown. Shares are from 0 to 1."""
+    """The results of a run. Shares are from 0 to 1."""
 
     requests: int
     admitted: int
@@ -51,9 +51,9 @@ class FleetSummary:
     noticed_s_max: float
     """From the death of a node until no node counts it any more."""
     gossip_bytes_per_s: float
-    """What one node sends, headers included: the mean of all nodes."""
+    """The bytes that one node sends, headers included: the mean of all nodes."""
     gossip_bytes_per_s_max: float
-    """The same of the node that sends most."""
+    """The same for the node that sends most."""
     problems: tuple[str, ...]
     """The promises that were broken, such as an admission beyond a strict or leased limit."""
 
@@ -86,7 +86,7 @@ def summary_of(fleet: SimulatedFleet) -> FleetSummary:
 
 
 def rows_of(summary: FleetSummary) -> list[tuple[str, str]]:
-    """Return the lines of a table: what, and how much."""
+    """Return the rows of a table: a name and a value."""
     mean_kb, most_kb = summary.gossip_bytes_per_s / 1_000, summary.gossip_bytes_per_s_max / 1_000
     return [
         ("requests", f"{summary.requests:,}"),

@@ -64,7 +64,7 @@ class TrafficGroup:
     until_s: float = inf
 
     def start(self, loop: EventLoop, random: Random, arrived: Arrived) -> None:
-        """Let the requests of all users arrive, at random times."""
+        """Schedule the requests of all users at random times."""
         mean_ns = _SECONDS_PER_MINUTE * NS_PER_SECOND * self.burst / self.per_minute
         until_ns = START_NS + ns_from_seconds(self.until_s) if isfinite(self.until_s) else None
 
@@ -88,7 +88,7 @@ class Recording:
     requests: tuple[tuple[int, str, int], ...]
 
     def start(self, loop: EventLoop, random: Random, arrived: Arrived) -> None:  # noqa: ARG002 - groups need it
-        """Let the requests arrive at their times."""
+        """Schedule the requests at their recorded times."""
         requests = iter(self.requests)
 
         def request(subject: str, cost: int) -> None:

@@ -1,8 +1,8 @@
 """Random fleets with random faults: each trial follows from its seed.
 
-A trial is small, so that many of them fit a minute: a few nodes, a few busy subjects, a short limit
-that is reached again and again. `tollkeeper simulate random` runs trials, and repeats one by its
-seed.
+A trial is small, so that many of them fit into a minute: a few nodes, a few busy subjects, and a
+short limit that is reached again and again. `tollkeeper simulate random` runs trials, and repeats
+one by its seed.
 """
 
 from __future__ import annotations
