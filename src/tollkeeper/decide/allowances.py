@@ -1,4 +1,4 @@
-"""What a node may admit without asking the authority: the reference for the kernel.
+"""The units that a node may admit without asking the authority: the reference for the kernel.
 
 A node keeps one *allowance* for each rule and subject that it decides itself: a number of units,
 and until when it may spend them. The units are a lease, which the authority has charged already, or
@@ -80,7 +80,7 @@ class UnitClaim(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """What was left of a lease that a newer one replaced: to be given back now."""
+    """The unspent units of a lease that a newer one replaced: to be given back now."""
 
     units: int
     ends_store_ns: int
@@ -97,7 +97,7 @@ class AllowanceStats(NamedTuple):
     pending_units: int
     """Units of budgets that are spent and not reported, including those that are being reported."""
     refused: int
-    """Times a new allowance found no room. The authority decides such a subject."""
+    """How often a new allowance found no room. The authority decides such a subject."""
 
 
 class AllowanceGate(Protocol):
@@ -189,7 +189,7 @@ class Allowances(Protocol):
         ...
 
     def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[UnitClaim]:
-        """Take what is to be reported: up to `count` claims.
+        """Take up to `count` claims to report.
 
         Unspent units of leases that have ended, and pending units whose first is older than
         `flush_ns`. With `ending`, all of both, and claims that were not confirmed: the node stops.
@@ -310,7 +310,7 @@ class _Allowance:
 
     def is_idle(self, now_ns: int) -> bool:
         """Return True if the record may be dropped."""
-        # A budget without units says that the subject is warm, which must not be forgotten.
+        # A budget without units marks a warm subject, which must not be forgotten.
         is_live = (self.left or not self.leased) and self.is_live(0, now_ns)
         if is_live or now_ns < self.denied_until_ns:
             return False

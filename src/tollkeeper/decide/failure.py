@@ -21,10 +21,11 @@ the whole fleet, so each of `nodes` machines has its share of them, and all mach
 no more than the rule allows. The workers of one machine count together if `store` is a file that
 they share; with `memory://`, each process has the whole share of the machine.
 
-In a fleet, the machines know how many they are and tell one another what they have admitted
-(`SharedCounts`). Then a machine may admit more than its share of a subject that the others do not
-see, up to CEILING_SHARES times its share. If that fails, it has the share of one of the last known
-number of machines. What it has admitted is charged to the store when the store is back.
+In a fleet, the machines know their number and report to one another the units that they have
+admitted (`SharedCounts`). Then a machine may admit more than its share of a subject that the others
+do not see, up to CEILING_SHARES times its share. If that fails, it has the share of one of the last
+known number of machines. The units that it has admitted are charged to the store when the store is
+back.
 
 Two more limits apply only while the store is unavailable. The `ceiling` limits all requests that a
 machine admits, whatever their rule. The `emergency` limits apply to each address in a long outage,
@@ -71,7 +72,7 @@ OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"}
 # The end of an outage is unknown. One second keeps clients from retrying in a tight loop.
 RETRY_AFTER_NS: Final = NS_PER_SECOND
 NODES_MAX: Final = 100_000
-# What one node admits of a subject at most, in shares, however little the others report.
+# The most that one node admits of a subject, in shares, however little the others report.
 CEILING_SHARES: Final = 2
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
 # The workers of a machine agree that an outage goes on if one of them noticed it this lately.
@@ -288,7 +289,7 @@ class LocalLimits:
         return max(noted_ns, int(failing_s * NS_PER_SECOND))
 
     def _share(self, own_ns: int) -> None:
-        """Tell the other workers of this machine how long the outage has lasted."""
+        """Share the duration of the outage with the other workers of this machine."""
         shared = self._shared
         if shared is None:
             shared = self._shared = SharedOutage(self._opened())

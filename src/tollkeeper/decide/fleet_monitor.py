@@ -1,4 +1,4 @@
-"""What an operator sees of a fleet: its nodes, and how many checks each node answers itself.
+"""The view of a fleet for operators: its nodes, and how many checks each node answers itself.
 
 A store that is shared by a fleet declares a FleetMonitor as `store.fleet`. Metrics, the admin API
 and `tollkeeper fleet` read it. Reading it does no I/O.
@@ -58,7 +58,7 @@ class NodeAnswers:
 
 @dataclass(slots=True)
 class ReportCounts:
-    """What this process has reported, counted without a lock: approximate in threads."""
+    """The counts of this process's reports, kept without a lock: approximate with threads."""
 
     returned_units: int = 0
     """Units of leases that were not spent and were given back."""
@@ -67,7 +67,7 @@ class ReportCounts:
     reports: int = 0
     """Reports that the authority has answered: one for each rule and subject."""
     failed: int = 0
-    """Reports that the authority could not take. Late charges are reported again."""
+    """Reports that failed. Late charges are reported again."""
     divergence_units: int = 0
     """The sum, over all answers to late charges, of the difference between the remaining units that
     the node expected and those that the authority has."""
@@ -99,7 +99,7 @@ class FleetMonitor(Protocol):
         ...
 
     def reports(self) -> ReportCounts:
-        """Return what this process has reported."""
+        """Return the counts of this process's reports."""
         ...
 
     def table(self) -> AllowanceStats:

@@ -1,10 +1,10 @@
 """Units that a node takes from a limit in advance, and units that it reports late.
 
-The store that has the final word on a limit is its *authority*. A node that shares the limit with
+The store that decides finally on a limit is its *authority*. A node that shares the limit with
 others can answer most checks itself:
 
 - With `consistency: leased`, a check takes more units than it costs. The rest is a *lease*: the
-  node spends it without asking, until it ends, and then gives back what it has not spent.
+  node spends it without asking, until it ends, and then gives back the unspent units.
 - With `consistency: eventual`, the node admits requests within a part of the room that it last saw,
   and reports them afterwards, each with its age: a *late charge*.
 
@@ -14,8 +14,9 @@ hold in every interval, whenever the nodes spend their leases ([ADR 13](docs/adr
 
 The size and the end of a lease are those that suit all limits of the rule:
 
-- A lease is at most room / (2 × nodes), where room is what the check has left. So one node never
-  takes all, and near the limit there are no leases: each check is decided by the authority.
+- A lease is at most room / (2 × nodes), where room is the units that remain after the check. So one
+  node never takes all, and near the limit there are no leases: each check is decided by the
+  authority.
 - It lasts at most a tenth of the time in which an empty limit is whole again, and at most
   `LEASE_NS_MAX`. A lease that would last less than `LEASE_NS_MIN` is not worth its round trip.
 - Granted units are not leased: they are not part of the room. A leaky bucket does not lease.
@@ -42,7 +43,7 @@ LEASE_NS_MIN: Final = NS_PER_SECOND // 50
 
 
 class LeaseTerms(NamedTuple):
-    """What a node asks for beside the units of a check."""
+    """The lease that a node asks for with a check."""
 
     wanted: int
     """Units that it expects to spend during the lifetime; 0 for no lease."""

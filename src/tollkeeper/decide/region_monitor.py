@@ -1,4 +1,4 @@
-"""What an operator sees of regions: their leaders, links, shares, and what is not exchanged yet.
+"""The view of regions for operators: their leaders, links, shares, and totals not exchanged yet.
 
 A store that counts global limits declares a RegionMonitor as `store.regions`. Metrics read its
 counts, which does no I/O. The admin API and `tollkeeper regions` read the status of all regions:
@@ -31,7 +31,7 @@ class LinkStatus:
     problem: str = ""
     """What is wrong and what to do: also of a link that is up, such as clocks that differ."""
     lag_s: float = 0.0
-    """The age of the oldest total that the other region was not told yet; 0.0 if there is none."""
+    """The age of the oldest total that the other region has not received; 0.0 if there is none."""
     heard_s: float | None = None
     """Seconds since the other region's store answered last; None: never."""
     clock_offset_s: float | None = None
@@ -68,14 +68,14 @@ class RegionStatus:
 
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
-    """What this process has exchanged with one other region, while it was the leader."""
+    """The counts of this process's exchange with one other region, while it was the leader."""
 
     accepted: int = 0
     """Reports that the other region has learnt and accepted."""
     pending: int = 0
     """Reports that it has learnt and does not accept yet: it has no room to leave for them."""
     failed: int = 0
-    """Reports that it could not be given. They are reported again."""
+    """Reports that could not be delivered. They are sent again."""
     sent_bytes: int = 0
     received_bytes: int = 0
     excess_units: int = 0
@@ -103,7 +103,7 @@ class RegionMonitor(Protocol):
         ...
 
     def counts(self) -> Mapping[str, PeerCounts]:
-        """Return what this process has exchanged, by the other region. No I/O."""
+        """Return the counts of this process's exchange with each other region. No I/O."""
         ...
 
     async def own_status(self) -> RegionStatus:

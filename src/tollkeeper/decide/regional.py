@@ -1,8 +1,8 @@
 """Limits that several regions share: each has its own store, and no request waits for another.
 
 A rule with `scope: global` is counted in the store of each region. There, a subject has the two
-levels of `ledgers.py` for each limit: what the region *knows*, and its *own* units that not all
-other regions have accepted. A check is one call on one key of the region's own store.
+levels of `ledgers.py` for each limit: the units that the region *knows*, and its *own* units that
+not all other regions have accepted. A check is one call on one key of the region's own store.
 
 Between the stores, each region's sync carries *reports*. A report has the totals of one subject:
 the units that its region has admitted so far, and those of them that were returned. Totals only
@@ -86,7 +86,7 @@ _SILENT_NS: Final = 10 * NS_PER_SECOND
 # A request that only the share of an eventual limit denies can pass when the other regions have
 # accepted what this one has admitted: about a round of the sync and two trips later.
 ROUND_NS: Final = NS_PER_SECOND // 2
-# By so much an eventual limit is over without a partition: a part of it, or some units.
+# An eventual limit may be over by this much without a partition: a part of it, or some units.
 _USUAL_PART: Final = 100
 _USUAL_UNITS: Final = 5
 # The keys of a region are divided into so many groups, each of which is in one slot of a Cluster.
@@ -136,7 +136,7 @@ class SubjectKey(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a region says of one subject."""
+    """A region's report of one subject."""
 
     key: SubjectKey
     limits: Limits
@@ -184,14 +184,14 @@ class Accepted(NamedTuple):
 
 
 class RegionPart(NamedTuple):
-    """What a store knows of one region's part in the usage of a subject."""
+    """One region's part in the usage of a subject, as a store knows it."""
 
     region: str
     """Empty for the region of the store."""
     part: int
-    """Units that it has admitted in the last window, as it said last."""
+    """Units that the region admitted in the last window, according to its last report."""
     age_ns: int
-    """How long ago it said so; 0 for the region of the store."""
+    """The age of that report; 0 for the region of the store."""
 
 
 class RegionalUsage(NamedTuple):
@@ -228,7 +228,7 @@ class RegionalCounts(Protocol):
         ...
 
     async def lead(self, name: str, lasts_ns: int) -> tuple[str, int]:
-        """Take or prolong the lead, if it is free; return the leader's name and fencing token."""
+        """Take or renew the lead, if it is free; return the leader's name and fencing token."""
         ...
 
     async def step_down(self, name: str) -> None:
@@ -255,7 +255,7 @@ class RegionalCounts(Protocol):
         ...
 
     async def usage(self, limits: Limits, rule: str, subject: str) -> RegionalUsage:
-        """Return what the store knows of a subject, without a change."""
+        """Return the usage of a subject as the store knows it. Changes nothing."""
         ...
 
     async def backlog(self) -> int:
@@ -263,7 +263,7 @@ class RegionalCounts(Protocol):
         ...
 
     async def note(self, name: str, text: str) -> None:
-        """Keep a short text under a name: what other regions and people read of this one."""
+        """Keep a short text under a name, for other regions and operators to read."""
         ...
 
     async def notes(self) -> dict[str, str]:
@@ -289,7 +289,7 @@ class GlobalGate:
 
 
 def rule_number(limits: Sequence[Limit], rule: str) -> str:
-    """Return the text by which all regions call the limits of a rule.
+    """Return the text that identifies the limits of a rule in all regions.
 
     Other numbers of the same limits keep it, so no count restarts when a limit is raised.
 
@@ -329,7 +329,7 @@ class _Slots:
 
 @dataclass(slots=True)
 class _Seen:
-    """What another region has reported last."""
+    """The last report of another region."""
 
     returned: tuple[int, ...]
     left: tuple[int, ...]
@@ -878,7 +878,7 @@ class MemoryRegionalGate(GlobalGate):
         self._counts.grant(key, self.limits, self._across, units, ttl_ns)
 
     def reset(self, subject: str) -> None:
-        """See Gate.reset. It forgets what this region knows."""
+        """See Gate.reset. It forgets the counts of this region."""
         self._counts.reset(SubjectKey(self._number, subject))
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:

@@ -97,7 +97,7 @@ class BreakerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What one server of a remote store says of itself; None where it does not say."""
+    """The status that one server of a remote store reports; None where it reports nothing."""
 
     address: str
     clock_offset_ns: int | None
@@ -351,7 +351,7 @@ class ForgettingStore(Store, Protocol):
 
 
 class StoreWrapper:
-    """What a store that wraps another one passes on to it."""
+    """The calls that a wrapping store passes on to the wrapped one."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

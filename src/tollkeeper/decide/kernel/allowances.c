@@ -663,7 +663,7 @@ typedef struct {
     int64_t due_ns, pending_ns;
 } earliest;
 
-/* Claim what is due of one record. Return whether it still has units to claim, some day. */
+/* Claim the due units of one record. Return true if the record still has units to claim later. */
 static bool visit(record *r, const tk_claiming *claiming, tk_claim *claims, size_t *count,
                   earliest *next)
 {
@@ -687,7 +687,7 @@ static bool visit(record *r, const tk_claiming *claiming, tk_claim *claims, size
     return true;
 }
 
-/* Claim what is due in a segment. Return false if there was no room for all of it. */
+/* Claim the due units of a segment. Return false if there was no room for all of them. */
 static bool visit_marked(const tk_table *table, segment *s, const tk_claiming *claiming,
                          tk_claim *claims, size_t most, size_t *count)
 {

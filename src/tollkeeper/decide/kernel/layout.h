@@ -233,7 +233,7 @@ void tk_each_log(const tk_table *table, void (*visit)(void *context, uint32_t bl
 size_t tk_allowance_segment_bytes(uint32_t buckets);
 /* Complete what killed processes left unfinished. Only while no other process has it open. */
 void tk_mend_allowances(tk_table *table);
-/* End all leases and budgets: their times are those of another clock. What is left of a lease is
+/* End all leases and budgets: their times are those of another clock. The rest of a lease is
  * claimed, and pending units stay pending. Likewise. */
 void tk_end_allowances(tk_table *table);
 

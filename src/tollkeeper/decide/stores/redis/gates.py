@@ -532,13 +532,13 @@ class JointCheck:
         return True
 
     def undoing_late(self, driver: RedisDriver) -> Steps[None]:
-        """Give back what was charged, if the caller was cancelled when all was decided."""
+        """Refund the charges if the caller was cancelled after all checks were decided."""
         if self._passes():  # otherwise it was given back
             yield Undo(run_async, self._undoing(driver))
             self._cache.drop_charged(self._attempts)
 
     def _undoing(self, driver: RedisDriver) -> Steps[list[CheckAttempt]]:
-        """Give back what was charged; return the checks that were charged."""
+        """Refund the charges; return the checks that were charged."""
         charged = [at for at in sorted(self._charged) if self._attempts[at].cost]
         if not charged:
             return []

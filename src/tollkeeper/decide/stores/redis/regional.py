@@ -621,7 +621,7 @@ class RedisGlobalGate(GlobalGate):
             run(self._rule.granting(self._driver, subject, units, ttl_ns))
 
     def reset(self, subject: str) -> None:
-        """Forget what this region knows of the subject."""
+        """Forget the counts of the subject in this region."""
         run(self._rule.resetting(self._driver, subject))
 
 
@@ -786,7 +786,7 @@ class RedisRegional:
         return all(reply == [token] for reply in replies)
 
     async def lead(self, name: str, lasts_ns: int) -> tuple[str, int]:
-        """See RegionalCounts. The first call of a leader tells its token to all groups."""
+        """See RegionalCounts. The first call of a leader writes its token to all groups."""
         leader, token = await self._lead(name, lasts_ns, 0)
         if leader == name and token != self._fenced:
             later = max(reply[0] for reply in await self._of_groups(b"fence", token))
@@ -902,7 +902,7 @@ class RedisRegional:
         }
 
     async def accept(self, epoch: int, accepted: Sequence[Accepted], token: int) -> None:
-        """See RegionalCounts. One round trip. What fails is due again."""
+        """See RegionalCounts. One round trip. A total whose call fails is due again."""
         batches = _batches((each.key.group, at) for at, each in enumerate(accepted))
         calls = {}
         for number, (group, places) in enumerate(batches):

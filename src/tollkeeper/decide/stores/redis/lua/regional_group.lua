@@ -1,4 +1,4 @@
--- Read or set the shares of a group of keys, or count what is due in it.
+-- Read or set the shares of a group of keys, or count the subjects that are due in it.
 --
 -- KEYS[1]  the subjects that are due; KEYS[2]: the shares
 -- ARGV[1]  'get', 'count', 'fence' or 'set'

@@ -1,4 +1,4 @@
--- Return what is due: without states, the subjects and since when; with states, their reports.
+-- Return what is due. Without states: the subjects, and since when. With states: their reports.
 --
 -- ARGV[2]  the leader's fencing token
 -- ARGV[3]  without states: the most subjects to return
