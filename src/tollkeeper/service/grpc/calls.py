@@ -51,7 +51,7 @@ class CallError(Exception):
     """Ends a call with a status and a message for the client."""
 
     def __init__(self, status: Status, message: str) -> None:
-        """`message` tells the client what was wrong; it contains no secrets."""
+        """`message` explains the error to the client; it contains no secrets."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -62,8 +62,8 @@ def count(counted: dict[str, int], status: Status, calls: int = 1) -> None:
     counted[status.name] = counted.get(status.name, 0) + calls
 
 
-def told_of(error: Exception, counted: dict[str, int]) -> CallError:
-    """Return what the client is told about an error; log and count one that no method expects."""
+def call_error_of(error: Exception, counted: dict[str, int]) -> CallError:
+    """Return the CallError for the client; log and count an error that no method expects."""
     if isinstance(error, CallError):
         return error
     count(counted, Status.INTERNAL)
@@ -72,7 +72,7 @@ def told_of(error: Exception, counted: dict[str, int]) -> CallError:
 
 
 class SeldomLog:
-    """Logs one message in a second, because a client may cause as many as it likes."""
+    """Logs at most one message a second, because a client can cause any number of them."""
 
     def __init__(self, level: int) -> None:
         """Log with a level of `logging`."""
@@ -81,7 +81,7 @@ class SeldomLog:
         self._unlogged = 0
 
     def note(self, text: str, now_s: float, error: Exception | None = None) -> None:
-        """Log a text with the number of those that were not logged before it."""
+        """Log a text with the number of texts that were dropped before it."""
         if now_s < self._next_s:
             self._unlogged += 1
             return
@@ -154,7 +154,7 @@ def _contents(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What clients may occupy in one worker."""
+    """The most that clients may use of one worker."""
 
     message_bytes: int = 1024 * 1024
     """A message of a unary method. A larger one gets RESOURCE_EXHAUSTED."""

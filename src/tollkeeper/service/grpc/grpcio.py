@@ -15,8 +15,8 @@ from tollkeeper.service.grpc.calls import (
     StreamingMethod,
     TlsFiles,
     UnaryMethod,
+    call_error_of,
     count,
-    told_of,
 )
 
 try:
@@ -54,7 +54,7 @@ async def start(
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),
-            # Of both kinds of methods. A unary call that is larger is refused when it was read.
+            # For both kinds of methods. `_Handlers` rejects a larger message of a unary call.
             ("grpc.max_receive_message_length", max(bounds.message_bytes, bounds.streamed_bytes)),
             ("grpc.max_send_message_length", max(bounds.message_bytes, bounds.streamed_bytes)),
             ("grpc.max_metadata_size", bounds.metadata_bytes),
@@ -70,7 +70,7 @@ async def start(
     except RuntimeError as error:
         raise OSError(str(error)) from None
     if not port:
-        raise OSError("gRPC gives no reason")
+        raise OSError("grpcio gives no reason")
     await server.start()
     return GrpcioServer(server, port)
 
@@ -118,7 +118,7 @@ def _unary(
         try:
             return await method(message, _GrpcioCall(context))
         except Exception as error:
-            await _abort(context, told_of(error, counted))
+            await _abort(context, call_error_of(error, counted))
 
     return run
 
@@ -130,7 +130,7 @@ def _streaming(
         try:
             await method(_GrpcioCall(context))
         except Exception as error:
-            await _abort(context, told_of(error, counted))
+            await _abort(context, call_error_of(error, counted))
 
     return run
 

@@ -1,4 +1,4 @@
-"""gRPC's health checking: load balancers ask whether a server wants calls.
+"""gRPC's health checking: load balancers ask whether a server accepts calls.
 
 Protocol: https://github.com/grpc/grpc/blob/master/doc/health-checking.md
 """

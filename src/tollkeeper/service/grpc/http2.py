@@ -46,23 +46,23 @@ from tollkeeper.service.grpc.calls import (
     SeldomLog,
     Status,
     TlsFiles,
+    call_error_of,
     count,
-    told_of,
 )
 
 log = logging.getLogger("tollkeeper.grpc")
 
-# Of one worker, if it may open so many files. One address has at most half of them.
+# Connections of one worker, if it may open so many files. One address has at most half of them.
 CONNECTIONS_MAX: Final = 1_024
-# TLS handshakes at the same time: each takes 290 kB before the client has proved anything. One
-# address has at most a quarter of them.
+# Concurrent TLS handshakes: each takes 290 kB before the client is authenticated. One address has
+# at most a quarter of them.
 HANDSHAKES_MAX: Final = 256
-# Of one connection. Envoy opens another connection if it needs more.
+# Streams of one connection. Envoy opens another connection if it needs more.
 STREAMS_MAX: Final = 256
 # Unfinished messages of all connections. One connection has at most a quarter.
 POOL_BYTES_MAX: Final = 128 * 1024 * 1024
-# Points pay for frames; a call that is answered gives 8 back (see session.c). A client that resets
-# every call has 2,000 of them, then 500 a second.
+# Each frame costs points; a call that is answered gives 8 back (see session.c). A client that
+# resets every call can make 2,000 calls, then 500 a second.
 POINTS_MAX: Final = 12_000
 POINTS_PER_TICK: Final = 3_000
 TICK_SECONDS: Final = 1.0
@@ -79,7 +79,7 @@ NOTICE_TICKS: Final = 2
 CLOSE_TICKS: Final = 2
 # How long clients get to read the status of calls that were cancelled at shutdown.
 CLOSE_SECONDS: Final = 1.0
-# So much is written at once, and so much output of one connection is buffered.
+# The bytes that are written at once, and the output of one connection that is buffered.
 SEND_BYTES: Final = 256 * 1024
 # A streaming method waits while more of its output is unsent.
 UNSENT_BYTES_MAX: Final = 64 * 1024
@@ -251,7 +251,7 @@ class Http2Server:
         self.at_once = frozenset(path.encode() for path in methods.at_once)
         self.calls = 0
         self.calls_max = bounds.calls
-        # Streams last. Half of the calls are left to others.
+        # Streaming calls last long, so they get at most half of the calls.
         self.streaming_calls = 0
         self.streaming_calls_max = (bounds.calls + 1) // 2
         self.shared = _http2.Server(
@@ -643,13 +643,13 @@ class _Connection(asyncio.Protocol):
             return b""
 
     def _flush_soon(self) -> None:
-        """Flush once after all that is ready to run."""
+        """Flush once, after all callbacks that are ready to run."""
         if not self._is_flushing:
             self._is_flushing = True
             self.loop.call_soon(self._flush)
 
     def pause_writing(self) -> None:
-        # A client that does not read gets no more calls in.
+        # The server reads no more calls from a client that does not read its replies.
         self._is_paused = True
         self._stuck_ticks = 0
         self._transport.pause_reading()
@@ -669,7 +669,7 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def _end(self) -> None:
-        """Close the connection; the client first, so that it has read everything."""
+        """Close the sending side; the client closes the connection once it has read everything."""
         self._has_ended = True
         self._stuck_ticks = 0
         if not self._transport.can_write_eof():
@@ -755,7 +755,7 @@ class _Connection(asyncio.Protocol):
                 self._http2.reply(stream, done.value)
                 return
             except Exception as error:
-                self._tell(stream, told_of(error, server.counted))
+                self._end_call(stream, call_error_of(error, server.counted))
                 return
             running = _Rest(running, waits_for)
         self._track(stream, running, due_s, None)
@@ -774,7 +774,7 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, stream: int, reason: CallError) -> None:
         """End a call with a status that the server and not the method chooses."""
         count(self._server.counted, reason.status)
-        self._tell(stream, reason)
+        self._end_call(stream, reason)
 
     def _track(
         self,
@@ -798,13 +798,13 @@ class _Connection(asyncio.Protocol):
         self._server.streaming_calls -= in_flight.call is not None
         in_flight.stop_timer()
         if task.cancelled():
-            self._tell(stream, CANCELLED)  # unless the client knows already
+            self._end_call(stream, CANCELLED)  # unless the client knows already
             if in_flight.is_uncounted:
                 count(self._server.counted, Status.CANCELLED)
         elif (error := task.exception()) is not None:
             if not isinstance(error, Exception):
                 raise error
-            self._tell(stream, told_of(error, self._server.counted))
+            self._end_call(stream, call_error_of(error, self._server.counted))
         elif in_flight.call is None:
             self._http2.reply(stream, cast("bytes", task.result()))
         else:
@@ -818,7 +818,7 @@ class _Connection(asyncio.Protocol):
         self._in_flight[stream].cancel()
         self._flush_soon()
 
-    def _tell(self, stream: int, error: CallError) -> None:
+    def _end_call(self, stream: int, error: CallError) -> None:
         self._http2.end(stream, error.status, error.message.encode(errors="replace"))
 
     def _handle(self, event: tuple[Any, ...]) -> None:

@@ -112,7 +112,8 @@ static bool submit_trailers_only(h2_session *session, h2_stream *stream, const c
     return nghttp2_submit_response(session->http2, stream->id, fields, count, NULL) == 0;
 }
 
-/* Forget what was sent: a client that always leaves a byte unread must not make the rest grow. */
+/* Drop the bytes that were sent: a client that always leaves one byte unread must not make the
+ * buffer grow. */
 static void drop_sent(h2_stream *stream)
 {
     size_t left = stream->output.length - stream->output_at;

@@ -224,7 +224,7 @@ static bool begin_message(h2_session *session, h2_stream *stream)
     return false;
 }
 
-/* Grow with what arrives, and not with what the client announces. */
+/* Grow with the bytes that arrive, and not with the length that the client announces. */
 static bool make_room(h2_session *session, h2_stream *stream, size_t more)
 {
     h2_buffer *message = &stream->message;
@@ -310,7 +310,7 @@ int h2_on_data(nghttp2_session *http2, uint8_t flags, int32_t id, const uint8_t 
         data += taken;
         left -= taken;
     }
-    /* What arrives is bounded by the pool, and not by the window of the connection: one stream
+    /* Arriving bytes are bounded by the pool, and not by the window of the connection: one stream
      * whose method is slow must not stop the others. */
     nghttp2_session_consume_connection(http2, length);
     if (stream != NULL && stream->queued > H2_QUEUE_BYTES_MAX)

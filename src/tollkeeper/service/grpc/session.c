@@ -220,7 +220,7 @@ void h2_close(h2_session *session)
     free(session);
 }
 
-/* End the connection: what was received so far is not answered any more. */
+/* End the connection. Calls that were received and not answered get no reply. */
 void h2_fail(h2_session *session, uint32_t code, const char *why)
 {
     if (session->why == NULL) {
@@ -237,8 +237,8 @@ const char *h2_why(const h2_session *session)
 /* ---- Frames and their cost ----
  *
  * nghttp2 has bounds of its own, which differ by version, and it does not report every frame. So
- * the session reads the frame headers itself. Frames that move a call on are paid back by the
- * answer; frames that do not are cheap to send and not to handle. */
+ * the session reads the frame headers itself. The answer of a call returns the points of its
+ * frames. Other frames are cheap for the client to send, but not for the server to handle. */
 
 static uint32_t cost_of_frame(uint8_t type, size_t length)
 {

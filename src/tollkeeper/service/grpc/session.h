@@ -1,8 +1,8 @@
 /* One HTTP/2 connection of a gRPC server on libnghttp2: bytes in, events out; replies in, bytes
  * out. Plain C without Python, I/O, threads or a clock: the caller calls `h2_tick` once a second.
  *
- * What the session answers itself: requests that are not gRPC, messages that are compressed, too
- * large or malformed, and metadata that is too large. Events are calls that a method has to answer.
+ * The session itself answers requests that are not gRPC, messages that are compressed, too large or
+ * malformed, and metadata that is too large. Events are calls that a method has to answer.
  *
  * Bounds. A frame costs its connection points, and an answered call gives some back. A connection
  * without points ends with GOAWAY (ENHANCE_YOUR_CALM): that bounds floods of every kind of frame,
@@ -35,7 +35,7 @@ typedef struct {
     size_t pool_bytes_max;    /* unfinished and queued messages of all connections */
 } h2_bounds;
 
-/* What all connections of a server share. */
+/* The state that all connections of a server share. */
 typedef struct {
     h2_bounds bounds;
     h2_buffer *streaming; /* the paths of the streaming methods */

@@ -1,4 +1,4 @@
-/* What the files of the session share among themselves. */
+/* The declarations that the files of the session share. */
 #ifndef TK_HTTP2_STREAMS_H
 #define TK_HTTP2_STREAMS_H
 
