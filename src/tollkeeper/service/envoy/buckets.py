@@ -1,4 +1,4 @@
-"""The buckets of an Envoy: what the service does for each, and the messages that say so.
+"""The buckets of an Envoy: the target of each bucket, and the messages that assign it.
 
 Envoy's filter `rate_limit_quota` puts each request into a bucket and decides by the bucket's
 assignment. The id of a bucket has keys and values, like a descriptor, and becomes a Request in the
@@ -10,9 +10,9 @@ same way. The rules that match it decide what the bucket gets, its *target*:
 
 Envoy's own rules for assignments, which the messages here keep:
 
-- A time to live has whole seconds; without one the assignment expires at once. So does a fill
-  interval: with less than 1 s the bucket is unlimited.
-- A change of the fill interval alone is ignored. DENY_ALL before the new bucket replaces it.
+- A time to live has whole seconds; without one the assignment expires at once. A fill interval has
+  whole seconds too: with less than 1 s the bucket is unlimited.
+- A change of the fill interval alone is ignored. It takes effect after DENY_ALL.
 - Without `tokens_per_fill` a bucket never refills.
 - If `max_tokens` changes, the bucket keeps its fill ratio. After DENY_ALL it starts full.
 """
@@ -45,19 +45,19 @@ BlanketReason = Literal[
     "too_many_envoys",
     "store",
 ]
-# The operator of the rules or of Envoy should know of these.
+# Reasons that are logged as warnings, for the operator of the rules or of Envoy.
 WARNINGS: Final[dict[BlanketReason, str]] = {
     "unlimited": "no rule applies; compare the domain and the keys of the bucket with the rules",
     "not_assigned": "a rule that applies has no envoy_quota",
-    "several_rules": "several rules apply, and shares of a rate have one",
+    "several_rules": "several rules apply, but Envoys can share the rate of only one",
     "limits": "an override has limits that cannot be assigned",
     "too_many_buckets": "the rule has too many buckets; count by a tenant, plan or service",
     "too_many_envoys": "one subject has too many Envoys",
     "store": "the store cannot be reached",
 }
-# One token in so long a time is none: the tokens of a grant are all that there are.
+# The fill interval of a grant: so long that no token is added to those of the grant.
 NEVER_S: Final = 10 * 365 * 86_400
-# Demand is measured over at least so long.
+# The shortest time over which demand is measured.
 MEASURED_NS: Final = NS_PER_SECOND
 
 _ALLOW_ALL: Final = RateLimitStrategy(blanket_rule=RateLimitStrategy.ALLOW_ALL)
@@ -107,7 +107,7 @@ _BY_VERDICT: Final = {
 
 
 def resolve(plan: CheckPlan, on_failure: FailurePolicy) -> Target:
-    """Return what a bucket gets by the rules that apply to it.
+    """Return the target of a bucket, from the rules that apply to it.
 
     `on_failure` is the failure policy of rules that have none.
     """
@@ -128,7 +128,7 @@ def resolve(plan: CheckPlan, on_failure: FailurePolicy) -> Target:
 def on_failure_of(
     checks: tuple[RuleCheck, ...], reason: BlanketReason, on_failure: FailurePolicy
 ) -> Blanket:
-    """Return the answer of the failure policies: requests pass if all of them let them pass."""
+    """Return the answer of the failure policies: requests pass if every policy lets them pass."""
     closed = [
         check.rule.id
         for check in checks
@@ -197,7 +197,7 @@ def token_bucket(
 
 
 def finite(units: int) -> Strategies:
-    """Assign so many units in all, instead of what is left of those before."""
+    """Assign this many units in all. They replace units that are left of an earlier assignment."""
     return token_bucket(units, 1, NEVER_S, afresh=True) if units else blanket(allow=False)
 
 

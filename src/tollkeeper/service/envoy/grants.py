@@ -12,8 +12,8 @@ nothing, so this is inferred:
   enough: an Envoy that was stopped for a while sends a report before it reads the new grant.
 - The requests that were reported as allowed count as spent from the oldest grants, in order. So
   they cover at least what was spent from the settled ones. The rest of these is refunded.
-- If reports are missing, their counts are lost. Then everything that was granted before counts as
-  spent, and nothing that is reported later is taken from it. So does everything when the stream
+- If reports are missing, their counts are lost. Then all units that were granted before count as
+  spent, and later reports do not count for them. All units also count as spent when the stream
   ends, or a window of a counter.
 
 **Time.** A unit is admitted up to LIFETIME_NS after it was charged. A refund may be of a unit that
@@ -21,8 +21,8 @@ was charged with the grant before. So in an interval of length T a bucket admits
 capacity + rate × (T + 2 × LIFETIME_NS), and never more units than were charged. Grants of window
 counters end before the window does: in each window the limit holds exactly.
 
-Nothing here does I/O or reads a clock. Times are those of the worker's monotonic clock, if they are
-not said to be the store's.
+Nothing here does I/O or reads a clock. Times are those of the worker's monotonic clock, unless a
+comment says that they are the store's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def size_of(wanted: int | None, room: int, envoys: int) -> int:
     """Return how many units to charge: at most room / (2 × Envoys), but at least 1 if there is one.
 
     A quarter of that part if the demand is not known, and a sixteenth of it if the demand is low:
-    until the next report it may rise. What is not spent is refunded.
+    until the next report it may rise. Unspent units are refunded.
 
     >>> [size_of(wanted=90, room=room, envoys=2) for room in (1000, 80, 3, 0)]
     [90, 20, 1, 0]
@@ -108,7 +108,7 @@ def size_of(wanted: int | None, room: int, envoys: int) -> int:
 def charging(
     room: Callable[[], Any], charge: Callable[[int], Any], wanted: int | None, envoys: int
 ) -> Steps[tuple[int, Any]]:
-    """Charge as much of `wanted` as fits; return the units, and what `charge` returned.
+    """Charge as much of `wanted` as fits; return the units, and the result of `charge`.
 
     `room` returns the units that the limits have left, and `charge` None for a denial: another
     client was faster. 0 units if there is no room.
@@ -194,13 +194,13 @@ class GrantLedger:
         return [each for each in refunds if each.units]
 
     def _left(self, grant: Grant) -> Refund:
-        """Return what a settled grant certainly left."""
+        """Return the units of a settled grant that were certainly not spent."""
         spent = min(self._spent, grant.units)
         self._spent -= spent
         return Refund(grant.units - spent, grant.charged_ns)
 
     def _lose(self) -> None:
-        """Count everything that was granted as spent."""
+        """Count all granted units as spent."""
         for each in self._grants:
             each.is_lost = True
 
@@ -242,7 +242,7 @@ class GrantLedger:
         return last.sent_ns is None or now_ns - last.sent_ns >= ends_ns
 
     def denied(self, now_ns: int) -> bool:
-        """Note that there is no room; return True if the Envoy must be told, by NO_UNITS."""
+        """Note that there is no room; return True if NO_UNITS must be sent to the Envoy."""
         self._retry_ns = now_ns + RETRY_NS
         return not self._grants or self._expires(self._grants[-1], now_ns)
 

@@ -4,7 +4,7 @@ A part lives as long as its bucket has the same limits of the same rules. It dec
 and in between while its bucket waits for more:
 
     part.note(allowed, denied, now_ns)       the counts of a report
-    action = await part.decide()             what to send, or None; calls the store
+    action = await part.decide()             the action to send, or None; calls the store
     part.sending()                           before it is sent
     part.sent(now_ns)                        after
     await part.end(abandoned=…)              the stream has ended, or the bucket is abandoned
@@ -53,7 +53,7 @@ IDLE_UNITS_MAX: Final = 2
 
 
 class Action(NamedTuple):
-    """What to send for a bucket."""
+    """A message to send for a bucket."""
 
     kind: str
     """For the counts: `rate`, `grant` or `renewal`."""
@@ -63,7 +63,7 @@ class Action(NamedTuple):
     send_by_ns: int
     """The time after which it must not be sent any more; then decide again."""
     changes: bool
-    """False if it only renews what Envoy has."""
+    """False if it only renews the assignment that Envoy has."""
     others: frozenset[bytes] = frozenset()
     """Other holders of the limit whose parts should change at once; see `Part.holder`."""
 
@@ -72,7 +72,7 @@ class Part(Protocol):
     """See the module."""
 
     cell: str
-    """Names what it is a part of; equal for all parts of one rule and subject."""
+    """The name of the limit that is divided; equal for all parts of one rule and subject."""
     holder: bytes
     """Names the part among those of one cell."""
     until_ns: int
@@ -84,7 +84,7 @@ class Part(Protocol):
         ...
 
     def use(self, target: Assigned) -> bool:
-        """Go on with the limits that the rules have now; return False if another part must."""
+        """Continue with the current limits of the rules; return False if a new part is needed."""
         ...
 
     def note(self, allowed: int, denied: int, now_ns: int) -> None:
@@ -92,11 +92,11 @@ class Part(Protocol):
         ...
 
     def may_abandon(self) -> bool:
-        """Return True if an idle bucket can be abandoned; False: not before it has given back."""
+        """Return True if an idle bucket can be abandoned; False: it must first return units."""
         ...
 
     async def decide(self) -> Action | None:
-        """Return what to send; None for nothing. Raises StoreError, TableFull, UnreadableTable."""
+        """Return the action to send, or None. Raises StoreError, TableFull, UnreadableTable."""
         ...
 
     def sending(self) -> None:
@@ -112,7 +112,7 @@ class Part(Protocol):
         ...
 
     def shown(self) -> str:
-        """Return what the bucket has, in a few words."""
+        """Return the assignment of the bucket, in a few words."""
         ...
 
 
@@ -243,7 +243,7 @@ class GrantPart:
         self._is_idle = self._is_idle and not allowed + denied
 
     def may_abandon(self) -> bool:
-        """See Part. The next grant has one unit; what the others left is refunded before the end.
+        """See Part. The next grant has one unit; unspent units of the others are refunded first.
 
         Envoy does not report a bucket that it has forgotten, so all of its units would be lost.
         """
@@ -293,7 +293,7 @@ class GrantPart:
         return found.charged_ns if found.allowed else None
 
     async def _refund_all(self) -> None:
-        """Give back what no grant can spend any more."""
+        """Refund the units that no grant can spend any more."""
         refunds, self._refunds = self._refunds, []
         if self._granting is not None and self._granting.units:  # it was not sent in time
             refunds.append(Refund(self._granting.units, self._granting.charged_ns))

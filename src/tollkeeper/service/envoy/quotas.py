@@ -66,9 +66,9 @@ from tollkeeper.service.http.tokens import OPEN, Token, TokenRejection, Tokens, 
 NODE_METADATA: Final = "x-envoy-node"
 NODE_LENGTH_MAX: Final = 128
 STREAMS_MAX: Final = 1_000
-# Of one rule in one stream. Each costs the store a call at each report.
+# Buckets of one rule in one stream. Each costs the store a call at each report.
 BUCKETS_MAX: Final = 2_000
-# Of all buckets of a stream that are remembered, and of their ids.
+# The buckets of a stream that are remembered, and the bytes of their ids.
 REMEMBERED_MAX: Final = 20_000
 ID_BYTES_MAX: Final = 16 * 1024 * 1024
 IDLE_REPORTS: Final = 3
@@ -111,7 +111,7 @@ class QuotaBucket:
         """Allowed and denied requests in the last report."""
         self.reported_ns = now_ns
         self.target: Target | None = None
-        """What the bucket got last."""
+        """The target that the bucket got last."""
         self.part: Part | None = None
         """Its part of the limits, if the target is Assigned."""
         self.answer: Blanket | None = None
@@ -125,7 +125,7 @@ class QuotaBucket:
         return self.again or (self.part is not None and self.part.waits)
 
     def may_abandon(self) -> bool:
-        """Return True if it is idle, and has given back what can be given back."""
+        """Return True if it is idle, and has returned all units that can be returned."""
         is_idle = self.idle_reports >= IDLE_REPORTS
         return is_idle and (self.part is None or self.part.may_abandon())
 
@@ -186,7 +186,7 @@ class QuotaStream:
         return has or self.by_rule.get(rule, 0) < BUCKETS_MAX
 
     def use(self, bucket: QuotaBucket, target: Target) -> None:
-        """Take note of what a bucket gets."""
+        """Set the target of a bucket."""
         self._count(bucket.target, -1)
         self._count(target, 1)
         bucket.target = target
@@ -387,7 +387,7 @@ class QuotaService:
             await self._send(some, dict(zip(parts, answers, strict=True)), call, renew=renew)
 
     async def _use(self, stream: QuotaStream, bucket: QuotaBucket, target: Target) -> None:
-        """Give a bucket its target, and a new part if the limits are others than before."""
+        """Give a bucket its target, and a new part if the limits have changed."""
         cells = self._limiter.store.cells
         if isinstance(target, Assigned):
             if not stream.may_assign(bucket, target.rule):
@@ -417,7 +417,7 @@ class QuotaService:
         return len(self._sharing.get(cell, ()))
 
     async def _decided(self, bucket: QuotaBucket, *, renew: bool) -> Action | Blanket | None:
-        """Return what to send for a bucket with a part; None to send nothing now."""
+        """Return the answer to send for a bucket with a part; None to send nothing now."""
         part, target = bucket.part, bucket.target
         if part is None or not isinstance(target, Assigned):
             raise AssertionError("the bucket has no part")
@@ -508,7 +508,7 @@ class QuotaService:
             await self._end(buckets, abandoned=True)
 
     def _drop(self, bucket: QuotaBucket) -> None:
-        """Take its part from a bucket."""
+        """Remove the part of a bucket."""
         part, bucket.part = bucket.part, None
         if part is not None:
             sharing = self._sharing[part.cell]
@@ -517,7 +517,7 @@ class QuotaService:
                 del self._sharing[part.cell]
 
     async def _end(self, buckets: Sequence[QuotaBucket], *, abandoned: bool) -> None:
-        """Release the parts of buckets. What cannot be released expires."""
+        """Release the parts of buckets. A part that cannot be released expires."""
         parts = [bucket.part for bucket in buckets if bucket.part is not None]
         for bucket in buckets:
             self._drop(bucket)
@@ -595,7 +595,7 @@ def _shown(bucket: QuotaBucket) -> EnvoyPart:
 
 
 def _decoded(stream: QuotaStream, body: bytes) -> RateLimitQuotaUsageReports:
-    """Return the report. Raises CallError if it is none, or of another domain than the first."""
+    """Return the report. Raises CallError if it is invalid, or of another domain than the first."""
     try:
         report = RateLimitQuotaUsageReports.FromString(body)
     except DecodeError:

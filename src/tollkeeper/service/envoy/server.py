@@ -99,7 +99,7 @@ async def start(
             **checked.methods.streaming,
             **listed.methods.streaming,
         },
-        # A remote store is waited for, with timeouts that need a task.
+        # A call to a remote store waits, with timeouts that need a task.
         at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
     )
     running = await server.start(

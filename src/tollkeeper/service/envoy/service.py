@@ -5,8 +5,8 @@
 `on_failure="raise"` does Envoy decide: the call fails as UNAVAILABLE. A message that no correctly
 configured Envoy sends fails as INVALID_ARGUMENT.
 
-**Leaky buckets.** An allowed request may have a delay. The reply is held for so long if Envoy's
-`timeout` permits it; otherwise the request is over the limit and costs nothing.
+**Leaky buckets.** An allowed request may have a delay. The service holds the reply for that time if
+Envoy's `timeout` permits it; otherwise the request is over the limit and costs nothing.
 """
 
 from __future__ import annotations

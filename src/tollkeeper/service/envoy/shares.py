@@ -4,10 +4,10 @@ An Envoy that has a share decides alone, with a token bucket. The shares of one 
 a *table*. It is one value in the store (`Cells`), so all workers and nodes see the same one, and a
 restart forgets nothing. Nothing here does I/O or reads a clock; `reporting` yields its calls.
 
-**The bound.** In every interval of length T, all Envoys together admit at most rate × T + burst:
-what one token bucket admits. Two sums are the reason, and every change keeps them:
+**The bound.** In every interval of length T, all Envoys together admit at most rate × T + burst, as
+one token bucket does. Two inequalities ensure that, and every change keeps them:
 
-- Σ reserved rates <= rate. What is *reserved* for an Envoy is the most that it may be using. A
+- Σ reserved rates <= rate. The rate *reserved* for an Envoy is the most that it may be using. A
   lower share is *assigned* first, and reserved when the Envoy has certainly applied it: when a
   report arrives SETTLED_NS after the assignment was sent. The share of a lost stream stays reserved
   until it has expired. A share only grows into room that no other reservation has.
@@ -20,13 +20,13 @@ So the tokens of all Envoys and the credit together refill at most at the rate, 
 than the burst. Without the credit, a client that alternates between two Envoys could spend the
 whole burst again after each report.
 
-**What it relies on.** A message on a live stream is applied within DELIVERY_NS of being sent. It is
+**Assumptions.** A message on a live stream is applied within DELIVERY_NS of being sent. It is
 sent within SEND_NS_MAX of the read of the table, or not at all. The store's clock is not set
 forward, and the store does not lose its last writes.
 
-**Who changes what.** The worker that has the stream of an Envoy changes the entry of that Envoy
-only, at each report. It knows better than the table what it has sent (`Holding`): a table that was
-written may belong to a message that was never sent.
+**Writers.** The worker that has the stream of an Envoy changes only the entry of that Envoy, at
+each report. It relies on its own list of sent assignments (`Holding`) and not on the table: a table
+that was written may belong to a message that was never sent.
 
 **An Envoy that returns** after its stream was lost is a new holder, and its old entry may still
 reserve most of the rate. If the names of both are equal, the new holder takes the old entry over:
@@ -139,7 +139,7 @@ class ShareEntry(NamedTuple):
     name: bytes
     """A hash of the Envoy's name; empty if the entry cannot be taken over."""
     assigned: Share
-    """What was assigned last."""
+    """The share that was assigned last."""
     reserved: Share
     """The most that the Envoy may be using."""
     demand: int
@@ -164,7 +164,7 @@ class Table:
 
     pool: Pool
     credit_nanos: int
-    """Billionths of a token that bigger buckets may still be paid with."""
+    """Billionths of a token that are left to pay for larger buckets."""
     at_ns: int
     """The store's time of the last change."""
     entries: tuple[ShareEntry, ...] = ()
@@ -187,7 +187,7 @@ class Table:
 
     @property
     def reserved(self) -> Share:
-        """What all entries reserve."""
+        """The sum of the shares that all entries reserve."""
         return _sum(each.reserved for each in self.entries)
 
     @property
@@ -309,8 +309,9 @@ def _highest(shares: Sequence[Share]) -> Share:
 def divide(rate: int, wants: Sequence[int], places: int, turn: int) -> tuple[list[int], int]:
     """Divide a rate by demand; return the parts, and the rest that is beyond all demand.
 
-    Every holder gets what it wants, but at most a fair part: the level at which everything is used
-    (water-filling). At most `places` holders get a part. If there are more, they take turns.
+    Every holder gets the rate that it wants, but at most a fair part: the level at which the whole
+    rate is used (water-filling). At most `places` holders get a part. If there are more, they take
+    turns.
 
     >>> divide(100, [10, 80, 80], 3, 0)
     ([10, 45, 45], 0)
@@ -393,7 +394,7 @@ class Reported(NamedTuple):
     is_short: bool
     """True if the share is below its target, or nothing."""
     taken_over: Share
-    """What the Envoy may be using already, because it took an old entry over."""
+    """The share that the Envoy may be using already, from an old entry that it took over."""
 
 
 def report(table: Table, pool: Pool, claim: ShareClaim, now_ns: int) -> Reported:
@@ -503,8 +504,8 @@ def to_change(table: Table, now_ns: int) -> frozenset[bytes]:
 def lose(table: Table, claim: ShareClaim, now_ns: int) -> Table:
     """Mark the entry of a holder whose stream has ended, or that has abandoned the bucket.
 
-    What it may have stays reserved until it expires. Without a name in the claim, no other holder
-    takes it over.
+    The share that it may have stays reserved until it expires. Without a name in the claim, no
+    other holder takes it over.
     """
     table = table.at(table.pool, now_ns)
     entries = tuple(
@@ -521,7 +522,7 @@ def lose(table: Table, claim: ShareClaim, now_ns: int) -> Table:
     return replace(table, entries=entries)
 
 
-# ── What a worker knows ────────────────────────────────────────────────────────────────────────
+# ── The assignments of a worker ────────────────────────────────────────────────────────────────
 
 
 class _SentShare(NamedTuple):
@@ -542,7 +543,7 @@ class Assignment(NamedTuple):
     send_by_ns: int
     """The worker's time after which it must not be sent any more; then report again."""
     is_short: bool = False
-    """True if it is to be higher: others must give room first. Try again in RETRY_S."""
+    """True if it should be higher: other shares must shrink first. Try again in RETRY_S."""
     others: frozenset[bytes] = frozenset()
     """Other holders whose shares should change at once. After a report, call `reporting` for those
     of this worker, and ignore this field of their assignments."""
@@ -609,12 +610,12 @@ class Holding:
         ]
 
     def had_before(self, share: Share, fill_s: int) -> None:
-        """Note what the Envoy may be using from before this stream."""
+        """Note the share that the Envoy may be using from before this stream."""
         self._before = _SentShare(share, fill_s, None)
         self._applied_s = fill_s
 
     def claim(self, pool: Pool, now_ns: int) -> ShareClaim:
-        """Return what this worker knows of the holder."""
+        """Return the holder's claim, from the assignments that this worker has sent."""
         usable = [
             each
             for each in self._sent

@@ -1,5 +1,5 @@
 """The messages of Envoy's rate limit service, version 3, from .proto files of our own.
 
 The .proto files have the packages, names and numbers of Envoy's, and only what the service needs.
-`files.py` and `messages.pyi` are made of them by tests/service/envoy/generate.py.
+tests/service/envoy/generate.py generates `files.py` and `messages.pyi` from them.
 """

@@ -1,8 +1,8 @@
 """The reply of ShouldRateLimit in protobuf's wire format, written without message objects.
 
 The service sends thousands of replies a second, and filling a RateLimitResponse takes longer than
-the decision. Field numbers are those of `service.proto`; tests parse what is written here with the
-classes that are made from that file.
+the decision. Field numbers are those of `service.proto`; tests parse the output of this module with
+the classes that are generated from that file.
 
 Format: https://protobuf.dev/programming-guides/encoding/
 """
