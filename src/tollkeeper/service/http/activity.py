@@ -1,4 +1,4 @@
-"""What the workers of this node decided in the last 15 minutes, in steps of two seconds.
+"""The decisions of this node's workers in the last 15 minutes, in steps of two seconds.
 
 The admin API shows it, so an operator sees charts without Prometheus.
 
@@ -49,7 +49,7 @@ SAMPLE_SECONDS: Final = 10.0
 RULES_MAX: Final = 20
 # The share of a worker's time that counting may take.
 STEP_SHARE_MAX: Final = 0.005
-# The rules that are named are the busiest; what a rule counted so long ago has half the weight.
+# The busiest rules are named. A decision that is this old has half the weight of a new one.
 HALF_LIFE_SECONDS: Final = 300.0
 # The wall clock was set if it differs by more than this from the clock that counts from boot.
 CLOCK_STEP_SECONDS: Final = 1.0
@@ -92,7 +92,7 @@ class Sums(msgspec.Struct):
 
 
 class Step(msgspec.Struct, omit_defaults=True):
-    """What all workers counted in one step."""
+    """The counts of all workers in one step."""
 
     at_s: float
     """The Unix time of its end."""
@@ -143,7 +143,7 @@ def sums_of(counted: MetricsSnapshot, at_s: float, boot_s: float) -> Sums:
 def step_between(before: Sums, after: Sums, named: Callable[[Mapping[str, Row]], set[str]]) -> Step:
     """Return the step from one reading of the sums to the next. No count is negative.
 
-    `named` returns the rules that get a name, from what each rule counted.
+    `named` returns the rules that get a name, from the counts of each rule.
     """
     rules = {
         rule: _row(map(_increase, row, before.rules.get(rule, _NOTHING)))

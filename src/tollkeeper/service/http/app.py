@@ -213,7 +213,7 @@ class HttpService:
         await app(scope, receive, send_with_headers)
 
     async def open_admin(self) -> None:
-        """Import the admin API and the console. Their first request does so otherwise."""
+        """Import the admin API and the console. Otherwise their first request imports them."""
         async with self._opening_admin:
             if self._admin is None:
                 # In a thread: the import takes a second or two, and checks must not wait for it.

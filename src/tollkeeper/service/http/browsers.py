@@ -10,7 +10,7 @@ runs programs of strangers: web pages. Two headers of a request show that a page
 `Host`    The name in the page's URL. A page of evil.example whose name resolves to 127.0.0.1 (DNS
           rebinding) is of the same origin as the service: it could read every reply, and a GET has
           no `Origin`. A service that only this machine can reach is called by an address or as
-          `localhost`, so any other name is rejected. An address is no name that can be rebound.
+          `localhost`, so any other name is rejected. An address cannot be rebound.
 
 A gateway forwards the `Origin` of its client to `/v1/authorize`. It also names the client's URI in
 a header, which a page of another origin cannot set: the browser would ask the service first, and

@@ -2,10 +2,10 @@
 
     {"name": "emails", "key": "user:42", "limits": "10/minute", "cost": 1}
 
-A caller without a rule document can use the service with this one request. It names what is limited
-(`name`), for whom (`key`) and by which limits. Counts belong to the name and the key, as those of
-`Limiter("10/minute", name="emails").check("user:42")`: the next call may give other numbers, and
-what was spent stays spent.
+A caller without a rule document can use the service with this one request. It gives the limits, a
+name for them (`name`) and the key that is counted (`key`). Counts belong to the name and the key,
+as those of `Limiter("10/minute", name="emails").check("user:42")`: the next call may give other
+numbers, and units that were spent stay spent.
 
 **Apart from rules.** No rule applies to such a call, and its counts are never those of a rule, even
 of one with the ID `emails`: the subject begins with a part that no rule's subject has. A token with
@@ -57,7 +57,7 @@ class LimitBody(msgspec.Struct, forbid_unknown_fields=True):
     """A key, and the limits that it is checked by."""
 
     name: Annotated[
-        str, Meta(min_length=1, max_length=NAME_LENGTH_MAX, description="What is limited.")
+        str, Meta(min_length=1, max_length=NAME_LENGTH_MAX, description="The name of the limits.")
     ]
     key: Annotated[
         _KeyPart | Annotated[list[_KeyPart], Meta(min_length=1, max_length=PARTS_MAX // 2)],

@@ -14,9 +14,9 @@ they are returned under the rules that count requests of this scope alone. Under
 such as a limit on the whole service, the units stay spent until they are refilled. Then too few
 requests pass for a moment, and never too many.
 
-A settlement may come long after the check, when time has already returned some of the units. So a
-check with `settle` tells the caller what it charged and when (`charged`), and the caller sends that
-back. Without it, a settlement is a correction, as in `Limiter.refund` without a decision.
+A settlement may come long after the check, when time has already returned some of the units. So the
+reply to a check with `settle` has the charges and their times (`charged`), and the caller sends
+them back. Without them, a settlement is a correction, as in `Limiter.refund` without a decision.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class CheckReply(msgspec.Struct, gc=False):
     ] = msgspec.UNSET
     charged: Annotated[
         str | msgspec.UnsetType,
-        Meta(description="What was charged, and when: for the settlement, if `settle` is true."),
+        Meta(description="The charges and their times, for the settlement; if `settle` is true."),
     ] = msgspec.UNSET
 
 
@@ -233,8 +233,8 @@ class SettleReply(msgspec.Struct):
     unsettled: Annotated[int, Meta(description="Units that did not fit the limits.")]
 
 
-# A Request is filled slot by slot: its own constructor would check again what the decoder has
-# checked, and takes four times as long.
+# A Request is filled slot by slot: its own constructor would repeat the checks of the decoder, and
+# takes four times as long.
 _SETTERS: Final = tuple(
     Request.__dict__[name].__set__ for name in (*REQUEST_FIELDS, "attributes", "digests")
 )
@@ -366,7 +366,7 @@ def check_reply(
 
 
 def check_members(result: CheckResult, *, settles: bool = False) -> dict[str, Any]:
-    """Return the members of a CheckReply; with `settles`, also what was charged."""
+    """Return the members of a CheckReply; with `settles`, also the charges."""
     decision, _, kind, shadow_denied, _, _ = result
     # Without a limit there are no numbers; without a store they are unknown.
     has_limit = kind in {"limited", "unavailable"}
@@ -506,7 +506,7 @@ async def give_back(
 
 
 def charged_text(decision: Decision) -> str:
-    """Return what a decision charged, as a text for the settlement.
+    """Return the charges of a decision, as a text for the settlement.
 
     Each rule has its own time, and a split rule the part that was charged. The text holds no secret
     and is not signed: the caller is believed about the reserved units anyway.

@@ -1,4 +1,4 @@
-"""What the endpoints of the service share: the context of a worker, a request and a reply.
+"""The types that all endpoints of the service use: the context of a worker, requests and replies.
 
 A worker process has one context. Its HTTP service, its gRPC service and its admin API all use it,
 so a limit is one limit, whichever way a request comes in.
@@ -122,7 +122,7 @@ class ServiceContext:
     envoys: EnvoyDirectory = field(init=False)
     """The Envoys that are connected for quotas to any worker."""
     activity: ActivityHistory = field(init=False)
-    """What all workers decided in the last 15 minutes."""
+    """The decisions of all workers in the last 15 minutes."""
 
     def __post_init__(self) -> None:
         self.loads = SharedLoads(self.limiter, self.settings.counters)
@@ -160,7 +160,7 @@ class ServiceRoute(NamedTuple):
 
     handle: Handler
     permission: Permission | None = None
-    """What the caller's token must permit; None: the route needs no token."""
+    """The permission that the caller's token must have; None: the route needs no token."""
     body_bytes_max: int = 0
     """0: the route has no body, and none is read."""
 

@@ -30,7 +30,7 @@ TEXT_LENGTH_MAX: Final = 200
 
 
 class EnvoyPart(msgspec.Struct, omit_defaults=True):
-    """What one bucket of an Envoy has."""
+    """The assignment of one bucket of an Envoy."""
 
     bucket: str
     """Its id: `tenant=acme`."""
@@ -39,7 +39,7 @@ class EnvoyPart(msgspec.Struct, omit_defaults=True):
     quota: str
     """`rate`, `grants`, `allow_all` or `deny_all`."""
     has: str = ""
-    """What it has, in words; for a blanket answer the reason."""
+    """The assignment in words; for a blanket answer the reason."""
     demand: float | None = None
     """Requests per second; None until it was measured."""
 

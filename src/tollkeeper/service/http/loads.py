@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TOPIC: Final = "load"
 POLL_SECONDS: Final = 0.25
-# How often a worker looks whether a rule follows a pushed load.
+# How often a worker checks whether a rule follows a pushed load.
 IDLE_SECONDS: Final = 1.0
 # At most 33 loads of about 120 bytes.
 FILE_BYTES_MAX: Final = 16_384

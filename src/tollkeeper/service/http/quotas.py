@@ -116,7 +116,9 @@ class QuotaRegion(msgspec.Struct):
 
     region: Annotated[str, Meta(examples=["eu"])]
     units: Annotated[int, Meta(description="Units that it has admitted in the last window.")]
-    age_seconds: Annotated[float, Meta(description="How long ago it said so; 0 for this region.")]
+    age_seconds: Annotated[
+        float, Meta(description="Seconds since its last report; 0 for this region.")
+    ]
 
 
 class QuotaPenalty(msgspec.Struct):
@@ -195,7 +197,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
     if usage is None:
         limits = await _limits(single, check, penalty)
     else:
-        # The limits of a global rule are counted together, so one look is at all of them.
+        # The limits of a global rule are counted together, so one peek covers all of them.
         look = await limiter.peek_rule(check._replace(units=0))
         limits = _global_limits(look, usage, check, penalty)
     return QuotaRule(
@@ -321,7 +323,7 @@ def _grant(context: ServiceContext) -> Handler:
 async def _change(
     context: ServiceContext, http_request: ServiceRequest, reason: str
 ) -> tuple[ControlPlane, ChangeRequest]:
-    """Return the control plane, and who changes counts and why, for the audit."""
+    """Return the control plane, and the author and the reason of a change, for the audit."""
     # In a thread: the import takes a second, and checks must not wait for it.
     admin = await asyncio.to_thread(import_module, "tollkeeper.service.admin.control")
     given = reason or reason_text(http_request.headers.get(b"x-reason", b""))

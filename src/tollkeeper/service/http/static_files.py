@@ -5,7 +5,7 @@
     await files(scope, receive, send)   # answers GET and HEAD of every path below files.prefix
 
 `HttpService` calls it for every path below `/console/static/`, so an application only needs `url`.
-A file needs no token: it shows only what the source shows.
+A file needs no token: it contains nothing that is not in the public source.
 
 **Caching.** The first part of a URL is the version: a hash over all files. So a browser may keep a
 file for ever, and a script may import its neighbour as `./vendor/uplot.js`: the version of the URL

@@ -317,7 +317,7 @@ class Tokens:
             return
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}") from None
-        # ctime changes with every kind of change: `chmod` may be what makes the file readable.
+        # ctime changes with every kind of change, also a `chmod` that makes the file readable.
         fingerprint = (found.st_ino, found.st_ctime_ns, found.st_size)
         if fingerprint == self._fingerprint:
             return

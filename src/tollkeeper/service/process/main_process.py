@@ -307,8 +307,8 @@ def _announce(settings: ServiceSettings, version: str, rules: int) -> None:
 def _print_link(settings: ServiceSettings) -> None:
     """Print a one-time login link below the lines for people; never into a log of JSON.
 
-    The link is not logged: it is written to the standard error itself, whose reader has asked for
-    it.
+    The link is a secret, so it is not logged: it is written to standard error, for the operator who
+    started the service with `--console-link`.
     """
     data, url = shlex.quote(settings.data), url_of(settings)
     command = f"tollkeeper console link --data {data} --url {url}"

@@ -113,17 +113,17 @@ class ServiceSettings:
     """NAME=SHARE of each region, for rules that are exact; empty: equal shares."""
     on_failure: OnFailure = "open"
     nodes: int = 1
-    """How many machines share the store, at least. Gossip may know of more."""
+    """The least number of machines that share the store. Gossip may find more."""
     gossip: str = ""
-    """HOST:PORT to exchange hints with other nodes at, in numbers; empty: no gossip."""
+    """HOST:PORT, with an IP address as HOST, for hints of other nodes; empty: no gossip."""
     gossip_advertise: str = ""
-    """HOST:PORT that other nodes reach this one at, if it is not that of `gossip`."""
+    """HOST:PORT at which other nodes reach this one, if it differs from `gossip`."""
     gossip_key: str = ""
     """The file with the keys that authenticate gossip; empty: only on a loopback address."""
     peers: tuple[str, ...] = ()
-    """HOST:PORT of other nodes, or `dns:NAME:PORT`; empty or `store`: those on the same store."""
+    """HOST:PORT of other nodes, or `dns:NAME:PORT`; empty or `store`: all nodes on this store."""
     fleet_name: str = FLEET_NAME
-    """Nodes hear only those of the same name."""
+    """A node ignores gossip from fleets with another name."""
     dead_seconds: float = 15.0
     """How long after its last heartbeat a node is dead."""
     lease_seconds: float = 1.0
@@ -135,7 +135,7 @@ class ServiceSettings:
     ceiling: str = ""
     """The most that this machine allows while the store is unavailable; empty: no bound."""
     emergency: str = ""
-    """The same per client address, after `emergency_after` seconds without the store."""
+    """The most per client address, after `emergency_after` seconds without the store."""
     emergency_after: float = 60.0
     tokens: str = ""
     """Empty: tokens.json in the data folder, if it exists."""
@@ -158,7 +158,7 @@ class ServiceSettings:
     tls_cert: str = ""
     tls_key: str = ""
     grpc_server: GrpcServerChoice = "auto"
-    """What gRPC runs on; "auto": on libnghttp2 if it was built, otherwise on grpcio."""
+    """The gRPC server; "auto": the one on libnghttp2 if it was built, otherwise grpcio."""
     grpc_client_ca: str = ""
     """The authority whose certificates clients of gRPC need; empty: they need none."""
     node_id: str = ""

@@ -113,8 +113,8 @@ def style_of(settings: ServiceSettings) -> Style:
 def check_record(settings: ServiceSettings) -> None:
     """Raise ConfigError if the URL of the records is invalid. Does not connect.
 
-    Records and rules have one database server at most, and never one SQLite file: records would
-    take space and turns at writing from the rules.
+    Records and rules may share a database server, but not a SQLite file: records would fill it and
+    block the writes of rules.
     """
     if settings.record == "off":
         return
