@@ -26,7 +26,7 @@ async def test_every_runbook_has_a_page(console: ConsoleClient) -> None:
 
 async def test_an_unknown_alert_has_no_page(console: ConsoleClient) -> None:
     """The error names it as text, and a path cannot reach another part of the admin API."""
-    assert "is no alert" in await console.get("/runbooks/Nothing", 404)
+    assert "is not an alert" in await console.get("/runbooks/Nothing", 404)
     text = await console.get("/runbooks/%3Cscript%3E", 404)
     assert "<script>" not in text.replace('<script src="', "")
     await console.get("/runbooks/..%2Frules", 404)

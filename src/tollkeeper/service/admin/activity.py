@@ -1,4 +1,4 @@
-"""What this node did in the last 15 minutes over HTTP, and its present state at a glance.
+"""The decisions of this node in the last 15 minutes and its present state, over HTTP.
 
 The steps are those of `http/activity.py`, for all workers of this node. The reply has one array for
 each line of a chart, and all arrays have one value for each step.
@@ -71,7 +71,7 @@ class RuleSeriesOut(ApiOutput):
     allowed: _Counts
     denied: _Counts
     shadow_denied: _Counts = Field(description="A rule in shadow mode would have denied.")
-    degraded: _Counts = Field(description="Those of all decisions that the store did not make.")
+    degraded: _Counts = Field(description="Of all these, those that the store did not decide.")
 
 
 class StoreHealthOut(ApiOutput):
@@ -92,7 +92,7 @@ class BreakerOut(ApiOutput):
 class FleetGlanceOut(ApiOutput):
     """The nodes that this node knows; `GET /v1/admin/fleet` lists them."""
 
-    gossip: bool = Field(description="False if this node does not gossip; then it knows itself.")
+    gossip: bool = Field(description="False without gossip; then this node knows only itself.")
     live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
     alive: int
     suspected: int
@@ -157,7 +157,7 @@ class ActivityOut(ApiOutput):
 @router.get(
     "/activity",
     operation_id="get_activity",
-    summary="What this node did in the last 15 minutes",
+    summary="The decisions of this node in the last 15 minutes",
     responses=error_responses(*READ),
 )
 async def get_activity(

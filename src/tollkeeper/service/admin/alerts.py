@@ -44,7 +44,7 @@ class AlertOut(ApiOutput):
     summary: str
     description: str
     labels: dict[str, str] = Field(
-        description="What it is about, beside this node.", examples=[{"server": "10.0.0.7:6379"}]
+        description="The labels beside the node's.", examples=[{"server": "10.0.0.7:6379"}]
     )
     value: float = Field(description="The value that is above the threshold.")
     since: datetime = Field(description="Since when its condition has held.")
@@ -76,7 +76,7 @@ class AlertsOut(ApiOutput):
 
 
 class RunbookOut(ApiOutput):
-    """What to do about an alert."""
+    """The runbook of an alert."""
 
     alert: str
     severity: Severity
@@ -162,10 +162,12 @@ async def get_runbook(
         Path(description="The name of an alert.", examples=["TollkeeperDegraded"], max_length=128),
     ],
 ) -> RunbookOut:
-    """Return what to do about an alert, as docs/metrics.md has it."""
+    """Return the runbook of an alert, as in docs/metrics.md."""
     described = (await asyncio.to_thread(_described)).get(alert)
     if described is None:
-        raise NotFound(f"{show(alert)} is no alert; `tollkeeper metrics alerts` prints all of them")
+        raise NotFound(
+            f"{show(alert)} is not an alert; `tollkeeper metrics alerts` prints all of them"
+        )
     return RunbookOut(
         alert=alert,
         severity=cast("Severity", described.severity),

@@ -2,14 +2,14 @@
 
 `/openapi.json` describes the whole service, including the raw endpoints. `/docs` shows it as a page
 that can send requests to this service, with the token that the reader gives it. The page loads
-nothing from other servers. Neither needs a token: they show only what the source shows.
+nothing from other servers. Neither needs a token: they contain nothing beyond the public source.
 
 **Rejected bodies.** Many clients write a whole body before they read anything. If the reply comes
 first and the connection is closed, they report a broken pipe and never show the error. So the rest
 of a body is read and dropped before the reply, if it ends soon. A body that is declared much longer
 is not read, and neither is one of a client that asked whether to send it (`Expect: 100-continue`).
-Strangers get this service too, so it has a bound: when many bodies do not end, further requests get
-their replies at once.
+This also applies to callers without a token, so it has a bound: when many bodies do not end,
+further requests get their replies at once.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ log = logging.getLogger("tollkeeper.admin")
 
 
 class AdminContext(Protocol):
-    """What the admin API needs of a worker; ServiceContext has it."""
+    """The parts of a worker that the admin API needs; ServiceContext has them."""
 
     limiter: AsyncLimiter
     tokens: Tokens
@@ -193,7 +193,7 @@ class Operation(NamedTuple):
         return [f"{name}:{value}" for name, value in given if value is not None]
 
     def text(self) -> str:
-        """Return the data of the audit entry, as JSON: the request, and what was done."""
+        """Return the data of the audit entry, as JSON: the request, and the operation."""
         fields = {name: getattr(self.request, name) for name in REQUEST_FIELDS}
         named = {name: value for name, value in fields.items() if value is not None}
         attributes = dict(self.request.attributes)
@@ -216,7 +216,7 @@ class RuleSelection(NamedTuple):
     """The rules of a request whose quota is shown or changed."""
 
     every: bool = False
-    """All rules that count the request's subject, whatever else its requests have."""
+    """All rules that count the request's subject, whatever its other attributes are."""
     rule: str | None = None
     """Only this rule."""
 
@@ -288,7 +288,7 @@ class ControlPlane:
     async def current(self) -> CurrentRules:
         """Return the newest rules. Raises StoreError."""
         if self.context.database is None:
-            # One look at the rules, which is replaced whole: document and version belong together.
+            # Read once: the rules are replaced as a whole, so document and version belong together.
             rules = self.compiled_rules()
             return CurrentRules(rules.document, f'"{rules.version}"', None)
         repository = await self.repository()
@@ -346,7 +346,7 @@ class ControlPlane:
         keys: Sequence[str],
         edit: Callable[[Document], Document],
     ) -> Version | EntryChange:
-        """Remove entries, and with `edit` the one of the document, if it stands there.
+        """Remove entries, and with `edit` also the entry in the document, if there is one.
 
         Raises NotFound if there is neither.
         """
@@ -474,10 +474,11 @@ class ControlPlane:
         data: Mapping[str, Any],
         operate: Callable[[], Awaitable[object]],
     ) -> None:
-        """Change counts in the store, after an audit entry that says so.
+        """Write an audit entry, then change counts in the store.
 
-        Without the entry, nothing is changed. If the store fails, a second entry says that; the
-        store may have made the change nevertheless, if only its reply was lost.
+        If the entry cannot be written, nothing is changed. If the store fails, a second entry
+        records the failure; the store may have made the change nevertheless, if only its reply was
+        lost.
         """
         check_signature(change.author, change.reason)
         subjects = {each.rule.id: each.subject.split(SEPARATOR) for each in checks}

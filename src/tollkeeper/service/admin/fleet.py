@@ -1,4 +1,4 @@
-"""The fleet over HTTP: its nodes as this node knows them, and what this node answers itself.
+"""The fleet over HTTP: its nodes as this node knows them, and checks that this node answers itself.
 
 Without gossip the list has this node alone. The counts are of all workers of this node. The Envoys
 are those of all nodes.
@@ -55,13 +55,13 @@ class FleetRuleOut(ApiOutput):
 
 
 class EnvoyPartOut(ApiOutput):
-    """What one bucket of an Envoy has."""
+    """The assignment of one bucket of an Envoy."""
 
     bucket: str = Field(description="The id of the bucket.", examples=["tenant=acme"])
     rule: str = Field(description="The rule that decides; empty if none applies.")
     quota: Literal["rate", "grants", "allow_all", "deny_all"]
     has: str = Field(
-        description="What it has; the reason of `allow_all` and `deny_all`.",
+        description="The assignment; the reason of `allow_all` and `deny_all`.",
         examples=["50/s of 100/s, burst 50"],
     )
     demand: float | None = Field(
@@ -98,7 +98,7 @@ class FleetOut(ApiOutput):
     """The nodes that this node knows, and its own counts."""
 
     node_id: str
-    gossip: bool = Field(description="False if this node does not gossip; then it is alone here.")
+    gossip: bool = Field(description="False without gossip; then only this node is listed.")
     live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
     nodes: list[FleetNodeOut]
     rules: list[FleetRuleOut] = Field(description="Rules that are `leased` or `eventual`.")
@@ -154,7 +154,7 @@ async def get_fleet(control: Control) -> FleetOut:
     responses=error_responses(*READ),
 )
 async def get_envoys(control: Control) -> EnvoysOut:
-    """Return the Envoys that are connected for quotas to any node, and what each has."""
+    """Return the Envoys that are connected for quotas to any node, and their assignments."""
     return EnvoysOut(envoys=await _envoys(control.context))
 
 

@@ -1,4 +1,4 @@
-"""What the operations of the admin API share: authentication, bodies, conditions and pages.
+"""The code that all operations of the admin API use: authentication, bodies, conditions and pages.
 
 A request passes these steps in order, each before the next one costs anything. The token is
 checked before the body is read. The body is counted while it is read. Types, sizes and JSON are
@@ -456,7 +456,7 @@ def _signed(
     x_reason: Annotated[
         str | None,
         Header(
-            description="Why, for the audit log, if the body does not say it; in UTF-8.",
+            description="The reason for the audit log, if the body has none; in UTF-8.",
             max_length=REASON_BYTES_MAX,
             json_schema_extra={"maxLength": REASON_LENGTH_MAX},
         ),

@@ -1,4 +1,4 @@
-"""What a draft of the rules would have done: the last recorded decisions, replayed.
+"""The preview of a draft of the rules: it replays the last recorded decisions.
 
 The replay (`history/replay.py`) runs in a thread. It works in portions of PORTION_SECONDS with a
 pause after each, because the worker cannot answer checks while the thread holds Python's lock. The
@@ -119,7 +119,7 @@ class ExampleOut(ApiOutput):
 
 
 class NotReplayedOut(ApiOutput):
-    """A rule that the records do not say enough about. It is left out of both replays."""
+    """A rule that cannot be replayed from the records. It is left out of both replays."""
 
     rule: str
     reason: str
@@ -127,7 +127,7 @@ class NotReplayedOut(ApiOutput):
 
 
 class PreviewOut(ApiOutput):
-    """What the draft would have done."""
+    """The effect that the draft would have had."""
 
     from_: Annotated[datetime, Field(alias="from", description="The period that was selected.")]
     to: datetime
@@ -153,7 +153,7 @@ class PreviewOut(ApiOutput):
     endpoints: list[EndpointChangeOut] = Field(description="The same, at most 20.")
     examples: list[ExampleOut] = Field(description="At most 20, of different subjects.")
     not_replayed: list[NotReplayedOut]
-    notes: list[str] = Field(description="What the replay cannot know, in sentences.")
+    notes: list[str] = Field(description="The facts that the replay cannot know, in sentences.")
 
 
 # ── The operation ────────────────────────────────────────────────────────────────────────────────

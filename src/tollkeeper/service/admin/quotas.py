@@ -145,7 +145,7 @@ class RegionUsageOut(ApiOutput):
 
     region: str = Field(examples=["eu"])
     units: int = Field(description="Units that it has admitted in the last window.")
-    age_seconds: float = Field(description="How long ago it said so; 0 for this region.")
+    age_seconds: float = Field(description="Seconds since its last report; 0 for this region.")
 
 
 class GlobalUsageOut(ApiOutput):

@@ -134,7 +134,7 @@ class UsagePage(ApiOutput):
 
 
 class IdentityOut(ApiOutput):
-    """Who made a request, as far as it is recorded."""
+    """The client of a request, as far as it is recorded."""
 
     user: str | None
     tenant: str | None
@@ -796,7 +796,7 @@ async def group_denials(
     selection: DecisionSelection,
     by: Annotated[
         GroupBy | Literal["time"],
-        Query(description="What the requests of a group have in common. `time`: steps of time."),
+        Query(description="The value that the requests of a group share. `time`: steps of time."),
     ] = "rule",
     limit: Annotated[
         int, Query(ge=1, le=GROUPS_MAX, description="Groups per page of JSON; not of times.")
@@ -983,7 +983,7 @@ async def list_penalties(control: Control, viewer: ViewerOf) -> PenaltiesOut:
 
 
 async def _still(limiter: AsyncLimiter, standing: Sequence[ActivePenalty]) -> list[ActivePenalty]:
-    """Return those that the store has too: this worker may not know that one was ended."""
+    """Return the penalties that the store has too: another process may have ended some."""
     found: list[ActivePenalty] = []
     for start in range(0, len(standing), _LOOKUPS_MAX):
         some = standing[start : start + _LOOKUPS_MAX]

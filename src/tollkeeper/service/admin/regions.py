@@ -1,7 +1,7 @@
 """The regions over HTTP: their leaders, links and shares, and changes of the shares.
 
-The status of each region is what its leader has noted in the region's store, so that every node of
-every region shows the same. A change of shares needs an admin token and has an audit entry.
+The leader of each region writes its status to the region's store, so that every node of every
+region shows the same. A change of shares needs an admin token and has an audit entry.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinkOut(ApiOutput):
         "region has no share."
     )
     problem: str = Field(description="What is wrong; empty if nothing is.")
-    lag_seconds: float = Field(description="The age of the oldest total that was not told yet.")
+    lag_seconds: float = Field(description="The age of the oldest total not yet reported to it.")
     heard_seconds: float | None = Field(description="Seconds since the last answer; null: never.")
     clock_offset_seconds: float | None = Field(
         description="The clock of the other region's store minus that of the first one's."
@@ -91,7 +91,7 @@ class ChangedOut(RegionsOut):
     shares: dict[str, float] = Field(description="The new table.", examples=[{"eu": 0.4}])
     unreachable: dict[str, str] = Field(
         description="The regions that could not be reached, and why. They adopt the table when "
-        "they hear of it; until then no share rises."
+        "they receive it; until then no share rises."
     )
 
 
@@ -172,7 +172,7 @@ async def remove_region(control: Control, signed: Signed, name: _Name) -> Change
     table = await _monitor(control).table()
     if name not in table:
         raise NotFound(
-            f"{show(name)} is no region with a share; {', '.join(sorted(table))} have one"
+            f"{show(name)} is not a region with a share; {', '.join(sorted(table))} have one"
         )
     return await _change(control, signed, "remove-region", name, shares_without(table, name))
 

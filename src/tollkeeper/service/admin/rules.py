@@ -137,7 +137,7 @@ class AuditLogOut(ApiOutput):
     created_at: datetime
     author: str = Field(description="The name of the token.", examples=["ann"])
     reason: str
-    kind: str = Field(description="What was done.", examples=["put-rule", "assign", "grant"])
+    kind: str = Field(description="The kind of change.", examples=["put-rule", "assign", "grant"])
     version: int | None = Field(
         description="The version of the rule document; null if the document did not change."
     )
@@ -147,7 +147,7 @@ class AuditLogOut(ApiOutput):
     )
     before: str | None = Field(description="Its data before; null if it did not exist.")
     after: str | None = Field(
-        description=f"Its data after, or what was done to its counts; as `before`, at most "
+        description=f"Its data after, or the operation on its counts; as `before`, at most "
         f"{DIFF_LENGTH_MAX:,} characters."
     )
     count: int = Field(description="How many entries have changed.")

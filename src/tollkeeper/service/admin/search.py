@@ -1,4 +1,4 @@
-"""Search over all subjects that the service knows, in pages that do not grow with their number.
+"""Search over all subjects that the service knows, in pages of bounded cost.
 
 A subject is known if it has an assignment, an override, an exact entry on a list, or recorded
 usage. Each of these is a *source* that an index reads in the order of subjects, from the beginning
@@ -60,7 +60,7 @@ class SubjectPage(ApiOutput):
 
 @dataclass(slots=True)
 class _KnownSubject:
-    """What the sources know about one subject."""
+    """The data of all sources about one subject."""
 
     tier: str | None = None
     overrides: int = 0
@@ -77,7 +77,7 @@ class _Merged:
         self._read_to: list[str] = []
 
     def of(self, subject: str) -> _KnownSubject:
-        """Return what is known about a subject."""
+        """Return the data about a subject; empty data if it is new."""
         return self._known.setdefault(subject, _KnownSubject())
 
     def end(self, subjects: Sequence[str]) -> None:

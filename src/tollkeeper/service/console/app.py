@@ -1,7 +1,7 @@
 """The application of the console: its routes, logging in and out, and the headers of every page.
 
-A page is a function in the module of its name (`overview.py`, `rules.py`, …). `views.py` has what
-they share.
+A page is a function in the module of its name (`overview.py`, `rules.py`, …). `views.py` has the
+code that they share.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = {
         404: "There is no such page. The navigation lists all pages.",
-        405: "This page does not accept that.",
+        405: "This page does not accept that method.",
     }
     return page.failed(status, text.get(status, "The page cannot be shown."))
 
@@ -144,7 +144,7 @@ async def _login_page(request: Request) -> Response:
 
 
 def _after_login(asked: str) -> str:
-    """Return where to go after the login: a page of the console, and nowhere else."""
+    """Return the URL to open after the login, which is always a page of the console."""
     path = unquote(asked.partition("?")[0])
     inside = path == ROOT or (path.startswith(f"{ROOT}/") and ".." not in path)
     return asked if inside and not path.startswith(f"{ROOT}/log") else ROOT

@@ -127,7 +127,7 @@ def try_url(parts: Mapping[str, str]) -> str:
 
 
 class Verdict(NamedTuple):
-    """What would happen to the request, and which rule decides it."""
+    """The outcome of the request, and the rule that decides it."""
 
     kind: str
     """`allowed`, `denied` or `unknown`."""

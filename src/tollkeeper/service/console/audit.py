@@ -17,7 +17,7 @@ from tollkeeper.service.console.views import ROOT, Page, url, view
 PATH: Final = f"{ROOT}/audit"
 ROWS: Final = 20
 DIFF_LINES_MAX: Final = 200
-# The kinds of changes, and what they do.
+# The kinds of changes, and their descriptions.
 KINDS: Final = {
     "apply": "rules applied",
     "rollback": "rules rolled back",

@@ -1,7 +1,7 @@
 """AdminClient: calls the admin API in this process, with the rights of the operator.
 
-The pages read and change nothing in another way, so everything that the admin API guarantees holds
-for them: roles, validation, conditions, the audit log.
+The pages read and change data only through it, so the guarantees of the admin API hold for them:
+roles, validation, conditions, the audit log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ApiProblem(Exception):
 
     @property
     def detail(self) -> str:
-        """What was wrong, for people."""
+        """The description of the error, for people."""
         return str(self.problem.get("detail", f"the admin API answered {self.status}"))
 
     @property
@@ -124,7 +124,7 @@ class _File(Response):
         self._path, self._query = path, urlencode(query, doseq=True).encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the admin API, and pass on what it sends unless that is a problem."""
+        """Call the admin API, and pass its response on unless it is a problem."""
         status = 0
         rejected: list[bytes] = []
 

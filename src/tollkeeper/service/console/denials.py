@@ -1,4 +1,4 @@
-"""The page Denials and usage: who is denied most, when and why, and who uses what.
+"""The page Denials and usage: the subjects that are denied most, when and why, and their usage.
 
 The page has four parts: denials over time, denials in groups, usage, and single decisions. Each is
 one call of the admin API with the filters of the URL. The lists have pages of their own, which a
@@ -21,7 +21,7 @@ from tollkeeper.service.console.views import ROOT, Page, duration, number, url, 
 
 PATH: Final = f"{ROOT}/denials"
 ROWS: Final = 20
-# What the denials can be grouped by: the key, the heading of the column, the words in a sentence.
+# The groupings of denials: the key, the heading of the column, the words in a sentence.
 GROUPS: Final = (
     ("rule", "Rule", "rules"),
     ("subject", "Subject", "subjects"),
@@ -29,7 +29,7 @@ GROUPS: Final = (
     ("user", "User", "users"),
     ("endpoint", "Endpoint", "endpoints"),
 )
-# What is counted: the key, its name in the form, and in a sentence.
+# The outcomes that can be counted: the key, its name in the form, and in a sentence.
 OUTCOMES: Final = (
     ("", "Denied", "denied request{s}"),
     ("shadow_denied", "Would be denied (shadow mode)", "request{s} that shadow rules would deny"),
@@ -45,7 +45,7 @@ KINDS: Final = {
     "unlimited": "no rule applies",
     "unavailable": "the store was unavailable",
 }
-# Names that are no rules.
+# Names that stand in the place of a rule.
 LISTS: Final = {
     "(allow)": "the allow list",
     "(deny)": "the deny list",
@@ -66,7 +66,7 @@ def routes() -> list[BaseRoute]:
 
 
 class Asked(NamedTuple):
-    """What the URL asks for."""
+    """The parameters in the URL."""
 
     period: Period
     by: str
@@ -95,7 +95,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(page: Page, now: datetime) -> Asked:
-    """Return what the URL of a request asks for. Raises ValueError."""
+    """Return the parameters in the URL of a request. Raises ValueError."""
     period = period_of(page, default="1h")
     by = page.query("by") or "rule"
     if by not in {key for key, _, _ in GROUPS}:
@@ -243,7 +243,7 @@ def chart_of(found: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def summary_of(found: Mapping[str, Any], chart: Mapping[str, Sequence[int]]) -> str:
-    """Return what a chart shows, as a sentence."""
+    """Return a sentence that describes a chart."""
     what = next(words for key, _, words in OUTCOMES if key == _outcome(found))
     if not found["items"]:
         return f"No {what.format(s='s')} in this time."

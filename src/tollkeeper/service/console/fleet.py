@@ -74,7 +74,7 @@ def in_order(nodes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def warnings_of(
     nodes: Sequence[Mapping[str, Any]], regions: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return what an operator should look at first, as sentences."""
+    """Return the problems that an operator should look at first, as sentences."""
     found = []
     for state in ("suspected", "dead"):
         names = [each["node"] for each in nodes if each["state"] == state]

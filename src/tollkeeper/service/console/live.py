@@ -10,9 +10,9 @@
 **Cost.** A worker computes the events once for all its streams, and only while it has streams. The
 number of streams is bounded. A browser that reads too slowly is disconnected.
 
-**No gap.** A browser asks with the time of the last step that it has (`since`), so a stream begins
-with what it missed. The stream takes events from before its first answer on; the browser skips a
-step that it already has.
+**No gap.** A browser sends the time of the last step that it has (`since`), so a stream begins with
+the steps that it missed. The stream subscribes to events before it computes its first answer; the
+browser skips a step that it already has.
 
 **The end.** A stream ends when its session ends, when the service drains, and when the browser
 leaves. The browser connects again, also after STALE_SECONDS without an event: see console.js.
@@ -35,13 +35,13 @@ from tollkeeper.service.console.views import Console, Page, json_of, session_of,
 from tollkeeper.service.http.tokens import Token
 
 TICK_SECONDS: Final = 2.0
-# How often a worker looks whether it is about to end; a shutdown waits for its streams.
+# How often a worker checks whether it is about to end; a shutdown waits for its streams.
 LOOK_SECONDS: Final = 0.2
 STREAMS_MAX: Final = 64
 # Events that a browser has not read yet.
 _WAITING_MAX: Final = 8
 _RETRY_SECONDS: Final = 10
-# A comment keeps the connection open if there is nothing to tell.
+# A comment keeps the connection open if there are no events.
 _KEEP_ALIVE: Final = b": no news\n\n"
 # A window of 4 kB: a compressor has some 20 kB of memory, and steps repeat names and zeros.
 _WINDOW_BITS: Final = 12
@@ -66,7 +66,7 @@ class LiveFeed:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        # All operators may read what the stream has, so one computation serves them all.
+        # All operators may read the events, so they are computed once for all of them.
         self._api = AdminClient(console.admin, Token("console", "read"))
         self._queues: set[_Queue] = set()
         self._since: float | None = None
@@ -149,7 +149,7 @@ class LiveFeed:
     def _send(self, found: bytes | None) -> None:
         for queue in self._queues:
             if queue.full():
-                # The browser does not read. It gets what it missed when it connects again.
+                # The browser does not read. It gets the missed steps when it connects again.
                 while not queue.empty():
                     queue.get_nowait()
                 queue.put_nowait(None)

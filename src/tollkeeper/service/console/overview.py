@@ -1,4 +1,4 @@
-"""The page Overview: what this node decides now, and whether it is healthy.
+"""The page Overview: the decisions of this node, live, and whether it is healthy.
 
 The page has the state, and the live stream brings the charts: the steps of the last 15 minutes at
 first, then each new one. `live.py` is the stream, and `static/overview.js` draws the charts.

@@ -1,4 +1,4 @@
-"""The page Rules: the document, a draft and what it would change, single rules, and versions.
+"""The page Rules: the document, a draft and its effect, single rules, and versions.
 
 A draft is text in a form. Each request sends it whole, with the ETag of the rules that the editor
 was opened with, and each reply contains it again: neither a mistake nor a conflict loses it.
@@ -69,7 +69,7 @@ def routes() -> list[BaseRoute]:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What the editor holds."""
+    """The contents of the editor."""
 
     text: str
     etag: str
@@ -98,7 +98,7 @@ async def check(page: Page) -> Response:
 
 
 async def preview(page: Page) -> Response:
-    """Show what a draft would have done to the last recorded decisions."""
+    """Show the effect that a draft would have had on the last recorded decisions."""
     draft = Draft.of(page.form)
     found: Any = None
     problem: Problem | None = None
@@ -175,7 +175,7 @@ async def _rejected(
     """
     etag = newest or page.form.get("over", "")
     conflict = await _conflict(page, draft, etag) if etag else None
-    # An operator who has forced a change need not be told again that it is unsafe.
+    # An operator who has forced a change already knows that it is unsafe.
     values = {"is_unsafe": page.form.get("force") == "yes", **more}
     return await _editor(page, draft, status, conflict=conflict, **values)
 
@@ -240,7 +240,7 @@ async def _editor(page: Page, draft: Draft, status: int = 200, **more: Any) -> R
 
 
 async def _newest(page: Page) -> tuple[dict[str, Any] | None, str]:
-    """Return the newest version; None and what to do if the rules come from a file."""
+    """Return the newest version; None and advice if the rules come from a file."""
     try:
         items = (await page.api.get("/versions", limit=1))["items"]
     except ApiProblem as error:

@@ -1,4 +1,4 @@
-"""The pages of the runbooks: what to do about each alert, as the admin API has it.
+"""The pages of the runbooks of the alerts, which the admin API returns.
 
 A runbook is Markdown. `parsed` reads the few forms that runbooks use: paragraphs, lists, code,
 emphasis and links. Everything else is text, and the template escapes it: no HTML passes through.

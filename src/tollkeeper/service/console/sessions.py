@@ -46,7 +46,7 @@ _LINK: Final = "link-"
 
 
 class LinkFile(msgspec.Struct):
-    """What a one-time link gives: the name for the audit log, and the role."""
+    """The rights of a one-time link: the name for the audit log, and the role."""
 
     name: str
     role: Role

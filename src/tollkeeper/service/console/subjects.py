@@ -291,7 +291,7 @@ class PagePart(NamedTuple):
 
 
 async def _part(asked: Awaitable[Any]) -> PagePart:
-    """Return a part of the page: one that fails takes no other with it."""
+    """Return a part of the page. If it fails, the page still shows the others."""
     try:
         return PagePart(await asked)
     except ApiProblem as error:
@@ -314,7 +314,7 @@ async def _one(
     problem: Problem | None = None,
     status: int = 200,
 ) -> Response:
-    """Show one subject. With a problem, the form that was sent keeps what was typed."""
+    """Show one subject. With a problem, the form that was sent keeps its values."""
     try:
         found = await page.api.get("/quota", every=True, **subject.query)
         period = period_of(page, "24h")

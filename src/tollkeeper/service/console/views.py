@@ -1,4 +1,4 @@
-"""What every page of the console uses: the request of an operator, its form, and rendering.
+"""The code that every page of the console uses: the operator's request, its form, and rendering.
 
     async def audit(page: Page) -> Response:
         found = await page.api.get("/audit", author=page.query("author"))
@@ -59,7 +59,7 @@ NAVIGATION: Final = (
 )
 # The seconds of a unit and its name, and those of the next smaller one.
 _UNITS: Final = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
-# What a page says after a change. The URL holds the key, never a text.
+# The messages of a page after a change. The URL holds the key, never a text.
 DONE: Final = {
     "applied": "The rules are applied.",
     "unchanged": "Nothing changed: these rules are already in force.",
@@ -117,7 +117,7 @@ class Console:
 
 
 class Problem:
-    """What went wrong, for the template of a page."""
+    """An error, for the template of a page."""
 
     def __init__(self, detail: str, request_id: str, more: Mapping[str, Any] | None = None) -> None:
         self.detail = detail
@@ -171,7 +171,7 @@ class Page:
 
     @property
     def done(self) -> str:
-        """What the last change did, or an empty text."""
+        """The message about the last change; empty if there was none."""
         return DONE.get(self.query("done"), "")
 
     def query(self, name: str, default: str = "") -> str:
@@ -335,7 +335,7 @@ def _fields(form: bytes) -> dict[str, str]:
 
 
 def is_own_origin(request: Request) -> bool:
-    """Return True if a POST comes from a page of the console itself, as far as headers tell.
+    """Return True if a POST comes from a page of the console itself, as far as its headers show.
 
     A browser sends `Origin` with every POST, and newer ones `Sec-Fetch-Site`. Only the host is
     compared: behind a proxy that ends TLS, the service does not know the scheme.

@@ -1,4 +1,4 @@
-// What the charts of counts share: colours of the page, axes, bars, and drawing them again.
+// The code that the charts of counts share: colours of the page, axes, bars, and drawing them again.
 
 import uPlot from "./vendor/uplot.js";
 

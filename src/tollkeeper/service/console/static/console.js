@@ -9,7 +9,7 @@ function localTimes(root) {
   }
 }
 
-// Widths of bars and other styles that only data can tell: <span data-width="42"> is 42 % wide.
+// Widths of bars and other styles that depend on data: <span data-width="42"> is 42 % wide.
 function widths(root) {
   for (const element of root.querySelectorAll("[data-width]")) {
     element.style.width = `${Math.max(0, Math.min(100, Number(element.dataset.width)))}%`;
@@ -163,7 +163,7 @@ function ended() {
 
 // The live stream of the console: server-sent events at `path`. `since` returns the last event that
 // the page has, so that a new connection begins where the last one ended. `fetch` and not
-// EventSource: it tells why there is no stream, and a stream that is silent is given up.
+// EventSource: it reports why there is no stream, and a silent stream is closed.
 const STALE_MS = 15000;
 const RETRY_MS = 1000;
 const RETRY_MAX_MS = 8000;
@@ -235,7 +235,7 @@ export function live(path, since, handlers) {
       disconnect();
     },
   };
-  // A page in the background needs no stream; it gets what it missed when it is shown again.
+  // A page in the background needs no stream; it gets the missed steps when it is shown again.
   document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
   window.addEventListener("pagehide", disconnect);
   window.addEventListener("pageshow", (event) => event.persisted && connect());

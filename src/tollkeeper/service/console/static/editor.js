@@ -1,4 +1,4 @@
-// The editor of the rule document. The textarea holds what the form sends; CodeMirror shows it.
+// The editor of the rule document. The textarea holds the text that the form sends; CodeMirror shows it.
 // A draft is also kept in the tab's session storage until it is applied or discarded.
 
 import { refresh } from "./console.js";
@@ -58,7 +58,7 @@ function restore() {
     return;
   }
   if (form.dataset.posted !== undefined) {
-    keep(); // what was typed came back with the page
+    keep(); // the page contains the draft that was sent
     tell("This is your draft; it is not in force.");
     return;
   }
@@ -162,7 +162,7 @@ area.before(view.dom);
 area.hidden = true;
 document.getElementById("document-label").addEventListener("click", () => view.focus());
 
-// ── What the validator says, at its line ──
+// ── Problems and findings, at their lines ──
 
 function place(item) {
   const { doc } = view.state;

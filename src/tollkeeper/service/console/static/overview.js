@@ -1,4 +1,4 @@
-// The charts of the overview. `steps` has what the live stream brought: one value for each step of
+// The charts of the overview. `steps` has the data of the live stream: one value for each step of
 // two seconds, for at most 15 minutes. Everything on the page is drawn from it again at each event.
 import uPlot from "./vendor/uplot.js";
 import { connection, keepScroll, live, refresh, restoreScroll } from "./console.js";
@@ -79,7 +79,7 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 const plus = (...lists) => steps.at.map((_, i) => sum(lists.map((list) => list[i])));
 const outcomes = (names) => plus(...names.map((name) => steps.checks[name]));
 
-// What the figures and the first chart show: all checks, or the decisions of the chosen rule.
+// The data of the figures and the first chart: all checks, or the decisions of the chosen rule.
 function chosen() {
   const rule = chosenRule && steps.rules.get(chosenRule);
   if (chosenRule) {

@@ -11,7 +11,7 @@ function localText(at) {
 
 for (const field of fields) {
   const at = new Date(field.value);
-  // What is no time stays as it was typed.
+  // A value that is not a time stays as it was typed.
   if (field.value && Number.isNaN(at.getTime())) continue;
   const value = field.value && localText(at);
   field.type = "datetime-local";
