@@ -105,7 +105,7 @@ def check(
 @with_options(service=service_client)
 def limit(
     service: ServiceClient,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What is limited: emails.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the limits: emails.")],
     key: Annotated[
         list[str],
         typer.Argument(metavar="KEY", help="The key that is counted, or its parts: user:42."),

@@ -47,7 +47,7 @@ def fleet(service: ServiceClient, as_json: JsonOption = False) -> None:
     print_table(_NODES, [_node_row(each) for each in nodes])
     if not found.get("gossip"):
         print_text("this node does not gossip; start it with --gossip ADDRESS to see the others")
-    # A node that has just joined has not told its version yet.
+    # A node that has just joined has not reported its version yet.
     alive = [each for each in nodes if each.get("state") == "alive"]
     if len({each.get("rules_version") for each in alive if each.get("rules_version")}) > 1:
         print_text("the nodes have different versions of the rules")

@@ -60,7 +60,7 @@ def regions(
 ) -> None:
     """Show the regions that share global limits: leaders, links, shares. Or change the shares.
 
-    LAG is the age of the oldest total that another region was not told yet. BACKLOG is the number
+    LAG is the age of the oldest total not yet reported to another region. BACKLOG is the number
     of subjects with totals that not all other regions have accepted, UNACCEPTED their units. EXCESS
     are the units by which eventual limits were exceeded. Stop the nodes of a region before you
     remove it. To show needs a token with the role read, to change one with the role admin.

@@ -2,7 +2,7 @@
 
 On the path of a request, counting is one addition to a dictionary or a field, without a lock,
 because there is one event loop. Everything else happens when the metrics are read. A
-*MetricsSnapshot* holds what one process has counted, by family and by label values. Counters of
+*MetricsSnapshot* holds the counts of one process, by family and by label values. Counters of
 several processes are added; of a gauge, such as the age of the rules, the worst value is reported.
 
 No counter goes down while the service runs: the counts of rules that left the document and of
@@ -159,7 +159,7 @@ FAMILIES: Final = (
     MetricFamily(
         "gossip_lag_seconds",
         "gauge",
-        "Seconds since the last news of the live node that was quiet for longest.",
+        "Seconds since the last news of the live node that has been silent for longest.",
         (),
         "max",
     ),
@@ -185,7 +185,7 @@ FAMILIES: Final = (
     MetricFamily(
         "region_lag_seconds",
         "gauge",
-        "The age of the oldest total that the other region was not told yet.",
+        "The age of the oldest total not yet reported to the other region.",
         ("region", "peer"),
         "max",
     ),
@@ -214,7 +214,7 @@ FAMILIES: Final = (
     MetricFamily(
         "region_sync_seconds",
         "histogram",
-        "From a check until another region has learnt of it.",
+        "Seconds from a check until another region knows its units.",
         ("region", "peer"),
     ),
     MetricFamily("records_dropped", "counter", "Records dropped because they did not fit."),
@@ -235,7 +235,7 @@ _MERGES: Final[dict[Merge, Callable[[float, float], float]]] = {"sum": add, "max
 
 
 class Counters:
-    """What one process of the service counts on the path of its requests."""
+    """The counts that one process of the service makes while it answers requests."""
 
     __slots__ = (
         *("checks", "decision_seconds", "degraded_checks"),
@@ -247,7 +247,7 @@ class Counters:
         self.checks: dict[str, int] = {}
         """Checks by limits that came with the call, by outcome. The limiter counts all others."""
         self.degraded_checks = 0
-        """Those of them that the store did not decide."""
+        """The checks in `checks` that the store did not decide."""
         self.requests: dict[tuple[str, int], int] = {}
         """By route and status."""
         self.grpc_requests: dict[str, int] = {}
@@ -323,7 +323,7 @@ class MetricsSnapshot:
                     sums[labels] = added(sums.get(labels, [0] * LENGTH), data)
 
     def lasting(self) -> MetricsSnapshot:
-        """Return what stays valid after the process has ended: the counters, and its start."""
+        """Return the values that stay valid after the process has ended: counters and its start."""
         kept = {
             name: values
             for name, values in self.values.items()
@@ -375,7 +375,7 @@ class RuleTotals:
 def put_store(
     found: MetricsSnapshot, stats: StoreStats | None, servers: Sequence[ServerStatus]
 ) -> None:
-    """Add what only the store itself knows: its size, and the status of its servers."""
+    """Add the values that only the store knows: its size, and the status of its servers."""
     if stats is not None:
         found.put("store_states", stats.states)
         found.put("store_states_max", stats.states_max)
@@ -453,7 +453,7 @@ REASONS_MAX: Final = 32
 
 
 class FleetMetrics:
-    """Reads the counts of a fleet: what this node answers itself, its reports, its gossip."""
+    """Reads the counts of a fleet: checks that this node answers itself, its reports, gossip."""
 
     def __init__(self, fleet: FleetMonitor) -> None:
         self._fleet = fleet
@@ -524,7 +524,7 @@ _LINKS: Final = {"up": 0, "down": 1, "refused": 2, "removed": 3}
 
 
 def regions_snapshot(regions: RegionMonitor) -> MetricsSnapshot:
-    """Return what this process knows of the regions. Does no I/O.
+    """Return the counts of the regions in this process. Does no I/O.
 
     Only the leader of a region knows its links and its backlog.
     """
@@ -698,7 +698,7 @@ class LimiterMetrics:
 
 
 def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
-    """Return what a remote store counts; other stores have no monitor and count nothing."""
+    """Return the counts of a remote store; other stores have no monitor and count nothing."""
     found = MetricsSnapshot()
     counters = {} if monitor is None else monitor.counters()
     found.put("denied_cache_hits", counters.get("denied_cache_hits", 0))

@@ -162,7 +162,7 @@ class Instrumented:
     # ── Spans ──────────────────────────────────────────────────────────────────────────────────
 
     def _replace(self) -> dict[str, Any]:
-        """Replace the limiter's methods; return what its instance had under their names."""
+        """Replace the limiter's methods; return the instance's own attributes of these names."""
         limiter = self._limiter
         verbs = {"check": limiter.check, "evaluate_all": limiter.evaluate_all}
         if limiter.has_rules:  # without rules, `evaluate` calls `check`, and one span is enough

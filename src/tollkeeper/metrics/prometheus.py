@@ -112,7 +112,7 @@ class _Writer:
         threading.Thread(target=self._keep_writing, name="tollkeeper-metrics", daemon=True).start()
 
     def _start_in_child(self) -> None:
-        """Go on in a forked process. The parent writes what was counted before the fork."""
+        """Continue in a forked process. The parent writes the counts from before the fork."""
         self._written = self._reading.snapshot().values
         self._lock.release()
         self._start()
@@ -129,7 +129,7 @@ class _Writer:
                 failing = True
 
     def write(self) -> None:
-        """Add what was counted since the last write."""
+        """Add the counts since the last write."""
         with self._lock:
             now = self._reading.snapshot().values
             for name, counter in self._counters.items():

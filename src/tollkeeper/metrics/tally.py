@@ -69,7 +69,7 @@ class SubjectRates:
         so that many rare subjects do not look like a busy one.
         """
         with self.lock:
-            if self._began_s is None:  # what was sampled before has no known time
+            if self._began_s is None:  # it is not known when the samples began
                 self._sketch, self._began_s = Busiest(), now_s
             taken_s = now_s - self._began_s
             if taken_s >= RATE_SECONDS:

@@ -12,7 +12,7 @@ are on a clock that does not step.
 
 **Windows.** As in Prometheus, a rate over five minutes is the increase in that time divided by five
 minutes, also if the service has run for less. A counter that is new in the window has started from
-zero, but for the counters of servers, which are older than the service.
+zero, except for the counters of servers, which are older than the service.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Window:
         }
 
     def increase_of_known(self, family: str, seconds: float) -> dict[str, float]:
-        """Return the same; one that is new has not grown."""
+        """Return the same, but a counter that is new has not grown."""
         samples = self._since(seconds)
         found = {}
         for labels, value in self.latest(family).items():
