@@ -376,7 +376,7 @@ class CompiledRules:
     def is_steady_for(self, request: Request) -> bool:
         """Return True if requests equal to this one have the same plan until the rules change.
 
-        They have not if a rule has a split or a factor, or if an override may end.
+        The plan may change if a rule has a split or a factor, or if an override may end.
         """
         if not self.is_steady or not self._has_overrides:
             return self.is_steady
@@ -417,7 +417,7 @@ class CompiledRules:
         return _new(CheckPlan, (enforced, shadowed, None, joint))
 
     def checks_of_subject(self, request: Request, cost: int, most: int) -> list[RuleCheck]:
-        """Return the rules that count a subject, whatever else its requests have; at most `most`.
+        """Return at most `most` rules that count a subject, whatever its other attributes are.
 
         A rule is among them if the request has all attributes that the rule counts by, and if the
         rule can apply to a request that has more than those: `user:42` is counted by the rules for

@@ -133,15 +133,15 @@ class RepeatedCheck:
         self.request = request
         self.cost = cost
         self.settles = settles
-        """True if the caller will settle the cost, and wants to know what was charged."""
+        """True if the caller will settle the cost, and needs the charges."""
         self.known: KnownPlan | None = None
         """The plan, if it can be used again."""
 
 
 class _MayFail:
-    """The positions of the rules that may fail: the others are charged all the same.
+    """The positions of the rules that may fail: the other rules are still charged.
 
-    Nearly every request has no failure, so each position is found out when a store asks for it.
+    Nearly every request has no failure, so a position is computed only when a store asks for it.
     """
 
     __slots__ = ("_checks", "_default")
@@ -211,7 +211,7 @@ class RuleEngine:
             self.counts = {rule: counts for rule, counts in self.counts.items() if rule in ids}
 
     def use_entries(self, entries: EntryTable) -> None:
-        """Put entries in force, or those that are in force after a change. It compiles nothing."""
+        """Put entries in force, or apply a change of those in force. It compiles nothing."""
         with self._use_lock:
             self.compiled_rules = self.compiled_rules.with_entries(entries)
 
@@ -896,7 +896,7 @@ class RuleEngine:
         return (yield from self.penalties.look(check)) if self.penalties.gates else None
 
     def refund_steps(self, request: Request, cost: int, decision: Decision | None) -> Steps[None]:
-        """Return units to every rule that a decision charged; without one, that applies now.
+        """Return units to every rule that a decision charged; without a decision, that applies now.
 
         Raises StoreError, after all rules were tried.
         """
@@ -918,7 +918,8 @@ class RuleEngine:
     def charge_steps(self, request: Request, cost: int, decision: Decision | None) -> Steps[int]:
         """Charge a cost to each limit as far as it has room; return the cost that did not fit.
 
-        To the rules that a decision charged, or that apply now if it charged none.
+        The limits are those of the rules that a decision charged or, if it charged none, that apply
+        now.
         """
         if decision is not None and decision.charged_ns is None:
             decision = None

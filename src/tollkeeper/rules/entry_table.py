@@ -95,7 +95,7 @@ class OwnerTable(Generic[_Item]):
             yield from self._find_address(request.ip)
 
     def owners(self) -> Iterator[str]:
-        """Yield the owners that are no networks: `user:42`. Another thread may change the table."""
+        """Yield the owners except networks: `user:42`. Another thread may change the table."""
         for owner in keys_of(self._by_owner):
             if not owner.startswith("ip:"):
                 yield owner

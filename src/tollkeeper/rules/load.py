@@ -207,7 +207,7 @@ class Loads:
         at_ns = self._now_ns() - int(age_s * NS_PER_SECOND)
         known = self._readings.get(name)
         if age_s and known is not None and known.at_ns > at_ns:
-            return  # a newer one arrived on another way
+            return  # a newer one arrived by another path
         self._readings[name] = LoadReading(float(load), at_ns, valid_s)
 
     @property

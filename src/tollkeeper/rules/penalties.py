@@ -274,10 +274,10 @@ class Penalties:
     def denial(
         self, plan: CheckPlan
     ) -> Steps[tuple[tuple[RuleCheck, Decision] | None, dict[int, StoreError]]]:
-        """Return the rule and its denial if a cool-down is in force; None if not.
+        """Return the rule and its denial if a cool-down is in force, else None; and the errors.
 
-        And the errors of rules whose cool-down the store cannot say, by position. After a timeout
-        the request does not wait for another cool-down: the limits of those rules decide.
+        The errors are those of rules whose cool-down the store could not read, by position. After a
+        timeout the request does not wait for another cool-down: the limits of those rules decide.
         """
         failures: dict[int, StoreError] = {}
         timed_out = False
@@ -333,7 +333,7 @@ class Penalties:
         )
 
     def penalise(self, plan: CheckPlan, decision: Decision) -> Steps[None]:
-        """Give a penalty if the subject of this denial has not waited too often."""
+        """Give a penalty if the subject of this denial has too often retried without waiting."""
         if decision.allowed or decision.degraded:
             return
         for check in plan.enforced:

@@ -2,8 +2,8 @@
 
 The functions follow the document's structure from the top down, limits first because every level
 uses them. Each function adds its problems to the place where they are and goes on, so that one run
-reports all of them. `model.py` says what each value means. `rules.schema.json` states the same
-grammar for editors.
+reports all of them. `model.py` explains the values. `rules.schema.json` states the same grammar for
+editors.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _rules(
 
 
 def _check_places(items: Sequence[DocumentPlace], rules: Sequence[Rule]) -> None:
-    """Check that a rule that replaces another shares its place: next to it, by the same."""
+    """Check that a rule stands before the rule that it replaces, and counts by the same."""
     ids = {rule.id for rule in rules}
     for item, rule, after in zip(items, rules, [*rules[1:], None], strict=True):
         name = rule.replaces

@@ -102,7 +102,7 @@ class PenaltySettings:
     """
 
     after: int = 10
-    """The number of requests that did not wait which starts a cool-down."""
+    """The number of requests without waiting that starts a cool-down."""
     within_s: float = 60.0
     """The time in which these requests are counted."""
     cooldown_s: float = 10.0

@@ -8,8 +8,8 @@
         by: [api_key]
         limits: [10/second, 100/minute burst 50]
 
-`tree.py` turns the text into a tree and `grammar.py` the tree into a `Document`. `model.py` says
-what each value means. Editors use the JSON Schema that `schema` returns.
+`tree.py` turns the text into a tree and `grammar.py` the tree into a `Document`. `model.py`
+explains the values. Editors use the JSON Schema that `schema` returns.
 """
 
 from __future__ import annotations

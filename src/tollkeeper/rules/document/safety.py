@@ -301,7 +301,7 @@ def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
 
 
 def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFinding]:
-    """Yield the findings that reject nothing.
+    """Yield the findings that do not reject a change.
 
     `on_failure` is the failure policy of rules that have none, if it is known.
     """
@@ -362,7 +362,7 @@ def short_windows(document: Document, regions: int) -> Iterator[SafetyFinding]:
                     "short-window",
                     where,
                     f"a window is shorter than {least_ns // NS_PER_SECOND} s",
-                    f"regions need about 2 s each to tell each other what they have admitted, so "
+                    f"a region needs about 2 s to learn the units that another has admitted, so "
                     f"each of {regions} or more regions gets little beyond its share",
                     "write scope: region with a part of the limit, across_regions: eventual, or a "
                     "longer window",
@@ -413,7 +413,7 @@ def _unreachable(document: Document, before: Document | None) -> Iterator[Safety
 def new_findings(document: Document, before: Document | None) -> tuple[SafetyFinding, ...]:
     """Return the findings that reject a change.
 
-    Those of the document in force were forced before.
+    Findings that the document in force has too are left out: its author forced them.
     """
     found = tuple(each for each in findings(document, before) if not each.is_advice)
     if not found or before is None:

@@ -21,8 +21,8 @@ that it shares with the fewest others:
 The rules found under a request's path and values are candidates. Their conditions are tested in the
 order of the document. The index only leaves out rules that cannot match.
 
-Requests resemble one another. The table caches what matched by the values that its rules test, up
-to MEMO_MAX results. A full cache is cleared as a whole, which needs no lock and no order.
+Requests resemble one another. The table caches up to MEMO_MAX results, by the values that its rules
+test. A full cache is cleared as a whole, which needs no lock and no order.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ def _matching(
 def _different(
     matched: tuple[tuple[CompiledRule, ...], ...],
 ) -> tuple[tuple[CompiledRule, ...], ...]:
-    """Return what several spellings of a path match, by group, without repetitions."""
+    """Return the rules that several spellings of a path match, by group, without repetitions."""
     different = {tuple(rule.order for rule in rules): rules for rules in matched}
     return tuple(sorted(different.values(), key=lambda rules: rules[0].group))
 
