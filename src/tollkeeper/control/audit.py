@@ -1,4 +1,4 @@
-"""The audit of a fleet: who changed what, when and why, in one list.
+"""The audit of a fleet: every change with its author, time and reason, in one list.
 
     await repository.audit_log.add("grant", "user:42", data, author="ann", reason="support case")
     page = await repository.audit_log.page(AuditFilter(author="ann"), limit=50)
@@ -78,13 +78,13 @@ class AuditedChange:
     author: str
     reason: str
     kind: str
-    """What was done: apply, rollback, put-rule, assign, import, grant, reset and so on."""
+    """The kind of change: apply, rollback, put-rule, assign, import, grant, reset and so on."""
     version: int | None = None
     """The number of the version; None if the document did not change."""
     change: int | None = None
     """The number of the change, if it made no version."""
     key: str = ""
-    """What was changed: `user:42`, the id of an override, `deny ip:10.0.0.0/8`."""
+    """The entry that was changed: `user:42`, the id of an override, `deny ip:10.0.0.0/8`."""
     before: str | None = None
     after: str | None = None
     count: int = 1

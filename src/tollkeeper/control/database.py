@@ -22,7 +22,7 @@ the event loop and prints a traceback if the loop has ended by then. The pool cl
 that is in use while it is disposed of, and does not wait for a cancelled statement. So `close`
 stops all connections that were opened, and waits for their threads.
 
-**SQLite and forks.** SQLite has locks of the whole process. If one of our threads held such a lock
+**SQLite and forks.** SQLite has process-wide locks. If one of our threads held such a lock
 while the application forks, SQLite would wait for ever in the child, and the child would follow no
 rules any more. So calls to SQLite and forks wait for each other (`core/forks.py`).
 

@@ -15,8 +15,8 @@ expired override by itself. Every change deletes at most PURGE_MAX rows that are
 **The document.** A change of an entry reads no document unless it has to: the ids and tiers of the
 newest version are cached. Applying or rolling back a document leaves the entries alone.
 
-**The audit** has one row for each change: who, when, why, the key, the data before and after. An
-import is one change, with the number of its entries.
+**The audit** has one row for each change: author, time, reason, key, and the data before and after.
+An import is one change, with the number of its entries.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class EntryRows:
             at = found[-1].kind, found[-1].key
 
     async def changes_since(self, seq: int) -> AsyncGenerator[FeedPage, None]:
-        """Yield the changes after a number, or all entries if these cannot be told apart.
+        """Yield the changes after a number, or all entries if the changes are not known.
 
         All entries are yielded for 0, for a number before the horizon, and for one that this
         database has not reached (it was restored from a backup).

@@ -72,7 +72,7 @@ class EntryFile:
     lines: array[int] = field(default_factory=lambda: array("L"))
 
     problems: list[DocumentProblem] = field(default_factory=list)
-    """The lines that are no entries."""
+    """The lines that are not valid entries."""
 
     def reject(self, line: int, message: str) -> None:
         """Note that a line has a mistake."""

@@ -476,7 +476,7 @@ class RulesUser(Protocol):
         """Put a document into force."""
 
     def use_entries(self, entries: EntryTable) -> None:
-        """Put entries beside the document into force, or a change of them."""
+        """Put the entries beside the document into force, or apply a change of them."""
 
 
 class Follower:

@@ -1,9 +1,9 @@
 """The repository's tables, and how a database gets them: once, however many nodes start together.
 
     tollkeeper_versions     each version of the rules, whole, as canonical text; number 1, 2, 3 …
-    tollkeeper_audit        who changed what, when and why: one entry for each version
+    tollkeeper_audit        the author, time and reason of each version
     tollkeeper_entries      one row for each assignment, override and list entry (`entries.py`)
-    tollkeeper_entry_audit  who changed which entry, when and why
+    tollkeeper_entry_audit  the author, time and reason of each change of an entry
     tollkeeper_feed         one row: the number of the newest change of an entry
     tollkeeper_schema       the revision of the schema (Alembic's table)
 

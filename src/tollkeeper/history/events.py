@@ -14,16 +14,16 @@ The *identity* of a request is its user, tenant, API key and address. It is reco
 decision, in the same mode, because the rule that decided may count something else. An API key is
 always recorded as a digest there.
 
-**Usage.** A *bucket* counts what one subject did under one rule in one minute: allowed requests,
-denied requests, units spent, and requests that the rule would have denied if it were not in shadow
-mode. A rule may deny a request of a subject that it does not count (a rule for all requests
-together). Such a denial is also counted for the user, the tenant and the subjects of the other
-rules, apart from `denied`, so that the sum of `denied` is the number of denials. Buckets are added
-to, never set, in memory and in the database, so
-the counts of several workers and nodes add up in any order. At most BUCKETS_MAX buckets are kept.
-Requests beyond them are counted together, by rule, as OTHERS: the sums stay right, only the subject
-is lost. If even those are too many (rules times minutes, while the database is unavailable for
-long), they are dropped, and the drops are counted.
+**Usage.** A *bucket* counts the requests of one subject under one rule in one minute: allowed
+requests, denied requests, units spent, and requests that the rule would have denied if it were not
+in shadow mode. A rule may deny a request of a subject that it does not count (a rule for all
+requests together). Such a denial is also counted for the user, the tenant and the subjects of the
+other rules, apart from `denied`, so that the sum of `denied` is the number of denials. Buckets are
+added to, never set, in memory and in the database, so the counts of several workers and nodes add
+up in any order. At most BUCKETS_MAX buckets are kept. Requests beyond them are counted together, by
+rule, as OTHERS: the sums stay right, only the subject is lost. If even those are too many (rules
+times minutes, while the database is unavailable for long), they are dropped, and the drops are
+counted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DecisionEvent(NamedTuple):
 
 
 def identity_of(request: Request) -> Identity:
-    """Return who made a request; long values are cut, because the caller keeps them in memory."""
+    """Return the identity of a request; long values are cut: the caller keeps them in memory."""
     user, tenant, api_key, ip = request.user, request.tenant, request.api_key, request.ip
     if (
         (user is None or len(user) <= IDENTITY_LENGTH_MAX)
@@ -445,7 +445,7 @@ class UsageBuckets:
         return found
 
     def put_back(self, increments: Iterable[UsageIncrement]) -> None:
-        """Add what `take` returned."""
+        """Add the increments that `take` returned."""
         for each in increments:
             bucket = (each.subject, each.rule, each.start_s // MINUTE_SECONDS)
             self.add(bucket, list(each[3:]))

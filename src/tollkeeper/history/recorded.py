@@ -1,4 +1,4 @@
-"""Requests made from recorded decisions, and what the records do not say about them.
+"""Requests made from recorded decisions, and the rules that the records cannot replay.
 
 A recorded decision has the time, the endpoint, the method, the cost and the identity of a request:
 user, tenant, API key and address. It has no attributes. An API key is always a digest. With

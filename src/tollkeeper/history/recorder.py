@@ -9,8 +9,8 @@ constant time.
 **The thread** has its own event loop. It counts the busiest subjects, adds the buckets to those
 that wait for the database, makes rows of the tuples, and writes (`sink.py`). It works in small
 portions with a pause after each, because the worker cannot answer while the thread holds Python's
-lock. While it is behind, nothing is handed over: the buffers on the path fill up, and what does not
-fit is dropped and counted. So no request ever waits for a slow or unavailable database.
+lock. While it is behind, nothing is handed over: the buffers on the path fill up, and records that
+do not fit are dropped and counted. So no request ever waits for a slow or unavailable database.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Both documents get the same requests at the same times, each on an empty store in memory, with the
 assignments, overrides and lists that stand beside the document. The differences are those between
-the two replays. How often the replay of the rules in force agrees with what was recorded says how
-far to trust them.
+the two replays. The share of recorded decisions that the replay of the rules in force repeats shows
+how far to trust them.
 
 **Samples.** All denials are recorded, and a share of the allowed requests: 1 % by default. If the
 share is below 1, a recorded allowed request stands for 1 / share requests. The replay makes that
@@ -147,7 +147,7 @@ class Example(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A rule that the records do not say enough about."""
+    """A rule that cannot be replayed from the records."""
 
     rule: str
     why: str
@@ -156,7 +156,7 @@ class LeftOut(NamedTuple):
 
 
 class ReplayReport(NamedTuple):
-    """What the replays found."""
+    """The results of the replays."""
 
     decisions: int
     """Recorded decisions that were replayed."""
@@ -378,7 +378,7 @@ class Replay:
     # ── The report ───────────────────────────────────────────────────────────────────────────
 
     def report(self) -> ReplayReport:
-        """Return what the steps so far have found."""
+        """Return the results of the steps so far."""
         first_us = self._rows[0][0] if self._rows else 0
         return ReplayReport(
             self._decisions,
@@ -400,7 +400,7 @@ class Replay:
         )
 
     def _notes(self, first_us: int) -> Iterator[str]:
-        """Yield what the replay cannot know, in sentences."""
+        """Yield the facts that the replay cannot know, in sentences."""
         if self._share <= 0:
             yield (
                 "No allowed request is recorded (--sample 0), so the replay has only the denied "

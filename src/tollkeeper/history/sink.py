@@ -203,7 +203,7 @@ class Sink:
     # ── The loop ─────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Write until `stop`; retry what fails."""
+        """Write until `stop`; retry a batch that fails."""
         while not self._stopping.is_set():
             pause_s = await self._round()
             # After a failure, a full queue does not shorten the pause.

@@ -29,7 +29,7 @@ batch: thousands of rows a second, more than a worker ever writes. If that is no
 worker helps a minute later.
 
 **The bound.** The records have a maximum of rows (of each table) and of bytes (of both). The worker
-that trims also counts rows and bytes, and publishes the *room* of each writer: a share of what is
+that trims also counts rows and bytes, and publishes the *room* of each writer: a share of the space
 left until FULL. So does a worker that starts. A writer that has used its room adds no row until the
 next count, which it may ask for at once (`sink.py`). So the bound holds for any number of workers,
 and after one was killed.
@@ -453,8 +453,8 @@ FULL: Final = 0.9
 # Subjects or decisions that are removed in one turn, and in one transaction.
 THIN_MAX: Final = 5_000
 THIN_STEP: Final = 1_000
-# A measurement gives away this part of what is left: writers that have not looked since the last
-# one still use theirs.
+# A measurement gives away this part of the space left: writers that have not read it yet still use
+# the room of the last one.
 ROOM_PARTS: Final = 4
 # A writer that was silent for this long has ended, or has nothing to write.
 WRITING_SECONDS: Final = 120
