@@ -93,7 +93,7 @@ class ManualClock:
         """Move by `seconds`, to the nearest nanosecond.
 
         If a clock moves ahead and back again, states that expired in between are gone, with the
-        units spent in them. SystemClock never steps, so that this cannot happen with it.
+        units spent in them. SystemClock never steps, so this cannot happen with it.
         """
         self.advance_ns(_moment_ns("seconds", seconds))
 

@@ -44,7 +44,7 @@ FindingCode = Literal[
     "unreachable",
 ]
 
-# Findings that are shown and reject nothing.
+# Findings that are shown but do not reject the change.
 _ADVICE: tuple[FindingCode, ...] = (
     "hidden-tier",
     "short-window",

@@ -1,14 +1,14 @@
-"""A fork waits for threads that are inside of code with locks of the whole process.
+"""A gate that keeps the process from forking while a thread may hold a process-wide lock.
 
 A lock that a thread holds during a fork stays locked in the child, where that thread does not
-exist: the first use of it there waits for ever. Python's own locks around imports and the locks
-inside of SQLite (around its malloc) are such locks. A server that loads an application and then
-forks its workers may do so at any moment of our threads.
+exist: the first thread that needs it there waits for ever. Python's import locks and the locks
+inside SQLite (around its malloc) are such locks. A server that loads an application and then forks
+its workers may fork while one of our threads holds such a lock.
 
     with forks.gate:
         connection.execute(…)
 
-A fork waits until no thread is inside of the gate, for WAIT_S_MAX at most. A thread that arrives
+A fork waits until no thread is inside the gate, for WAIT_S_MAX at most. A thread that arrives
 meanwhile waits for the fork. Threads do not wait for each other.
 """
 
@@ -18,12 +18,12 @@ import os
 import threading
 from typing import Final
 
-# A query that waits for another process may take longer. It holds no lock of the process meanwhile.
+# A query that waits for another process may take longer, but holds no process-wide lock meanwhile.
 WAIT_S_MAX: Final = 1.0
 
 
 class ForkGate:
-    """Threads that are inside, and a fork that waits for them."""
+    """Counts the threads inside, and makes a fork wait for them."""
 
     def __init__(self) -> None:
         self.in_child()
@@ -46,7 +46,7 @@ class ForkGate:
     def __exit__(self, *_: object) -> None:
         depth: int = getattr(self._depth, "value", 0)
         if not depth:
-            return  # the child of a fork inside of the gate
+            return  # this process was forked inside the gate
         self._depth.value = depth - 1
         if depth == 1:
             with self._changed:

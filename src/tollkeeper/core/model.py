@@ -322,9 +322,9 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
     dataclass takes four times as long to create. The C kernel's decisions are another type with
     the same fields; `isinstance` and `==` treat both alike.
 
-    `source` is not a field of the decision. The rule engine keeps there what a refund needs: which
-    rules were charged, and when. In a denial by several rules, it is a tuple of their ids. It is
-    None in other decisions, and in a copy from a pickle.
+    `source` is not a field of the decision. The rule engine keeps the rules that were charged and
+    the times of the charges there, for a refund. In a denial by several rules, it is a tuple of
+    their ids. It is None in other decisions, and in a copy from a pickle.
 
     `uncounted` is not a field of the decision. It has the checks that the failure policy `open` let
     pass without counting, for `wait` and `hold`, which count them on this machine.
@@ -389,7 +389,7 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
 
     @property
     def limit(self) -> int:
-        """The most that can remain: the tightest limit's capacity, and granted units."""
+        """The highest possible `remaining`: the tightest limit's capacity plus granted units."""
         return self.policy.capacity + self.granted
 
     @property

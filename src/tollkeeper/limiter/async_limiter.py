@@ -156,7 +156,8 @@ class AsyncLimiter(LimiterSetup):
     async def once(self, reservation: Key, settle: Callable[[], Awaitable[int]]) -> int | None:
         """Await `settle`, unless a settlement of this reservation was made within the last hour.
 
-        Returns its result, or None if it was not called. An error of it can be repeated.
+        Returns its result, or None if it was not called. If `settle` raises, a later call tries
+        again.
         """
 
         def settling() -> Steps[int]:
@@ -188,7 +189,7 @@ class AsyncLimiter(LimiterSetup):
     async def usage_of(self, check: RuleCheck) -> RegionalUsage | None:
         """Return the usage of a global rule in all regions; None for a rule of one region.
 
-        It is what this region's store knows: no other region is asked. Raises StoreError.
+        The numbers come from this region's store; no other region is called. Raises StoreError.
         """
         counts = self._store.regional
         if self._regions is None or counts is None or check.rule.across is None:
@@ -211,7 +212,7 @@ class AsyncLimiter(LimiterSetup):
 
         For penalties that another process reported. A reset reaches the store at once, and the
         process that gave the cool-down at its next check of the subject. Also True if the store is
-        unavailable, or if no other process sees it.
+        unavailable, or private to one process.
         """
         return await run_async(self._rules().is_barred_steps(rule, subject))
 

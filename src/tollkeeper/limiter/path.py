@@ -4,9 +4,9 @@
     match     a Request has the limits of the rules that match it (`RuleEngine`)
     decide    the gate on the store charges the subject, if all limits have room
 
-`Limiter` and `AsyncLimiter` are the two faces of the path, with the same verbs. The first drives
-the steps below in the calling thread, the second on asyncio. Steps call the verbs of their limiter,
-for example `Call(self.check, …)`: one answers at once, the other is awaited.
+`Limiter` and `AsyncLimiter` have the same verbs. The first runs the steps below in the calling
+thread, the second on asyncio. Steps call the verbs of their limiter, for example
+`Call(self.check, …)`: `Limiter.check` returns the decision, `AsyncLimiter.check` is awaited.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LimiterPath:
     _gate: AnyGate
     """The limiter's own limits on the store; unset for a limiter from rules."""
     _across: AcrossRegions | None = None
-    """How regions share the limiter's own limits; None: they are of this region."""
+    """How regions share the limiter's own limits; None: the limits count only this region."""
     _regions: Regions | None = None
     """The regions that share the global limits of the store."""
     _limits: Limits
@@ -163,7 +163,7 @@ class LimiterPath:
         answers: list[Answer] = yield Call(
             self._check_together, charges, range(len(charges)) if may_fail else ()
         )
-        # A key that the store denies, or a policy that does: then nothing is charged.
+        # If the store or a failure policy denies one key, nothing is charged.
         passes = all(
             may_fail if isinstance(answer, StoreError) else answer.allowed for answer in answers
         )
@@ -242,13 +242,13 @@ class LimiterPath:
         return decision
 
     def result_of(self, decision: Decision) -> CheckResult:
-        """Return a decision that `check` made by the limiter's own limits as `evaluate` does."""
+        """Return the result of `evaluate`, given a decision by the limiter's own limits."""
         if switches.limiting_off:
             return CheckResult(decision, kind="unlimited")
         failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
         return CheckResult(decision, self._applied, "unavailable" if failed else "limited")
 
-    # ── Charge differently afterwards ──────────────────────────────────────────────────────────
+    # ── Refund and settle ──────────────────────────────────────────────────────────────────────
 
     def _refund(
         self, key: Key | Request, cost: int, decision: Decision | None = None
@@ -301,7 +301,7 @@ class LimiterPath:
         return (yield from self._once(reservation, settling)) or 0
 
     def _once(self, reservation: Key, settling: Steps[int]) -> Steps[int | None]:
-        """Settle a reservation, unless that was done within the last hour; then return None."""
+        """Settle a reservation; return None if it was already settled within the last hour."""
         if switches.limiting_off:
             return (yield from settling)
         # One unit an hour for each reservation: the first settlement takes it.

@@ -105,7 +105,8 @@ class LimiterSetup(LimiterPath):
                           other nodes there are.
         `regions`         a `Regions`: the regions that share global limits, and the one that this
                           node is in. Its Redis is then the store.
-        `scope`           region: the limits count what is spent in this region. global: in all.
+        `scope`           region: the limits count the units spent in this region. global: the
+                          units spent in all regions.
         `across_regions`  how regions share global limits. eventual (the default): the share of a
                           region follows its demand; a region that is cut off goes on alone, and
                           may exceed the limits. exact: each region has a fixed share, and the
@@ -278,7 +279,7 @@ class LimiterSetup(LimiterPath):
 
     @property
     def name(self) -> str:
-        """The name that decisions and metrics have; empty if it was given none."""
+        """The limiter's name in decisions and metrics; empty if it has none."""
         return self._name
 
     @property
@@ -340,7 +341,7 @@ class LimiterSetup(LimiterPath):
         self._rules().require_usable(document)
 
     def use_entries(self, entries: EntryTable) -> None:
-        """Put entries beside the document in force, or those in force after they have changed."""
+        """Put the entries that extend the document in force, or apply their changes."""
         self._rules().use_entries(entries)
 
     def rules_status(self) -> RulesStatus:
