@@ -117,7 +117,7 @@ def preview(page: Page) -> None:
         page.keyboard.press("Backspace")
     page.keyboard.type("30/minute")
     page.get_by_role("button", name="What would it have done?").click()
-    heading = page.get_by_role("heading", name="The effect that it would have had")
+    heading = page.get_by_role("heading", name="What it would have done")
     heading.wait_for()
     heading.evaluate("e => e.scrollIntoView()")
 
