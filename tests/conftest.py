@@ -58,6 +58,7 @@ _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/", "te
 _LONGEST = (
     "tests/console/",
     "tests/faults/",
+    "tests/integration/test_envoy_quotas.py",
     "tests/integration/test_propagation.py",
     "tests/integration/test_records_service.py",
     "tests/integration/test_repository_huge.py",
@@ -65,6 +66,8 @@ _LONGEST = (
     "tests/kernel/test_drivers.py",
     "tests/lab/test_trials.py",
     "tests/test_packages.py",
+    "tests/test_site.py",
+    "tests/test_tutorial.py",
 )
 # The long suites that need no server: thousands of random traces, sanitizers, shells.
 _LONG_SUITES = (
