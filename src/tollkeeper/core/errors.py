@@ -153,15 +153,15 @@ class InvalidCost(ConfigError):
 
 
 class CapacityError(TollkeeperError):
-    """The cost is higher than the limit's capacity, so waiting does not help.
-
-    `most` is the highest cost that fits: the capacity, or a region's share of it.
-    """
+    """The cost is higher than the limit's capacity, so waiting does not help."""
 
     def __init__(self, cost: int, limit: Limit, most: int | None = None) -> None:
-        self.cost = cost
-        self.limit = limit
-        self.most = limit.capacity if most is None else most
+        self.cost: int = cost
+        """The cost of the request."""
+        self.limit: Limit = limit
+        """The limit that it does not fit."""
+        self.most: int = limit.capacity if most is None else most
+        """The highest cost that fits: the capacity, or a region's share of it."""
         share = "" if most is None else " in this region, which has a share of it"
         super().__init__(
             f"a cost of {show(cost)} can never fit {limit}, which holds {self.most} at most"

@@ -21,9 +21,13 @@ class RuleExplained:
     """One rule, and whether it applies to a request."""
 
     id: str
+    """The id of the rule."""
     by: tuple[str, ...]
+    """The fields of a request that the rule counts by."""
     mode: str
+    """`enforce`, `shadow` or `off`."""
     applies: bool
+    """True if the rule decides this request, or would in shadow mode."""
     why: str
     """Why the rule applies, or why it does not."""
     limits: Limits = ()
@@ -41,7 +45,9 @@ class RuleExplained:
     factor: float = 1.0
     """The part of its limits that applies now, of a rule that follows the load."""
     subject: str = ""
+    """The subject that the rule counts the request for; empty if it does not apply."""
     units: int = 0
+    """The units that the request costs under this rule."""
     decision: Decision | None = None
     """The decision that a check would get now. Nothing was spent."""
     error: str = ""
@@ -53,10 +59,13 @@ class Explanation:
     """Which rules apply to a request, and why."""
 
     version: str
+    """The version of the rules in force."""
     tier: str | None
+    """The tier of the request; None if it has none."""
     listed: str
     """`allow` or `deny` and the entry that matched, or empty."""
     rules: tuple[RuleExplained, ...] = ()
+    """All rules of the document, in its order."""
 
     @property
     def applying(self) -> tuple[RuleExplained, ...]:
