@@ -2,7 +2,8 @@
 
 The Python blocks of a page run from top to bottom in one namespace, as a reader would type them.
 A comment `# -> text` at the end of a statement claims that its value prints as that text, and the
-test checks it. A block that defines tests runs in pytest.
+test checks it. A block that defines tests runs in pytest. The commands on the pages are run by
+`tests/integration/test_documented_commands.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from tests.redis_servers import running
-from tollkeeper.cli.main import app
 from tollkeeper.rules.document.reading import read
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +29,6 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CLAIM = re.compile(r"# -> (.+)$")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 FENCE = re.compile(r"^ *(?:```|~~~)(.+)$", re.MULTILINE)
-COMMANDS = re.compile(r'^```(sh|console)(?: title="[^"]+")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-# `tollkeeper` at the start of a command, also after a pipe or a variable, up to the next command.
-OURS = re.compile(r"(?:^|[|;&(]|\w=\S*) *tollkeeper (?=[a-z-])([^|;&>)]*)")
 DATA = re.compile(r"^```(yaml|json)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAKE = re.compile(r"\bmake ([a-z]+)\b")
 
@@ -136,46 +130,6 @@ def test_python_blocks_have_the_form_that_is_run(page: Path) -> None:
     python = [fence for fence in fences if fence.strip().startswith(("py", "{"))]
     titled = [fence for fence in python if fence.startswith("python title=")]
     assert len(python) - len(titled) == len(list(blocks(page)))
-
-
-def wrong_in(command: str) -> str:
-    """Return the word of `tollkeeper …` that names no command or option; empty if all exist."""
-    found = get_command(app)
-    words = shlex.split(command, comments=True)
-    while isinstance(found, TyperGroup) and words and not words[0].startswith("-"):
-        if words[0] not in found.commands:
-            return words[0]
-        found = found.commands[words.pop(0)]
-    names = {name for each in found.params for name in (*each.opts, *each.secondary_opts)}
-    options = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
-    return next((each for each in options if each not in names | {"--help"}), "")
-
-
-def our_commands(text: str) -> Iterator[str]:
-    """Yield the arguments of each `tollkeeper …` in the blocks of commands."""
-    for language, block in COMMANDS.findall(text):
-        lines = block.replace("\\\n", " ").splitlines()
-        if language == "console":  # the other lines are output
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        for line in lines:
-            yield from OURS.findall(line)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_the_commands_on_a_page_exist(page: Path) -> None:
-    """Each `tollkeeper` command, and each of its options, is one of the command line."""
-    for command in our_commands(page.read_text(encoding="utf-8")):
-        assert not wrong_in(command), f"tollkeeper {command}"
-
-
-def test_a_wrong_command_is_found() -> None:
-    """In every place where a command can begin, and on a continued line."""
-    text = (
-        "```sh\nA=1 tollkeeper serve --wrong\nx | tollkeeper wrong\ntollkeeper top \\\n --no\n```"
-    )
-    assert [wrong_in(each) for each in our_commands(text)] == ["--wrong", "wrong", "--no"]
-    shown = "```console\n$ tollkeeper wrong -x\ntollkeeper output\n```"
-    assert [wrong_in(each) for each in our_commands(shown)] == ["wrong"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
