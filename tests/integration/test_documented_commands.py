@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.request import urlopen
 
-import httpx
 import pytest
 import yaml
 
+from tests.preloaded_command import PreloadedCommand
 from tests.redis_servers.ports import free_port
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.single import Single
@@ -198,7 +199,8 @@ async def make_database(path: Path) -> None:
 class World:
     """The service, the Redis and the folder of files that every page starts with."""
 
-    def __init__(self, folder: Path, regions: dict[str, Single]) -> None:
+    def __init__(self, folder: Path, regions: dict[str, Single], command: PreloadedCommand) -> None:
+        self.command = command
         self.files = folder / "files"
         self._fill()
         self.served: set[str] = set()
@@ -245,8 +247,8 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Start the service, with the Redis of its region and those of two others."""
-    with Single() as eu, Single() as us, Single() as ap:
-        made = World(tmp_path_factory.mktemp("world"), {"eu": eu, "us": us, "ap": ap})
+    with PreloadedCommand() as command, Single() as eu, Single() as us, Single() as ap:
+        made = World(tmp_path_factory.mktemp("world"), {"eu": eu, "us": us, "ap": ap}, command)
         with made.service:
             yield made
 
@@ -263,8 +265,10 @@ class Reader:
         state = folder / "state"
         state.touch()
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOLLKEEPER_", "PYTEST"))}
+        self._installed = Path(sys.executable).parent
+        programs = (world.command.folder, self._installed)
         self._environment = clean | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join(map(str, (*programs, os.environ["PATH"]))),
             "STATE": str(state),
             # A short path: the service makes sockets there, whose names have at most 107 bytes.
             "XDG_STATE_HOME": str(scratch().new_folder("page")),
@@ -338,7 +342,8 @@ class Reader:
     def serve(self, text: str) -> None:
         """Start a service, wait until it is ready, and stop it.
 
-        Several pages start one with the same options; one start is enough.
+        Several pages start one with the same options; one start is enough. A service also starts if
+        it cannot reach the database of its records, or the issuer of its clients' tokens.
         """
         words = shlex.split(text.replace("\\\n", ""), comments=True)
         text = shlex.join(word for word in words if word != "&")
@@ -348,13 +353,13 @@ class Reader:
         log = self.folder / "serve.log"
 
         def is_ready() -> bool:
-            started = [
-                line for line in log.read_text().splitlines() if '"event": "started"' in line
-            ]
+            lines = log.read_text().splitlines()
+            started = [line for line in lines if '"event": "started"' in line]
             try:
                 url = json.loads(started[0])["url"]
-                return httpx.get(f"{url}/readyz", timeout=SECONDS_MAX).is_success
-            except (IndexError, httpx.TransportError):
+                with urlopen(f"{url}/readyz", timeout=SECONDS_MAX) as answer:
+                    return bool(answer.status == 200)
+            except (IndexError, ValueError, OSError):  # or half a line is written
                 return False
 
         self._until(is_ready, text, log)
@@ -370,13 +375,13 @@ class Reader:
         """Run a command until a condition holds, and end it by SIGTERM."""
         with log.open("wb") as output:
             process = subprocess.Popen(
-                self._bash(f"exec {text}"),
+                self._bash(f"exec {self._installed}/{text}"),
                 cwd=self.folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=scratch().process_group,
             )
         try:
             until(
@@ -390,7 +395,7 @@ class Reader:
             )
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.wait()
 
     def _bash(self, text: str) -> list[str]:
@@ -439,7 +444,7 @@ def test_the_extras_that_pages_install_exist() -> None:
         ("tollkeeper top --wrong", "No such option"),
         ("tollkeeper serve --wrong &", "No such option"),
         ("curl http://127.0.0.1:8080/v1/nothing", "404"),
-        ("tollkeeper rules validate nothing.yaml | cat\n", "nothing.yaml"),
+        ("tollkeeper rules validate nothing.yaml | cat", "nothing.yaml"),
     ],
 )
 def test_a_wrong_command_is_found(typed: str, says: str, world: World, tmp_path: Path) -> None:
