@@ -17,6 +17,8 @@ from typing import Any, Final
 
 _DASHES: Final = re.compile(r"-+(?:  -+)+")
 _NUMBER: Final = re.compile(r"[+-]?[\d,.]+%?")
+# The spaces between two columns.
+_GAP: Final = 2
 TITLE_LENGTH_MAX: Final = 60
 
 _INTRODUCTION: Final = """\
@@ -73,8 +75,11 @@ def _table(lines: Sequence[str]) -> Iterator[str]:
     columns = [match.span() for match in re.finditer("-+", lines[1])]
     rows = [line for line in lines[2:] if _is_row(line, columns)]
     notes = [line for line in lines[2:] if not _is_row(line, columns)]
-    if any(line[columns[-1][1] :].strip() for line in rows):
-        columns.append((columns[-1][1], max(map(len, rows))))  # a remark behind the last column
+    start, end = columns[-1]
+    if any(line[end : end + _GAP].strip() for line in rows):
+        columns[-1] = start, max(map(len, rows))  # text that is wider than its heading
+    elif any(line[end:].strip() for line in rows):
+        columns.append((end, max(map(len, rows))))  # a remark behind the last column
     table = [[line[start:end].strip() for start, end in columns] for line in (lines[0], *rows)]
     numeric = [
         all(_NUMBER.fullmatch(cell) for cell in each[1:] if cell)
@@ -88,8 +93,8 @@ def _table(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _is_row(line: str, columns: Sequence[tuple[int, int]]) -> bool:
-    """Return True if nothing stands between the columns."""
-    return not any(line[end : end + 2].strip() for _, end in columns)
+    """Return True if nothing stands between the columns. The last one may be wider than marked."""
+    return not any(line[end : end + _GAP].strip() for _, end in columns[:-1])
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -18,6 +18,11 @@ one hot key  tollkeeper kernel        105   1.00
 one hot key  a|peer                 3,178  30.27  behind
 3,178 ns each would take a long time
 
+processes
+algorithm     checks/s  ratio
+------------  --------  -----
+fixed_window       9.1  48.1 × limits
+
 summary: a peer's p50 / ours; minimum to maximum
   throttled-py / tollkeeper kernel  31.23 to  40.32
 """
@@ -44,6 +49,12 @@ def test_printed_tables_become_tables_of_the_page() -> None:
         r"| one hot key | a\|peer | 3,178 | 30.27 | behind |",
         "",
         "- 3,178 ns each would take a long time.",
+        "",
+        "## Processes",
+        "",
+        "| algorithm | checks/s | ratio |",
+        "|---|--:|---|",
+        "| fixed_window | 9.1 | 48.1 × limits |",
         "",
         "## Summary: a peer's p50 / ours",
         "",
