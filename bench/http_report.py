@@ -12,7 +12,7 @@ from bench.http_measure import HttpEffort, HttpRow, HttpWork
 from bench.redis_placement import Placement
 from bench.redis_report import Goal
 
-_WIDTHS: Final = (40, 10, 6, 7, 8, 8, 8, 9, 9)
+_WIDTHS: Final = (44, 10, 6, 7, 8, 8, 8, 9, 9)
 _HEADINGS: Final = (
     *("server", "requests/s", "kept", "cpu µs", "kept cpu"),
     *("p50 µs", "p99 µs", "p50 adds", "p99 adds"),

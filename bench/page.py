@@ -64,7 +64,7 @@ def _section(lines: Sequence[str]) -> Iterator[str]:
         yield from (f"{_capitalised(rest)}.", "")
     if dashes is not None:
         yield from _table(lines[dashes - 1 :])
-    elif all(line.startswith("  ") for line in lines[1:]):
+    elif lines[1:] and all(line.startswith("  ") for line in lines[1:]):
         yield from ("```text", *(line.removeprefix("  ") for line in lines[1:]), "```")
     else:
         yield from _bullets(lines[1:])
@@ -111,8 +111,8 @@ def _title(text: str) -> tuple[str, str]:
 
 
 def _bullets(lines: Sequence[str]) -> list[str]:
-    return [f"- {_capitalised(line.strip())}." for line in lines]
+    return [f"- {_capitalised(line.strip().rstrip(';'))}." for line in lines]
 
 
 def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return re.sub("^http", "HTTP", text[:1].upper() + text[1:], flags=re.IGNORECASE)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,6 +39,20 @@ SUBJECTS: Final = (1_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 _CALLS: Final = 500
 _REPLY_BYTES: Final = 1 << 16
 _FIRST_USER: Final = 1_000_000
+# The columns of the table, and their widths.
+_COLUMNS: Final = {
+    "work": 12,
+    "subjects": 10,
+    "loaded": 10,
+    "bytes: own": 10,
+    "bytes: packed": 13,
+    "bytes ratio": 11,
+    "µs new: own": 11,
+    "µs new: packed": 14,
+    "µs check: own": 13,
+    "µs check: packed": 16,
+    "µs ratio": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +167,22 @@ def packed_heading() -> str:
         "\nredis, packed states (layout=packed, the default) beside a hash per subject "
         "(layout=subject), in one run: used_memory per state,\nand the server time of a call "
         "that creates a subject's states (new) or finds them (check); units spent: 1 to 5,000\n"
-        f"{'work':12}{'subjects':>12}{'loaded':>12}{'bytes/state: own':>18}{'packed':>8}"
-        f"{'ratio':>7}{'µs new: own':>13}{'packed':>8}{'µs check: own':>15}{'packed':>8}"
-        f"{'ratio':>7}"
+        f"{_line(_COLUMNS)}\n{_line('-' * width for width in _COLUMNS.values())}"
     )
 
 
 def packed_line(row: PackedRow) -> str:
     """Return the line of one row."""
-    sizes, new, check = row.bytes_per_state, row.new_us, row.check_us
-    return (
-        f"{row.work:12}{row.subjects:12,}{row.loaded:12,}{sizes['subject']:18.1f}"
-        f"{sizes['packed']:8.1f}{row.bytes_ratio:7.2f}{new['subject']:13.2f}{new['packed']:8.2f}"
-        f"{check['subject']:15.2f}{check['packed']:8.2f}{row.time_ratio:7.2f}"
-    )
+    sizes = [f"{row.bytes_per_state[layout]:.1f}" for layout in LAYOUTS]
+    new, check = ([f"{us[layout]:.2f}" for layout in LAYOUTS] for us in (row.new_us, row.check_us))
+    ratios = f"{row.bytes_ratio:.2f}", f"{row.time_ratio:.2f}"
+    numbers = f"{row.subjects:,}", f"{row.loaded:,}", *sizes, ratios[0], *new, *check, ratios[1]
+    return _line((row.work, *numbers))
+
+
+def _line(cells: Iterable[str]) -> str:
+    aligned = [
+        cell.rjust(width) if number else cell.ljust(width)
+        for number, (cell, width) in enumerate(zip(cells, _COLUMNS.values(), strict=True))
+    ]
+    return "  ".join(aligned)
