@@ -58,6 +58,7 @@ _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/", "te
 _LONGEST = (
     "tests/console/",
     "tests/faults/",
+    "tests/integration/test_documented_commands.py",
     "tests/integration/test_envoy_quotas.py",
     "tests/integration/test_propagation.py",
     "tests/integration/test_records_service.py",

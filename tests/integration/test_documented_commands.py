@@ -292,6 +292,7 @@ class Reader:
             (r"10\.0\.0\.5:7946", f"127.0.0.1:{free_port()}"),
             (r"(?<= )/(?=(?:etc|usr/share|var/log)/)", f"{self.folder}/"),
             (r"\btk_(?:…|\.\.\.)", world.token),
+            (r"^\.venv/bin/python\b", "python"),
             # These programs change other machines, or this one.
             (r"\bkubectl get configmap ratelimit -o yaml", "cat configmap.yaml"),
             (r'--reload "[^"]+"', "--reload true"),

@@ -277,8 +277,9 @@ def test_an_open_store_does_not_keep_the_process_alive(
     server: Single, key: str, state: str
 ) -> None:
     """A process with an open store ends, and a call during its end raises StoreUnavailable."""
+    patient = f"{server.uri}?deadline_ms=10000&connect_ms=10000"  # for a busy machine
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _ENDING, server.uri, key, state],
+        [sys.executable, "-W", "error", "-c", _ENDING, patient, key, state],
         capture_output=True,
         text=True,
         timeout=SECONDS_MAX,
