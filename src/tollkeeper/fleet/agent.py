@@ -54,7 +54,12 @@ from tollkeeper.fleet.gossip import (
     ReceivedPayload,
 )
 from tollkeeper.fleet.node import Node
-from tollkeeper.fleet.settings import Fleet, joined_address
+from tollkeeper.fleet.settings import (
+    SOCKET_NAME_BYTES,
+    Fleet,
+    check_socket_path,
+    joined_address,
+)
 from tollkeeper.fleet.transport import GossipTransport
 
 # How often the agent sends the list of live nodes, and how often another process tries to take
@@ -88,11 +93,8 @@ _QUESTIONS_MAX: Final = 1_000
 # The first byte of a datagram: its kind.
 _KNOWN, _HINTS, _QUESTION, _ANSWER = b"k", b"h", b"q", b"a"
 _ID_BYTES: Final = 8
-# The path of a Unix socket has at most this length.
-_PATH_BYTES_MAX: Final = 107
 # A random name: processes in several containers, which share the table, may have the same id.
 _NAME: Final = re.compile(r"[0-9a-f]{16}")
-_NAME_BYTES: Final = 16
 
 log = logging.getLogger("tollkeeper.fleet")
 
@@ -653,17 +655,13 @@ class NodeProcesses:
         """Bind the socket of this process. Raises ConfigError."""
         self._folder = table.parent
         self._prefix = f"{table.name}.gossip."
-        self._name = os.urandom(_NAME_BYTES // 2).hex()
+        self._name = os.urandom(SOCKET_NAME_BYTES // 2).hex()
         self._path = self._path_of(self._name)
         self._lock_path = self._folder / f"{self._prefix}lock"
         self._lock_file: int | None = None
         self.agent = ""
         """The path of the agent's socket, once it is known."""
-        if len(os.fsencode(self._path)) > _PATH_BYTES_MAX:
-            raise ConfigError(
-                f"gossip needs a socket beside the node's table, and {self._path} is longer than "
-                f"{_PATH_BYTES_MAX} bytes; use a shorter path for the table"
-            )
+        check_socket_path(table, "the table")
         try:
             self._mode = stat.S_IMODE(table.stat().st_mode) & 0o666
             self._socket = self._bound()
@@ -775,9 +773,9 @@ class NodeProcesses:
         with contextlib.suppress(BlockingIOError):
             for _ in range(RECEIVED_MAX):
                 data = self._socket.recv(DATAGRAM_BYTES_MAX + 64)
-                name = data[:_NAME_BYTES].decode("latin-1")
+                name = data[:SOCKET_NAME_BYTES].decode("latin-1")
                 if _NAME.fullmatch(name):
-                    found.append((data[_NAME_BYTES:], str(self._path_of(name))))
+                    found.append((data[SOCKET_NAME_BYTES:], str(self._path_of(name))))
         return found
 
     def wake(self) -> None:

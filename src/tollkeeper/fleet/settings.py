@@ -6,8 +6,10 @@ defaults suit one process beside a Redis on the same network.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from tollkeeper.core.clock import NS_PER_SECOND, duration_ns
@@ -26,6 +28,9 @@ PEERS_MAX: Final = 1_000
 _PORT_MAX: Final = 65_535
 # A name, an IPv4 address or an IPv6 address in brackets, with a port.
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[^:\[\]\s]{1,253}):([0-9]{1,5})")
+# The processes of a node have sockets beside its table: TABLE.gossip.NAME. The kernel bounds paths.
+SOCKET_NAME_BYTES: Final = 16
+_SOCKET_PATH_BYTES_MAX: Final = 107
 FLEET_NAME: Final = "tollkeeper"
 _FLEET_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -176,6 +181,16 @@ def joined_address(host: str, port: int) -> str:
     ('127.0.0.1:7946', '[::1]:7946')
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_socket_path(table: Path, setting: str) -> None:
+    """Raise ConfigError if the sockets beside a node's table would have too long a path."""
+    longest = f"{table}.gossip.{'0' * SOCKET_NAME_BYTES}"
+    if len(os.fsencode(longest)) > _SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"gossip needs Unix sockets beside {table}, whose paths would be longer than "
+            f"{_SOCKET_PATH_BYTES_MAX} bytes; use a shorter path for {setting}"
+        )
 
 
 def fleet_of(fleet: object) -> Fleet:

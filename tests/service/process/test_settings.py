@@ -86,6 +86,10 @@ FILES: list[tuple[str, str]] = [
     ("store: redis://h\ngossip: 0.0.0.0:7946", "openssl rand -hex 32"),
     ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: [store, a:1]", "give it alone"),
     ("store: redis://h\ngossip: '127.0.0.1:7946'\npeers: dns:nodes", "'nodes' is not HOST:PORT"),
+    (
+        f"store: redis://h\ngossip: '127.0.0.1:7946'\ndata: /srv/{'a' * 100}",
+        "longer than 107 bytes; use a shorter path for --data",
+    ),
     ("regions: {eu: redis://h}", "--regions has no effect without --region, the name"),
     ("region-shares: {eu: 1}", "--region-shares has no effect without --region"),
     ("region: eu", "--region 'eu' needs the table of all regions.*--regions eu=redis://localhost"),

@@ -21,7 +21,13 @@ from urllib.parse import quote
 
 from tollkeeper.core.errors import ConfigError, show
 from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.fleet.settings import FLEET_NAME, Fleet, joined_address, split_address
+from tollkeeper.fleet.settings import (
+    FLEET_NAME,
+    Fleet,
+    check_socket_path,
+    joined_address,
+    split_address,
+)
 from tollkeeper.fleet.transport import own_address
 from tollkeeper.regions.settings import Regions
 from tollkeeper.rules.document.tree import suggestion
@@ -287,6 +293,7 @@ class ServiceSettings:
                 f"machine; use --store redis://host, or remove --gossip"
             )
         own_address(self.gossip, "--gossip")
+        check_socket_path(self._fleet_table, "--data")
         if self.gossip_advertise:
             own_address(self.gossip_advertise, "--gossip-advertise")
         if not is_loopback(host) and not self.gossip_key:
@@ -319,6 +326,10 @@ class ServiceSettings:
         return tuple(peer.removeprefix(_DNS_PEERS) for peer in self.peers)
 
     @property
+    def _fleet_table(self) -> Path:
+        return Path(self.data) / "fleet"
+
+    @property
     def fleet(self) -> Fleet | None:
         """How this node answers checks itself; None if no other machine shares the store.
 
@@ -326,7 +337,7 @@ class ServiceSettings:
         """
         if self.is_store_here:
             return None
-        path = quote(str(Path(self.data) / "fleet"))
+        path = quote(str(self._fleet_table))
         return Fleet(
             # No limit counts in this file, only its allowances are used.
             store=f"shared://{path}?capacity=1000&allowances={self.allowances}",
