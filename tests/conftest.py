@@ -52,23 +52,37 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Every test in these folders runs against a server, a gateway or several processes.
 _SERVER_FOLDERS = ("tests/integration/", "tests/faults/", "tests/examples/", "tests/console/")
-# The tests that take longest run first, so that no worker starts one when the others are done.
-# xdist gives each worker a run of neighbours, and moves the last of them to idle workers. So the
-# first tests, those of the console, all run in one worker and share a browser.
+# The tests that take longest run first, so that no worker starts one when the others are done: a
+# group for each of the four workers of `make test`. Each takes some five minutes. The tests of the
+# console share a browser.
 _LONGEST = (
-    "tests/console/",
-    "tests/faults/",
-    "tests/integration/test_documented_commands.py",
-    "tests/integration/test_envoy_quotas.py",
-    "tests/integration/test_propagation.py",
-    "tests/integration/test_records_service.py",
-    "tests/integration/test_repository_huge.py",
-    "tests/integration/test_schemathesis.py",
-    "tests/kernel/test_drivers.py",
-    "tests/lab/test_trials.py",
-    "tests/test_packages.py",
-    "tests/test_site.py",
-    "tests/test_tutorial.py",
+    ("tests/console/",),
+    (
+        "tests/faults/",
+        "tests/integration/test_propagation.py",
+        "tests/integration/test_records_service.py",
+        "tests/integration/test_service_guarded.py",
+        "tests/integration/test_service_running.py",
+    ),
+    (
+        "tests/integration/test_documented_commands.py",
+        "tests/integration/test_envoy_quotas.py",
+        "tests/integration/test_redis_breaker.py",
+        "tests/integration/test_redis_network.py",
+        "tests/integration/test_redis_servers_replicated.py",
+        "tests/integration/test_top.py",
+    ),
+    (
+        "tests/examples/",
+        "tests/integration/test_repository_huge.py",
+        "tests/integration/test_schemathesis.py",
+        "tests/kernel/test_drivers.py",
+        "tests/lab/",
+        "tests/test_deploy.py",
+        "tests/test_packages.py",
+        "tests/test_site.py",
+        "tests/test_tutorial.py",
+    ),
 )
 # The long suites that need no server: thousands of random traces, sanitizers, shells.
 _LONG_SUITES = (
@@ -90,13 +104,13 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test that needs a server or is in a long suite; `make check` runs the others.
 
-    The longest tests come first.
+    Each worker runs some of the longest tests first.
 
     A test needs a server if it is in one of `_SERVER_FOLDERS`, or if the test, one of its fixtures
     or a helper refers to the harness that starts servers. A parametrised fixture marks those of its
     parameters that need one. A test that starts a server without the mark fails.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
+    items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     found: dict[object, bool] = {}
     for item in items:
         if item.nodeid.startswith(_SERVER_FOLDERS) or any(
@@ -105,6 +119,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.server)
         if item.nodeid.startswith(_LONG_SUITES):
             item.add_marker(pytest.mark.long)
+
+
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return the tests so that the part of each worker begins with a group of the longest.
+
+    xdist gives each worker an equal run of neighbours, and moves the last of them to idle workers.
+    """
+    long: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    rest = []
+    for item in items:
+        groups = (n for n, prefixes in enumerate(_LONGEST) if item.nodeid.startswith(prefixes))
+        group = next(groups, None)
+        (rest if group is None else long[group % workers]).append(item)
+    found: list[pytest.Item] = []
+    for number, first in enumerate(long):
+        size = (len(items) - len(found)) // (workers - number)
+        filling = max(size - len(first), 0)
+        found += [*first, *rest[:filling]]
+        del rest[:filling]
+    return found + rest
 
 
 def pytest_collection_finish() -> None:
