@@ -208,7 +208,7 @@ def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) ->
     uri = "memory://"
     options: dict[str, object] = {}
     if request.param == "shared":
-        uri = f"shared://{tmp_path}/api.limits"
+        uri = f"shared://{tmp_path}/api.limits?capacity=10000"  # by default it takes 90 MB
     if request.param == "redis":
         server = running("single")
         server.flush()
