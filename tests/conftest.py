@@ -35,7 +35,7 @@ settings.register_profile(
 )
 settings.load_profile("tollkeeper")
 # `make check` tries fewer random examples of each property, because people wait for it.
-settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=12)
 # `pytest --hypothesis-profile=thorough` takes an hour.
 settings.register_profile("thorough", settings.get_profile("tollkeeper"), max_examples=2_000)
 
