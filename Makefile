@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 VERSION_OF = -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 PYTEST := $(BIN)/pytest --numprocesses=4 --dist=worksteal
-C_SOURCES := $(wildcard src/tollkeeper/decide/kernel/*.[ch] src/tollkeeper/service/grpc/*.[ch])
+C_SOURCES := $(wildcard src/ratekeeper/decide/kernel/*.[ch] src/ratekeeper/service/grpc/*.[ch])
 
 # Hundreds of tests start a Python process. Without cached bytecode, each would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,7 +29,7 @@ help:  ## show this list
 
 # The lines for people, also without a terminal: they have a one-time login link.
 run: $(RUN_READY)  ## start the service with example rules and a console, on http://127.0.0.1:8080
-	$(BIN)/tollkeeper serve --data build/run --seed examples/limits.yaml --sample 1 \
+	$(BIN)/ratekeeper serve --data build/run --seed examples/limits.yaml --sample 1 \
 		--log-format text --console-link
 
 check: $(READY)  ## lint, types, and the quick tests that need no server
@@ -59,7 +59,7 @@ lint: $(READY)  ## run ruff, clang-format, mypy and import-linter
 	$(BIN)/mypy tests/typing_public_api.py
 	$(BIN)/mypy $(wildcard examples/recipes/*.py)
 	cd $(VENV) && MYPYPATH=../src bin/python -m mypy.stubtest \
-		tollkeeper.decide.kernel._kernel tollkeeper.service.grpc._http2
+		ratekeeper.decide.kernel._kernel ratekeeper.service.grpc._http2
 	$(BIN)/lint-imports
 
 bench: $(BENCH_READY)  ## compare the speed with other libraries
@@ -73,7 +73,7 @@ docs: $(READY)  ## build the documentation site: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
-	$(BIN)/tollkeeper simulate random --seconds $(or $(SECONDS),60)
+	$(BIN)/ratekeeper simulate random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
 
 clean:  ## remove all files that the other targets created
@@ -84,7 +84,7 @@ clean:  ## remove all files that the other targets created
 # Three installations: the service alone, the tests, and the libraries of the benchmarks.
 # The service alone does without libnghttp2: then grpcio serves Envoy. The tests need both.
 # An index without the source distribution of `limits` fails the one test that needs it, not all.
-INSTALL = TOLLKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
+INSTALL = RATEKEEPER_KERNEL=required $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --editable
 SOURCES := pyproject.toml tools/system_packages.sh $(wildcard setup.py) $(C_SOURCES)
 
@@ -97,11 +97,11 @@ $(RUN_READY): $(SOURCES)
 $(READY): $(SOURCES)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh test
 	$(NEW_VENV)
-	TOLLKEEPER_HTTP2=required $(INSTALL) '.[dev]'
+	RATEKEEPER_HTTP2=required $(INSTALL) '.[dev]'
 	-$(BIN)/python tools/limits_sdist.py
 	@touch $@ $(RUN_READY)
 
 $(BENCH_READY): $(READY)
 	@PYTHON=$(PYTHON) sh tools/system_packages.sh bench
-	TOLLKEEPER_HTTP2=required $(INSTALL) '.[dev,bench]'
+	RATEKEEPER_HTTP2=required $(INSTALL) '.[dev,bench]'
 	@touch $@

@@ -6,9 +6,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
-KERNEL = Path("src/tollkeeper/decide/kernel")
-GRPC = Path("src/tollkeeper/service/grpc")
-HOOK = Path("src/tollkeeper_limits.pth")
+KERNEL = Path("src/ratekeeper/decide/kernel")
+GRPC = Path("src/ratekeeper/service/grpc")
+HOOK = Path("src/ratekeeper_limits.pth")
 
 
 def extension(name: str, folder: Path, required: str, libraries: tuple[str, ...] = ()) -> Extension:
@@ -54,8 +54,8 @@ setup(
     cmdclass={"build_py": BuildWithHook},
     ext_modules=[
         # Without it, decisions are made in Python.
-        extension("tollkeeper.decide.kernel._kernel", KERNEL, "TOLLKEEPER_KERNEL"),
+        extension("ratekeeper.decide.kernel._kernel", KERNEL, "RATEKEEPER_KERNEL"),
         # Without it, grpcio serves Envoy.
-        extension("tollkeeper.service.grpc._http2", GRPC, "TOLLKEEPER_HTTP2", ("nghttp2",)),
+        extension("ratekeeper.service.grpc._http2", GRPC, "RATEKEEPER_HTTP2", ("nghttp2",)),
     ],
 )

@@ -1,1 +1,1 @@
-"""Tollkeeper and its peers on the same work, in one run: `python -m bench --help`."""
+"""Ratekeeper and its peers on the same work, in one run: `python -m bench --help`."""

@@ -1,4 +1,4 @@
-"""`python -m bench`: measure tollkeeper and its peers in one run, and compare them."""
+"""`python -m bench`: measure ratekeeper and its peers in one run, and compare them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from bench.engines import OURS
 from bench.measure import FULL, QUICK, SCENES, Effort, Scene, measure
 from bench.page import page
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide import kernel
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide import kernel
 
 try:
     from bench.fleet import WORKS as FLEET_WORKS
@@ -137,7 +137,7 @@ def _options() -> argparse.Namespace:
     works += [*RECORD_WORKS, *FLEET_WORKS, *LIMITS_WORKS]
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Tollkeeper beside limits and throttled-py, on the same work: in process; its "
+        description="Ratekeeper beside limits and throttled-py, on the same work: in process; its "
         "shared store from several processes; as a storage of limits; in a node of a fleet; its "
         "rules; on real Redis servers, started here; and its service and middleware over HTTP, "
         "beside slowapi and a real Envoy.",

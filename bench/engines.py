@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide import kernel
-from tollkeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide import kernel
+from ratekeeper.decide.stores.memory import PythonMemoryStore
 
 # Room for logs: 1,000,000 keys of a block each, or a hot key with 200,000 entries.
 LOG_BYTES: Final = 128_000_000
@@ -37,7 +37,7 @@ class Rate:
 
     @property
     def limit_value(self) -> Limit:
-        """Return the limit as tollkeeper has it."""
+        """Return the limit as ratekeeper has it."""
         return Limit(self.limit, per=self.per_seconds, algorithm=self.algorithm)
 
 
@@ -98,7 +98,7 @@ def _open_shared(rate: Rate) -> Session:
 def shared_folder() -> tempfile.TemporaryDirectory[str]:
     """Create a folder for the file of a shared store, in memory if the system has /dev/shm."""
     parent = _TMPFS if _TMPFS.is_dir() else None
-    return tempfile.TemporaryDirectory(prefix="tollkeeper-bench-", dir=parent)
+    return tempfile.TemporaryDirectory(prefix="ratekeeper-bench-", dir=parent)
 
 
 def shared_uri(folder: str, rate: Rate) -> str:
@@ -111,10 +111,10 @@ def _log_option(rate: Rate) -> str:
 
 
 _KERNEL: Final = (
-    Engine("tollkeeper kernel", _open_kernel, ours=True, keys_most=1_000_000),
-    Engine("tollkeeper shared", _open_shared, ours=True, keys_most=1_000_000),
+    Engine("ratekeeper kernel", _open_kernel, ours=True, keys_most=1_000_000),
+    Engine("ratekeeper shared", _open_shared, ours=True, keys_most=1_000_000),
 )
 OURS: Final = (
     *(_KERNEL if kernel.BUILT else ()),
-    Engine("tollkeeper python", _open_python, ours=True),
+    Engine("ratekeeper python", _open_python, ours=True),
 )

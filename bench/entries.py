@@ -18,11 +18,11 @@ from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tollkeeper import Limiter, Request
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.entries import Entry, assignment, override_entry
+from ratekeeper import Limiter, Request
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.model import Override
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.entries import Entry, assignment, override_entry
 
 CHANGES = 20
 DOCUMENT = (

@@ -47,12 +47,12 @@ from tests.service_process import ServiceProcess
 from bench.engines import OURS, Engine, Rate, Session
 from bench.measure import SCENES, SEED, Effort, measure
 from bench.report import Result, heading, table
-from tollkeeper import Fleet, Limit, Limiter
-from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.core.model import Consistency
-from tollkeeper.decide.leasing import Lease
-from tollkeeper.decide.stores import open_fallback_store
-from tollkeeper.testing import ManualClock
+from ratekeeper import Fleet, Limit, Limiter
+from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
+from ratekeeper.core.model import Consistency
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.stores import open_fallback_store
+from ratekeeper.testing import ManualClock
 
 WORKS: Final = ("fleet",)
 MODES: Final[tuple[Consistency, ...]] = ("strict", "leased", "eventual")
@@ -79,7 +79,7 @@ def run_fleet(wanted: Callable[[str], bool], effort: Effort) -> list[Result]:
     """Measure and print it if it is selected."""
     if not wanted(WORKS[0]):
         return []
-    with Single() as server, TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+    with Single() as server, TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
         tables = {"memory": "memory://", "shared": f"shared://{folder}/fleet"}
         engines = [
             OURS[0],
@@ -250,7 +250,7 @@ def node_answers(services: Sequence[ServiceProcess], rule: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for service in services:
         for line in service.ask("GET", "/metrics").body.decode().splitlines():
-            if line.startswith("tollkeeper_fleet_checks_total{") and f'rule="{rule}"' in line:
+            if line.startswith("ratekeeper_fleet_checks_total{") and f'rule="{rule}"' in line:
                 outcome = line.partition('outcome="')[2].partition('"')[0]
                 found[outcome] += int(float(line.rpartition(" ")[2]))
     return found
@@ -342,7 +342,7 @@ def await_members(services: Sequence[ServiceProcess], count: int) -> None:
 
     def live(service: ServiceProcess) -> int:
         for line in service.ask("GET", "/metrics").body.decode().splitlines():
-            if line.startswith("tollkeeper_fleet_live_nodes "):
+            if line.startswith("ratekeeper_fleet_live_nodes "):
                 return int(float(line.rpartition(" ")[2]))
         return 0
 
@@ -360,7 +360,7 @@ def await_members(services: Sequence[ServiceProcess], count: int) -> None:
 def fill_table() -> None:
     """Fill a node's table with the leases of SUBJECTS subjects; print the memory in bytes."""
     clock = SystemClock()
-    with TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+    with TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
         uri = f"shared://{folder}/fleet?allowances={SUBJECTS + 1_000}"
         store = open_fallback_store(uri, clock)
         assert store.allowances is not None

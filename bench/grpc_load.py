@@ -17,7 +17,7 @@ import grpc
 from tests.redis_servers.ports import HOST
 
 from bench.http_load import LoadFailed, Paced, tool_path
-from tollkeeper.service.envoy.protocol.messages import (
+from ratekeeper.service.envoy.protocol.messages import (
     SERVICE,
     RateLimitRequest,
     RateLimitResponse,
@@ -56,7 +56,7 @@ def call_rate(port: int, seconds: int) -> float:
 
 def paced_calls(port: int, per_second: float, seconds: float) -> Paced:
     """Call at a fixed rate, and return how long the calls took."""
-    with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
         times = Path(folder, "times")
         each = max(round(per_second / CONNECTIONS), 1)
         streams = ("-c", str(CONNECTIONS), "-m", str(STREAMS), "--rps", str(each))
@@ -75,7 +75,7 @@ def paced_calls(port: int, per_second: float, seconds: float) -> Paced:
 
 
 def _run(port: int, seconds: int, options: Sequence[str]) -> float:
-    with tempfile.NamedTemporaryFile(prefix="tollkeeper-bench-") as body:
+    with tempfile.NamedTemporaryFile(prefix="ratekeeper-bench-") as body:
         asked = message()
         # gRPC's prefix: not compressed, and the length.
         body.write(b"\0" + len(asked).to_bytes(4, "big") + asked)

@@ -1,4 +1,4 @@
-"""ShouldRateLimit on both servers of `tollkeeper serve`: on grpcio, and on libnghttp2."""
+"""ShouldRateLimit on both servers of `ratekeeper serve`: on grpcio, and on libnghttp2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.redis_servers.ports import HOST, free_port
 
 from bench.grpc_load import call_rate, paced_calls, try_call
 from bench.http_measure import Contender
-from bench.http_servers import post, tollkeeper_serve
+from bench.http_servers import post, ratekeeper_serve
 
 RULES: Final = """
 version: 1
@@ -29,7 +29,7 @@ def grpc_contenders(folder: Path) -> Sequence[Contender]:
     rules.write_text(RULES)
     return [
         Contender(
-            f"tollkeeper on {on}",
+            f"ratekeeper on {on}",
             grpc_serve(rules, port, on),
             [post("/v1/check", b"{}")],
             ours=on == "libnghttp2",
@@ -44,7 +44,7 @@ def grpc_contenders(folder: Path) -> Sequence[Contender]:
 
 def grpc_serve(rules: Path, port: int, on: str) -> list[str]:
     """Return the command that starts the service with one worker and gRPC on `port`."""
-    return tollkeeper_serve(
+    return ratekeeper_serve(
         rules, "--store", "memory://", "--grpc", f"{HOST}:{port}", "--grpc-server", on
     )
 

@@ -38,7 +38,7 @@ async def bare_to_the_end(scope: Any, receive: Any, send: Any) -> None:
     await _say_ok(send)
 
 
-# A response with the length and the headers of `tollkeeper serve`'s response to a check.
+# A response with the length and the headers of `ratekeeper serve`'s response to a check.
 _CHECK_HEADERS: Final = (
     (b"x-ratelimit-limit", b"1000000"),
     (b"x-ratelimit-remaining", b"999999"),
@@ -46,7 +46,7 @@ _CHECK_HEADERS: Final = (
     (b"ratelimit", b'"users";r=999999;t=1'),
     (b"ratelimit-policy", b'"users";q=1000000;w=1'),
     (b"content-type", b"application/json"),
-    (b"x-tollkeeper-node", b"bench"),
+    (b"x-ratekeeper-node", b"bench"),
     (b"x-request-id", b"0123456789ab-12345"),
     (b"content-length", b"173"),
 )
@@ -111,14 +111,14 @@ def starlette_headers() -> Any:
 
 def starlette_ours() -> Any:
     """Return our middleware on Starlette, with a store in memory."""
-    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from ratekeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     return Starlette(routes=[Route("/", _ok)], middleware=[Middleware(RateLimit, limits=LIMIT)])
 
 
 def starlette_ours_shared() -> Any:
     """Return the same with the shared store."""
-    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from ratekeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     middleware = [Middleware(RateLimit, limits=LIMIT, store=f"shared://{os.environ[SHARED]}")]
     return Starlette(routes=[Route("/", _ok)], middleware=middleware)
@@ -196,7 +196,7 @@ def fastapi_dependency() -> Any:
 
 def fastapi_ours() -> Any:
     """Return our middleware on FastAPI, with a store in memory."""
-    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from ratekeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
     app.add_middleware(RateLimit, limits=LIMIT)
@@ -205,7 +205,7 @@ def fastapi_ours() -> Any:
 
 def fastapi_ours_shared() -> Any:
     """Return the same with the shared store."""
-    from tollkeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
+    from ratekeeper.asgi import RateLimit  # noqa: PLC0415 - see the module
 
     app = fastapi_bare()
     app.add_middleware(RateLimit, limits=LIMIT, store=f"shared://{os.environ[SHARED]}")
@@ -214,7 +214,7 @@ def fastapi_ours_shared() -> Any:
 
 def fastapi_ours_dependency() -> Any:
     """Return our dependency on the route of FastAPI."""
-    from tollkeeper.fastapi import RateLimit  # noqa: PLC0415 - see the module
+    from ratekeeper.fastapi import RateLimit  # noqa: PLC0415 - see the module
 
     app = _fastapi()
     limit = RateLimit(app)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.http_measure import Contender
-from bench.http_servers import granian, post, tollkeeper_serve
+from bench.http_servers import granian, post, ratekeeper_serve
 
 USERS: Final = 1_000
 STRANGERS: Final = 20_000
@@ -54,7 +54,7 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
     memory = ("--store", "memory://", "--no-grpc")
 
     def ours(name: str, rules: Path, requests: Sequence[bytes], *more: str) -> Contender:
-        command = tollkeeper_serve(rules, *more)
+        command = ratekeeper_serve(rules, *more)
         return Contender(name, command, requests, ours=True, timed=True)
 
     return (
@@ -63,11 +63,11 @@ def check_contenders(folder: Path) -> Sequence[Contender]:
         Contender(
             "bare ASGI: a fixed answer to a check", granian("bench.http_apps:bare_check"), few
         ),
-        ours("tollkeeper, 1 limit, memory", one, few, *memory),
-        ours("tollkeeper, 1 limit, shared", one, few, "--no-grpc"),
-        ours("tollkeeper, 1 limit, memory, 20,000 users", one, new, *memory),
-        ours("tollkeeper, 4 rules, 6 limits, memory", several, many, *memory),
-        ours("tollkeeper, 4 rules, 6 limits, 20,000 users", several, all_new, *memory),
+        ours("ratekeeper, 1 limit, memory", one, few, *memory),
+        ours("ratekeeper, 1 limit, shared", one, few, "--no-grpc"),
+        ours("ratekeeper, 1 limit, memory, 20,000 users", one, new, *memory),
+        ours("ratekeeper, 4 rules, 6 limits, memory", several, many, *memory),
+        ours("ratekeeper, 4 rules, 6 limits, 20,000 users", several, all_new, *memory),
     )
 
 

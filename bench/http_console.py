@@ -32,11 +32,11 @@ from bench.http_measure import (
     Progress,
     run,
 )
-from bench.http_servers import Serving, on_processors, tollkeeper_serve
+from bench.http_servers import Serving, on_processors, ratekeeper_serve
 from bench.redis_placement import Placement
-from tollkeeper.service.console.sessions import Sessions
-from tollkeeper.service.console.views import COOKIE
-from tollkeeper.service.http.tokens import Token
+from ratekeeper.service.console.sessions import Sessions
+from ratekeeper.service.console.views import COOKIE
+from ratekeeper.service.http.tokens import Token
 
 RUN_SECONDS: Final = 4
 # Pairs of runs for each round of the other benchmarks: the difference is small.
@@ -53,14 +53,14 @@ def measure_console(
     rules = folder / "rules.yaml"
     rules.write_text(ONE_RULE)
     rows = (
-        HttpRow("tollkeeper, 1 limit, memory", ours=False),
+        HttpRow("ratekeeper, 1 limit, memory", ours=False),
         HttpRow("the same, with an open overview", ours=True),
     )
     work = HttpWork(name, placement.name, rows)
     for number in range(effort.sets):
         data = folder / f"data-{number}"
         memory = ("--store", "memory://", "--no-grpc", "--data", str(data))
-        contender = Contender(rows[0].name, tollkeeper_serve(rules, *memory), few_users())
+        contender = Contender(rows[0].name, ratekeeper_serve(rules, *memory), few_users())
         server = Serving(rows[0].name, contender.command, contender.requests[0], placement.server)
         server.runs_on = True
         with server, on_processors(placement.callers):

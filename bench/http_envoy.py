@@ -21,7 +21,7 @@ from tests.redis_servers.ports import HOST, free_port
 from bench.grpc_servers import RULES, grpc_serve
 from bench.http_load import LoadFailed
 from bench.http_measure import Contender, HttpEffort, HttpWork, Progress, measure
-from bench.http_servers import Serving, answer_of, get, granian, post, tollkeeper_serve
+from bench.http_servers import Serving, answer_of, get, granian, post, ratekeeper_serve
 from bench.redis_placement import Placement
 
 QUOTA_RULES: Final = """
@@ -69,7 +69,7 @@ def _asking(on: str, upstream: Serving, folder: Path, stack: ExitStack) -> Conte
     service = Serving(f"service on {on}", grpc_serve(rules, port, on), post("/v1/check", b"{}"))
     stack.enter_context(service)
     return Contender(
-        f"Envoy, asking tollkeeper on {on}",
+        f"Envoy, asking ratekeeper on {on}",
         _command(example(upstream.port, port)),
         [_REQUEST],
         ours=on == "libnghttp2",
@@ -85,7 +85,7 @@ def _with_quotas(
     rules = folder / f"{quota}.yaml"
     rules.write_text(QUOTA_RULES.format(quota=quota))
     port = free_port()
-    command = tollkeeper_serve(rules, "--store", redis.uri, "--grpc", f"{HOST}:{port}")
+    command = ratekeeper_serve(rules, "--store", redis.uri, "--grpc", f"{HOST}:{port}")
     service = Serving(f"service for {quota}", command, post("/v1/check", b"{}"))
     stack.enter_context(service)
     contender = Contender(
@@ -105,7 +105,7 @@ def _messages(service: Serving) -> float:
     """Return how many reports the service has received, and as many answers."""
     text = answer_of(service.port, get("/metrics")).decode()
     found = re.search(
-        r"^tollkeeper_envoy_quota_reports_total(?:{[^}]*})? (\S+)", text, re.MULTILINE
+        r"^ratekeeper_envoy_quota_reports_total(?:{[^}]*})? (\S+)", text, re.MULTILINE
     )
     if found is None:
         raise LoadFailed(f"the service counts no reports: {text[:500]}")

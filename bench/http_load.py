@@ -99,7 +99,7 @@ def tool_path(name: str, package: str) -> str:
 
 def wrk(port: int, requests: Sequence[bytes], seconds: int) -> float:
     """Return the requests per second with 64 connections in a closed loop."""
-    with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
         script, pool = Path(folder, "wrk.lua"), Path(folder, "requests")
         script.write_text(_SCRIPT)
         lines = (each.replace(b"\r", rb"\r").replace(b"\n", rb"\n") for each in requests)

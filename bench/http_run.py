@@ -1,10 +1,10 @@
 """The HTTP benchmarks: the service, the middleware compared with slowapi, and Envoy, with wrk.
 
-http check       POST /v1/check on `tollkeeper serve`, compared with minimal applications
+http check       POST /v1/check on `ratekeeper serve`, compared with minimal applications
 http starlette   the middleware on Starlette, compared with Starlette alone and slowapi
 http fastapi     the same on FastAPI, with the dependency
 http console     POST /v1/check while the overview of the console is open
-http grpc        ShouldRateLimit on `tollkeeper serve`, on grpcio and on libnghttp2, with h2load
+http grpc        ShouldRateLimit on `ratekeeper serve`, on grpcio and on libnghttp2, with h2load
 http envoy       a real Envoy in front of a small upstream, with and without our service
 """
 
@@ -41,8 +41,8 @@ WORKS: Final = (
 _STARLETTE: Final = (
     ("starlette_bare", "Starlette", False),
     ("starlette_headers", "five fixed headers, and no limit", False),
-    ("starlette_ours", "tollkeeper, memory", True),
-    ("starlette_ours_shared", "tollkeeper, shared", True),
+    ("starlette_ours", "ratekeeper, memory", True),
+    ("starlette_ours_shared", "ratekeeper, shared", True),
     ("starlette_slowapi", "slowapi SlowAPIMiddleware", False),
     ("starlette_slowapi_asgi", "slowapi SlowAPIASGIMiddleware", False),
     ("starlette_slowapi_decorator", "slowapi @limiter.limit", False),
@@ -50,10 +50,10 @@ _STARLETTE: Final = (
 _FASTAPI: Final = (
     ("fastapi_bare", "FastAPI", False),
     ("fastapi_headers", "five fixed headers, and no limit", False),
-    ("fastapi_ours", "tollkeeper, memory", True),
-    ("fastapi_ours_shared", "tollkeeper, shared", True),
+    ("fastapi_ours", "ratekeeper, memory", True),
+    ("fastapi_ours_shared", "ratekeeper, shared", True),
     ("fastapi_dependency", "a dependency that does nothing", False),
-    ("fastapi_ours_dependency", "tollkeeper dependency, memory", True),
+    ("fastapi_ours_dependency", "ratekeeper dependency, memory", True),
     ("fastapi_slowapi", "slowapi SlowAPIMiddleware", False),
     ("fastapi_slowapi_decorator", "slowapi @limiter.limit", False),
 )
@@ -72,7 +72,7 @@ def run_http(
     print(http_header(facts, effort, placement), flush=True)
     works = []
     for name in names:
-        with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
             work = _measured(name, Path(folder), placement, effort, progress)
         progress("")
         print(work_table(work), flush=True)

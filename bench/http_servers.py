@@ -66,7 +66,7 @@ class Serving:
         self.request = request
         self.runs_on = False
         self._processors = processors
-        self._folder = Path(tempfile.mkdtemp(prefix="tollkeeper-bench-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="ratekeeper-bench-"))
         self._log = self._folder / "log"
         places = {"{port}": str(self.port), "{folder}": str(self._folder)}
         self._command = [_filled(word, places) for word in command]
@@ -174,7 +174,7 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def granian(target: str, *, factory: bool = False) -> list[str]:
-    """Return the command that serves an ASGI application as `tollkeeper serve --workers 1` does."""
+    """Return the command that serves an ASGI application as `ratekeeper serve --workers 1` does."""
     return [
         *(sys.executable, "-m", "granian", "--interface", "asgi", "--loop", "uvloop"),
         *("--host", HOST, "--port", "{port}", "--workers", "1", "--no-ws", "--http", "1"),
@@ -184,10 +184,10 @@ def granian(target: str, *, factory: bool = False) -> list[str]:
     ]
 
 
-def tollkeeper_serve(rules: Path, *more: str) -> list[str]:
+def ratekeeper_serve(rules: Path, *more: str) -> list[str]:
     """Return the command that starts the service with one worker."""
     return [
-        *(sys.executable, "-m", "tollkeeper", "serve", "--workers", "1", "--rules", str(rules)),
+        *(sys.executable, "-m", "ratekeeper", "serve", "--workers", "1", "--rules", str(rules)),
         *("--host", HOST, "--port", "{port}", "--data", "{folder}", "--drain-seconds", "0"),
         *more,
     ]

@@ -16,11 +16,11 @@ from limits import RateLimitItemPerSecond, strategies
 from limits.storage import storage_from_string
 from tests.redis_servers import Single
 
-import tollkeeper.limits  # noqa: F401 - registers the storages
+import ratekeeper.limits  # noqa: F401 - registers the storages
 from bench.engines import LOG_BYTES, Engine, Rate, Session, shared_folder
 from bench.measure import SCENES, Effort, Scene, measure
 from bench.report import Result, heading, table
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper.core.model import AlgorithmName
 
 WORKS: Final = ("limits storage",)
 STRATEGIES: Final[dict[str, AlgorithmName]] = {
@@ -43,15 +43,15 @@ def run_limits_storages(
     if not wanted(WORKS[0]):
         return results
     with Single() as server, shared_folder() as folder:
-        shared = f"tollkeeper+shared://{folder}/NUMBER?log_bytes={LOG_BYTES}&capacity=200000"
-        memory = f"tollkeeper+memory://?log_bytes={LOG_BYTES}"
+        shared = f"ratekeeper+shared://{folder}/NUMBER?log_bytes={LOG_BYTES}&capacity=200000"
+        memory = f"ratekeeper+memory://?log_bytes={LOG_BYTES}"
         in_process = {
-            "tollkeeper+memory": (memory, {}),
-            "tollkeeper+shared": (shared, {}),
+            "ratekeeper+memory": (memory, {}),
+            "ratekeeper+shared": (shared, {}),
             "limits memory": ("memory://", {}),
         }
         on_redis = {
-            "tollkeeper+redis": (f"tollkeeper+{server.uri}", _PATIENCE),
+            "ratekeeper+redis": (f"ratekeeper+{server.uri}", _PATIENCE),
             "limits redis": (server.uri, {}),
         }
         for strategy in STRATEGIES:
@@ -73,7 +73,7 @@ def _measured(
         Engine(
             name if full_answer else f"{name} (hit() alone)",
             partial(_open, uri, options, strategy, full_answer=full_answer),
-            ours=name.startswith("tollkeeper"),
+            ours=name.startswith("ratekeeper"),
             full_answer=full_answer,
         )
         for name, (uri, options) in storages.items()
@@ -99,7 +99,7 @@ def _open(
         return passed
 
     def close() -> None:
-        if uri.startswith("tollkeeper"):
+        if uri.startswith("ratekeeper"):
             storage.store.close()
         elif uri.startswith("redis"):
             storage.storage.close()

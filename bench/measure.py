@@ -21,7 +21,7 @@ from time import perf_counter_ns
 from typing import Final
 
 from bench.engines import Engine, Rate, Session
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper.core.model import AlgorithmName
 
 SEED: Final = 20_240_229
 DAY: Final = 86_400

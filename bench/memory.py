@@ -16,7 +16,7 @@ from typing import Final
 
 from bench.engines import Engine
 from bench.measure import Scene, fill, keys_of, rate_of
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper.core.model import AlgorithmName
 
 _STATM: Final = Path("/proc/self/statm")
 

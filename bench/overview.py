@@ -23,7 +23,7 @@ from urllib.parse import urlencode, urlsplit
 
 from tests.service_process import ServiceProcess, ask_on
 
-from tollkeeper.service.http.tokens import create_token
+from ratekeeper.service.http.tokens import create_token
 
 WORKERS = 2
 BUSY_RULES = 20

@@ -24,7 +24,7 @@ TITLE_LENGTH_MAX: Final = 60
 _INTRODUCTION: Final = """\
 # Benchmarks
 
-This page shows the tables of one benchmark run. They compare Tollkeeper with other libraries on the
+This page shows the tables of one benchmark run. They compare Ratekeeper with other libraries on the
 same machine and with the same work. Run `make bench` on your own machine: the times depend on the
 machine, the ratios less so. This command generated the page:
 

@@ -3,7 +3,7 @@
 The compared work is a check with a full result: allowed, remaining and reset. `limits` needs two
 calls for it, `hit()` and `get_window_stats()`. throttled-py needs one, and computes the numbers
 when `.state` is read. Each peer is also measured with its minimum, `hit()` alone or `limit()` with
-the state unread. These rows are labelled. Tollkeeper returns the full result in every row.
+the state unread. These rows are labelled. Ratekeeper returns the full result in every row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from limits import RateLimitItemPerSecond, strategies
 from limits.storage import MemoryStorage
 
 from bench.engines import Engine, Rate, Session
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper.core.model import AlgorithmName
 
 _LIMITS_STRATEGIES: Final[dict[AlgorithmName, type[strategies.RateLimiter]]] = {
     "sliding_window_log": strategies.MovingWindowRateLimiter,
@@ -56,7 +56,7 @@ def _open_limits(rate: Rate, *, full_answer: bool) -> Session:
 def _open_throttled(rate: Rate, *, types: dict[AlgorithmName, str], full_answer: bool) -> Session:
     limiter = throttled.Throttled(
         using=types[rate.algorithm],
-        # Its burst is tollkeeper's capacity.
+        # Its burst is ratekeeper's capacity.
         quota=throttled.per_duration(
             timedelta(seconds=rate.per_seconds), rate.limit, burst=rate.limit
         ),

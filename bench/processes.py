@@ -22,8 +22,8 @@ from typing import Final
 
 from bench.engines import Rate, shared_folder, shared_uri
 from bench.measure import DAY, Effort
-from tollkeeper import Limiter
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper import Limiter
+from ratekeeper.core.model import AlgorithmName
 
 SECONDS: Final = 0.2
 BATCH: Final = 1_000

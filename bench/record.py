@@ -1,6 +1,6 @@
 """The cost of recording: checks of the service with records off, on, and blocked, side by side.
 
-record   POST /v1/check on `tollkeeper serve`, one worker, memory store; with its p50 and p99
+record   POST /v1/check on `ratekeeper serve`, one worker, memory store; with its p50 and p99
 
 - off: nothing is recorded; the other rows are compared with this one;
 - the default: all usage and one decision in a hundred, in an SQLite file;
@@ -28,12 +28,12 @@ from bench.http_check import ONE_RULE, USERS
 from bench.http_load import wrk_path
 from bench.http_measure import Contender, HttpEffort, Progress, measure
 from bench.http_report import http_facts, http_header, http_json, work_table
-from bench.http_servers import post, tollkeeper_serve
+from bench.http_servers import post, ratekeeper_serve
 from bench.redis_placement import placements
-from tollkeeper import Limiter, Request
-from tollkeeper.core.model import CheckResult
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
+from ratekeeper import Limiter, Request
+from ratekeeper.core.model import CheckResult
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
 
 WORKS: Final = ("record",)
 ROUNDS: Final = 15
@@ -67,7 +67,7 @@ def run_record(
     print(f"\nRecorder.note, processor time of a call, the best of {ROUNDS}: {times}", flush=True)
     print(http_header(facts, effort, placement), flush=True)
     print(f"but p50, p99: at {LOAD_PER_SECOND:,.0f} requests/s, so that no request queues")
-    with tempfile.TemporaryDirectory(prefix="tollkeeper-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ratekeeper-bench-") as folder:
         path = Path(folder)
         stuck = path / "stuck.db"
         with closing(sqlite3.connect(stuck, isolation_level=None)) as other:
@@ -117,7 +117,7 @@ def _contenders(folder: Path, stuck: Path) -> Sequence[Contender]:
     ]
 
     def ours(name: str, *more: str) -> Contender:
-        command = tollkeeper_serve(rules, "--store", "memory://", "--no-grpc", *more)
+        command = ratekeeper_serve(rules, "--store", "memory://", "--no-grpc", *more)
         return Contender(name, command, requests, ours=True, timed=True)
 
     return (

@@ -20,8 +20,8 @@ from tests.redis_servers.server import program_path
 
 from bench.redis_engines import Rates, our_limits
 from bench.redis_measure import Sample
-from tollkeeper.decide.stores.redis.codec import encode_limits
-from tollkeeper.decide.stores.redis.scripts import CHECK
+from ratekeeper.decide.stores.redis.codec import encode_limits
+from ratekeeper.decide.stores.redis.scripts import CHECK
 
 CLIENTS: Final = 2
 PIPELINE: Final = 128
@@ -42,7 +42,7 @@ class RedisBenchmark:
             *("-h", server.address[0], "-p", str(server.port)),
             *("-c", str(CLIENTS), "-P", str(PIPELINE)),
             *("-n", str(requests), "-r", str(keys), "--csv"),
-            *("EVALSHA", sha, "1", "tk:{user:__rand_int__}", gate.replace(b"\0", b"\1"), "1"),
+            *("EVALSHA", sha, "1", "rk:{user:__rand_int__}", gate.replace(b"\0", b"\1"), "1"),
         ]
 
     async def run(self) -> Sample:

@@ -1,6 +1,6 @@
-"""The engines on Redis: tollkeeper, `limits` and throttled-py, each opened as its users open it.
+"""The engines on Redis: ratekeeper, `limits` and throttled-py, each opened as its users open it.
 
-A check has one limit or several. Tollkeeper checks several in one call. The peers cannot: they make
+A check has one limit or several. Ratekeeper checks several in one call. The peers cannot: they make
 one call per limit, one after another, as their users do. If a later limit denies, the earlier ones
 stay charged.
 
@@ -8,7 +8,7 @@ stay charged.
 against 11,500 checks/s with 256 tasks for the fixed window, and 10,900 against 8,300 for the moving
 window. Each task has a connection: pools of 1 to 50 connections were slower by 10 to 50 %. `hit()`
 returns only yes or no. The rows without "hit() alone" also fetch the remaining units. throttled-py
-and tollkeeper return them with each check. Tollkeeper uses one connection.
+and ratekeeper return them with each check. Ratekeeper uses one connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from limits import RateLimitItemPerSecond
 from limits.storage import storage_from_string
 
 from bench.engines import Session
-from tollkeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper import AsyncLimiter, Limit, Limiter
 
 HOUR: Final = 3_600
 DAY: Final = 86_400
@@ -63,7 +63,7 @@ class RedisEngine:
 
 
 def our_limits(rates: Rates) -> list[Limit]:
-    """Return the limits as tollkeeper has them."""
+    """Return the limits as ratekeeper has them."""
     return [Limit(units, per=seconds) for units, seconds in rates]
 
 
@@ -181,11 +181,11 @@ def _limits_engine(name: str, strategy: str, *, full_answer: bool) -> RedisEngin
 
 
 def our_rule(name: str) -> RedisEngine:
-    """Return tollkeeper with a rule name, for several rules of the same subjects."""
+    """Return ratekeeper with a rule name, for several rules of the same subjects."""
     return RedisEngine(name, partial(_ours_async, name=name), _ours, ours=True)
 
 
-OURS: Final = RedisEngine("tollkeeper token bucket", _ours_async, _ours, ours=True)
+OURS: Final = RedisEngine("ratekeeper token bucket", _ours_async, _ours, ours=True)
 LIMITS_FIXED: Final = _limits_engine(
     "limits fixed window (hit() alone)", "FixedWindow", full_answer=False
 )

@@ -29,10 +29,10 @@ from bench.measure import SEED
 from bench.redis_bytes import ONE_LIMIT, SPENT_MAX, TEN_LIMITS
 from bench.redis_engines import Rates, our_limits
 from bench.redis_measure import RedisEffort
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide.stores.redis.codec import BUCKETS, bucket_name
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 
 LAYOUTS: Final = ("subject", "packed")
 SUBJECTS: Final = (1_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
@@ -92,7 +92,7 @@ class _Loaded:
     def payload(self, number: int, cost: int) -> bytes:
         attempt = CheckAttempt((self.scripts, f"user:{number}", cost), 0)
         if self.buckets:
-            attempt.key = b"tk:{%%%b}" % bucket_name(number % self.buckets)
+            attempt.key = b"rk:{%%%b}" % bucket_name(number % self.buckets)
         return attempt.payload()
 
     def run(self, numbers: Sequence[int], cost: Callable[[], int]) -> float:

@@ -1,7 +1,7 @@
 """The processors of the server and its callers, which are pinned because they decide the numbers.
 
 With many tasks, client and server are both busy. The scheduler puts them on one processor or on two
-by chance, and for seconds. With 256 tasks, tollkeeper then makes 58,000 or 106,000 checks/s, and
+by chance, and for seconds. With 256 tasks, ratekeeper then makes 58,000 or 106,000 checks/s, and
 `limits` 13,000 or 17,500: ratios of 4.4 and 6. With one caller it is the other way round: one of
 the two always waits, and waking another processor takes longer (88 µs against 36). Therefore, both
 placements are measured and printed, the same for every engine.

@@ -44,7 +44,7 @@ class Goal:
 
 @dataclass(slots=True)
 class RedisWork:
-    """One benchmark in a table, with one row per engine. The first row is tollkeeper."""
+    """One benchmark in a table, with one row per engine. The first row is ratekeeper."""
 
     kind: str
     """async, sync or cluster."""
@@ -91,11 +91,11 @@ def redis_header(facts: dict[str, Any], effort: RedisEffort) -> str:
         f"persistence {'ON' if persistent else 'off (no snapshots, no AOF)'}, "
         f"io-threads {facts['io-threads']}"
         f"\npeers on redis-py {facts['redis-py']} with hiredis {facts['hiredis']}, a connection "
-        f"per task; tollkeeper on one connection; all on asyncio's event loop\n"
+        f"per task; ratekeeper on one connection; all on asyncio's event loop\n"
         f"{effort.rounds} rounds, engines take turns; a run: each caller checks its own key in a "
         f"closed loop, for {effort.run_seconds:g} s on an empty database\n"
         f"p50, p99: of all calls of a run, timed one by one; a check of four limits is four calls "
-        f"with a peer and one with tollkeeper\n"
+        f"with a peer and one with ratekeeper\n"
         f"server and callers are pinned, the same for every engine: on a processor each, and both "
         f"on one; the placement decides the numbers"
     )

@@ -30,9 +30,9 @@ from typing import Any, Final, NamedTuple
 
 from tests.redis_servers import Single
 
-from tollkeeper import Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.regional import (
+from ratekeeper import Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.regional import (
     AcrossRegions,
     RegionalCounts,
     Report,
@@ -40,8 +40,8 @@ from tollkeeper.decide.regional import (
     SubjectKey,
     rule_number,
 )
-from tollkeeper.decide.store import Gate, Store
-from tollkeeper.decide.stores import open_store
+from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.stores import open_store
 
 BLOCK: Final = 100
 ROUNDS: Final = 40

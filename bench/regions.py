@@ -45,13 +45,13 @@ from tests.service_process import ServiceProcess
 from bench.fleet import NodeClient, Sent, central, progress
 from bench.measure import SEED
 from bench.region_checks import PATIENCE_MS, ROUNDS, CheckBench, Costs
-from tollkeeper import Limit
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
-from tollkeeper.decide.store import Gate, Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.regions.status import STATUS_NOTE
+from ratekeeper import Limit
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
+from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.regions.status import STATUS_NOTE
 
 EU, US, AP, SA, AF = NAMES
 CLUSTER: Final = AP

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from bench.measure import SCENES, Effort, Row, Scene
 from bench.processes import Throughput
-from tollkeeper.core.model import AlgorithmName
+from ratekeeper.core.model import AlgorithmName
 
 # With a higher load average than this, other processes disturb the measurement.
 BUSY_LOAD: Final = 0.8
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "cpu": _cpu_model(),
         "system": f"{platform.system()} {platform.machine()}",
-        "tollkeeper": version("tollkeeper"),
+        "ratekeeper": version("ratekeeper"),
         "limits": version("limits"),
         "throttled-py": version("throttled-py"),
     }
@@ -106,7 +106,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the ratios of the peers to tollkeeper, and the benchmarks that a peer wins."""
+    """Return the ratios of the peers to ratekeeper, and the benchmarks that a peer wins."""
     lines = ["\nsummary: a peer's p50 / ours, minimum to maximum of all benchmarks"]
     for ours in _names(results, ours=True):
         for peer in _names(results, ours=False):

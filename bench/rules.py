@@ -17,10 +17,10 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 from bench.measure import SEED, Effort, collector_off
-from tollkeeper import Limit, Limiter, Request
-from tollkeeper.rules.document.model import Document, Match, Rule
-from tollkeeper.rules.matching.lists import Lists
-from tollkeeper.rules.matching.table import RuleTable
+from ratekeeper import Limit, Limiter, Request
+from ratekeeper.rules.document.model import Document, Match, Rule
+from ratekeeper.rules.matching.lists import Lists
+from ratekeeper.rules.matching.table import RuleTable
 
 WORKS: Final = ("rules match", "rules check", "rules lists")
 RULES: Final = (10, 1_000, 10_000)

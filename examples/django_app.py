@@ -28,14 +28,14 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tollkeeper.django import rate_limit
+from ratekeeper.django import rate_limit
 
 settings.configure(
     ROOT_URLCONF=__name__,
     SECRET_KEY=os.environ.get("SECRET_KEY", "for this example only"),
     ALLOWED_HOSTS=["127.0.0.1", "localhost", "testserver"],
-    MIDDLEWARE=["tollkeeper.django.RateLimitMiddleware"],
-    TOLLKEEPER={
+    MIDDLEWARE=["ratekeeper.django.RateLimitMiddleware"],
+    RATEKEEPER={
         "limits": "1000/minute",
         "store": os.environ.get("STORE", "memory://"),
         "skip": lambda request: request.path == "/hello",

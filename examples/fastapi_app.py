@@ -20,7 +20,7 @@ from fastapi import FastAPI, HTTPException, WebSocket
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from tollkeeper.fastapi import Charge, RateLimit
+from ratekeeper.fastapi import Charge, RateLimit
 
 app = FastAPI()
 limit = RateLimit(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from flask import Flask, Response, jsonify, request, send_file
 
-from tollkeeper.flask import RateLimit, charge
+from ratekeeper.flask import RateLimit, charge
 
 app = Flask(__name__)
 USERS = {"ada": "correct horse"}

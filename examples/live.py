@@ -22,9 +22,9 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from tollkeeper import ConfigError, Decision, Limit, Limiter, parse_limits
-from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper import ConfigError, Decision, Limit, Limiter, parse_limits
+from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
 
 BUCKET_LIMITS = "5/second burst 10; 60/minute"
 WINDOW_LIMITS = "5/second; 60/minute"
@@ -235,7 +235,7 @@ def frame_of(traffic: Traffic, look: Look, seconds: float) -> list[str]:
         f"{'retry':>9}  {f'last {LAST_DECISIONS}':{LAST_DECISIONS}}"
     )
     return [
-        f"{look.bold('tollkeeper')}  {algorithm}: {', and '.join(held)}",
+        f"{look.bold('ratekeeper')}  {algorithm}: {', and '.join(held)}",
         "",
         look.dim(heading),
         look.dim(look.line * len(heading)),

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 
-from tollkeeper import AsyncLimiter
+from ratekeeper import AsyncLimiter
 
 CALLS = 30
 

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
-from tollkeeper import Limiter
-from tollkeeper.httpx import RetryTransport
+from ratekeeper import Limiter
+from ratekeeper.httpx import RetryTransport
 
 REQUESTS = 9
 # Three at once, then three per second.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tollkeeper import Limiter, LimitExceeded
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, LimitExceeded
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this example does not take a minute; omit it in real code
 limiter = Limiter("2/minute", clock=clock)

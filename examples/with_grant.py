@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tollkeeper import Limiter
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this example does not take an hour; omit it in real code
 limiter = Limiter("10/minute", clock=clock)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 
-from tollkeeper import Limiter, StoreUnavailable
+from ratekeeper import Limiter, StoreUnavailable
 
 PROCESSES = 4
 CALLS_PER_PROCESS = 2_000

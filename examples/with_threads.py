@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 
 THREADS = 8
 CALLS_PER_THREAD = 1_000

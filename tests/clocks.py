@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tollkeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock
 
 
 class TickingClock(ManualClock):

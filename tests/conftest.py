@@ -15,11 +15,11 @@ import pytest
 from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.testing import ManualClock
 from tests.redis_servers import running, scratch
 from tests.redis_servers.server import Startable
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.testing import ManualClock
 
 # The plugin that runs pytest inside pytest, for the tests of our own fixtures.
 pytest_plugins = ["pytester"]
@@ -27,23 +27,23 @@ pytest_plugins = ["pytester"]
 # A deadline is an assertion about time: no property may fail because the machine was busy. Two
 # random rule documents are large at times, and whether too many of them are is a matter of chance.
 settings.register_profile(
-    "tollkeeper",
+    "ratekeeper",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     print_blob=True,
     max_examples=50,
 )
-settings.load_profile("tollkeeper")
+settings.load_profile("ratekeeper")
 # `make check` tries fewer random examples of each property, because people wait for it.
-settings.register_profile("quick", settings.get_profile("tollkeeper"), max_examples=12)
+settings.register_profile("quick", settings.get_profile("ratekeeper"), max_examples=12)
 # `pytest --hypothesis-profile=thorough` takes an hour.
-settings.register_profile("thorough", settings.get_profile("tollkeeper"), max_examples=2_000)
+settings.register_profile("thorough", settings.get_profile("ratekeeper"), max_examples=2_000)
 
 # The modules and the tests live until the end: nothing is garbage before the first test runs.
 gc.disable()
 
 # On a busy machine, an answer may take longer than the five seconds that a command waits for it.
-os.environ["TOLLKEEPER_TIMEOUT"] = "60"
+os.environ["RATEKEEPER_TIMEOUT"] = "60"
 
 # A shell starts a background command with SIGINT ignored. The processes that tests start would
 # inherit that, and a test that interrupts one would wait forever.

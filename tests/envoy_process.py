@@ -37,12 +37,12 @@ def envoy_path() -> Path:
     return path
 
 
-def example(application_port: int, tollkeeper_port: int, path: Path = EXAMPLE) -> Config:
+def example(application_port: int, ratekeeper_port: int, path: Path = EXAMPLE) -> Config:
     """Return the example's configuration with these ports and a free port for the listener."""
     config: Config = yaml.safe_load(path.read_text(encoding="utf-8"))
     static = config["static_resources"]
     _address(static["listeners"][0])["port_value"] = 0
-    ports = {"application": application_port, "tollkeeper": tollkeeper_port}
+    ports = {"application": application_port, "ratekeeper": ratekeeper_port}
     for cluster in static["clusters"]:
         endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
         _address(endpoint)["port_value"] = ports[cluster["name"]]

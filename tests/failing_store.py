@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tollkeeper import Decision, Limit, StoreUnavailable
-from tollkeeper.core.model import Consistency
-from tollkeeper.decide.regional import AcrossRegions
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper import Decision, Limit, StoreUnavailable
+from ratekeeper.core.model import Consistency
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
 
 
 class PartlyFailing(PythonMemoryStore):

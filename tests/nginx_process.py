@@ -31,11 +31,11 @@ def nginx_path() -> str:
     return path
 
 
-def example(application_port: int, tollkeeper_port: int) -> str:
+def example(application_port: int, ratekeeper_port: int) -> str:
     """Return the example's configuration with these ports."""
     text = EXAMPLE.read_text(encoding="utf-8")
     text = text.replace("127.0.0.1:8000;", f"{HOST}:{application_port};")
-    return text.replace("127.0.0.1:8080;", f"{HOST}:{tollkeeper_port};")
+    return text.replace("127.0.0.1:8080;", f"{HOST}:{ratekeeper_port};")
 
 
 class Nginx(Gateway):

@@ -1,7 +1,7 @@
-"""A `tollkeeper` whose modules are imported once, for a test that runs a hundred commands.
+"""A `ratekeeper` whose modules are imported once, for a test that runs a hundred commands.
 
     with PreloadedCommand() as command:
-        subprocess.run(["tollkeeper", "--version"], env={"PATH": str(command.folder)})
+        subprocess.run(["ratekeeper", "--version"], env={"PATH": str(command.folder)})
 
 Each start of the installed command takes 0.3 s of processor time for imports. This server has done
 them, and forks for each call. The program in `folder` passes its arguments, its variables, its
@@ -24,14 +24,14 @@ from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
+from ratekeeper import __main__ as command
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
 from tests.redis_servers.waiting import until
-from tollkeeper import __main__ as command
 
 READY_SECONDS_MAX = 60.0
 # The larger modules that commands import only when they run.
-_IMPORTED_LATE = ("httpx", "pydantic.type_adapter", "tollkeeper.control.repository")
+_IMPORTED_LATE = ("httpx", "pydantic.type_adapter", "ratekeeper.control.repository")
 _FILES = 3
 _SIZE_BYTES = 4
 # Without the modules of the environment, Python starts in 10 ms.
@@ -56,7 +56,7 @@ class PreloadedCommand(Startable):
     def start(self) -> None:
         """Start the server, and wait until it accepts calls."""
         path = self.folder / "socket"
-        program = self.folder / "tollkeeper"
+        program = self.folder / "ratekeeper"
         client = {"python": sys.executable, "size": _SIZE_BYTES, "files": _FILES}
         program.write_text(_CLIENT.format(path=str(path), **client), encoding="utf-8")
         program.chmod(0o755)
@@ -83,7 +83,7 @@ class PreloadedCommand(Startable):
 
 def serve(path: Path) -> None:
     """Import all commands, and run each call in a process of its own, until a signal."""
-    sys.argv = ["tollkeeper", "--help"]
+    sys.argv = ["ratekeeper", "--help"]
     with redirect_stdout(StringIO()), suppress(SystemExit):
         command.main()
     for name in _IMPORTED_LATE:

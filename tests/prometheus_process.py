@@ -57,7 +57,7 @@ class PrometheusProcess(Startable):
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": ["rules.yaml"],
             "scrape_configs": [
-                {"job_name": "tollkeeper", "static_configs": [{"targets": [target]}]}
+                {"job_name": "ratekeeper", "static_configs": [{"targets": [target]}]}
             ],
         }
         # JSON is YAML.

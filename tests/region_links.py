@@ -26,11 +26,11 @@ from functools import partial
 from itertools import permutations
 from typing import Any, TypeVar
 
+from ratekeeper import Regions
 from tests.redis_servers.cluster import Cluster
 from tests.redis_servers.ports import HOST
 from tests.redis_servers.server import Startable
 from tests.redis_servers.single import Single
-from tollkeeper import Regions
 
 T = TypeVar("T")
 

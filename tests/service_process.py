@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve` on a free port of loopback, for tests and benchmarks.
+"""A real `ratekeeper serve` on a free port of loopback, for tests and benchmarks.
 
     with ServiceProcess(RULES, workers=4) as service:
         status, headers, answer = service.ask("POST", "/v1/check", {"user": "42"})
@@ -112,7 +112,7 @@ class ServiceProcess(Startable):
         """Return the command line of the service."""
         ports = ["--port", "0", *(["--grpc", "127.0.0.1:0"] if self._grpc else ["--no-grpc"])]
         chosen = ["--data", str(self.data), "--workers", str(self.workers), *ports]
-        return [sys.executable, "-m", "tollkeeper", "serve", *chosen, *self._rules, *self._options]
+        return [sys.executable, "-m", "ratekeeper", "serve", *chosen, *self._rules, *self._options]
 
     @property
     def pid(self) -> int | None:
@@ -145,7 +145,7 @@ class ServiceProcess(Startable):
         """Start the service without waiting until it is ready."""
         if self._process is not None:
             self._process.wait()
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("RATEKEEPER_")}
         self._logged = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -275,14 +275,14 @@ def ask_on(
 
 
 def run_to_end(arguments: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a `tollkeeper` command to its end; return its output and exit code.
+    """Run a `ratekeeper` command to its end; return its output and exit code.
 
     It waits for an answer of a service as long as `ServiceProcess.ask` does.
     """
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")}
-    clean["TOLLKEEPER_TIMEOUT"] = f"{ASK_SECONDS_MAX:g}"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RATEKEEPER_")}
+    clean["RATEKEEPER_TIMEOUT"] = f"{ASK_SECONDS_MAX:g}"
     return subprocess.run(
-        [sys.executable, "-m", "tollkeeper", *arguments],
+        [sys.executable, "-m", "ratekeeper", *arguments],
         capture_output=True,
         check=False,
         text=True,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tollkeeper.core.histogram import LENGTH
-from tollkeeper.decide.allowances import AllowanceKind, AllowanceStats
-from tollkeeper.decide.fleet_monitor import (
+from ratekeeper.core.histogram import LENGTH
+from ratekeeper.decide.allowances import AllowanceKind, AllowanceStats
+from ratekeeper.decide.fleet_monitor import (
     FleetNode,
     GossipCounts,
     NodeAnswers,
     ReportCounts,
 )
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.testing import ManualClock
 
 
 class StubFleet:

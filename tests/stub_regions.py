@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.histogram import LENGTH
-from tollkeeper.decide.region_monitor import LinkStatus, PeerCounts, RegionStatus
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.histogram import LENGTH
+from ratekeeper.decide.region_monitor import LinkStatus, PeerCounts, RegionStatus
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.testing import ManualClock
 
 EU = RegionStatus(
     "eu",

@@ -23,6 +23,12 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from ratekeeper import ConfigError, Limit
+from ratekeeper.asgi import RateLimit
+from ratekeeper.asgi import limited as limited_to
+from ratekeeper.testing import ManualClock, limiting_off
+from ratekeeper.web.answers import Style
+from ratekeeper.web.options import default_node
 from tests.web.asgi_driver import (
     Message,
     ask,
@@ -33,12 +39,6 @@ from tests.web.asgi_driver import (
     run_lifespan,
     scope_of,
 )
-from tollkeeper import ConfigError, Limit
-from tollkeeper.asgi import RateLimit
-from tollkeeper.asgi import limited as limited_to
-from tollkeeper.testing import ManualClock, limiting_off
-from tollkeeper.web.answers import Style
-from tollkeeper.web.options import default_node
 
 HEADERS = {
     "x-ratelimit-limit": "2",
@@ -46,7 +46,7 @@ HEADERS = {
     "x-ratelimit-reset": "1030",
     "ratelimit": '"default";r=1;t=30',
     "ratelimit-policy": '"default";q=2;w=60',
-    "x-tollkeeper-node": default_node(),
+    "x-ratekeeper-node": default_node(),
 }
 
 
@@ -154,18 +154,18 @@ async def test_the_node_that_decided_is_named(monkeypatch: pytest.MonkeyPatch) -
         "rules": [{"id": "a", "by": ["ip"], "limits": ["1/minute"], "match": {"endpoint": "/a"}}],
         "deny": ["ip:192.0.2.9"],
     }
-    monkeypatch.setenv("TOLLKEEPER_NODE_ID", "eu-1")
+    monkeypatch.setenv("RATEKEEPER_NODE_ID", "eu-1")
     for app in (limited(limits="1/minute"), RateLimit(hello, rules=rules)):
         seen = [await ask(app, "/a", peer=peer) for peer in ("192.0.2.1", "192.0.2.1", "192.0.2.9")]
-        assert [each.headers["x-tollkeeper-node"] for each in seen] == ["eu-1"] * 3
+        assert [each.headers["x-ratekeeper-node"] for each in seen] == ["eu-1"] * 3
         assert [each.status for each in seen][:2] == [200, 429]
-    assert "x-tollkeeper-node" not in (await ask(app, "/unlimited")).headers
-    monkeypatch.delenv("TOLLKEEPER_NODE_ID")
-    default = (await ask(limited())).headers["x-tollkeeper-node"]
+    assert "x-ratekeeper-node" not in (await ask(app, "/unlimited")).headers
+    monkeypatch.delenv("RATEKEEPER_NODE_ID")
+    default = (await ask(limited())).headers["x-ratekeeper-node"]
     assert default == default_node()
     assert gethostname() not in default
     named = limited(style=Style(node="us-2"))
-    assert (await ask(named)).headers["x-tollkeeper-node"] == "us-2"
+    assert (await ask(named)).headers["x-ratekeeper-node"] == "us-2"
 
 
 async def test_every_other_message_passes_unchanged() -> None:

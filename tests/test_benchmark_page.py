@@ -14,7 +14,7 @@ python CPython 3.11.2, cpus 2
 token_bucket
 work         engine                p50 ns  ratio
 -----------  -----------------  ---------  -----
-one hot key  tollkeeper kernel        105   1.00
+one hot key  ratekeeper kernel        105   1.00
 one hot key  a|peer                 3,178  30.27  behind
 3,178 ns each would take a long time
 
@@ -24,7 +24,7 @@ algorithm     checks/s  ratio
 fixed_window       9.1  48.1 × limits
 
 summary: a peer's p50 / ours; minimum to maximum
-  throttled-py / tollkeeper kernel  31.23 to  40.32
+  throttled-py / ratekeeper kernel  31.23 to  40.32
 """
 
 
@@ -45,7 +45,7 @@ def test_printed_tables_become_tables_of_the_page() -> None:
         "",
         "| work | engine | p50 ns | ratio |  |",
         "|---|---|--:|--:|---|",
-        "| one hot key | tollkeeper kernel | 105 | 1.00 |  |",
+        "| one hot key | ratekeeper kernel | 105 | 1.00 |  |",
         r"| one hot key | a\|peer | 3,178 | 30.27 | behind |",
         "",
         "- 3,178 ns each would take a long time.",
@@ -61,7 +61,7 @@ def test_printed_tables_become_tables_of_the_page() -> None:
         "Minimum to maximum.",
         "",
         "```text",
-        "throttled-py / tollkeeper kernel  31.23 to  40.32",
+        "throttled-py / ratekeeper kernel  31.23 to  40.32",
         "```",
     ]
 

@@ -27,6 +27,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from ratekeeper.cli.main import app
+from ratekeeper.service.process import startup
+from ratekeeper.service.process.settings import ServiceSettings
 from tests.conformance.stores import PATIENT
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
@@ -34,9 +37,6 @@ from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess
 from tests.test_packages import SOURCES
-from tollkeeper.cli.main import app
-from tollkeeper.service.process import startup
-from tollkeeper.service.process.settings import ServiceSettings
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -45,27 +45,27 @@ KUBERNETES = DEPLOY / "kubernetes"
 SCHEMAS = ("1.29", kubernetes_validate.latest_version())
 EXPOSURE_MAX = 2.0
 GOSSIP_SECONDS_MAX = 60.0
-SELECTOR = {"app.kubernetes.io/name": "tollkeeper"}
+SELECTOR = {"app.kubernetes.io/name": "ratekeeper"}
 
 
 class DeployedService(ServiceProcess):
     """A service with the command line of a file in deploy/, on ports and in folders of its own."""
 
     def __init__(self, arguments: Sequence[str] = (), data: Path | None = None, **env: str) -> None:
-        workers = {"TOLLKEEPER_WORKERS": "1"}
+        workers = {"RATEKEEPER_WORKERS": "1"}
         super().__init__(None, env={**workers, **env})
         self.data = data or self.data
         self.arguments = arguments
 
     def command(self) -> list[str]:
         """Return the command line of the file."""
-        return [sys.executable, "-m", "tollkeeper", *self.arguments]
+        return [sys.executable, "-m", "ratekeeper", *self.arguments]
 
 
 def settings_of(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], env: Mapping[str, str] | None = None
 ) -> ServiceSettings:
-    """Return the settings that `tollkeeper` starts the service with; fail if it rejects them."""
+    """Return the settings that `ratekeeper` starts the service with; fail if it rejects them."""
     found: list[ServiceSettings] = []
     monkeypatch.setattr(startup, "run", found.append)
     result = CliRunner().invoke(app, arguments, env=env)
@@ -77,7 +77,7 @@ def settings_of(
     "path",
     [
         DEPLOY / "Dockerfile",
-        *sorted(DEPLOY.glob("tollkeeper.*")),
+        *sorted(DEPLOY.glob("ratekeeper.*")),
         *sorted(KUBERNETES.glob("*.yaml")),
     ],
     ids=lambda path: path.name,
@@ -87,7 +87,7 @@ def test_each_file_says_how_far_it_was_tested(path: Path) -> None:
     top = re.match(r"(?:#.*\n|\n)+", path.read_text(encoding="utf-8"))
     assert top is not None
     assert re.search(r"Tested", top[0])
-    if path.name in {"Dockerfile", "tollkeeper.service", "kustomization.yaml"}:
+    if path.name in {"Dockerfile", "ratekeeper.service", "kustomization.yaml"}:
         assert "Not tested:" in top[0]
 
 
@@ -132,7 +132,7 @@ def test_the_image_installs_extras_that_exist() -> None:
     assert extras is not None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
-    assert value_of("ENV", 0) == "TOLLKEEPER_KERNEL=required TOLLKEEPER_HTTP2=required"
+    assert value_of("ENV", 0) == "RATEKEEPER_KERNEL=required RATEKEEPER_HTTP2=required"
 
 
 def test_the_image_runs_as_an_ordinary_user() -> None:
@@ -153,13 +153,13 @@ def test_the_image_runs_as_an_ordinary_user() -> None:
 def image(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command line and the environment of the container, with temporary folders."""
     program, *entry = json.loads(value_of("ENTRYPOINT"))
-    assert program == "tollkeeper"
+    assert program == "ratekeeper"
     command = [*entry, *json.loads(value_of("CMD"))]
     variables = dict(each.split("=", 1) for each in shlex.split(value_of("ENV")))
     (volume,) = json.loads(value_of("VOLUME"))
-    assert variables["TOLLKEEPER_DATA"] == volume
-    env = {name: value for name, value in variables.items() if name.startswith("TOLLKEEPER_")}
-    return command, {**env, "TOLLKEEPER_DATA": str(tmp_path)}
+    assert variables["RATEKEEPER_DATA"] == volume
+    env = {name: value for name, value in variables.items() if name.startswith("RATEKEEPER_")}
+    return command, {**env, "RATEKEEPER_DATA": str(tmp_path)}
 
 
 def test_the_container_needs_a_token(image: tuple[list[str], dict[str, str]]) -> None:
@@ -167,7 +167,7 @@ def test_the_container_needs_a_token(image: tuple[list[str], dict[str, str]]) ->
     command, env = image
     result = CliRunner().invoke(app, command, env=env)
     assert result.exit_code == 2
-    assert "tollkeeper token create" in result.stderr
+    assert "ratekeeper token create" in result.stderr
 
 
 def test_the_container_serves_and_stops(
@@ -181,7 +181,7 @@ def test_the_container_serves_and_stops(
     here = [each.replace("0.0.0.0", HOST).replace(":8081", ":0") for each in command]
     assert here != command
     # The variables that docs/deploy.md gives to `docker run`, and a free port.
-    given = {"TOLLKEEPER_SEED": str(ROOT / "examples/limits.yaml"), "TOLLKEEPER_PORT": "0"}
+    given = {"RATEKEEPER_SEED": str(ROOT / "examples/limits.yaml"), "RATEKEEPER_PORT": "0"}
     with DeployedService(here, tmp_path, **env, **given) as service:
         headers = {"Authorization": f"Bearer {admin}"}
         assert service.ask("GET", "/readyz").status == 200
@@ -201,16 +201,16 @@ def test_the_container_serves_and_stops(
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
     """The unit, with a program that exists here: `verify` looks for it."""
-    text = (DEPLOY / "tollkeeper.service").read_text(encoding="utf-8")
-    program = Path(sys.executable).with_name("tollkeeper")
-    path = tmp_path / "tollkeeper.service"
-    path.write_text(text.replace("/opt/tollkeeper/bin/tollkeeper", str(program)))
+    text = (DEPLOY / "ratekeeper.service").read_text(encoding="utf-8")
+    program = Path(sys.executable).with_name("ratekeeper")
+    path = tmp_path / "ratekeeper.service"
+    path.write_text(text.replace("/opt/ratekeeper/bin/ratekeeper", str(program)))
     return path
 
 
 def lines_of(name: str) -> list[str]:
     """Return the values of a setting of the unit, in their order."""
-    text = (DEPLOY / "tollkeeper.service").read_text(encoding="utf-8")
+    text = (DEPLOY / "ratekeeper.service").read_text(encoding="utf-8")
     return re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
 
 
@@ -228,29 +228,29 @@ def test_the_unit_is_confined(unit: Path) -> None:
     """`systemd-analyze security` rates its exposure from 0 to 10; most services have 9."""
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    found = re.search(r"Overall exposure level for tollkeeper.service: ([0-9.]+)", done.stdout)
+    found = re.search(r"Overall exposure level for ratekeeper.service: ([0-9.]+)", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) <= EXPOSURE_MAX
 
 
 def unit_arguments(folder: Path, data: Path) -> list[str]:
-    """Return the arguments of ExecStart, with folders in place of /etc/tollkeeper and %S."""
+    """Return the arguments of ExecStart, with folders in place of /etc/ratekeeper and %S."""
     (start,) = lines_of("ExecStart")
     program, *arguments = shlex.split(start)
-    assert program == "/opt/tollkeeper/bin/tollkeeper"
-    assert lines_of("StateDirectory") == ["tollkeeper"]
+    assert program == "/opt/ratekeeper/bin/ratekeeper"
+    assert lines_of("StateDirectory") == ["ratekeeper"]
     return [
-        each.replace("/etc/tollkeeper", str(folder)).replace("%S/tollkeeper", str(data))
+        each.replace("/etc/ratekeeper", str(folder)).replace("%S/ratekeeper", str(data))
         for each in arguments
     ]
 
 
 @pytest.fixture
 def etc(tmp_path: Path) -> Path:
-    """The folder that the unit has as /etc/tollkeeper, with the settings of deploy/."""
+    """The folder that the unit has as /etc/ratekeeper, with the settings of deploy/."""
     folder = tmp_path / "etc"
     folder.mkdir()
-    shutil.copy(DEPLOY / "tollkeeper.yaml", folder)
+    shutil.copy(DEPLOY / "ratekeeper.yaml", folder)
     shutil.copy(ROOT / "examples/limits.yaml", folder)
     return folder
 
@@ -261,7 +261,7 @@ def test_the_unit_stops_later_than_the_service_needs(
     """systemd kills after TimeoutStopSec. It allows as many files as the service wants."""
     settings = settings_of(monkeypatch, unit_arguments(etc, tmp_path))
     assert settings.data == str(tmp_path)
-    assert settings.seed == "/etc/tollkeeper/limits.yaml"
+    assert settings.seed == "/etc/ratekeeper/limits.yaml"
     assert settings.is_local
     (stop,) = lines_of("TimeoutStopSec")
     assert int(stop) > settings.drain_seconds + settings.shutdown_seconds
@@ -270,7 +270,7 @@ def test_the_unit_stops_later_than_the_service_needs(
 
 def test_the_unit_starts_the_service(etc: Path, tmp_path: Path) -> None:
     """With its command line and the settings of deploy/; the rules are those of the seed."""
-    path = etc / "tollkeeper.yaml"
+    path = etc / "ratekeeper.yaml"
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     changed = {"port": 0, "grpc": f"{HOST}:0", "seed": str(etc / "limits.yaml")}
     assert set(changed) <= set(settings)
@@ -295,7 +295,7 @@ def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield path.name, each
 
 
-def resource(kind: str, name: str = "tollkeeper") -> dict[str, Any]:
+def resource(kind: str, name: str = "ratekeeper") -> dict[str, Any]:
     """Return one resource."""
     (found,) = [r for _, r in manifests() if (r["kind"], r["metadata"]["name"]) == (kind, name)]
     return found
@@ -352,7 +352,7 @@ def test_selectors_and_ports_fit_together() -> None:
     assert resource("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == SELECTOR
     (container,) = pod()["containers"]
     ports = {each["name"]: each for each in container["ports"]}
-    for name in ("tollkeeper", "tollkeeper-grpc", "tollkeeper-gossip"):
+    for name in ("ratekeeper", "ratekeeper-grpc", "ratekeeper-gossip"):
         service = resource("Service", name)["spec"]
         assert service["selector"] == SELECTOR
         for each in service["ports"]:
@@ -360,7 +360,7 @@ def test_selectors_and_ports_fit_together() -> None:
             assert each["port"] == target["containerPort"]
             assert each.get("protocol") == target.get("protocol")
     # Nodes find each other before they are ready. Envoy must not call them before.
-    for name, not_ready in (("tollkeeper-grpc", False), ("tollkeeper-gossip", True)):
+    for name, not_ready in (("ratekeeper-grpc", False), ("ratekeeper-gossip", True)):
         headless = resource("Service", name)["spec"]
         assert headless["clusterIP"] == "None"
         assert headless.get("publishNotReadyAddresses", False) is not_ready
@@ -405,7 +405,7 @@ def pod_arguments(files: Mapping[str, Path], data: Path, address: str) -> list[s
         text = argument.replace("$(POD_IP)", address).replace("$(POD_NAME)", f"pod-{address}")
         for path, file in files.items():
             text = text.replace(path, str(file))
-        text = text.replace("=/var/lib/tollkeeper", f"={data}")
+        text = text.replace("=/var/lib/ratekeeper", f"={data}")
         assert "=/etc/" not in text, f"no volume has the file of {argument}"
         found.append(text)
     return found
@@ -414,7 +414,7 @@ def pod_arguments(files: Mapping[str, Path], data: Path, address: str) -> list[s
 def test_a_pod_shuts_down_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is not ready before it stops listening, and it is not killed before it has answered."""
     arguments = pod_arguments(mounted(), tmp_path, "10.0.0.5")
-    env = {"TOLLKEEPER_STORE": "redis://:secret@redis:6379"}
+    env = {"RATEKEEPER_STORE": "redis://:secret@redis:6379"}
     settings = settings_of(monkeypatch, arguments, env)
     assert settings.gossip == "10.0.0.5:7946"
     assert settings.node_id == "pod-10.0.0.5"
@@ -429,7 +429,7 @@ def test_a_pod_shuts_down_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert ports["http"] == settings.port
     assert settings.grpc.endswith(f":{ports['grpc']}")
     assert settings.gossip.endswith(f":{ports['gossip']}")
-    assert settings.peers == (f"dns:tollkeeper-gossip:{ports['gossip']}",)
+    assert settings.peers == (f"dns:ratekeeper-gossip:{ports['gossip']}",)
     # Without Redis, the service rejects gossip: the secret is not optional.
     monkeypatch.undo()
     assert "redis://" in CliRunner().invoke(app, arguments).stderr
@@ -442,7 +442,7 @@ def test_a_pod_can_write_only_to_its_volumes() -> None:
     assert f"{pod()['securityContext']['runAsUser']}:" in value_of("USER")
     writable = {each["name"] for each in pod()["volumes"] if "emptyDir" in each}
     mounts = {each["mountPath"] for each in container["volumeMounts"] if each["name"] in writable}
-    assert mounts == {"/var/lib/tollkeeper", "/tmp"}
+    assert mounts == {"/var/lib/ratekeeper", "/tmp"}
     (secret,) = [each["secret"] for each in pod()["volumes"] if "secret" in each]
     assert secret["defaultMode"] == 0o440
 
@@ -487,11 +487,11 @@ def test_two_pods_share_limits_and_gossip(tmp_path: Path) -> None:
     addresses, port = (HOST, "127.0.0.2"), free_port()
 
     def made_for(address: str, store: str) -> DeployedService:
-        made = DeployedService(TOLLKEEPER_STORE=store)
+        made = DeployedService(RATEKEEPER_STORE=store)
         # Not in `tmp_path`: the socket of gossip is in this folder, and its path has 107 bytes.
         text = "\n".join(pod_arguments(mounts, made.data, address))
         local = text.replace("0.0.0.0", address).replace("=8080", "=0").replace(":8081", ":0")
-        local = local.replace("dns:tollkeeper-gossip:", "dns:localhost:")
+        local = local.replace("dns:ratekeeper-gossip:", "dns:localhost:")
         local = local.replace("7946", str(port)).replace("--workers=2", "--workers=1")
         made.arguments = local.splitlines()
         return made

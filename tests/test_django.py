@@ -12,14 +12,14 @@ from django.http import HttpResponse
 from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
 from django.views import View
 
+from ratekeeper import ConfigError
+from ratekeeper.django import RateLimitMiddleware, rate_limit
+from ratekeeper.metrics.counters import LIMITERS
+from ratekeeper.metrics.tally import RuleCounts
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.django_site import DjangoCharges, settling, site_limits
 from tests.web import django_site as views
 from tests.web.django_site import NOW_S, OURS, Site
-from tollkeeper import ConfigError
-from tollkeeper.django import RateLimitMiddleware, rate_limit
-from tollkeeper.metrics.counters import LIMITERS
-from tollkeeper.metrics.tally import RuleCounts
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.django_site import DjangoCharges, settling, site_limits
 
 
 @pytest.fixture(params=["wsgi", "asgi"])
@@ -148,7 +148,7 @@ async def test_rejected_requests_are_not_a_500(site: Site) -> None:
 async def test_a_sync_middleware_further_in_works(site: Site) -> None:
     """Django then runs ours in a thread, with the same limits."""
     with override_settings(
-        TOLLKEEPER={"limits": "2/minute", "clock": site.clock},
+        RATEKEEPER={"limits": "2/minute", "clock": site.clock},
         MIDDLEWARE=[OURS, f"{views.__name__}.plain_middleware"],
     ):
         site.restart()
@@ -217,7 +217,7 @@ async def test_methods_of_a_class_have_their_own_counts(site: Site) -> None:
 
 def test_a_view_without_a_route_counts_under_its_name() -> None:
     """A test with a RequestFactory has no route."""
-    with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
+    with override_settings(RATEKEEPER={"clock": ManualClock(NOW_S)}):
         response = views.search(RequestFactory().get("/anything"))
         assert response.headers["RateLimit-Policy"] == f'"{views.__name__}.search";q=2;w=1'
 
@@ -225,7 +225,7 @@ def test_a_view_without_a_route_counts_under_its_name() -> None:
 def test_a_request_that_is_served_twice_is_limited_twice() -> None:
     """A test may reuse a request; the name stays the same."""
     request = RequestFactory().get("/anything")
-    with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
+    with override_settings(RATEKEEPER={"clock": ManualClock(NOW_S)}):
         assert [views.search(request).status_code for _ in range(3)] == [200, 200, 429]
 
 
@@ -291,7 +291,7 @@ async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
 
 async def test_a_stream_is_settled_when_a_server_closes_it() -> None:
     """Django's ASGI handler closes it from a thread, while the loop runs."""
-    with override_settings(TOLLKEEPER={"limits": "100/minute", "clock": ManualClock(NOW_S)}):
+    with override_settings(RATEKEEPER={"limits": "100/minute", "clock": ManualClock(NOW_S)}):
         serve = RateLimitMiddleware(views.astream)
         response = await serve(AsyncRequestFactory().get("/"))
         assert [piece async for piece in response] == [b"0", b"1", b"2"]
@@ -302,14 +302,14 @@ async def test_a_stream_is_settled_when_a_server_closes_it() -> None:
 
 def test_a_view_that_returns_nothing_is_djangos_error() -> None:
     """We do not raise an error before Django does."""
-    with override_settings(TOLLKEEPER={"limits": "100/minute"}):
+    with override_settings(RATEKEEPER={"limits": "100/minute"}):
         nothing = rate_limit("1/minute")(lambda request: None)
         assert nothing(RequestFactory().get("/")) is None
 
 
 def test_a_stream_is_not_read_ahead() -> None:
     """Each part is produced on demand."""
-    with override_settings(TOLLKEEPER={"limits": "100/minute"}):
+    with override_settings(RATEKEEPER={"limits": "100/minute"}):
         response = Client().get("/stream")
         pieces = iter(response.streaming_content)
         assert not hasattr(response.wsgi_request, "made")
@@ -328,7 +328,7 @@ async def test_a_file_is_sent_with_the_headers(site: Site) -> None:
 
 def test_a_file_still_uses_the_servers_wrapper() -> None:
     """Django passes it to `wsgi.file_wrapper`, and it is settled."""
-    with override_settings(TOLLKEEPER={"limits": "5/minute"}):
+    with override_settings(RATEKEEPER={"limits": "5/minute"}):
         response = RateLimitMiddleware(views.file)(RequestFactory().get("/"))
         assert response.file_to_stream is not None
         response.close()
@@ -377,7 +377,7 @@ async def test_a_cancelled_request_is_settled() -> None:
     def asked() -> Any:
         return AsyncRequestFactory().get("/")
 
-    with override_settings(TOLLKEEPER={"limits": "10/minute", "clock": ManualClock(NOW_S)}):
+    with override_settings(RATEKEEPER={"limits": "10/minute", "clock": ManualClock(NOW_S)}):
         task = asyncio.create_task(RateLimitMiddleware(slow)(asked()))
         await started.wait()
         task.cancel()
@@ -404,7 +404,7 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
         return HttpResponse()
 
     monkeypatch.setattr(DjangoCharges, "settle_async", watched)
-    with override_settings(TOLLKEEPER={"clock": ManualClock(NOW_S)}):
+    with override_settings(RATEKEEPER={"clock": ManualClock(NOW_S)}):
         for _ in range(3):
             assert async_to_sync(view)(RequestFactory().get("/")).status_code == 200
     assert tasks[::2] == tasks[1::2]
@@ -424,7 +424,7 @@ async def test_a_request_cancelled_while_settling_is_settled() -> None:
         return HttpResponse()
 
     setting = {"limits": "20/minute", "clock": ManualClock(NOW_S), "count": count}
-    with override_settings(TOLLKEEPER=setting):
+    with override_settings(RATEKEEPER=setting):
         middleware = RateLimitMiddleware(view)
         task = asyncio.create_task(middleware(AsyncRequestFactory().get("/")))
         await settling.wait()

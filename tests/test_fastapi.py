@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 
+from ratekeeper import ConfigError, RatekeeperError
+from ratekeeper.fastapi import Charge, RateLimit
+from ratekeeper.testing import ManualClock
 from tests.web.asgi_driver import ask, ask_scope, run_lifespan, scope_of
-from tollkeeper import ConfigError, TollkeeperError
-from tollkeeper.fastapi import Charge, RateLimit
-from tollkeeper.testing import ManualClock
 
 
 def _limited(limits: Any = None, **options: Any) -> tuple[FastAPI, RateLimit]:
@@ -200,7 +200,7 @@ async def test_a_key_that_uses_the_frameworks_request() -> None:
     assert await _statuses(app, "/a", "/b", "/a") == [200, 200, 429]
 
 
-@pytest.mark.parametrize("caught", [Exception, TollkeeperError, HTTPException])
+@pytest.mark.parametrize("caught", [Exception, RatekeeperError, HTTPException])
 async def test_exception_handlers_are_not_involved(caught: Any) -> None:
     """A denial is answered by the middleware."""
     app, limit = _limited()

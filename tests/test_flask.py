@@ -14,10 +14,10 @@ from flask.testing import FlaskClient
 from flask.views import MethodView
 from werkzeug.test import EnvironBuilder, TestResponse
 
+from ratekeeper import ConfigError, Limiter
+from ratekeeper.flask import RateLimit, charge
+from ratekeeper.testing import ManualClock
 from tests.web.flask_app import NOW_S, app_with, statuses
-from tollkeeper import ConfigError, Limiter
-from tollkeeper.flask import RateLimit, charge
-from tollkeeper.testing import ManualClock
 
 
 def policies(response: TestResponse) -> str:
@@ -144,7 +144,7 @@ def test_init_app_reads_the_configuration() -> None:
     clients = []
     for _ in range(2):
         app = Flask("made_later")
-        app.config["TOLLKEEPER"] = {"limits": "1/minute"}
+        app.config["RATEKEEPER"] = {"limits": "1/minute"}
         limit.init_app(app)
         app.add_url_rule("/hello", view_func=lambda: "hello")
         clients.append(app.test_client())
@@ -372,7 +372,7 @@ def test_async_hooks_are_rejected() -> None:
     with pytest.raises(ConfigError, match="is async"):
         limit("1/minute", skip=skip)
     app = Flask(__name__)
-    app.config["TOLLKEEPER"] = {"skip": skip}
+    app.config["RATEKEEPER"] = {"skip": skip}
     with pytest.raises(ConfigError, match="is async"):
         RateLimit(app, "1/minute")
 
@@ -480,13 +480,13 @@ def test_wrong_options_are_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a unit"):
         RateLimit(limits="5/fortnight")
     app = Flask(__name__)
-    app.config["TOLLKEEPER"] = {"limit": "5/minute"}
+    app.config["RATEKEEPER"] = {"limit": "5/minute"}
     with pytest.raises(
         ConfigError,
         match=r"has no option limit \(did you mean limits\?\); the options are limits, rules",
     ):
         RateLimit(app)
-    app.config["TOLLKEEPER"] = "5/minute"
+    app.config["RATEKEEPER"] = "5/minute"
     with pytest.raises(ConfigError, match="is not a dict of options"):
         RateLimit(app)
 
@@ -549,7 +549,7 @@ def test_a_stream_is_untouched_and_settled_at_its_end() -> None:
 
     @app.get("/stream")
     def stream() -> Response:
-        mine = flask_request.environ["tollkeeper.charge"]
+        mine = flask_request.environ["ratekeeper.charge"]
 
         def pieces() -> Iterator[str]:
             for number in range(3):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Decision,
@@ -21,12 +21,12 @@ from tollkeeper import (
     Limit,
     Limiter,
     LimitExceeded,
+    RatekeeperError,
     Request,
-    TollkeeperError,
     parse_limits,
 )
-from tollkeeper.core.clock import Clock, SystemClock
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.clock import Clock, SystemClock
+from ratekeeper.testing import ManualClock
 
 _SCALARS = st.one_of(
     st.none(),
@@ -70,7 +70,7 @@ def test_check_and_peek(key: Any, cost: Any) -> None:
     # On the system clock an engine may take a short cut, so both clocks are asked.
     for limiter in (_limiter(), _limiter(SystemClock()), Limiter("3/m")):
         for verb in (limiter.peek, limiter.check):
-            with suppress(TollkeeperError):
+            with suppress(RatekeeperError):
                 assert isinstance(verb(key, cost), Decision)
 
 
@@ -98,16 +98,16 @@ def test_a_wrong_cost_is_always_an_invalid_cost(cost: Any) -> None:
 def test_refund_and_reset(key: Any, cost: Any) -> None:
     """None, or one of our errors."""
     limiter = _limiter()
-    with suppress(TollkeeperError):
+    with suppress(RatekeeperError):
         limiter.refund(key, cost)
-    with suppress(TollkeeperError):
+    with suppress(RatekeeperError):
         limiter.reset(key)
 
 
 @given(ANYTHING, ANYTHING)
 def test_grant_units(key: Any, units: Any) -> None:
     """Any key and any units."""
-    with suppress(TollkeeperError):
+    with suppress(RatekeeperError):
         _limiter().grant(key, units)
 
 
@@ -157,7 +157,7 @@ def test_a_requests_values(user: Any, region: Any) -> None:
 @example([])
 def test_a_requests_attributes(attributes: Any) -> None:
     """Any attributes: counted, or one of our errors."""
-    with suppress(TollkeeperError):
+    with suppress(RatekeeperError):
         _limiter().check(Request(attributes=attributes))
 
 
@@ -279,5 +279,5 @@ def test_manual_clock_seconds(seconds: Any) -> None:
 )
 def test_a_huge_number_is_rejected_like_any_other(call: Any) -> None:
     """A number of 5,001 digits raises one of our errors, not one of Python's."""
-    with pytest.raises(TollkeeperError):
+    with pytest.raises(RatekeeperError):
         call()

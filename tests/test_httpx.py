@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.failing_store import PartlyFailing
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -28,12 +27,12 @@ from tollkeeper import (
     Limiter,
     LimitExceeded,
     LocalFallback,
+    RatekeeperError,
     Request,
     StoreUnavailable,
-    TollkeeperError,
 )
-from tollkeeper.decide.store import Store
-from tollkeeper.httpx import (
+from ratekeeper.decide.store import Store
+from ratekeeper.httpx import (
     ADVICE_NS_MAX,
     DRAIN_BYTES_MAX,
     HOLD_NS_MAX,
@@ -47,7 +46,8 @@ from tollkeeper.httpx import (
     RetryTransport,
     retry_advice_of,
 )
-from tollkeeper.testing import ManualClock, limiting_off
+from ratekeeper.testing import ManualClock, limiting_off
+from tests.failing_store import PartlyFailing
 
 SECOND = 1_000_000_000
 MANY = Budget(reserve=1_000)
@@ -590,7 +590,7 @@ def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
         httpx.RequestError,
         httpx.HTTPError,
         LimitExceeded,
-        TollkeeperError,
+        RatekeeperError,
     ],
 )
 def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exception]) -> None:

@@ -35,21 +35,21 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.redis_servers import Single, running
-from tollkeeper import InvalidCost, StoreError, StoreUnavailable
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.decide import kernel
-from tollkeeper.decide.stores import SCHEMES as STORE_SCHEMES
-from tollkeeper.limits import (
+from ratekeeper import InvalidCost, StoreError, StoreUnavailable
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.decide import kernel
+from ratekeeper.decide.stores import SCHEMES as STORE_SCHEMES
+from ratekeeper.limits import (
     ASYNC_SCHEMES,
     NOT_COUNTED,
     SCHEMES,
-    AsyncTollkeeperStorage,
-    TollkeeperStorage,
+    AsyncRatekeeperStorage,
+    RatekeeperStorage,
     _subject_of,
     open_storage,
 )
-from tollkeeper.testing import ManualClock, use_clock
+from ratekeeper.testing import ManualClock, use_clock
+from tests.redis_servers import Single, running
 
 NOW_S = 1_800_000_000  # begins a window of a minute and of an hour
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -71,7 +71,7 @@ Opener = Callable[..., Any]
     params=["python", "memory", "shared", pytest.param("redis", marks=pytest.mark.server)]
 )
 def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URI of an empty store of each kind, without `tollkeeper+`."""
+    """The URI of an empty store of each kind, without `ratekeeper+`."""
     if request.param == "python":
         monkeypatch.setattr(kernel, "BUILT", False)
     if request.param == "shared":
@@ -96,7 +96,7 @@ class Storage:
 
     def __init__(self, uri: str, runner: asyncio.Runner | None, **options: object) -> None:
         self._runner = runner
-        scheme = "tollkeeper+" if runner is None else "async+tollkeeper+"
+        scheme = "ratekeeper+" if runner is None else "async+ratekeeper+"
         if "redis" in uri:
             options = {**PATIENCE, **options}
         self.storage = storage_from_string(f"{scheme}{uri}", **options)
@@ -265,7 +265,7 @@ def test_the_fixed_window_counts_from_the_first_hit(
 ) -> None:
     """`incr` returns the units of all hits in the window, and `get` the same, at any time."""
     with use_clock(ManualClock(start=NOW_S)) as clock:
-        storage = open_storage("tollkeeper+memory://?capacity=100")
+        storage = open_storage("ratekeeper+memory://?capacity=100")
         now_ms, start_ms, count = 0, -60_000, 0
         for wait_ms, amount in hits:
             clock.advance_ns(wait_ms * 1_000_000)
@@ -281,7 +281,7 @@ def test_the_fixed_window_counts_from_the_first_hit(
 def test_the_moving_window_is_exact(hits: list[tuple[int, int]], limit: int) -> None:
     """A hit passes if and only if at most `limit` units are in the last minute with it."""
     with use_clock(ManualClock(start=NOW_S)) as clock:
-        storage = open_storage("tollkeeper+memory://?capacity=100&log_bytes=65536")
+        storage = open_storage("ratekeeper+memory://?capacity=100&log_bytes=65536")
         now_ms, units = 0, []
         for wait_ms, amount in hits:
             clock.advance_ns(wait_ms * 1_000_000)
@@ -305,7 +305,7 @@ def test_the_sliding_window_follows_the_formula_of_limits(
     The numbers for the strategy have the same weighted count.
     """
     with use_clock(ManualClock(start=NOW_S)) as clock:
-        storage = open_storage("tollkeeper+memory://?capacity=100")
+        storage = open_storage("ratekeeper+memory://?capacity=100")
         now_ms, counts = 0, {}
         for wait_ms, amount in hits:
             clock.advance_ns(wait_ms * 1_000_000)
@@ -332,7 +332,7 @@ def test_the_sliding_window_follows_the_formula_of_limits(
 def test_no_two_keys_share_a_count(keys: list[str], long: bool) -> None:
     """Keys may be any text: empty, long, with separators, with halves of surrogate pairs."""
     first, second = (key + "x" * 600 * long for key in keys)
-    storage = open_storage("tollkeeper+memory://?capacity=100")
+    storage = open_storage("ratekeeper+memory://?capacity=100")
     assert (storage.incr(first, 60), storage.incr(second, 60)) == (1, 1)
     assert (storage.incr(first, 60), storage.get(first), storage.get(second)) == (2, 2, 1)
     storage.clear(first)
@@ -458,7 +458,7 @@ def test_tasks_share_a_limit_exactly(uri: str, clock: ManualClock, strategy: str
 
     async def hits() -> int:
         options = PATIENCE if "redis" in uri else {}
-        storage = storage_from_string(f"async+tollkeeper+{uri}", **options)
+        storage = storage_from_string(f"async+ratekeeper+{uri}", **options)
         limiter = limits.aio.strategies.STRATEGIES[strategy](storage)
         item = parse("50/minute")
         passed = sum(await asyncio.gather(*(limiter.hit(item, "ann") for _ in range(200))))
@@ -482,11 +482,11 @@ for name, strategy in STRATEGIES.items():
 """
 
 
-@pytest.mark.parametrize(("scheme", "admitted"), [("tollkeeper+shared", 100), ("memory", 240)])
+@pytest.mark.parametrize(("scheme", "admitted"), [("ratekeeper+shared", 100), ("memory", 240)])
 def test_processes_share_a_limit_exactly(scheme: str, admitted: int, tmp_path: Path) -> None:
     """Three processes that hit 80 times each pass 100 times; each in its own memory, 240 times.
 
-    No process imports Tollkeeper: the start-up hook does.
+    No process imports Ratekeeper: the start-up hook does.
     """
     uri = f"{scheme}://" if scheme == "memory" else f"{scheme}://{tmp_path}/file"
     command = [sys.executable, "-c", _WORKER, uri]
@@ -509,7 +509,7 @@ def test_flask_limiter(tmp_path: Path) -> None:
         flask_limiter.util.get_remote_address,
         app=app,
         default_limits=["3/minute"],
-        storage_uri=f"tollkeeper+shared://{tmp_path}/app.limits",
+        storage_uri=f"ratekeeper+shared://{tmp_path}/app.limits",
         storage_options={"capacity": 1_000},
         strategy="moving-window",
         headers_enabled=True,
@@ -554,7 +554,7 @@ def test_flask_limiter_falls_back(
         lambda: "ann",
         app=app,
         default_limits=["2/minute"],
-        storage_uri="tollkeeper+redis://127.0.0.1:1",
+        storage_uri="ratekeeper+redis://127.0.0.1:1",
         storage_options={"wrap_exceptions": wrap},
         strategy=strategy,
         headers_enabled=True,
@@ -567,7 +567,7 @@ def test_flask_limiter_falls_back(
 
 async def test_slowapi(tmp_path: Path) -> None:
     """Its decorator works with one changed line."""
-    uri = f"tollkeeper+shared://{tmp_path}/app.limits"
+    uri = f"ratekeeper+shared://{tmp_path}/app.limits"
     limiter = slowapi.Limiter(slowapi.util.get_remote_address, storage_uri=uri)
 
     @limiter.limit("2/minute")
@@ -590,10 +590,10 @@ async def test_slowapi(tmp_path: Path) -> None:
 
 
 def test_every_scheme_of_our_stores_is_registered() -> None:
-    """With `tollkeeper+`, and with `async+tollkeeper+`."""
-    assert set(SCHEMES) == {f"tollkeeper+{scheme}" for scheme in STORE_SCHEMES}
+    """With `ratekeeper+`, and with `async+ratekeeper+`."""
+    assert set(SCHEMES) == {f"ratekeeper+{scheme}" for scheme in STORE_SCHEMES}
     assert set(ASYNC_SCHEMES) == {f"async+{scheme}" for scheme in SCHEMES}
-    for schemes, kind in ((SCHEMES, TollkeeperStorage), (ASYNC_SCHEMES, AsyncTollkeeperStorage)):
+    for schemes, kind in ((SCHEMES, RatekeeperStorage), (ASYNC_SCHEMES, AsyncRatekeeperStorage)):
         assert all(limits._storage_scheme.SCHEMES[scheme] is kind for scheme in schemes)
 
 
@@ -601,79 +601,79 @@ def test_every_scheme_of_our_stores_is_registered() -> None:
     ("uri", "options", "says"),
     [
         (
-            "tollkeeper+shard:///run/x",
+            "ratekeeper+shard:///run/x",
             {},
-            r"'tollkeeper\+shard' is not a scheme; the closest is tol.*\+shared://",
+            r"'ratekeeper\+shard' is not a scheme; the closest is rat.*\+shared://",
         ),
-        ("tollkeeper://", {}, "'tollkeeper' is not a scheme; the closest is tollkeeper"),
+        ("ratekeeper://", {}, "'ratekeeper' is not a scheme; the closest is ratekeeper"),
         (
-            "async+tollkeeper+rediss+clutser://h",
+            "async+ratekeeper+rediss+clutser://h",
             {},
-            r"closest is async\+tollkeeper\+rediss\+cluster",
+            r"closest is async\+ratekeeper\+rediss\+cluster",
         ),
         (
-            "tollkeeper+shared://",
+            "ratekeeper+shared://",
             {},
             r'no absolute path; with three slashes.*"shared:///run/api.limits"',
         ),
-        ("tollkeeper+shared://run/app.limits", {}, r"no absolute path; with three slashes"),
+        ("ratekeeper+shared://run/app.limits", {}, r"no absolute path; with three slashes"),
         (
-            "Tollkeeper+Shared://",
+            "Ratekeeper+Shared://",
             {"socket_timeout": 1},
-            r"no absolute path.*\(with tollkeeper\+ in front as storage_uri, for example \"toll",
+            r"no absolute path.*\(with ratekeeper\+ in front as storage_uri, for example \"rate",
         ),
-        ("tollkeeper+memory://", {"socket_timeout": 1}, r"no option 'socket_timeout'; there are"),
-        ("tollkeeper+memory://here", {}, r"memory:// is this process and has no address"),
+        ("ratekeeper+memory://", {"socket_timeout": 1}, r"no option 'socket_timeout'; there are"),
+        ("ratekeeper+memory://here", {}, r"memory:// is this process and has no address"),
         (
-            "tollkeeper+memory://",
+            "ratekeeper+memory://",
             {"colour": "red"},
             r"no option 'colour'; there are capacity, log_bytes",
         ),
-        ("tollkeeper+redis://h", {"colour": "red"}, r"no option colour; the options are"),
+        ("ratekeeper+redis://h", {"colour": "red"}, r"no option colour; the options are"),
         (
-            "tollkeeper+redis://h",
+            "ratekeeper+redis://h",
             {"socket_timeout": "x"},
             r"socket_timeout='x' is not a number of seconds",
         ),
         (
-            "tollkeeper+redis://localhost",
+            "ratekeeper+redis://localhost",
             {"socket_timeout": -1},
             r"^socket_timeout=-1 is not a number of seconds above 0; for example socket_timeout=1",
         ),
         (
-            "tollkeeper+redis://localhost?deadline_ms=50",
+            "ratekeeper+redis://localhost?deadline_ms=50",
             {"socket_timeout": 1},
             r"^socket_timeout and deadline_ms are names of one option; give one of them",
         ),
         (
-            "tollkeeper+redis://localhost",
+            "ratekeeper+redis://localhost",
             {"socket_timeot": 1},
             r"^storage_options has no socket_timeot; did you mean socket_timeout\?",
         ),
         (
-            "tollkeeper+memory://",
+            "ratekeeper+memory://",
             {"key_prefx": "shop"},
             r"^storage_options has no key_prefx; did you mean key_prefix\?",
         ),
         (
-            "tollkeeper+memory://?key_prefix=shop",
+            "ratekeeper+memory://?key_prefix=shop",
             {},
             r"^key_prefix belongs in storage_options, and not in the URI",
         ),
         (
-            "tollkeeper+memory://",
+            "ratekeeper+memory://",
             {"key_prefix": ""},
             r"key_prefix='' is not printable text of 1 to 32",
         ),
-        ("tollkeeper+redis://h", {"key_prefix": "a{b"}, r"prefix"),
-        ("tollkeeper+redis://:s3cret@h:x", {}, r"^(?!.*s3cret)"),
-        ("tollkeeper+s3cret pass://h", {}, r"^(?!.*s3cret)"),
-        ("tollkeeper+shared:///nowhere/x", {}, r"No such file or directory; create its folder"),
-        ("tollkeeper+memory://", {"uri": "memory://"}, r"give it as storage_uri only"),
+        ("ratekeeper+redis://h", {"key_prefix": "a{b"}, r"prefix"),
+        ("ratekeeper+redis://:s3cret@h:x", {}, r"^(?!.*s3cret)"),
+        ("ratekeeper+s3cret pass://h", {}, r"^(?!.*s3cret)"),
+        ("ratekeeper+shared:///nowhere/x", {}, r"No such file or directory; create its folder"),
+        ("ratekeeper+memory://", {"uri": "memory://"}, r"give it as storage_uri only"),
         (
-            "tollkeeper+shared:/run/x",
+            "ratekeeper+shared:/run/x",
             {},
-            r'there is no "://"; the closest is tollkeeper\+shared://',
+            r'there is no "://"; the closest is ratekeeper\+shared://',
         ),
     ],
 )
@@ -693,16 +693,16 @@ def test_other_uris_of_limits_are_not_touched() -> None:
 def test_a_storage_needs_a_uri_of_its_own() -> None:
     """A class that is used without its URI names one."""
     with pytest.raises(
-        ConfigurationError, match=r"… does not begin with tollkeeper\+; for example"
+        ConfigurationError, match=r"… does not begin with ratekeeper\+; for example"
     ):
-        TollkeeperStorage()
-    with pytest.raises(ConfigurationError, match=r"'redis' does not begin with tollkeeper\+"):
-        TollkeeperStorage("redis://:s3cret@host")
+        RatekeeperStorage()
+    with pytest.raises(ConfigurationError, match=r"'redis' does not begin with ratekeeper\+"):
+        RatekeeperStorage("redis://:s3cret@host")
 
 
 def test_a_limit_that_a_store_cannot_keep_is_explained() -> None:
     """Too many units in a moving window, and a window of more than a year."""
-    storage = open_storage("tollkeeper+memory://")
+    storage = open_storage("ratekeeper+memory://")
     with pytest.raises(
         ConfigurationError, match=r"moving window of 2,000,000 is above 1,000,000.*sliding"
     ):
@@ -715,13 +715,13 @@ def test_a_limit_that_a_store_cannot_keep_is_explained() -> None:
 def test_options_of_redis_py_are_understood() -> None:
     """A user of `redis://` keeps the usual storage options; a URI's prefix is kept."""
     options = {"socket_timeout": 0.25, "socket_connect_timeout": 30, "key_prefix": "shop"}
-    storage = open_storage("tollkeeper+redis://localhost", **options)
+    storage = open_storage("ratekeeper+redis://localhost", **options)
     config = storage.store.config
     assert (config.deadline_ns, config.connect_ns) == (250_000_000, 30_000_000_000)
     assert config.prefix == "shop"
-    own = open_storage("tollkeeper+redis://localhost?prefix=tk&deadline_ms=20").store.config
-    assert (own.prefix, own.deadline_ns) == ("tk", 20_000_000)
-    default = open_storage("tollkeeper+redis://localhost").store.config
+    own = open_storage("ratekeeper+redis://localhost?prefix=rk&deadline_ms=20").store.config
+    assert (own.prefix, own.deadline_ns) == ("rk", 20_000_000)
+    default = open_storage("ratekeeper+redis://localhost").store.config
     # A timeout is an error response, so a call waits longer than one of a Limiter.
     assert (default.prefix, default.deadline_ns) == ("LIMITS", 1_000_000_000)
 
@@ -729,7 +729,7 @@ def test_options_of_redis_py_are_understood() -> None:
 @pytest.mark.parametrize("wrap", [False, True])
 def test_an_error_of_the_store_is_raised_or_wrapped(wrap: bool) -> None:
     """As `wrap_exceptions` says; `check` returns False. Flask-Limiter falls back by both."""
-    storage = open_storage("tollkeeper+redis://127.0.0.1:1", wrap_exceptions=wrap)
+    storage = open_storage("ratekeeper+redis://127.0.0.1:1", wrap_exceptions=wrap)
     expected = StorageError if wrap else StoreUnavailable
     for call in (
         lambda: storage.incr("ann", 60),
@@ -742,13 +742,13 @@ def test_an_error_of_the_store_is_raised_or_wrapped(wrap: bool) -> None:
         if wrap:
             assert isinstance(caught.value.storage_error, StoreError)
     assert storage.check() is False
-    assert asyncio.run(open_storage("async+tollkeeper+redis://127.0.0.1:1").check()) is False
+    assert asyncio.run(open_storage("async+ratekeeper+redis://127.0.0.1:1").check()) is False
 
 
 def test_check_follows_the_server() -> None:
     """It is True again when the server is back: Flask-Limiter leaves its fallback by it."""
     with Single() as server:
-        storage = open_storage(f"tollkeeper+{server.uri}?breaker=off", **PATIENCE)
+        storage = open_storage(f"ratekeeper+{server.uri}?breaker=off", **PATIENCE)
         assert storage.check()
         server.kill()
         assert not storage.check()
@@ -759,9 +759,9 @@ def test_check_follows_the_server() -> None:
 
 def test_both_storages_have_the_same_methods() -> None:
     """With the same parameters; one is awaited."""
-    for name, method in inspect.getmembers(TollkeeperStorage, inspect.isfunction):
+    for name, method in inspect.getmembers(RatekeeperStorage, inspect.isfunction):
         if not name.startswith("_"):
-            other = getattr(AsyncTollkeeperStorage, name)
+            other = getattr(AsyncRatekeeperStorage, name)
             assert inspect.signature(method) == inspect.signature(other), name
             assert inspect.iscoroutinefunction(inspect.unwrap(other)) == (
                 name != "sliding_window_keys"
@@ -770,7 +770,7 @@ def test_both_storages_have_the_same_methods() -> None:
 
 def test_the_number_of_prepared_gates_is_bounded() -> None:
     """A caller that uses a new limit for each hit does not fill the memory."""
-    storage = open_storage("tollkeeper+memory://")
+    storage = open_storage("ratekeeper+memory://")
     for limit in range(1, 1_100):
         assert storage.acquire_entry("ann", limit, 3_600, 0)
         assert storage.acquire_entry(str(limit), limit, 3_600)

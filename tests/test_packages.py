@@ -8,7 +8,7 @@ with `--no-index`: the base package has no dependencies.
 The service and a type checker need the extras. Their environment finds them in the folder of the
 environment that runs the tests, through a `.pth` file. So no run downloads 60 packages, and the
 extras have the versions that all other tests use. That folder comes last on the path, and Python
-does not read the `.pth` files in it: `tollkeeper` itself is the installed wheel.
+does not read the `.pth` files in it: `ratekeeper` itself is the installed wheel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-import tollkeeper
+import ratekeeper
 from tests.service_process import ServiceProcess
 
 pytestmark = pytest.mark.long
@@ -42,12 +42,12 @@ ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
 SMOKE_TEST = ROOT / "tools/smoke_test.py"
 TYPED_USES = ROOT / "tests/typing_public_api.py"
-STEM = f"tollkeeper-{tollkeeper.__version__}"
+STEM = f"ratekeeper-{ratekeeper.__version__}"
 RUN_SECONDS_MAX = 300
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 # Besides the files of src/, a wheel has exactly these.
-COMPILED = {f"tollkeeper/decide/kernel/_kernel{SUFFIX}", f"tollkeeper/service/grpc/_http2{SUFFIX}"}
+COMPILED = {f"ratekeeper/decide/kernel/_kernel{SUFFIX}", f"ratekeeper/service/grpc/_http2{SUFFIX}"}
 METADATA = {
     f"{STEM}.dist-info/{name}"
     for name in (
@@ -91,7 +91,7 @@ class Packages:
         return {
             path.relative_to(src).as_posix()
             for path in src.rglob("*")
-            if path.is_file() and "tollkeeper.egg-info" not in path.parts
+            if path.is_file() and "ratekeeper.egg-info" not in path.parts
         }
 
     @property
@@ -129,7 +129,7 @@ def tracked() -> list[str]:
         for path in found
         if path.is_file()
         and path.suffix not in (".pyc", ".so")
-        and "tollkeeper.egg-info" not in path.parts
+        and "ratekeeper.egg-info" not in path.parts
     ]
 
 
@@ -141,7 +141,7 @@ def build(folder: Path) -> None:
         shutil.copy2(ROOT / name, tree / name)
     # Each from the tree: without the options, `build` makes the wheel of the source distribution.
     builder = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel"]
-    required = {"TOLLKEEPER_KERNEL": "required", "TOLLKEEPER_HTTP2": "required"}
+    required = {"RATEKEEPER_KERNEL": "required", "RATEKEEPER_HTTP2": "required"}
     run([*builder, "--outdir", folder / "dist", tree], folder, **required)
 
 
@@ -240,14 +240,14 @@ def test_the_wheel_has_the_source_and_nothing_else(packages: Packages) -> None:
     expected = packages.sources | COMPILED | METADATA
     assert set(packages.wheel_files) == expected
     assert {PurePosixPath(name).suffix for name in packages.sources} >= KINDS
-    assert "tollkeeper/py.typed" in packages.sources
+    assert "ratekeeper/py.typed" in packages.sources
 
 
 def test_the_source_distribution_has_what_a_build_needs(packages: Packages) -> None:
     """The same files of src/ and the files of the build; not a part of the tests."""
     with tarfile.open(packages.sdist) as archive:
         names = {each.name.removeprefix(f"{STEM}/") for each in archive if each.isfile()}
-    egg_info = {name for name in names if name.startswith("src/tollkeeper.egg-info/")}
+    egg_info = {name for name in names if name.startswith("src/ratekeeper.egg-info/")}
     assert names - egg_info == SOURCES | WRITTEN | {f"src/{name}" for name in packages.sources}
 
 
@@ -255,11 +255,11 @@ def test_the_metadata_is_valid(packages: Packages) -> None:
     """The fields follow the specification, and say what a user looks for."""
     files = packages.wheel_files
     metadata = Metadata.from_email(files[f"{STEM}.dist-info/METADATA"], validate=True)
-    assert (metadata.name, str(metadata.version)) == ("tollkeeper", tollkeeper.__version__)
+    assert (metadata.name, str(metadata.version)) == ("ratekeeper", ratekeeper.__version__)
     assert metadata.license_expression == "Apache-2.0"
     assert metadata.license_files == ["LICENSE", "licenses/libnghttp2.txt"]
     assert metadata.description_content_type == "text/markdown"
-    assert (metadata.description or "").startswith("# Tollkeeper")
+    assert (metadata.description or "").startswith("# Ratekeeper")
     assert not [each for each in metadata.requires_dist or () if each.marker is None]
     tags = files[f"{STEM}.dist-info/WHEEL"].decode()
     assert "Root-Is-Purelib: false" in tags
@@ -271,7 +271,7 @@ def unmet(extra: str, requirements: Sequence[Requirement], seen: set[str]) -> It
     for each in requirements:
         if each.marker is None or not each.marker.evaluate({"extra": extra}):
             continue
-        if each.name == "tollkeeper":
+        if each.name == "ratekeeper":
             for inner in each.extras - seen:
                 yield from unmet(inner, requirements, seen)
             continue
@@ -292,7 +292,7 @@ def test_every_extra_can_be_met_at_once(packages: Packages) -> None:
     assert extras >= {"cli", "client", "django", "fastapi", "flask", "limits", "redis", "server"}
     requirements = metadata.requires_dist or []
     # An extra that names an unknown one of our own would install nothing, with a warning only.
-    named = {inner for each in requirements if each.name == "tollkeeper" for inner in each.extras}
+    named = {inner for each in requirements if each.name == "ratekeeper" for inner in each.extras}
     assert named <= extras
     assert not [line for extra in sorted(extras) for line in unmet(extra, requirements, set())]
 
@@ -327,7 +327,7 @@ def test_the_source_distribution_makes_the_same_wheel(
     packages: Packages, environment: Environment
 ) -> None:
     """pip compiles it and installs the same files as the wheel; it passes the smoke test."""
-    environment.install_sdist(packages.sdist, TOLLKEEPER_KERNEL="required")
+    environment.install_sdist(packages.sdist, RATEKEEPER_KERNEL="required")
     installed, wheel = environment.files(), packages.wheel_files
     assert set(installed) == set(wheel)
     # The paths of the build are in the compiled files, and their hashes in the RECORD.
@@ -357,7 +357,7 @@ class InstalledService(ServiceProcess):
 
     def __init__(self, environment: Environment) -> None:
         super().__init__()
-        self._program = environment.folder / "bin/tollkeeper"
+        self._program = environment.folder / "bin/ratekeeper"
 
     def command(self) -> list[str]:
         """Return the command line, with the program that pip installed."""
@@ -365,14 +365,14 @@ class InstalledService(ServiceProcess):
 
 
 def test_the_installed_service_answers(packages: Packages, environment: Environment) -> None:
-    """`tollkeeper --version` and `tollkeeper serve` run from the wheel, with the extra `server`."""
+    """`ratekeeper --version` and `ratekeeper serve` run from the wheel, with the extra `server`."""
     environment.install(packages.wheel)
     environment.add_dependencies()
-    program = environment.folder / "bin/tollkeeper"
+    program = environment.folder / "bin/ratekeeper"
     assert (
-        run([program, "--version"], environment.folder) == f"tollkeeper {tollkeeper.__version__}\n"
+        run([program, "--version"], environment.folder) == f"ratekeeper {ratekeeper.__version__}\n"
     )
-    where = "import tollkeeper.service.grpc._http2 as built; print(built.__file__)"
+    where = "import ratekeeper.service.grpc._http2 as built; print(built.__file__)"
     installed = run([environment.python, "-c", where], environment.folder)
     assert Path(installed.strip()).is_relative_to(environment.site)
     with InstalledService(environment) as service:
@@ -391,14 +391,14 @@ def test_the_installed_hook_registers_the_storages(
     environment.add_dependencies()
     opens = (
         "from limits.storage import storage_from_string\n"
-        "print(storage_from_string('tollkeeper+memory://').incr('ann', 60))"
+        "print(storage_from_string('ratekeeper+memory://').incr('ann', 60))"
     )
     program = [environment.python, "-W", "error", "-c", opens]
     assert run(program, environment.folder) == "1\n"
-    shutil.rmtree(environment.site / "tollkeeper")
+    shutil.rmtree(environment.site / "ratekeeper")
     caught = opens.replace("print", "try: print") + "\nexcept Exception as error: print(error)"
-    assert "pip install 'tollkeeper[limits]'" in run([*program[:-1], caught], environment.folder)
-    (environment.site / "_tollkeeper_limits_hook.py").unlink()
+    assert "pip install 'ratekeeper[limits]'" in run([*program[:-1], caught], environment.folder)
+    (environment.site / "_ratekeeper_limits_hook.py").unlink()
     assert run([*program[:-1], "import limits"], environment.folder) == ""
 
 

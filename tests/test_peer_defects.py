@@ -1,4 +1,4 @@
-"""Defects of well-known limiters, each with a test that Tollkeeper does not have it."""
+"""Defects of well-known limiters, each with a test that Ratekeeper does not have it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Limit,
@@ -16,9 +16,9 @@ from tollkeeper import (
     Request,
     parse_limit,
 )
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.core.subjects import Key
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.subjects import Key
+from ratekeeper.testing import ManualClock
 
 # A time of today, not a round one: floats of it have a resolution of 238 ns.
 NOW = 1_700_000_000.1

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-import tollkeeper
-import tollkeeper.limits
-import tollkeeper.testing
-from tollkeeper import AsyncLimiter, Limiter
+import ratekeeper
+import ratekeeper.limits
+import ratekeeper.testing
+from ratekeeper import AsyncLimiter, Limiter
 
 # Fixed by the design: others build on these.
 PROMISED = {
-    tollkeeper: {"Limiter", "AsyncLimiter", "Limit", "Request", "Decision"},
-    tollkeeper.testing: {"ManualClock"},
-    tollkeeper.limits: {"AsyncTollkeeperStorage", "TollkeeperStorage", "open_storage"},
+    ratekeeper: {"Limiter", "AsyncLimiter", "Limit", "Request", "Decision"},
+    ratekeeper.testing: {"ManualClock"},
+    ratekeeper.limits: {"AsyncRatekeeperStorage", "RatekeeperStorage", "open_storage"},
 }
 VERBS = {"check", "peek", "reset", "refund", "grant", "wait", "limit", "hold", "close"}
 
@@ -45,17 +45,17 @@ def test_all_is_what_is_exported() -> None:
     """`__all__` has every public name of the package that is not a submodule."""
     public = {
         name
-        for name, value in vars(tollkeeper).items()
+        for name, value in vars(ratekeeper).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert public | {"__version__"} == set(tollkeeper.__all__)
+    assert public | {"__version__"} == set(ratekeeper.__all__)
 
 
 def test_star_import_gives_all() -> None:
-    """`from tollkeeper import *` imports the names in `__all__`."""
+    """`from ratekeeper import *` imports the names in `__all__`."""
     names: dict[str, Any] = {}
-    exec("from tollkeeper import *", names)
-    assert set(names) - {"__builtins__"} == set(tollkeeper.__all__)
+    exec("from ratekeeper import *", names)
+    assert set(names) - {"__builtins__"} == set(ratekeeper.__all__)
 
 
 @each_module
@@ -71,7 +71,7 @@ def test_every_public_name_has_a_docstring(module: types.ModuleType) -> None:
     "kind",
     [
         value
-        for value in vars(tollkeeper).values()
+        for value in vars(ratekeeper).values()
         if inspect.isclass(value) and not issubclass(value, Exception)
     ],
     ids=lambda kind: kind.__name__,
@@ -97,7 +97,7 @@ def test_both_limiters_have_the_same_methods() -> None:
 
 def test_the_package_is_typed() -> None:
     """`py.typed` is installed, so that type checkers use our annotations."""
-    package = importlib.resources.files(tollkeeper)
+    package = importlib.resources.files(ratekeeper)
     assert package.joinpath("py.typed").is_file()
 
 
@@ -120,10 +120,10 @@ def test_every_public_name_has_a_typed_use() -> None:
     for node in ast.walk(uses):
         if isinstance(node, ast.ImportFrom):
             used |= {f"{node.module}.{each.name}" for each in node.names}
-    package = Path(tollkeeper.__file__).parent
-    names = {f"tollkeeper.{path.stem}" for path in package.glob("[!_]*.py")}
-    assert names >= {"tollkeeper.asgi", "tollkeeper.fastapi", "tollkeeper.httpx"}
-    for name in {"tollkeeper", "tollkeeper.testing"} | names:
+    package = Path(ratekeeper.__file__).parent
+    names = {f"ratekeeper.{path.stem}" for path in package.glob("[!_]*.py")}
+    assert names >= {"ratekeeper.asgi", "ratekeeper.fastapi", "ratekeeper.httpx"}
+    for name in {"ratekeeper", "ratekeeper.testing"} | names:
         public = _public_names(importlib.import_module(name))
         missing = public - {each.rpartition(".")[2] for each in used if each.startswith(f"{name}.")}
         assert not missing, (

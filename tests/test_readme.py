@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ratekeeper.rules.document.reading import read
 from tests.redis_servers import running
-from tollkeeper.rules.document.reading import read
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

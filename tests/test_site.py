@@ -20,7 +20,7 @@ from playwright.sync_api import expect
 from tools.site_docstrings import DIRECTIVE, REFERENCE, as_markdown
 from tools.site_pages import DOCS, ROOT, as_page, expanded, program_page, rewritten, site_path
 
-import tollkeeper
+import ratekeeper
 from tests.console.operators import chromium
 
 # Everyday questions, and the page that is to be among the first three results.
@@ -113,13 +113,13 @@ def test_every_decision_is_in_the_index() -> None:
 
 def public_modules() -> list[str]:
     """Return the modules that users import from: those at the top of the package with `__all__`."""
-    found = ["tollkeeper"]
-    for module in pkgutil.iter_modules(tollkeeper.__path__, "tollkeeper."):
+    found = ["ratekeeper"]
+    for module in pkgutil.iter_modules(ratekeeper.__path__, "ratekeeper."):
         source = ROOT / "src" / Path(*module.name.split("."))
         file = source / "__init__.py" if module.ispkg else source.with_suffix(".py")
         text = file.read_text(encoding="utf-8")
         # A module without `__all__` is listed, too: the tests below report it.
-        if "__all__" in text or not (module.ispkg or module.name == "tollkeeper.__main__"):
+        if "__all__" in text or not (module.ispkg or module.name == "ratekeeper.__main__"):
             found.append(module.name)
     return found
 
@@ -191,8 +191,8 @@ def test_docstrings_become_markdown() -> None:
         "`b`, `c`  two.\n\n"
         "    code = `Limit`\n\nMore."
     )
-    assert as_markdown(docstring, {"Limit": "tollkeeper.Limit"}).splitlines() == [
-        "Count a [`Limit`][tollkeeper.Limit], `Gate`, [`Limiter.check`][tollkeeper.Limiter.check].",
+    assert as_markdown(docstring, {"Limit": "ratekeeper.Limit"}).splitlines() == [
+        "Count a [`Limit`][ratekeeper.Limit], `Gate`, [`Limiter.check`][ratekeeper.Limiter.check].",
         "",
         "```pycon",
         ">>> 1 + 1",

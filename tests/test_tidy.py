@@ -135,7 +135,7 @@ def _comments(path: Path) -> Iterator[tuple[int, str]]:
 def test_there_is_something_to_check() -> None:
     """The list of files is the project's: a test over an empty list could not fail."""
     names = {_name(path) for path in _tracked()}
-    assert {"src/tollkeeper/limiter/limiter.py", "tests/test_tidy.py"} <= names
+    assert {"src/ratekeeper/limiter/limiter.py", "tests/test_tidy.py"} <= names
 
 
 def test_functions_stop_at_70_lines() -> None:
@@ -260,9 +260,9 @@ def _needs_tests(path: Path) -> bool:
 
 def test_tests_mirror_the_source() -> None:
     """The tests of a module are found by its path."""
-    source = ROOT / "src/tollkeeper"
+    source = ROOT / "src/ratekeeper"
     missing = []
-    for path in _python("src/tollkeeper/"):
+    for path in _python("src/ratekeeper/"):
         module = path.relative_to(source)
         tests = ROOT / "tests" / _test_file(module)
         if _needs_tests(path) and not tests.is_file():
@@ -272,7 +272,7 @@ def test_tests_mirror_the_source() -> None:
 
 def test_the_top_level_holds_the_public_modules() -> None:
     """A user who lists the package sees what there is to import, and the folders behind it."""
-    modules = {path.name for path in (ROOT / "src/tollkeeper").glob("*.py")}
+    modules = {path.name for path in (ROOT / "src/ratekeeper").glob("*.py")}
     assert modules == PUBLIC_MODULES
 
 

@@ -42,7 +42,7 @@ class Terminals:
         self.folder = folder
         self._server: subprocess.Popen[bytes] | None = None
         self._ports = {"8000": str(free_port()), "8080": str(free_port())}
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOLLKEEPER_", "PYTEST"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("RATEKEEPER_", "PYTEST"))}
         self._environment = clean | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -50,9 +50,9 @@ class Terminals:
             "PIP_NO_INDEX": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "XDG_STATE_HOME": str(folder / "state"),
-            "TOLLKEEPER_PORT": self._ports["8080"],
-            "TOLLKEEPER_URL": f"http://127.0.0.1:{self._ports['8080']}",
-            "TOLLKEEPER_NO_GRPC": "1",
+            "RATEKEEPER_PORT": self._ports["8080"],
+            "RATEKEEPER_URL": f"http://127.0.0.1:{self._ports['8080']}",
+            "RATEKEEPER_NO_GRPC": "1",
         }
 
     def _with_ports(self, commands: str) -> str:
@@ -76,7 +76,7 @@ class Terminals:
     def serve(self, command: str) -> None:
         """Start a server in place of the one that runs, and wait until it answers."""
         self.stop()
-        name = "8080" if command.startswith("tollkeeper serve") else "8000"
+        name = "8080" if command.startswith("ratekeeper serve") else "8000"
         with (self.folder / "log").open("wb") as log:
             self._server = subprocess.Popen(
                 ["bash", "-c", f"exec env {self._with_ports(command)}"],

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from ratekeeper import Limiter, Request, asgi
+from ratekeeper.fastapi import RateLimit
 from tests.walks import SOURCE, Walk, documented, recorded, resolved, section, walk_of
-from tollkeeper import Limiter, Request, asgi
-from tollkeeper.fastapi import RateLimit
 
 IN_MEMORY = "Follow a request: Limiter.check in memory"
 FASTAPI = "Follow a request: the FastAPI middleware"

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import ConfigError, Limiter
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import HttpAnswer, Style
-from tollkeeper.web.charges import CHARGE, CHARGES
-from tollkeeper.web.options import default_node
-from tollkeeper.web.requests import WsgiRequest
-from tollkeeper.wsgi import RateLimit
+from ratekeeper import ConfigError, Limiter
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import HttpAnswer, Style
+from ratekeeper.web.charges import CHARGE, CHARGES
+from ratekeeper.web.options import default_node
+from ratekeeper.web.requests import WsgiRequest
+from ratekeeper.wsgi import RateLimit
 
 NOW_S = 1_767_225_600
 
@@ -98,7 +98,7 @@ def test_headers_on_an_allowed_response() -> None:
         ("X-RateLimit-Reset", str(NOW_S + 30)),
         ("RateLimit", '"default";r=1;t=30'),
         ("RateLimit-Policy", '"default";q=2;w=60'),
-        ("X-Tollkeeper-Node", default_node()),
+        ("X-Ratekeeper-Node", default_node()),
     ]
 
 

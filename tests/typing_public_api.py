@@ -19,13 +19,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import PlainTextResponse
 
-import tollkeeper.asgi
-import tollkeeper.django
-import tollkeeper.fastapi
-import tollkeeper.flask
-import tollkeeper.httpx
-import tollkeeper.wsgi
-from tollkeeper import (
+import ratekeeper.asgi
+import ratekeeper.django
+import ratekeeper.fastapi
+import ratekeeper.flask
+import ratekeeper.httpx
+import ratekeeper.wsgi
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -38,6 +38,7 @@ from tollkeeper import (
     Limiter,
     LimitExceeded,
     LocalFallback,
+    RatekeeperError,
     RateSyntaxError,
     Regions,
     Request,
@@ -45,16 +46,15 @@ from tollkeeper import (
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
-    TollkeeperError,
     __version__,
     open_store,
     parse_limit,
     parse_limits,
 )
-from tollkeeper.core.clock import Clock, SystemClock
-from tollkeeper.decide.store import Store, StoreStats
-from tollkeeper.limits import AsyncTollkeeperStorage, TollkeeperStorage, open_storage
-from tollkeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper.core.clock import Clock, SystemClock
+from ratekeeper.decide.store import Store, StoreStats
+from ratekeeper.limits import AsyncRatekeeperStorage, RatekeeperStorage, open_storage
+from ratekeeper.testing import ManualClock, limiting_off, use_clock
 
 
 def values() -> None:
@@ -100,7 +100,7 @@ def error_tree() -> None:
     """All errors have one root; errors of input and of stores have a branch each."""
     inputs: list[type[ConfigError]] = [RateSyntaxError, InvalidOption]
     stores: list[type[StoreError]] = [StoreFull, StoreTimeout, StoreUnavailable]
-    roots: list[type[TollkeeperError]] = [*inputs, *stores, CapacityError, InvalidCost, InvalidKey]
+    roots: list[type[RatekeeperError]] = [*inputs, *stores, CapacityError, InvalidCost, InvalidKey]
     roots.append(LimitExceeded)
 
 
@@ -209,7 +209,7 @@ async def async_decorated(limiter: AsyncLimiter) -> None:
 
 
 def switches() -> None:
-    """The functions of `tollkeeper.testing`."""
+    """The functions of `ratekeeper.testing`."""
     with use_clock(ManualClock()) as clock, limiting_off():
         assert_type(clock, ManualClock)
         clock.advance(1.5)
@@ -219,19 +219,19 @@ def switches() -> None:
 # ── Frameworks ─────────────────────────────────────────────────────────────────────────────────
 
 
-def charges(charge: tollkeeper.fastapi.Charge) -> None:
+def charges(charge: ratekeeper.fastapi.Charge) -> None:
     """A charge is the same class in every integration."""
     assert_type(charge.decision, Decision)
     assert_type(charge.units, int)
     charge.settle(37)
     charge.refund()
     same: list[
-        type[tollkeeper.asgi.Charge | tollkeeper.flask.Charge | tollkeeper.django.Charge]
-    ] = [tollkeeper.fastapi.Charge]
-    same.append(tollkeeper.wsgi.Charge)
+        type[ratekeeper.asgi.Charge | ratekeeper.flask.Charge | ratekeeper.django.Charge]
+    ] = [ratekeeper.fastapi.Charge]
+    same.append(ratekeeper.wsgi.Charge)
 
 
-def denials(denial: tollkeeper.fastapi.Denial) -> None:
+def denials(denial: ratekeeper.fastapi.Denial) -> None:
     """A denial is the same class in every integration."""
     assert_type(denial.status, int)
     assert_type(denial.retry_after, int)
@@ -239,35 +239,35 @@ def denials(denial: tollkeeper.fastapi.Denial) -> None:
     assert_type(denial.message, str)
     assert_type(denial.decision, Decision)
     same: list[
-        type[tollkeeper.asgi.Denial | tollkeeper.flask.Denial | tollkeeper.django.Denial]
-    ] = [tollkeeper.fastapi.Denial]
-    same.append(tollkeeper.wsgi.Denial)
+        type[ratekeeper.asgi.Denial | ratekeeper.flask.Denial | ratekeeper.django.Denial]
+    ] = [ratekeeper.fastapi.Denial]
+    same.append(ratekeeper.wsgi.Denial)
 
 
 def handled(
-    fastapi: tollkeeper.fastapi.RateLimitExceeded | tollkeeper.fastapi.LimiterUnavailable,
-    asgi: tollkeeper.asgi.RateLimitExceeded | tollkeeper.asgi.LimiterUnavailable,
-    flask: tollkeeper.flask.RateLimitExceeded | tollkeeper.flask.LimiterUnavailable,
-    django: tollkeeper.django.RateLimitExceeded | tollkeeper.django.LimiterUnavailable,
+    fastapi: ratekeeper.fastapi.RateLimitExceeded | ratekeeper.fastapi.LimiterUnavailable,
+    asgi: ratekeeper.asgi.RateLimitExceeded | ratekeeper.asgi.LimiterUnavailable,
+    flask: ratekeeper.flask.RateLimitExceeded | ratekeeper.flask.LimiterUnavailable,
+    django: ratekeeper.django.RateLimitExceeded | ratekeeper.django.LimiterUnavailable,
 ) -> None:
     """The exceptions of denied requests, which the handlers of an application get."""
     for error in (fastapi, asgi, flask, django):
-        assert_type(error.denial, tollkeeper.fastapi.Denial)
+        assert_type(error.denial, ratekeeper.fastapi.Denial)
 
 
-def hooks(request: tollkeeper.fastapi.WebRequest) -> None:
+def hooks(request: ratekeeper.fastapi.WebRequest) -> None:
     """The request that functions take is the same class in every integration."""
     assert_type(request.method, str)
     assert_type(request.header("X-Tenant"), str | None)
-    same: list[type[tollkeeper.asgi.WebRequest | tollkeeper.flask.WebRequest]] = [type(request)]
-    same.append(tollkeeper.django.WebRequest)
-    same.append(tollkeeper.wsgi.WebRequest)
+    same: list[type[ratekeeper.asgi.WebRequest | ratekeeper.flask.WebRequest]] = [type(request)]
+    same.append(ratekeeper.django.WebRequest)
+    same.append(ratekeeper.wsgi.WebRequest)
 
 
 def on_fastapi() -> None:
     """A middleware, a dependency, and the charge as an argument."""
     app = FastAPI()
-    limit = tollkeeper.fastapi.RateLimit(
+    limit = ratekeeper.fastapi.RateLimit(
         app, ["100/minute", Limit(5, per=1)], store="shared:///run/api.limits", on_failure="closed"
     )
 
@@ -277,43 +277,43 @@ def on_fastapi() -> None:
 
     @app.post("/complete")
     async def complete(
-        charge: Annotated[tollkeeper.fastapi.Charge, limit("9/minute", cost=3, name="tokens")],
+        charge: Annotated[ratekeeper.fastapi.Charge, limit("9/minute", cost=3, name="tokens")],
     ) -> None:
         charge.settle(1)
 
     assert_type(search(), str)
-    tollkeeper.fastapi.RateLimit(app, rules="limits.yaml", trusted_proxies=["10.0.0.0/8"])
-    tollkeeper.fastapi.RateLimit(app, "5/s", sotre="memory://")  # type: ignore[call-arg]  # a typo
+    ratekeeper.fastapi.RateLimit(app, rules="limits.yaml", trusted_proxies=["10.0.0.0/8"])
+    ratekeeper.fastapi.RateLimit(app, "5/s", sotre="memory://")  # type: ignore[call-arg]  # a typo
     limit("5/s", on_failure="maybe")  # type: ignore[arg-type]  # not a policy
 
 
 async def on_asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
     """The middleware of any ASGI application, and a decorator for Starlette."""
 
-    @tollkeeper.asgi.limited("5/second", key="address")
+    @ratekeeper.asgi.limited("5/second", key="address")
     async def search(request: StarletteRequest) -> PlainTextResponse:
         return PlainTextResponse("found")
 
     app = Starlette()
-    app.add_middleware(tollkeeper.asgi.RateLimit, limits="100/minute")
-    limited = tollkeeper.asgi.RateLimit(app, "100/minute", key=lambda request: request.path)
+    app.add_middleware(ratekeeper.asgi.RateLimit, limits="100/minute")
+    limited = ratekeeper.asgi.RateLimit(app, "100/minute", key=lambda request: request.path)
     assert_type(await limited(scope, receive, send), None)
     assert_type(await search(StarletteRequest(scope)), PlainTextResponse)
-    charge: tollkeeper.asgi.Charge = scope[tollkeeper.asgi.CHARGE]
+    charge: ratekeeper.asgi.Charge = scope[ratekeeper.asgi.CHARGE]
     charge.settle(2)
 
 
 def on_flask(blueprint: Blueprint) -> None:
     """Decorated views keep their types; a blueprint is limited as a whole."""
     app = Flask(__name__)
-    limit = tollkeeper.flask.RateLimit(app, "100/minute")
-    later = tollkeeper.flask.RateLimit(limits="100/minute", per_route=True)
+    limit = ratekeeper.flask.RateLimit(app, "100/minute")
+    later = ratekeeper.flask.RateLimit(limits="100/minute", per_route=True)
     later.init_app(app)
 
     @app.get("/search")
     @limit("5/second", cost=2)
     def search(text: str = "") -> str:
-        tollkeeper.flask.charge.settle(1)
+        ratekeeper.flask.charge.settle(1)
         return text
 
     @limit.exempt
@@ -323,19 +323,19 @@ def on_flask(blueprint: Blueprint) -> None:
     assert_type(search("found"), str)
     assert_type(health(), Literal["ok"])
     assert_type(limit("5/minute")(blueprint), Blueprint)
-    assert_type(tollkeeper.flask.charge, tollkeeper.flask.Charge)
+    assert_type(ratekeeper.flask.charge, ratekeeper.flask.Charge)
     limit.close(app)
 
 
 def on_django(request: Any) -> None:
     """A decorated view, and the middleware. Django ships no types, so neither has a request."""
 
-    @tollkeeper.django.rate_limit("5/hour", name="export", on_failure="closed")
+    @ratekeeper.django.rate_limit("5/hour", name="export", on_failure="closed")
     def export(request: Any) -> Any:
         return request
 
     export(request)
-    tollkeeper.django.RateLimitMiddleware(export)(request)
+    ratekeeper.django.RateLimitMiddleware(export)(request)
 
 
 def on_wsgi() -> None:
@@ -345,7 +345,7 @@ def on_wsgi() -> None:
         start_response("200 OK", [])
         return [b"hello"]
 
-    limited = tollkeeper.wsgi.RateLimit(hello, "100/minute", skip=lambda request: False)
+    limited = ratekeeper.wsgi.RateLimit(hello, "100/minute", skip=lambda request: False)
     assert_type(limited({}, lambda *_: lambda _: None), Iterable[bytes])
     limited.close()
 
@@ -355,33 +355,33 @@ def on_wsgi() -> None:
 
 def on_httpx(response: httpx.Response) -> None:
     """The transports and their settings."""
-    budget = tollkeeper.httpx.Budget(share=0.1, reserve=5)
-    settings: tollkeeper.httpx.RetrySettings = {"wait_max": 30, "pace": "path", "budget": budget}
-    httpx.Client(transport=tollkeeper.httpx.RetryTransport(**settings))
-    httpx.AsyncClient(transport=tollkeeper.httpx.AsyncRetryTransport(attempts_max=3))
-    headers: tollkeeper.httpx.ResponseHeaders = response.headers
-    advice = tollkeeper.httpx.retry_advice_of(headers, now_ns=0)
-    assert_type(advice, tollkeeper.httpx.RetryAdvice)
+    budget = ratekeeper.httpx.Budget(share=0.1, reserve=5)
+    settings: ratekeeper.httpx.RetrySettings = {"wait_max": 30, "pace": "path", "budget": budget}
+    httpx.Client(transport=ratekeeper.httpx.RetryTransport(**settings))
+    httpx.AsyncClient(transport=ratekeeper.httpx.AsyncRetryTransport(attempts_max=3))
+    headers: ratekeeper.httpx.ResponseHeaders = response.headers
+    advice = ratekeeper.httpx.retry_advice_of(headers, now_ns=0)
+    assert_type(advice, ratekeeper.httpx.RetryAdvice)
     assert_type(advice.wait_ns, int | None)
-    tollkeeper.httpx.RetryTransport(pace="fast")  # type: ignore[arg-type]  # not a pace
+    ratekeeper.httpx.RetryTransport(pace="fast")  # type: ignore[arg-type]  # not a pace
 
 
-def outgoing(error: tollkeeper.httpx.LimitTimeout) -> None:
+def outgoing(error: ratekeeper.httpx.LimitTimeout) -> None:
     """The transports that keep limits before they send."""
-    settings: tollkeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": True}
-    with httpx.Client(transport=tollkeeper.httpx.LimitTransport("10/s", **settings)):
+    settings: ratekeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": True}
+    with httpx.Client(transport=ratekeeper.httpx.LimitTransport("10/s", **settings)):
         pass
-    by_host = tollkeeper.httpx.AsyncLimitTransport("10/s", key=lambda request: request.url.host)
+    by_host = ratekeeper.httpx.AsyncLimitTransport("10/s", key=lambda request: request.url.host)
     assert_type(by_host.limiter, AsyncLimiter)
     assert_type(error.retry_after, float)
     assert_type(error.decision, Decision)
     assert_type(error.request, httpx.Request)
 
 
-def storages(storage: TollkeeperStorage) -> None:
+def storages(storage: RatekeeperStorage) -> None:
     """The storages for `limits`."""
-    opened = open_storage("tollkeeper+memory://", capacity=1_000, wrap_exceptions=True)
-    assert_type(opened, TollkeeperStorage | AsyncTollkeeperStorage)
+    opened = open_storage("ratekeeper+memory://", capacity=1_000, wrap_exceptions=True)
+    assert_type(opened, RatekeeperStorage | AsyncRatekeeperStorage)
     assert_type(storage.store, Store)
     assert_type(storage.incr("k", 60), int)
     assert_type(storage.get_expiry("k"), float)
@@ -389,7 +389,7 @@ def storages(storage: TollkeeperStorage) -> None:
     assert_type(storage.get_sliding_window("k", 60), tuple[int, float, int, float])
 
 
-async def async_storages(storage: AsyncTollkeeperStorage) -> None:
+async def async_storages(storage: AsyncRatekeeperStorage) -> None:
     """The same, awaited."""
     assert_type(await storage.incr("k", 60), int)
     assert_type(await storage.get_moving_window("k", 5, 60), tuple[float, int])

@@ -1,7 +1,7 @@
-"""Walks: which functions of Tollkeeper a request crosses, and in which order.
+"""Walks: which functions of Ratekeeper a request crosses, and in which order.
 
 `docs/architecture.md` follows requests through the code. A section names the functions of a walk as
-`module:function`, with the module's path below `tollkeeper`. The tests record the same request and
+`module:function`, with the module's path below `ratekeeper`. The tests record the same request and
 compare: the document cannot go stale.
 
 A function counts once, when it is first called. A property counts as an attribute, and a
@@ -20,9 +20,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import tollkeeper
+import ratekeeper
 
-SOURCE = Path(tollkeeper.__file__).parent
+SOURCE = Path(ratekeeper.__file__).parent
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 # Calls that are recorded.
@@ -56,7 +56,7 @@ class Walk:
 
     @property
     def steps(self) -> list[str]:
-        """The functions of Tollkeeper, as `module:function`."""
+        """The functions of Ratekeeper, as `module:function`."""
         found = []
         for code in self._codes:
             path = Path(code.co_filename)
@@ -100,7 +100,7 @@ async def walk_of(call: Callable[[int], Awaitable[Any]]) -> Walk:
 
 def resolved(module: str, name: str) -> Any:
     """Return the object that a step names; None if it is a local function or does not exist."""
-    found: Any = import_module(f"tollkeeper.{module.replace('/', '.')}")
+    found: Any = import_module(f"ratekeeper.{module.replace('/', '.')}")
     for part in name.split("."):
         if part == "<locals>":
             return None

@@ -4,8 +4,8 @@
 # otherwise it prints their packages.
 set -eu
 seconds=${1:-60}
-kernel=src/tollkeeper/decide/kernel
-grpc=src/tollkeeper/service/grpc
+kernel=src/ratekeeper/decide/kernel
+grpc=src/ratekeeper/service/grpc
 out=build/fuzz
 
 can_fuzz() {

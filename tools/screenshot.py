@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Page
 from tests.console.operators import ConsoleService, Operator, chromium
 from tests.service_process import ask_on
 
-from tollkeeper.service.console.sessions import Sessions
+from ratekeeper.service.console.sessions import Sessions
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 BYTES_MAX: Final = 200_000

@@ -80,7 +80,7 @@ def _with_lists(lines: Iterable[str]) -> list[str]:
 def _linked(text: str, links: dict[str, str]) -> str:
     def link(match: re.Match[str]) -> str:
         if match[2]:
-            return f"[`{match[2]}`][tollkeeper.{match[2]}]"
+            return f"[`{match[2]}`][ratekeeper.{match[2]}]"
         return f"[{match[0]}][{links[match[1]]}]" if match[1] in links else match[0]
 
     return REFERRED.sub(link, text)

@@ -1,4 +1,4 @@
-"""Check an installed Tollkeeper in seconds, without its dependencies: smoke_test.py [--pure].
+"""Check an installed Ratekeeper in seconds, without its dependencies: smoke_test.py [--pure].
 
 It limits a key in this process, and counts in one file from two processes. Without an option it
 fails if the C kernel is missing. With `--pure` it fails if the kernel is there.
@@ -13,15 +13,15 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from tollkeeper import Limiter, StoreUnavailable, __version__
-from tollkeeper.decide.kernel import BUILT
+from ratekeeper import Limiter, StoreUnavailable, __version__
+from ratekeeper.decide.kernel import BUILT
 
-BUILT_IN = sys.modules["tollkeeper"].__file__ or ""
+BUILT_IN = sys.modules["ratekeeper"].__file__ or ""
 CHECKS = 60
 LIMIT = "100/hour"
 CHILD = """
 import sys
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 with Limiter(sys.argv[1], store=sys.argv[2], name="smoke") as limiter:
     print(sum(limiter.check("k").allowed for _ in range(int(sys.argv[3]))))
 """
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     assert pure or not arguments, f"unknown arguments {arguments}; the only option is --pure"
     source = Path(__file__).parents[1] / "src"
     assert source not in Path(BUILT_IN).parents, f"{source} is imported; install the package first"
-    assert version("tollkeeper") == __version__
+    assert version("ratekeeper") == __version__
     assert BUILT is not pure, f"the C kernel is {'there' if BUILT else 'missing'}"
     decisions = [Limiter("100/minute").check("user:42"), Limiter("1/minute").check("k")]
     assert all(decision.allowed for decision in decisions), decisions
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
             raise AssertionError("shared:// works without the kernel")
     else:
         assert shared_count() == (CHECKS, 100 - CHECKS)
-    print(f"tollkeeper {__version__} on Python {sys.version.split()[0]}: ok")
+    print(f"ratekeeper {__version__} on Python {sys.version.split()[0]}: ok")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 missing=""
 can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
-    echo "Tollkeeper needs Python 3.11 or newer as '$python'; set PYTHON=... to another one." >&2
+    echo "Ratekeeper needs Python 3.11 or newer as '$python'; set PYTHON=... to another one." >&2
     exit 1
 }
 "$python" -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"

@@ -10,7 +10,7 @@ archive that it fetches; review that change like any other. A package that the b
 has no pin is an error of the bundler, which names it.
 
 `npm` fetches the archives. `npm` runs no code of a package here. The bundler is the program in the
-package `@esbuild/linux-x64`, so building needs Linux on x86-64. Users of Tollkeeper build nothing.
+package `@esbuild/linux-x64`, so building needs Linux on x86-64. Users of Ratekeeper build nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Final
 TOOLS: Final = Path(__file__).resolve().parent
 ROOT: Final = TOOLS.parent
 PINS: Final = TOOLS / "vendor.json"
-CONSOLE: Final = "src/tollkeeper/service/console/static/vendor"
+CONSOLE: Final = "src/ratekeeper/service/console/static/vendor"
 TESTS: Final = "tests/console/vendor"
 
 # The file that results, and the package and file that it is copied from.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from flask import Flask
 
-from tollkeeper import Limiter
-from tollkeeper.flask import RateLimit
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.identity import Identity
+from ratekeeper import Limiter
+from ratekeeper.flask import RateLimit
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.identity import Identity
 
 RULES = """
 version: 1

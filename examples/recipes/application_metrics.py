@@ -23,9 +23,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from tollkeeper.fastapi import RateLimit
-from tollkeeper.metrics.prometheus import register
-from tollkeeper.testing import ManualClock
+from ratekeeper.fastapi import RateLimit
+from ratekeeper.metrics.prometheus import register
+from ratekeeper.testing import ManualClock
 
 app = FastAPI()
 limit = RateLimit(
@@ -58,7 +58,7 @@ async def main() -> None:
             naive.labels(key).inc()
         scraped = (await client.get("/metrics")).text
 
-    lines = [line for line in scraped.splitlines() if line.startswith("tollkeeper_rule_decisions")]
+    lines = [line for line in scraped.splitlines() if line.startswith("ratekeeper_rule_decisions")]
     print(*lines, sep="\n")
     shown = {line.rpartition(" ")[2] for line in lines if 'outcome="denied"' in line}
     assert shown == {"5.0", "110.0"}, "five of sk_1, and then the application's limit"

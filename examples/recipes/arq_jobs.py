@@ -23,7 +23,7 @@ from arq import Retry, create_pool, func
 from arq.connections import RedisSettings
 from arq.worker import Worker
 
-from tollkeeper import AsyncLimiter, ConfigError, StoreError
+from ratekeeper import AsyncLimiter, ConfigError, StoreError
 
 REDIS_URL = os.environ.get("REDIS_URL", "redis://localhost:6379")
 QUEUE = f"recipe:{uuid.uuid4().hex}"  # so that each run has jobs of its own

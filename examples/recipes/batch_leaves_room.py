@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tollkeeper import Decision, Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Decision, Limiter, Request
+from ratekeeper.testing import ManualClock
 
 RULES = """
 version: 1

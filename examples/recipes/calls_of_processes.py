@@ -12,7 +12,7 @@ import multiprocessing
 import tempfile
 import time
 
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 
 PROCESSES = 3
 LIMITS = "50/second capacity 5; 20/day"  # the pace, and the contract

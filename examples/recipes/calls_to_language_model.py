@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tollkeeper import AsyncLimiter, Limiter, LimitExceeded, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import AsyncLimiter, Limiter, LimitExceeded, Request
+from ratekeeper.testing import ManualClock
 
 PROVIDER = """
 version: 1

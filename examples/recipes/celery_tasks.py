@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from celery import Celery, Task  # type: ignore[import-untyped]  # Celery ships no types
 from celery.contrib.testing.worker import start_worker  # type: ignore[import-untyped]  # same
 
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 
 app = Celery("shop", broker="memory://")  # "redis://…" in production
 app.conf.broker_transport_options = {"polling_interval": 0.02}

@@ -1,8 +1,8 @@
 """Check limits from a program in any language, over HTTP.
 
-`tollkeeper serve` keeps the rules and the counts, and programs ask it: `POST /v1/check`. This one
+`ratekeeper serve` keeps the rules and the counts, and programs ask it: `POST /v1/check`. This one
 starts the service itself; in production it runs on its own, on each machine or behind an address,
-with tokens (`tollkeeper token create shop --role check`).
+with tokens (`ratekeeper token create shop --role check`).
 
 - Keep the connection, and set a timeout. A limiter that is slow must not make the program slow.
 - Decide what happens while the service is away: here pages pass and logins do not.
@@ -63,7 +63,7 @@ def service() -> Iterator[str]:
         rules.write_text(RULES, encoding="utf-8")
         options = ["--rules", str(rules), "--data", folder, "--port", "0", "--workers", "1"]
         options += ["--no-grpc", "--record", "off", "--drain-seconds", "0"]
-        command = [sys.executable, "-m", "tollkeeper", "serve", *options]
+        command = [sys.executable, "-m", "ratekeeper", "serve", *options]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             events = (json.loads(line) for line in process.stderr)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 
-from tollkeeper import Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.testing import ManualClock
 
-logging.getLogger("tollkeeper").setLevel(logging.ERROR)  # each penalty is a line of the log
+logging.getLogger("ratekeeper").setLevel(logging.ERROR)  # each penalty is a line of the log
 clock = ManualClock()
 limiter = Limiter.from_rules(
     """

@@ -10,18 +10,18 @@ the units that each has left. It spends nothing. The usual reasons, in the order
 - a penalty: the client did not wait after a denial, and is in a cool-down
 - another rule than expected applies, or another tier: a misspelt key has the limits of strangers
 
-With the service: `tollkeeper rules explain`, `tollkeeper quota`, and for the requests of yesterday
-`tollkeeper records`, by the customer or by the X-Request-Id of the reply.
+With the service: `ratekeeper rules explain`, `ratekeeper quota`, and for the requests of yesterday
+`ratekeeper records`, by the customer or by the X-Request-Id of the reply.
 """
 
 from __future__ import annotations
 
 import logging
 
-from tollkeeper import Decision, Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Decision, Limiter, Request
+from ratekeeper.testing import ManualClock
 
-logging.getLogger("tollkeeper").setLevel(logging.ERROR)  # the penalty here is intended
+logging.getLogger("ratekeeper").setLevel(logging.ERROR)  # the penalty here is intended
 clock = ManualClock()
 limiter = Limiter.from_rules(
     """

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from tollkeeper import Limiter
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock(datetime(2026, 3, 2, tzinfo=UTC).timestamp())  # leave it out in real code
 limiter = Limiter("1000/day fixed_window; 10/second", clock=clock)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from flask import Flask, Response, jsonify, render_template_string
 
-from tollkeeper.flask import Denial, RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import Denial, RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 # Flask escapes the values, for example the path, which the client chooses.
 PAGE = """<!doctype html>

@@ -21,8 +21,8 @@ from django.http import HttpRequest, HttpResponse, JsonResponse  # type: ignore[
 from django.test import Client  # type: ignore[import-untyped]  # same
 from django.urls import path  # type: ignore[import-untyped]  # same
 
-from tollkeeper.django import rate_limit
-from tollkeeper.testing import ManualClock
+from ratekeeper.django import rate_limit
+from ratekeeper.testing import ManualClock
 
 settings.configure(
     ROOT_URLCONF=__name__,
@@ -31,9 +31,9 @@ settings.configure(
     SESSION_ENGINE="django.contrib.sessions.backends.signed_cookies",
     MIDDLEWARE=[
         "django.contrib.sessions.middleware.SessionMiddleware",
-        "tollkeeper.django.RateLimitMiddleware",
+        "ratekeeper.django.RateLimitMiddleware",
     ],
-    TOLLKEEPER={
+    RATEKEEPER={
         "limits": "20/minute",
         "key": ["session:_auth_user_id", "address"],  # where Django keeps the id of the user
         "store": "memory://",  # "shared:///run/site.limits" or "redis://…" in production

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from flask import Flask
 
-from tollkeeper.flask import RateLimit
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import RateLimit
+from ratekeeper.testing import ManualClock
 
 # In production a file, rules="limits.yaml": the application follows its changes.
 RULES = """

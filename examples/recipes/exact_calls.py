@@ -15,7 +15,7 @@ import asyncio
 
 import httpx
 
-from tollkeeper.httpx import AsyncLimitTransport
+from ratekeeper.httpx import AsyncLimitTransport
 
 LIMIT, WINDOW = 5, 0.2  # five requests in any 200 ms
 REQUESTS = 15

@@ -21,8 +21,8 @@ from flask import Flask, Response, request
 from itsdangerous import BadSignature, URLSafeSerializer
 from werkzeug.test import TestResponse
 
-from tollkeeper.flask import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 PASSWORDS = {"ann": "correct horse", "eve": "battery staple"}
 devices = URLSafeSerializer("a secret from the configuration", salt="device")

@@ -18,8 +18,8 @@ from typing import Annotated
 import httpx
 from fastapi import FastAPI, HTTPException, Request
 
-from tollkeeper.fastapi import Charge, RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper.fastapi import Charge, RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 KIB = 1024
 UPLOAD_MAX = 400  # KiB

@@ -6,7 +6,7 @@ there are, and a worker that is killed leaves no lock behind. The counts survive
     gunicorn --workers 4 shop:app
 
 The trap is the default, `memory://`, which is right for one process: each worker admits the whole
-limit, so four workers admit four times as much. Tollkeeper logs a warning when several workers use
+limit, so four workers admit four times as much. Ratekeeper logs a warning when several workers use
 it.
 
 Put the file into a folder that only the service can write, such as systemd's RuntimeDirectory
@@ -21,7 +21,7 @@ from functools import partial
 
 from flask import Flask
 
-from tollkeeper.flask import RateLimit
+from ratekeeper.flask import RateLimit
 
 WORKERS = 3
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import random
 
-from tollkeeper import Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.testing import ManualClock
 
 RULES = """
 version: 1

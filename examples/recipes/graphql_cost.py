@@ -20,8 +20,8 @@ from fastapi import FastAPI, HTTPException, Request
 from graphql import GraphQLSyntaxError, parse
 from graphql.language import ast
 
-from tollkeeper.fastapi import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper.fastapi import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 PAGE_MAX = 100  # the resolvers must have the same maximum
 COST_MAX = 1_000_000  # never fits

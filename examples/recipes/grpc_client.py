@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from tollkeeper import Limiter, LimitExceeded
+from ratekeeper import Limiter, LimitExceeded
 
 
 class PacingInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 
 CUSTOMERS = {"sk_1": "ann", "sk_2": "bob"}
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from tollkeeper import AsyncLimiter, Decision
+from ratekeeper import AsyncLimiter, Decision
 
 CUSTOMERS = {"sk_1": "ann", "sk_2": "bob"}
 

@@ -12,9 +12,9 @@ import logging
 
 from flask import Flask, Response
 
-from tollkeeper.flask import Denial, RateLimit, WebRequest
+from ratekeeper.flask import Denial, RateLimit, WebRequest
 
-logging.getLogger("tollkeeper").setLevel(logging.CRITICAL)  # the outage here is intended
+logging.getLogger("ratekeeper").setLevel(logging.CRITICAL)  # the outage here is intended
 
 app = Flask("shop")
 limit = RateLimit(app, "100/minute", store="redis://127.0.0.1:1")  # no Redis listens here

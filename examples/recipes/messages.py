@@ -10,8 +10,8 @@ returns at once when the day's messages are used up. `decision.rule` says which 
 
 from __future__ import annotations
 
-from tollkeeper import Decision, Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Decision, Limiter, Request
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this program does not take a day; leave it out in real code
 # `sliding_window_log` counts in every 24 hours, wherever they start. A `token_bucket` would return

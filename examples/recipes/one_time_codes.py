@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import secrets
 
-from tollkeeper import Decision, Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Decision, Limiter, Request
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this program does not take a day; leave it out in real code
 # `closed`: while the store is away nothing is sent, which would cost money, and nothing is guessed.

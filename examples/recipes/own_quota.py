@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Header
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.fastapi import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper import AsyncLimiter
+from ratekeeper.fastapi import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 TOKENS = {"t-ann": "ann", "t-bob": "bob"}
 limiter = AsyncLimiter("100/day fixed_window; 10/minute", name="api", clock=ManualClock())

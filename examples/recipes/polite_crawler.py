@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import httpx
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.testing import ManualClock
+from ratekeeper import AsyncLimiter
+from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this program does not take half a minute; leave it out in real code
 limiter = AsyncLimiter("1/second", clock=clock)  # one request, and the next a second later

@@ -14,8 +14,8 @@ from hashlib import sha256
 
 from flask import Flask, request
 
-from tollkeeper.flask import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 
 def digest_of(key: str) -> str:

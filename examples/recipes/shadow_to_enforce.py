@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tollkeeper import Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.testing import ManualClock
 
 RULES = """
 version: 1
@@ -43,7 +43,7 @@ def traffic() -> tuple[Counter[str], Counter[str]]:
 
 def main() -> None:
     # Measure. `counts` has the sum. With the service, the console shows it by customer, and
-    # `tollkeeper rules preview` replays recorded requests without any rule in shadow mode.
+    # `ratekeeper rules preview` replays recorded requests without any rule in shadow mode.
     denied, would_be = traffic()
     print("shadow:", dict(+would_be))
     assert not +denied
@@ -59,7 +59,7 @@ def main() -> None:
     assert not +denied
     assert not +would_be
 
-    # Enforce. In a database: tollkeeper rules promote stricter
+    # Enforce. In a database: ratekeeper rules promote stricter
     limiter.use(better.replace("MODE", "enforce"))
     denied, _ = traffic()
     print("enforced:", dict(+denied))

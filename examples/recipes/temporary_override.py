@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from tollkeeper import Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.testing import ManualClock
 
 MONDAY = datetime(2026, 3, 2, 9, tzinfo=UTC)
 RULES = {
@@ -42,7 +42,7 @@ def main() -> None:
     assert passed(limiter, "acme") == 100
 
     # With rules in a database, on all nodes within a second:
-    #   tollkeeper override create tenant:acme --multiply 5 --for 7d --reason 'launch week'
+    #   ratekeeper override create tenant:acme --multiply 5 --for 7d --reason 'launch week'
     limiter.use({**RULES, "overrides": [LAUNCH]})
     # What acme has spent this hour stays spent: it has 400 of 500 left.
     launched, others = passed(limiter, "acme"), passed(limiter, "initech")

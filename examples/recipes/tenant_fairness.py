@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from tollkeeper import Limiter, Request
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.testing import ManualClock
 
 RULES = """
 version: 1

@@ -2,7 +2,7 @@
 
 `use_clock(ManualClock())` sets the time of all limiters that were made without `clock=`, also of
 those in modules and in web applications, and `limiting_off` turns limits off for the tests that are
-about something else. With pytest, they are the fixtures `tollkeeper_clock` and `tollkeeper_off`.
+about something else. With pytest, they are the fixtures `ratekeeper_clock` and `ratekeeper_off`.
 
 Two traps. To mock `time.time` does nothing: limits do not use it. And a limiter of a module keeps
 its counts from one test to the next, so a test passes alone and fails in company. Make the
@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 from flask import Flask
 
-from tollkeeper import Limiter
-from tollkeeper.flask import RateLimit
-from tollkeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper import Limiter
+from ratekeeper.flask import RateLimit
+from ratekeeper.testing import ManualClock, limiting_off, use_clock
 
 # ── The code under test ──────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tollkeeper import AsyncLimiter, Limiter
+from ratekeeper import AsyncLimiter, Limiter
 
 CALLS = 12
 LIMITS = "100/second capacity 4"

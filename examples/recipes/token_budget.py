@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tollkeeper import Limiter, LimitExceeded, Request
+from ratekeeper import Limiter, LimitExceeded, Request
 
 # The attribute `unit` says what a check counts, so that tokens and requests have their own rules.
 limiter = Limiter.from_rules(

@@ -19,7 +19,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from tollkeeper.fastapi import Charge, RateLimit
+from ratekeeper.fastapi import Charge, RateLimit
 
 MAX_TOKENS = 500
 app = FastAPI()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from flask import Flask
 
-from tollkeeper.flask import RateLimit
+from ratekeeper.flask import RateLimit
 
 GATEWAY, CLIENT = "10.0.0.2", "203.0.113.9"
 

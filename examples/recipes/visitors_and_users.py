@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from flask import Flask
 
-from tollkeeper.flask import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.identity import Identity
+from ratekeeper.flask import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.identity import Identity
 
 # Rules that count by different attributes all apply, so `visitors` says that it is not for users.
 RULES = """

@@ -14,7 +14,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from tollkeeper import AsyncLimiter
+from ratekeeper import AsyncLimiter
 
 ATTEMPTS_MAX = 5
 QUEUE_MAX = 1000  # a receiver that is away for long loses events, and not the memory of the sender

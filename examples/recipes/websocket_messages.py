@@ -6,7 +6,7 @@ time to wait, and a client that does not stop is closed with code 1008.
 
 The trap is a limit for each connection: a client that opens ten has ten times the messages.
 
-Tollkeeper limits how often something happens, and not how many connections are open at once: for
+Ratekeeper limits how often something happens, and not how many connections are open at once: for
 that, count them in the application, and close those that send nothing.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from fastapi import FastAPI, WebSocket
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.fastapi import RateLimit, WebRequest
-from tollkeeper.testing import ManualClock
+from ratekeeper import AsyncLimiter
+from ratekeeper.fastapi import RateLimit, WebRequest
+from ratekeeper.testing import ManualClock
 
 TOKENS = {"t-ann": "ann", "t-bob": "bob"}
 STRIKES_MAX = 3

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from typer.testing import CliRunner, Result
 
+from ratekeeper.cli.main import app
 from tests.http_thread import serving
-from tollkeeper.cli.main import app
 
 ALLOWED = {
     "allowed": True,
@@ -89,9 +89,9 @@ def stub_service(status: int, body: object = None, *, location: str = "") -> Ite
 def run(*arguments: str, url: str | None = None, **environment: str) -> Result:
     """Run a command; URL, TOKEN, CA and TIMEOUT become environment variables."""
     names = ("URL", "TOKEN", "CA")
-    given = {f"TOLLKEEPER_{name}": environment.get(name) for name in names}
+    given = {f"RATEKEEPER_{name}": environment.get(name) for name in names}
     if "TIMEOUT" in environment:
-        given["TOLLKEEPER_TIMEOUT"] = environment["TIMEOUT"]
+        given["RATEKEEPER_TIMEOUT"] = environment["TIMEOUT"]
     if url:
-        given["TOLLKEEPER_URL"] = url
-    return CliRunner().invoke(app, arguments, env=given, prog_name="tollkeeper")
+        given["RATEKEEPER_URL"] = url
+    return CliRunner().invoke(app, arguments, env=given, prog_name="ratekeeper")

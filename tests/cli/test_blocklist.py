@@ -1,4 +1,4 @@
-"""`tollkeeper blocklist`: the entries, their ends, and the file for each format."""
+"""`ratekeeper blocklist`: the entries, their ends, and the file for each format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cli.stub_service import run, stub_service
-from tollkeeper.cli.blocklist import (
+from ratekeeper.cli.blocklist import (
     Ends,
     merged,
     nft_text,
@@ -23,7 +22,8 @@ from tollkeeper.cli.blocklist import (
     replace_file,
     update,
 )
-from tollkeeper.core.errors import ConfigError
+from ratekeeper.core.errors import ConfigError
+from tests.cli.stub_service import run, stub_service
 
 NOW_S = 1_800_000_000.0
 V4, V6 = ip_network("192.0.2.7"), ip_network("2001:db8::/64")
@@ -146,7 +146,7 @@ def test_the_file_is_written(tmp_path: Path) -> None:
     path = tmp_path / "blocked.conf"
     arguments = ("--format", "nginx", "--output", str(path), "--at-least", "50")
     with stub_service(200, answer(("192.0.2.7", 0.0))) as service:
-        found = run("blocklist", *arguments, url=service.url, TOKEN="tk_1")
+        found = run("blocklist", *arguments, url=service.url, TOKEN="rk_1")
     assert found.exit_code == 0, found.output
     assert "deny 192.0.2.7; # until " in path.read_text()
     assert service.received[0].target == "/v1/admin/rejected?at_least=50"

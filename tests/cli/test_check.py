@@ -1,4 +1,4 @@
-"""`tollkeeper check`, `quota`, `reset` and `grant`: their requests, output and exit codes.
+"""`ratekeeper check`, `quota`, `reset` and `grant`: their requests, output and exit codes.
 
 A stub answers here, also with answers that no service gives. tests/integration/test_remote_cli.py
 uses a real service.
@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.cli.check import check_text
 from tests.cli.stub_service import ALLOWED, DENIED, ReceivedRequest, run, stub_service
 from tests.redis_servers.ports import free_port
-from tollkeeper.cli.check import check_text
 
 COMMANDS = ("check", "limit", "quota", "reset", "grant")
-TOKEN = "tk_s3cret"
+TOKEN = "rk_s3cret"
 
 # -------------------------------------------------------------------------------------------- limit
 
@@ -180,9 +180,9 @@ def test_unreachable_service(arguments: list[str]) -> None:
     result = run(*arguments, "--url", url)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith(f"tollkeeper: {url} cannot be reached (")
-    assert "`tollkeeper serve`" in result.stderr
-    assert "TOLLKEEPER_URL" in result.stderr
+    assert result.stderr.startswith(f"ratekeeper: {url} cannot be reached (")
+    assert "`ratekeeper serve`" in result.stderr
+    assert "RATEKEEPER_URL" in result.stderr
     result = run(*arguments, "--url", url, "--json")
     assert json.loads(result.stdout)["exit_code"] == 2
 
@@ -193,7 +193,7 @@ def test_unreachable_service(arguments: list[str]) -> None:
         (
             401,
             {"detail": "no token"},
-            "requires a token: no token. Give it in TOLLKEEPER_TOKEN",
+            "requires a token: no token. Give it in RATEKEEPER_TOKEN",
         ),
         (
             403,
@@ -202,13 +202,13 @@ def test_unreachable_service(arguments: list[str]) -> None:
         ),
         (422, {"title": "never fits", "status": 422}, "answers 422: never fits"),
         (400, {"detail": "a\x1b[31m\nb" + "c" * 10_000}, "answers 400: a [31m bccc"),
-        (404, b"<html>", "answers 404, but not as Tollkeeper does"),
-        (200, b"hello", "answers 200, but not as Tollkeeper does"),
-        (200, b"[" * 100_000, "answers 200, but not as Tollkeeper does"),
-        (200, {"colour": "red"}, "answers 200, but not as Tollkeeper does"),
-        (200, [ALLOWED], "answers 200, but not as Tollkeeper does"),
-        (200, b"", "answers 200, but not as Tollkeeper does"),
-        (503, b"", "answers 503, but not as Tollkeeper does"),
+        (404, b"<html>", "answers 404, but not as Ratekeeper does"),
+        (200, b"hello", "answers 200, but not as Ratekeeper does"),
+        (200, b"[" * 100_000, "answers 200, but not as Ratekeeper does"),
+        (200, {"colour": "red"}, "answers 200, but not as Ratekeeper does"),
+        (200, [ALLOWED], "answers 200, but not as Ratekeeper does"),
+        (200, b"", "answers 200, but not as Ratekeeper does"),
+        (503, b"", "answers 503, but not as Ratekeeper does"),
         (200, b"x" * 5_000_000, "sent more than 4,194,304 bytes"),
     ],
 )
@@ -233,7 +233,7 @@ def test_redirect_is_not_followed() -> None:
 
 
 def test_timeout() -> None:
-    """A service that does not answer is given up after --timeout, or TOLLKEEPER_TIMEOUT."""
+    """A service that does not answer is given up after --timeout, or RATEKEEPER_TIMEOUT."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         url = f"http://127.0.0.1:{server.server_port}"  # it listens, but accepts no connection
         result = run("check", "--timeout", "0.05", url=url)
@@ -241,7 +241,7 @@ def test_timeout() -> None:
     assert (result.exit_code, by_variable.exit_code) == (2, 2)
     assert result.stderr == by_variable.stderr
     assert result.stderr == (
-        f"tollkeeper: {url} did not answer within 0.05 s; raise --timeout to wait longer\n"
+        f"ratekeeper: {url} did not answer within 0.05 s; raise --timeout to wait longer\n"
     )
 
 
@@ -249,7 +249,7 @@ def test_timeout() -> None:
     ("arguments", "words"),
     [
         (["check", "--url", "localhost:8080"], "--url is not an http or https URL"),
-        (["check", "--url", "http://a:s3cret@h"], "with the token in TOLLKEEPER_TOKEN"),
+        (["check", "--url", "http://a:s3cret@h"], "with the token in RATEKEEPER_TOKEN"),
         (["check", "--url", "http://h:s3cret"], "--url is not an http or https URL"),
         (["check", "--url", "https://h", "--ca", "gone.pem"], "--ca 'gone.pem' cannot be used: No"),
         (["check", "--timeout", "0"], "--timeout 0 is not between"),
@@ -257,14 +257,14 @@ def test_timeout() -> None:
         (["check", "--count", "0"], "--count 0 is not between 1 and 100,000"),
         (["check", "--attribute", "region"], "is not NAME=VALUE; try region=eu"),
         (["quota", "--attribute", "a=1", "--attribute", "a=2"], "'a' is given twice"),
-        (["check", "--token", "tk_s3cret twice"], "characters that no token has"),
+        (["check", "--token", "rk_s3cret twice"], "characters that no token has"),
         (["grant", "--units", "1", "--ttl", "1 fortnight"], "try 90s, 10m or 1h"),
         (["grant"], "--units"),
         (["check", "--user", "\udcff"], "is not valid UTF-8"),
         (["quota", "--attribute", "region=\udcff"], "is not valid UTF-8"),
-        (["check", "tk_s3cret"], "unexpected extra argument(s) (a token)"),
+        (["check", "rk_s3cret"], "unexpected extra argument(s) (a token)"),
         (["check", "http://a:s3cret@h"], "unexpected extra argument(s) a URL"),
-        (["check", "--cost", "tk_s3cret"], "Invalid value for '--cost'"),
+        (["check", "--cost", "rk_s3cret"], "Invalid value for '--cost'"),
     ],
 )
 def test_wrong_arguments_are_exit_code_2_without_secrets(arguments: list[str], words: str) -> None:
@@ -305,8 +305,8 @@ def test_proxy_is_not_used_for_this_machine(
 def test_without_httpx() -> None:
     """The message says what to install."""
     program = (
-        "import sys; sys.modules['httpx'] = None; sys.argv = ['tollkeeper', *{!r}]\n"
-        "from tollkeeper.__main__ import main; main()"
+        "import sys; sys.modules['httpx'] = None; sys.argv = ['ratekeeper', *{!r}]\n"
+        "from ratekeeper.__main__ import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", program.format(["check"])],
@@ -316,7 +316,7 @@ def test_without_httpx() -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "pip install 'tollkeeper[client]'" in done.stderr
+    assert "pip install 'ratekeeper[client]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -402,8 +402,8 @@ SHADOW = ", shadow rules would deny it: new"
             f"would be denied: 7 of 10 left of rule all{SHADOW}\n",
             1,
         ),
-        ("7", "tollkeeper: --cost 7 takes 21 units of rule dear, which can never fit", 2),
-        ("-1", "tollkeeper: --peek checks once, with a --cost of 0 or more", 2),
+        ("7", "ratekeeper: --cost 7 takes 21 units of rule dear, which can never fit", 2),
+        ("-1", "ratekeeper: --peek checks once, with a --cost of 0 or more", 2),
     ],
 )
 def test_peek_is_computed_from_the_quota(cost: str, line: str, code: int) -> None:
@@ -454,8 +454,8 @@ def test_help_is_complete(command: str) -> None:
     for words in (
         *(("--limit", "--algorithm") if command == "limit" else (*fields, "--attribute")),
         *("--url", "--token", "--ca", "--timeout", "--json", "Exit code: 0"),
-        *("TOLLKEEPER_URL", "TOLLKEEPER_TOKEN", "TOLLKEEPER_CA", "TOLLKEEPER_TIMEOUT"),
-        f"Example: tollkeeper {command} ",
+        *("RATEKEEPER_URL", "RATEKEEPER_TOKEN", "RATEKEEPER_CA", "RATEKEEPER_TIMEOUT"),
+        f"Example: ratekeeper {command} ",
     ):
         assert words in told, words
     for line in told.splitlines():
@@ -465,8 +465,8 @@ def test_help_is_complete(command: str) -> None:
 def test_documentation_is_complete() -> None:
     """The page has every command and variable."""
     page = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
-    variables = ("TOLLKEEPER_URL", "TOLLKEEPER_CA", "TOLLKEEPER_TIMEOUT")
-    for words in (*(f"`tollkeeper {each}" for each in COMMANDS), *variables):
+    variables = ("RATEKEEPER_URL", "RATEKEEPER_CA", "RATEKEEPER_TIMEOUT")
+    for words in (*(f"`ratekeeper {each}" for each in COMMANDS), *variables):
         assert words in page, words
 
 

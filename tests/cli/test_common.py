@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tollkeeper.cli.common import (
+from ratekeeper.cli.common import (
     CliCommand,
     hide_secrets,
     parse_duration_s,
@@ -16,7 +16,7 @@ from tollkeeper.cli.common import (
     seconds_text,
     with_options,
 )
-from tollkeeper.core.errors import ConfigError
+from ratekeeper.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_pairs() -> None:
 
 def test_secrets_are_hidden() -> None:
     """URLs and tokens are replaced; other text stays."""
-    text = "no such option redis://:s3cret@h and tk_abc-1, but tick"
+    text = "no such option redis://:s3cret@h and rk_abc-1, but tick"
     assert hide_secrets(text) == "no such option a URL and a token, but tick"
 
 

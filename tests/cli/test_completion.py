@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def commands(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which the command `tollkeeper` runs this code."""
-    command = tmp_path / "tollkeeper"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tollkeeper "$@"\n')
+    """Return an environment in which the command `ratekeeper` runs this code."""
+    command = tmp_path / "ratekeeper"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ratekeeper "$@"\n')
     command.chmod(0o755)
     paths = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": paths, "HOME": str(tmp_path)}
@@ -41,23 +41,23 @@ def bash(script: str, environment: dict[str, str]) -> str:
 # The calls that bash makes when the user presses TAB after these words.
 TAB = """
 COMP_WORDS=({words}); COMP_CWORD={last}
-_tollkeeper_completion tollkeeper
+_ratekeeper_completion ratekeeper
 echo "${{COMPREPLY[@]}}"
 """
 COMPLETED = {
-    "tollkeeper ru": {"rules"},
-    "tollkeeper re": {"reset", "reconcile", "records", "regions"},
-    "tollkeeper rules ro": {"rollback"},
-    "tollkeeper override cr": {"create"},
-    "tollkeeper check --at": {"--attribute"},
-    "tollkeeper check --user 42 --co": {"--cost", "--count"},
+    "ratekeeper ru": {"rules"},
+    "ratekeeper re": {"reset", "reconcile", "records", "regions"},
+    "ratekeeper rules ro": {"rollback"},
+    "ratekeeper override cr": {"create"},
+    "ratekeeper check --at": {"--attribute"},
+    "ratekeeper check --user 42 --co": {"--cost", "--count"},
 }
 
 
 def test_bash_completes_commands_and_options(commands: dict[str, str]) -> None:
     """The script for bash defines a function that returns the matching names."""
     presses = [TAB.format(words=each, last=len(each.split()) - 1) for each in COMPLETED]
-    defined = 'eval "$(_TOLLKEEPER_COMPLETE=source_bash tollkeeper)"'
+    defined = 'eval "$(_RATEKEEPER_COMPLETE=source_bash ratekeeper)"'
     answers = bash("\n".join([defined, *presses]), commands).splitlines()
     found = {words: set(answer.split()) for words, answer in zip(COMPLETED, answers, strict=True)}
     assert found == COMPLETED
@@ -65,34 +65,34 @@ def test_bash_completes_commands_and_options(commands: dict[str, str]) -> None:
 
 def test_bash_shows_and_installs_the_script(commands: dict[str, str]) -> None:
     """`--show-completion` detects the shell and prints the same script that is installed."""
-    shown = bash("tollkeeper --show-completion; true", commands)
-    assert "complete -o default -F _tollkeeper_completion tollkeeper" in shown
-    installed = bash("tollkeeper --install-completion; true", commands)
+    shown = bash("ratekeeper --show-completion; true", commands)
+    assert "complete -o default -F _ratekeeper_completion ratekeeper" in shown
+    installed = bash("ratekeeper --install-completion; true", commands)
     assert "bash completion installed in" in installed
-    written = [each.read_text() for each in Path(commands["HOME"]).rglob("*tollkeeper.sh")]
+    written = [each.read_text() for each in Path(commands["HOME"]).rglob("*ratekeeper.sh")]
     assert [each.strip() for each in written] == [shown.strip()]
 
 
 @pytest.mark.parametrize(
     ("shell", "first", "variables"),
     [
-        ("zsh", "#compdef tollkeeper", {}),
-        ("fish", "complete --command tollkeeper", {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+        ("zsh", "#compdef ratekeeper", {}),
+        ("fish", "complete --command ratekeeper", {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
     ],
 )
 def test_zsh_and_fish_get_a_script_and_suggestions(
     shell: str, first: str, variables: dict[str, str], commands: dict[str, str]
 ) -> None:
     """Each shell gets its own form of the script and of the suggestions."""
-    script = bash(f"_TOLLKEEPER_COMPLETE=source_{shell} tollkeeper | grep .", commands)
+    script = bash(f"_RATEKEEPER_COMPLETE=source_{shell} ratekeeper | grep .", commands)
     assert script.startswith(first)
     environment = {
         **commands,
         **variables,
-        "_TOLLKEEPER_COMPLETE": f"complete_{shell}",
-        "_TYPER_COMPLETE_ARGS": "tollkeeper ru",
+        "_RATEKEEPER_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "ratekeeper ru",
     }
-    suggestions = bash("tollkeeper", environment)
+    suggestions = bash("ratekeeper", environment)
     assert "rules" in suggestions
     assert "reset" not in suggestions
 
@@ -101,5 +101,5 @@ def test_zsh_and_fish_get_a_script_and_suggestions(
 def test_documentation_has_every_shell(shell: str) -> None:
     """The page has the command for each shell."""
     page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
-    assert "tollkeeper --install-completion" in page
-    assert f"_TOLLKEEPER_COMPLETE=source_{shell} tollkeeper" in page
+    assert "ratekeeper --install-completion" in page
+    assert f"_RATEKEEPER_COMPLETE=source_{shell} ratekeeper" in page

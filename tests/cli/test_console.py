@@ -1,4 +1,4 @@
-"""`tollkeeper console`: one-time links, and the sessions of the console."""
+"""`ratekeeper console`: one-time links, and the sessions of the console."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tollkeeper.cli.main import app
-from tollkeeper.service.console.sessions import Sessions
-from tollkeeper.service.http.tokens import Token, Tokens, create_token
+from ratekeeper.cli.main import app
+from ratekeeper.service.console.sessions import Sessions
+from ratekeeper.service.http.tokens import Token, Tokens, create_token
 
 run = CliRunner()
 
@@ -84,8 +84,8 @@ def test_sessions_are_listed_and_ended(tmp_path: Path) -> None:
         (["link", "--name", "a\x00b"], "name"),
         (["end"], "--all"),
         (["end", "abc", "--all"], "--all"),
-        (["end", "abc"], "tollkeeper console sessions"),
-        (["end", ""], "tollkeeper console sessions"),
+        (["end", "abc"], "ratekeeper console sessions"),
+        (["end", ""], "ratekeeper console sessions"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""`tollkeeper doctor` on real servers: every check and remedy, and no password."""
+"""`ratekeeper doctor` on real servers: every check and remedy, and no password."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import cast
 import pytest
 from typer.testing import CliRunner
 
-from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
-from tollkeeper import Limit, Limiter
-from tollkeeper.cli.doctor import (
+from ratekeeper import Limit, Limiter
+from ratekeeper.cli.doctor import (
     CHECKS,
     SCRIPT_COMMANDS,
     DoctorReport,
@@ -23,9 +22,10 @@ from tollkeeper.cli.doctor import (
     examine_gossip,
     examine_grpc,
 )
-from tollkeeper.cli.main import app
-from tollkeeper.decide import kernel
-from tollkeeper.decide.stores.redis.findings import HealthFinding
+from ratekeeper.cli.main import app
+from ratekeeper.decide import kernel
+from ratekeeper.decide.stores.redis.findings import HealthFinding
+from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
 
 SETTLED_SECONDS_MAX = 20.0
 REDIS_CHECKS = [
@@ -61,7 +61,7 @@ def test_one_server() -> None:
     assert (report.exit_code, report.usable) == (0, True)
     version = server.admin.info("server")["redis_version"]
     assert finding(report, "version").found == f"Redis {version}"
-    assert finding(report, "uri").found == f"{server.uri}, prefix tk, deadline 50 ms"
+    assert finding(report, "uri").found == f"{server.uri}, prefix rk, deadline 50 ms"
     assert keys_left(server) == []
 
 
@@ -112,7 +112,7 @@ def test_volatile_ttl_is_ok() -> None:
 
 def test_user_without_admin_permissions() -> None:
     """Each check that is not possible is a warning, not an exception and not ok."""
-    user = User("app", "s3cret", "~tk:* +@all -info -config")
+    user = User("app", "s3cret", "~rk:* +@all -info -config")
     with Single(password="root", users=[user]) as server:
         report = examine(server.uri)
     unknown = {"version", "persistence", "eviction", "memory", "replication"}
@@ -130,8 +130,8 @@ NEEDED = "+eval +evalsha +script|load " + " ".join(f"+{name}" for name in SCRIPT
     "rules",
     [
         "~other:* +@all",
-        "~tk:* +@all -evalsha -eval",
-        *(f"~tk:* +@all -{name}" for name in SCRIPT_COMMANDS),
+        "~rk:* +@all -evalsha -eval",
+        *(f"~rk:* +@all -{name}" for name in SCRIPT_COMMANDS),
     ],
 )
 def test_missing_permissions_are_named(rules: str) -> None:
@@ -140,7 +140,7 @@ def test_missing_permissions_are_named(rules: str) -> None:
         report = examine(server.uri)
         problem = next(each for each in report.findings if each.level == "problem")
         assert problem.check == "permissions"
-        assert problem.remedy == f"ACL SETUSER app ~tk:* {NEEDED}"
+        assert problem.remedy == f"ACL SETUSER app ~rk:* {NEEDED}"
         assert (report.exit_code, "scripts" in checks(report)) == (1, False)
         server.admin.execute_command(*problem.remedy.split())
         assert "problem" not in not_ok(examine(server.uri)).values()
@@ -148,7 +148,7 @@ def test_missing_permissions_are_named(rules: str) -> None:
 
 def test_script_commands_are_those_of_the_scripts() -> None:
     """A command that is added to a script must be added to the remedy."""
-    folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
+    folder = files("ratekeeper.decide.stores.redis").joinpath("lua")
     # Not those of global limits and of cells: most users need no permission for them.
     others = {"count.lua", "cell.lua", "README.md"}
     texts = [
@@ -163,10 +163,10 @@ def test_script_commands_are_those_of_the_scripts() -> None:
 def test_what_grpc_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """On grpcio the service is slow: the remedy says what to install."""
     assert [each.level for each in examine_grpc()] == ["ok"]
-    monkeypatch.setattr("tollkeeper.service.grpc.server.BUILT", False)
+    monkeypatch.setattr("ratekeeper.service.grpc.server.BUILT", False)
     [found] = examine_grpc()
     assert (found.level, "libnghttp2-dev" in found.remedy) == ("warning", True)
-    monkeypatch.setattr("tollkeeper.cli.doctor.find_spec", lambda _: None)
+    monkeypatch.setattr("ratekeeper.cli.doctor.find_spec", lambda _: None)
     assert examine_grpc() == []
 
 
@@ -320,7 +320,7 @@ def test_memory_store() -> None:
     assert "nothing to connect to" in finding(report, "uri").found
     report = examine("memory://?capacity=many")
     assert (not_ok(report), report.exit_code) == ({"uri": "problem"}, 2)
-    assert examine("memory://", prefix="tk").exit_code == 2
+    assert examine("memory://", prefix="rk").exit_code == 2
 
 
 def test_missing_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`tollkeeper entries` and `tollkeeper override` on a database, and against a stub of the service.
+"""`ratekeeper entries` and `ratekeeper override` on a database, and against a stub of the service.
 
 tests/service/admin/test_entry_files.py tests the operations of the service.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from ratekeeper.cli.main import app
 from tests.cli.stub_service import stub_service
-from tollkeeper.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 RULES = "{version: 1, tiers: {default: 5/s, pro: 9/s}, rules: [{id: api, by: user}]}"
@@ -28,14 +28,14 @@ COMMANDS = [
 def _rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("AUTHOR", "TRACEBACK", "URL", "TOKEN"):
-        monkeypatch.delenv(f"TOLLKEEPER_{name}", raising=False)
-    monkeypatch.setenv("TOLLKEEPER_DATABASE", "sqlite:///rules.db")
+        monkeypatch.delenv(f"RATEKEEPER_{name}", raising=False)
+    monkeypatch.setenv("RATEKEEPER_DATABASE", "sqlite:///rules.db")
     Path("rules.yaml").write_text(RULES, encoding="utf-8")
     assert run("rules", "apply", "rules.yaml").exit_code == 0
 
 
 def run(*arguments: str, text: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=text, prog_name="tollkeeper")
+    return CliRunner().invoke(app, list(arguments), input=text, prog_name="ratekeeper")
 
 
 def as_json(*arguments: str) -> Any:
@@ -49,11 +49,11 @@ def test_help_and_documentation(command: tuple[str, str]) -> None:
     """Every command has its exit codes and an example, and its options are on the page."""
     shown = run(*command, "--help").stdout
     assert "Exit code" in shown
-    assert f"Example: tollkeeper {' '.join(command)}" in shown
+    assert f"Example: ratekeeper {' '.join(command)}" in shown
     page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
     options = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", shown)) - {"--help"}
     assert not {option for option in options if option not in page}
-    assert f"tollkeeper {' '.join(command)}" in page
+    assert f"ratekeeper {' '.join(command)}" in page
 
 
 def test_a_file_is_imported_and_exported() -> None:
@@ -151,7 +151,7 @@ def test_a_wrong_subject_is_rejected() -> None:
 
 def test_overrides_are_changed_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a database, with any answer that is a success."""
-    monkeypatch.delenv("TOLLKEEPER_DATABASE")
+    monkeypatch.delenv("RATEKEEPER_DATABASE")
     with stub_service(200, {"seq": 7}) as stub:
         options = ["--multiply", "2", "--for", "1h", "--reason", "launch", "--id", "a"]
         made = as_json("override", "create", "user:1", *options, "--url", stub.url)

@@ -1,4 +1,4 @@
-"""`tollkeeper fleet`: nodes, hit rates and counts."""
+"""`ratekeeper fleet`: nodes, hit rates and counts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FLEET: dict[str, Any] = {
 def test_the_nodes_and_the_rules() -> None:
     """This node is marked; every other one has its address and its lag."""
     with stub_service(200, FLEET) as service:
-        found = run("fleet", url=service.url, TOKEN="tk_1")
+        found = run("fleet", url=service.url, TOKEN="rk_1")
     assert found.exit_code == 0, found.output
     assert [(each.method, each.target) for each in service.received] == [("GET", "/v1/admin/fleet")]
     assert found.output == (

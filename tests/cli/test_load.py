@@ -1,4 +1,4 @@
-"""`tollkeeper load`: push the load, and show the factors."""
+"""`ratekeeper load`: push the load, and show the factors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOAD = {
 def test_push() -> None:
     """The service gets the load and its validity; the output says whom it reaches."""
     with stub_service(200, {**LOAD, "nodes": True}) as service:
-        found = run("load", "push", "jobs", "340", "--for", "2m", url=service.url, TOKEN="tk_1")
+        found = run("load", "push", "jobs", "340", "--for", "2m", url=service.url, TOKEN="rk_1")
         assert found.exit_code == 0, found.output
         run("load", "push", "pushed", "0.5", url=service.url)
     assert [each.body for each in service.received] == [

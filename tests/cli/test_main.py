@@ -1,4 +1,4 @@
-"""The command `tollkeeper`: version, help, exit codes, and missing libraries."""
+"""The command `ratekeeper`: version, help, exit codes, and missing libraries."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from ratekeeper import __version__
+from ratekeeper.cli.main import app
 from tests.redis_servers import Single, User, running
-from tollkeeper import __version__
-from tollkeeper.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(app, arguments, env=environment, prog_name="tollkeeper")
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="ratekeeper")
 
 
 def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,17 +32,17 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_version() -> None:
     """It is the version of the package."""
     result = run("--version")
-    assert (result.output, result.exit_code) == (f"tollkeeper {__version__}\n", 0)
+    assert (result.output, result.exit_code) == (f"ratekeeper {__version__}\n", 0)
 
 
 @pytest.mark.parametrize(("argument", "imported"), [("serve", {"serve"}), ("servo", set())])
 def test_a_command_is_imported_when_it_runs(argument: str, imported: set[str]) -> None:
     """The others cost a start of the service nothing."""
     show = "atexit.register(lambda: print(*(each for each in sys.modules if '.cli.' in each)))"
-    command = f"sys.argv[1:] = [{argument!r}, '--help']; tollkeeper.__main__.main()"
-    result = run_process("-c", f"import atexit, sys, tollkeeper.__main__; {show}; {command}")
+    command = f"sys.argv[1:] = [{argument!r}, '--help']; ratekeeper.__main__.main()"
+    result = run_process("-c", f"import atexit, sys, ratekeeper.__main__; {show}; {command}")
     modules = {
-        each.removeprefix("tollkeeper.cli.") for each in result.stdout.split("\n")[-2].split()
+        each.removeprefix("ratekeeper.cli.") for each in result.stdout.split("\n")[-2].split()
     }
     assert modules == {"main", "common"} | imported
 
@@ -53,8 +53,8 @@ def test_help_is_complete() -> None:
     result = run("doctor", "--help")
     assert result.exit_code == 0
     for words in (
-        *("--store", "--json", "--prefix", "--deadline-ms", "--connect-ms", "TOLLKEEPER_STORE"),
-        "Example: tollkeeper doctor --store redis://localhost:6379",
+        *("--store", "--json", "--prefix", "--deadline-ms", "--connect-ms", "RATEKEEPER_STORE"),
+        "Example: ratekeeper doctor --store redis://localhost:6379",
         "Exit code: 0",
     ):
         assert words in result.output, words
@@ -97,7 +97,7 @@ def test_wrong_arguments_as_json(arguments: list[str]) -> None:
 def test_secret_in_a_wrong_argument_is_not_repeated() -> None:
     """Neither a token nor a URL, which may contain a password; also with --json."""
     assert "s3cret" not in run("doctor", "redis://:s3cret@host", "--json").output
-    assert "tk_0123" not in run("check", "tk_0123456789abcdef", "--json").output
+    assert "rk_0123" not in run("check", "rk_0123456789abcdef", "--json").output
 
 
 def test_each_finding_is_a_line() -> None:
@@ -120,7 +120,7 @@ def test_findings_as_json() -> None:
     uri = running("single").uri
     result = run("doctor", "--store", uri, "--json")
     document = json.loads(result.output)
-    assert document["tollkeeper"] == __version__
+    assert document["ratekeeper"] == __version__
     assert (document["store"], document["exit_code"]) == (uri, result.exit_code)
     listed = [(each["level"], each["check"]) for each in document["findings"]]
     lines = run("doctor", "--store", uri).output.splitlines()
@@ -151,7 +151,7 @@ def test_store_in_the_environment() -> None:
     """The password is neither in the arguments nor in the output."""
     with Single(password="root", users=[User("app", "s3cret")]) as server:
         for arguments in (["doctor"], ["doctor", "--json"]):
-            result = run(*arguments, TOLLKEEPER_STORE=server.uri)
+            result = run(*arguments, RATEKEEPER_STORE=server.uri)
             assert result.exit_code == 0
             assert "app:***@" in result.output
             assert "s3cret" not in result.output
@@ -167,9 +167,9 @@ def test_options_override_the_uri() -> None:
     assert "printable ASCII" in result.output
 
 
-def test_python_m_tollkeeper() -> None:
-    """`python -m tollkeeper` runs the command."""
-    done = run_process("-m", "tollkeeper", "doctor", "--store", running("single").uri, "--json")
+def test_python_m_ratekeeper() -> None:
+    """`python -m ratekeeper` runs the command."""
+    done = run_process("-m", "ratekeeper", "doctor", "--store", running("single").uri, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 0
 
@@ -177,15 +177,15 @@ def test_python_m_tollkeeper() -> None:
 def test_installed_command() -> None:
     """The function in pyproject.toml exists."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, name = scripts["scripts"]["tollkeeper"].partition(":")
+    module, _, name = scripts["scripts"]["ratekeeper"].partition(":")
     assert callable(getattr(import_module(module), name))
 
 
 WITHOUT = """
 import sys
 sys.modules[{missing!r}] = None
-sys.argv = ["tollkeeper", *{arguments!r}]
-from tollkeeper.__main__ import main
+sys.argv = ["ratekeeper", *{arguments!r}]
+from ratekeeper.__main__ import main
 main()
 """
 
@@ -195,7 +195,7 @@ def test_without_libraries(missing: str) -> None:
     """One line says what to install."""
     done = run_process("-c", WITHOUT.format(missing=missing, arguments=["--version"]))
     assert done.returncode != 0
-    assert "pip install 'tollkeeper[cli]'" in done.stderr
+    assert "pip install 'ratekeeper[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -207,7 +207,7 @@ def test_doctor_without_redis_libraries() -> None:
     arguments = ["doctor", "--store", "redis://localhost"]
     done = run_process("-c", WITHOUT.format(missing="redis", arguments=arguments))
     assert done.returncode == 2
-    assert "pip install 'tollkeeper[redis]'" in done.stdout
+    assert "pip install 'ratekeeper[redis]'" in done.stdout
 
 
 def test_interrupt_prints_no_traceback() -> None:
@@ -221,7 +221,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupting())
-from tollkeeper.__main__ import main
+from ratekeeper.__main__ import main
 main()
 """
     done = run_process("-c", interrupted)

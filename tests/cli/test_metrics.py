@@ -1,4 +1,4 @@
-"""`tollkeeper metrics`: the alerts and the dashboard."""
+"""`ratekeeper metrics`: the alerts and the dashboard."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_alerts() -> None:
 def test_links_to_runbooks() -> None:
     """--runbooks replaces all links, also in the tests of the alerts."""
     for options in ([], ["--tests"]):
-        result = run("metrics", "alerts", *options, "--runbooks", "https://wiki.example.com/tk")
+        result = run("metrics", "alerts", *options, "--runbooks", "https://wiki.example.com/rk")
         assert result.exit_code == 0
         assert "runbook_url: docs/" not in result.stdout
-        assert "https://wiki.example.com/tk#tollkeeperdegraded" in result.stdout
+        assert "https://wiki.example.com/rk#ratekeeperdegraded" in result.stdout
 
 
 @pytest.mark.parametrize("url", ["wiki", "https://a b", "https://a#b", 'https://a"', "https://{{a"])
@@ -35,14 +35,14 @@ def test_link_that_would_break_the_file_is_rejected(url: str) -> None:
     """The message has an example."""
     result = run("metrics", "alerts", "--runbooks", url)
     assert result.exit_code == 2
-    assert "https://wiki.example.com/tollkeeper" in result.output
+    assert "https://wiki.example.com/ratekeeper" in result.output
 
 
 @pytest.mark.parametrize("name", [None, "alerts.yaml", 'it\'s "ours".yml'])
 def test_tests_of_the_alerts(name: str | None) -> None:
     """They name the rules file, whatever it is called."""
     result = run("metrics", "alerts", "--tests", *([] if name is None else ["--rules-file", name]))
-    assert yaml.safe_load(result.stdout)["rule_files"] == [name or "tollkeeper.yaml"]
+    assert yaml.safe_load(result.stdout)["rule_files"] == [name or "ratekeeper.yaml"]
 
 
 def test_thresholds_are_options() -> None:

@@ -1,4 +1,4 @@
-"""`tollkeeper reconcile`: files, rules, records, output and wrong arguments.
+"""`ratekeeper reconcile`: files, rules, records, output and wrong arguments.
 
 tests/integration/test_reconcile.py uses a real Redis.
 """
@@ -16,11 +16,8 @@ import pytest
 from sqlalchemy import text
 from typer.testing import Result
 
-from tests.cli.stub_service import run as run_command
-from tests.http_thread import serving
-from tests.redis_servers.ports import free_port
-from tollkeeper import Limit, Limiter
-from tollkeeper.cli.reconcile import (
+from ratekeeper import Limit, Limiter
+from ratekeeper.cli.reconcile import (
     ReconcileFinding,
     ReconcileOptions,
     ReconcileReport,
@@ -32,14 +29,17 @@ from tollkeeper.cli.reconcile import (
     states_by_rule,
     states_without_rule,
 )
-from tollkeeper.cli.service_client import read_metrics
-from tollkeeper.control.database import Database
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.stores.redis.codec import field_of
-from tollkeeper.history import tables
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import from_data
-from tollkeeper.rules.penalties import COOLDOWN
+from ratekeeper.cli.service_client import read_metrics
+from ratekeeper.control.database import Database
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.stores.redis.codec import field_of
+from ratekeeper.history import tables
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import from_data
+from ratekeeper.rules.penalties import COOLDOWN
+from tests.cli.stub_service import run as run_command
+from tests.http_thread import serving
+from tests.redis_servers.ports import free_port
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -217,10 +217,10 @@ def test_states_belong_to_rules_by_their_fields() -> None:
 # ------------------------------------------------------------------------------------ traffic
 
 METRICS = """
-tollkeeper_rule_decisions_total{outcome="allowed",rule="orders",source="store"} 7
-tollkeeper_rule_decisions_total{outcome="denied",rule="vip",source="store"} 1
-tollkeeper_rule_decisions_total{outcome="allowed",rule="old",source="store"} 0
-tollkeeper_start_time_seconds 1700000000
+ratekeeper_rule_decisions_total{outcome="allowed",rule="orders",source="store"} 7
+ratekeeper_rule_decisions_total{outcome="denied",rule="vip",source="store"} 1
+ratekeeper_rule_decisions_total{outcome="allowed",rule="old",source="store"} 0
+ratekeeper_start_time_seconds 1700000000
 """
 
 
@@ -228,7 +228,7 @@ def test_rules_without_checks() -> None:
     """A rule that is off is not reported; None if the service does not count each rule."""
     rules = from_data(RULES)
     assert rules_without_checks(rules, read_metrics(METRICS)) == ["old"]
-    others = 'tollkeeper_rule_decisions_total{outcome="allowed",rule="(others)",source="store"} 1'
+    others = 'ratekeeper_rule_decisions_total{outcome="allowed",rule="(others)",source="store"} 1'
     assert rules_without_checks(rules, read_metrics(METRICS + others)) is None
 
 
@@ -238,7 +238,7 @@ class _StubHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             status, body = 200, METRICS.encode()
-        elif self.headers["authorization"] == "Bearer tk_read":
+        elif self.headers["authorization"] == "Bearer rk_read":
             status, body = 200, json.dumps(RULES).encode()
         else:
             status, body = 401, b'{"title": "no token"}'
@@ -260,11 +260,11 @@ def url() -> Iterator[str]:
 
 def test_rules_and_metrics_of_a_service(store: str, url: str) -> None:
     """The rules need a token; without one, they must be given."""
-    result = run("--store", store, "--url", url, "--token", "tk_read")
+    result = run("--store", store, "--url", url, "--token", "rk_read")
     assert result.exit_code == 1
     assert "rules that were never applied since 2023-11-14 22:13:20Z: 1" in result.output
     assert "   old\n" in result.output
-    assert "tk_read" not in result.output
+    assert "rk_read" not in result.output
     untold = run("--store", store, "--url", url)
     assert untold.exit_code == 0
     assert "not checked: give --rules, or --url and a token" in untold.output
@@ -282,7 +282,7 @@ async def recorded(path: Path, *rows: tuple[str, datetime]) -> str:
         for rule, at in rows:
             await connection.execute(
                 text(
-                    "INSERT INTO tollkeeper_usage "
+                    "INSERT INTO ratekeeper_usage "
                     "(subject, rule, step_s, start_s, allowed, denied, units) "
                     "VALUES ('user:1', :rule, 60, :at, 1, 0, 1)"
                 ),

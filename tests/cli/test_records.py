@@ -1,4 +1,4 @@
-"""`tollkeeper records`: the query that a command sends, and the rows that it prints."""
+"""`ratekeeper records`: the query that a command sends, and the rows that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tollkeeper regions`: the status of regions, and changes of their shares."""
+"""`ratekeeper regions`: the status of regions, and changes of their shares."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REGIONS: dict[str, Any] = {"region": "eu", "regions": [EU, US, AP]}
 def test_the_regions_and_what_is_wrong_with_them() -> None:
     """A row for each region, then a line for each problem."""
     with stub_service(200, REGIONS) as service:
-        found = run("regions", url=service.url, TOKEN="tk_1")
+        found = run("regions", url=service.url, TOKEN="rk_1")
     assert found.exit_code == 0, found.output
     assert [(each.method, each.target) for each in service.received] == [
         ("GET", "/v1/admin/regions")

@@ -1,4 +1,4 @@
-"""`tollkeeper rules` on documents: output, exit codes, pipelines, and `explain`.
+"""`ratekeeper rules` on documents: output, exit codes, pipelines, and `explain`.
 
 tests/integration/test_rules_cli.py tests versions in databases.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from ratekeeper import Limiter, Request
+from ratekeeper.cli.main import app
+from ratekeeper.rules.document.reading import read, schema
+from ratekeeper.rules.document.writing import to_yaml
 from tests.cli.stub_service import stub_service
 from tests.redis_servers import Single, running
-from tollkeeper import Limiter, Request
-from tollkeeper.cli.main import app
-from tollkeeper.rules.document.reading import read, schema
-from tollkeeper.rules.document.writing import to_yaml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/limits.yaml"
@@ -43,12 +43,12 @@ UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("DATABASE", "STORE", "AUTHOR", "ANNOUNCE", "TRACEBACK"):
-        monkeypatch.delenv(f"TOLLKEEPER_{name}", raising=False)
+        monkeypatch.delenv(f"RATEKEEPER_{name}", raising=False)
 
 
 def run(*arguments: str, text: str | None = None, **environment: str) -> Result:
     return CliRunner().invoke(
-        app, ["rules", *arguments], input=text, env=environment, prog_name="tollkeeper"
+        app, ["rules", *arguments], input=text, env=environment, prog_name="ratekeeper"
     )
 
 
@@ -58,10 +58,10 @@ def file(name: str, text: str) -> str:
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a line in bash, with `tollkeeper` as a command."""
-    command = f"{shlex.quote(sys.executable)} -m tollkeeper"
+    """Run a line in bash, with `ratekeeper` as a command."""
+    command = f"{shlex.quote(sys.executable)} -m ratekeeper"
     return subprocess.run(
-        ["bash", "-c", f'tollkeeper() {{ {command} "$@"; }}; {line}'],
+        ["bash", "-c", f'ratekeeper() {{ {command} "$@"; }}; {line}'],
         env={**os.environ, **environment},
         capture_output=True,
         check=False,
@@ -120,7 +120,7 @@ def test_unreadable_file_is_exit_code_2(name: str) -> None:
     """A missing file, a folder, an invalid name, and a URL, which may contain a password."""
     result = run("validate", name)
     assert result.exit_code == 2
-    assert result.stderr.startswith("tollkeeper: ")
+    assert result.stderr.startswith("ratekeeper: ")
     assert "s3cret" not in result.output
     assert "Traceback" not in result.output
 
@@ -261,14 +261,14 @@ def test_password_in_a_wrong_argument_is_not_repeated(arguments: list[str]) -> N
 
 def test_file_overrides_the_database_of_the_environment() -> None:
     """The variable is for all commands and does not conflict with a FILE."""
-    result = run("show", file("a.yaml", GOOD), TOLLKEEPER_DATABASE="sqlite:///nowhere.db")
+    result = run("show", file("a.yaml", GOOD), RATEKEEPER_DATABASE="sqlite:///nowhere.db")
     assert result.exit_code == 0
 
 
 def test_reading_creates_no_database() -> None:
     """A mistyped URL leaves no empty file behind."""
     for arguments in (["show"], ["history"], ["diff", "1"], ["rollback", "1"], ["explain"]):
-        result = run(*arguments, TOLLKEEPER_DATABASE="sqlite:///typo.db")
+        result = run(*arguments, RATEKEEPER_DATABASE="sqlite:///typo.db")
         assert result.exit_code == 2
         assert "there is no file typo.db" in result.stderr
     assert not Path("typo.db").exists()
@@ -335,7 +335,7 @@ def test_help_has_exit_codes_and_an_example(command: str) -> None:
     """Every command has them, and --json."""
     result = run(command, "--help")
     assert result.exit_code == 0
-    for words in ("Exit code", f"Example: tollkeeper rules {command}", "--json"):
+    for words in ("Exit code", f"Example: ratekeeper rules {command}", "--json"):
         assert words in result.stdout, words
     assert command in run("--help").stdout
 
@@ -347,7 +347,7 @@ def test_documentation_has_every_option(command: str) -> None:
     options = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", run(command, "--help").stdout))
     missing = {option for option in options - {"--help"} if option not in page}
     assert not missing
-    assert f"tollkeeper rules {command}" in page
+    assert f"ratekeeper rules {command}" in page
 
 
 @pytest.mark.long
@@ -362,7 +362,7 @@ def test_closed_pipe_ends_it_quietly(unbuffered: str) -> None:
     file("bad.yaml", BAD)
     for line in ("show long.yaml | head -n 1", "validate bad.yaml | true", "schema | true"):
         done = shell(
-            f"tollkeeper rules {line}; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED=unbuffered
+            f"ratekeeper rules {line}; exit ${{PIPESTATUS[0]}}", PYTHONUNBUFFERED=unbuffered
         )
         assert (done.returncode, done.stderr) == (141, ""), line
 
@@ -371,25 +371,25 @@ def test_full_disk_is_exit_code_2() -> None:
     """A script must not use half a document."""
     file("a.yaml", GOOD)
     for unbuffered in ("", "1"):
-        done = shell("tollkeeper rules show a.yaml > /dev/full", PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (2, "tollkeeper: No space left on device\n")
+        done = shell("ratekeeper rules show a.yaml > /dev/full", PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (2, "ratekeeper: No space left on device\n")
 
 
 def test_closed_streams() -> None:
     """A closed output is ignored; a closed input is one line of error."""
     file("a.yaml", GOOD)
-    done = shell("tollkeeper rules show a.yaml >&-")
+    done = shell("ratekeeper rules show a.yaml >&-")
     assert (done.returncode, done.stderr) == (0, "")
-    done = shell("tollkeeper rules validate - <&-")
+    done = shell("ratekeeper rules validate - <&-")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_pipes_are_files() -> None:
     """A file is read once, so <( ) of the shell works; text is UTF-8 in every locale."""
     file("a.yaml", GOOD.replace("all", "früh"))
-    assert shell("tollkeeper rules diff <(cat a.yaml) <(cat a.yaml)").returncode == 0
+    assert shell("ratekeeper rules diff <(cat a.yaml) <(cat a.yaml)").returncode == 0
     done = shell(
-        "tollkeeper rules show - < a.yaml | tollkeeper rules diff - a.yaml",
+        "ratekeeper rules show - < a.yaml | ratekeeper rules diff - a.yaml",
         PYTHONIOENCODING="ascii",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -398,9 +398,9 @@ def test_pipes_are_files() -> None:
 WITHOUT = """
 import sys
 for name in {missing!r}: sys.modules[name] = None
-from tollkeeper.__main__ import main
+from ratekeeper.__main__ import main
 for arguments in {commands!r}:
-    sys.argv = ["tollkeeper", "rules", *arguments]
+    sys.argv = ["ratekeeper", "rules", *arguments]
     try:
         main()
     except SystemExit as ended:
@@ -425,14 +425,14 @@ def test_files_need_no_database_libraries() -> None:
     assert done.returncode == 0, done.stderr
     done = without(missing, ["history", "--database", "sqlite:///a.db"])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pip install 'tollkeeper[control]'" in done.stderr
+    assert "pip install 'ratekeeper[control]'" in done.stderr
 
 
 def test_without_yaml() -> None:
     """One line says what to install."""
     done = without(["yaml"], ["validate", file("a.yaml", GOOD)])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pip install 'tollkeeper[rules]'" in done.stderr
+    assert "pip install 'ratekeeper[rules]'" in done.stderr
 
 
 def test_bug_is_exit_code_70(
@@ -443,15 +443,15 @@ def test_bug_is_exit_code_70(
     def fail(name: str) -> None:
         raise KeyError("s3cret")
 
-    monkeypatch.setattr("tollkeeper.cli.rules.source_from_file", fail)
+    monkeypatch.setattr("ratekeeper.cli.rules.source_from_file", fail)
     result = run("show", "a.yaml")
     assert result.exit_code == 70
     assert re.fullmatch(
-        r"tollkeeper: KeyError in test_rules\.py, line \d+: this is a bug; please report it\. "
-        r"TOLLKEEPER_TRACEBACK=1 shows the traceback\n",
+        r"ratekeeper: KeyError in test_rules\.py, line \d+: this is a bug; please report it\. "
+        r"RATEKEEPER_TRACEBACK=1 shows the traceback\n",
         result.stderr,
     )
-    result = run("show", "a.yaml", TOLLKEEPER_TRACEBACK="1")
+    result = run("show", "a.yaml", RATEKEEPER_TRACEBACK="1")
     assert isinstance(result.exception, KeyError)
 
 
@@ -493,7 +493,7 @@ def test_table_fits_the_terminal() -> None:
         [
             sys.executable,
             "-m",
-            "tollkeeper",
+            "ratekeeper",
             "rules",
             "explain",
             str(EXAMPLE),
@@ -591,7 +591,7 @@ def test_explain_reads_the_real_store_and_charges_nothing(kind: str) -> None:
             found = explained(name, "--user", "7", "--store", store)
             assert found["rules"]["all"]["decision"]["remaining"] == 1
         limiter.check(Request(user="7"))
-        assert explained(name, "--user", "7", TOLLKEEPER_STORE=store)["verdict"] == "denied"
+        assert explained(name, "--user", "7", RATEKEEPER_STORE=store)["verdict"] == "denied"
         result = run("explain", name, "--user", "7", "--store", store)
         limiter.reset(Request(user="7"))
     assert (result.exit_code, result.stdout.split()[0]) == (0, "denied")
@@ -603,7 +603,7 @@ def test_unavailable_store_is_exit_code_2() -> None:
     with Single() as server:
         port = server.port
     store = f"redis://ann:s3cret@127.0.0.1:{port}"
-    result = run("explain", file("a.yaml", GOOD), "--user", "1", TOLLKEEPER_STORE=store)
+    result = run("explain", file("a.yaml", GOOD), "--user", "1", RATEKEEPER_STORE=store)
     assert result.exit_code == 2
     assert result.stdout.startswith("unknown (a.yaml; ")
     assert "all its conditions hold" in result.stdout
@@ -766,7 +766,7 @@ def test_import_writes_a_new_file_only() -> None:
         result = run("import", source, "--output", name)
         assert result.exit_code == 2
         assert result.stderr == (
-            f"tollkeeper: {name} exists already; remove it, or give another --output\n"
+            f"ratekeeper: {name} exists already; remove it, or give another --output\n"
         )
     assert Path(source).read_text() == RATELIMIT
     assert run("import", source, "--output", "missing/limits.yaml").exit_code == 2
@@ -785,7 +785,7 @@ def test_import_as_json() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (GOOD, "rl.yaml:1:1: this is a Tollkeeper rule document already"),
+        (GOOD, "rl.yaml:1:1: this is a Ratekeeper rule document already"),
         ("static_resources: {}\n", "rl.yaml:1:1: this is a configuration of Envoy itself"),
         ("domain: shop\n", "rl.yaml: there are no limits"),
         ("- 1\n", "rl.yaml:1:1: expected the configuration of envoyproxy/ratelimit"),
@@ -805,4 +805,4 @@ def test_import_of_a_folder_says_what_to_give() -> None:
     Path("config").mkdir()
     result = run("import", "config")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "tollkeeper: config is a folder; give the files in it\n"
+    assert result.stderr == "ratekeeper: config is a folder; give the files in it\n"

@@ -1,4 +1,4 @@
-"""`tollkeeper serve`: its options, and the errors that it reports before it starts."""
+"""`ratekeeper serve`: its options, and the errors that it reports before it starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tollkeeper.cli.main import app
-from tollkeeper.service.process import startup
-from tollkeeper.service.process.settings import NAMES
+from ratekeeper.cli.main import app
+from ratekeeper.service.process import startup
+from ratekeeper.service.process.settings import NAMES
 
 run = CliRunner()
 RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
@@ -29,22 +29,22 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
     for name in NAMES:
         option = "--" + name.replace("_", "-")
         assert option in text, option
-        assert f"TOLLKEEPER_{name.upper()}" in text, name
+        assert f"RATEKEEPER_{name.upper()}" in text, name
 
 
 def test_port_variable_set_by_kubernetes_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kubernetes sets TOLLKEEPER_PORT to an address if a service is called tollkeeper."""
+    """Kubernetes sets RATEKEEPER_PORT to an address if a service is called ratekeeper."""
     monkeypatch.setattr(startup.logging.config, "dictConfig", lambda _: None)
     # Without tokens, this fails after all settings are read and before a port is bound.
     options = ["serve", "--data", str(tmp_path), "--host", "0.0.0.0"]
     address = "tcp://10.0.0.7:8080"
-    given = run.invoke(app, options, env={"TOLLKEEPER_PORT": address})
+    given = run.invoke(app, options, env={"RATEKEEPER_PORT": address})
     assert "--insecure-no-tokens" in given.stderr
     typed = run.invoke(app, [*options, "--port", address])
     assert "Invalid value for '--port'" in typed.stderr
-    wrong = run.invoke(app, options, env={"TOLLKEEPER_PORT": "eighty"})
+    wrong = run.invoke(app, options, env={"RATEKEEPER_PORT": "eighty"})
     assert "'eighty' is not a whole number" in wrong.stderr
 
 
@@ -89,7 +89,7 @@ def test_errors_before_the_start(
 
 
 def test_problems_in_the_rule_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are reported with file and line, as `tollkeeper rules validate` does."""
+    """They are reported with file and line, as `ratekeeper rules validate` does."""
     monkeypatch.setattr(startup.logging.config, "dictConfig", lambda _: None)
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 1\nrules:\n  - {id: a, by: [user], limits: [5/fortnite]}\n")

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tests.cli.stub_service import stub_service
-from tollkeeper.cli.service_client import (
+from ratekeeper.cli.service_client import (
     ServiceClient,
     ServiceError,
     bucket_growth,
@@ -22,35 +21,36 @@ from tollkeeper.cli.service_client import (
     quantile_s,
     read_metrics,
 )
+from tests.cli.stub_service import stub_service
 
 TEXT = """
-# HELP tollkeeper_checks_total What each rule decided.
-# TYPE tollkeeper_checks_total counter
-tollkeeper_checks_total{outcome="allowed",rule="orders",source="store"} 12.0
-tollkeeper_checks_total{outcome="denied",rule="orders",source="store"} 3.0
-tollkeeper_checks_total{outcome="denied",rule="orders",source="denied_cache"} 4.0
-tollkeeper_checks_total{outcome="denied",rule="a \\"b\\" {c}, d=\\\\",source="store"} 5.0
-tollkeeper_workers 2.0
-tollkeeper_rules_age_seconds NaN
-tollkeeper_store_seconds_bucket{le="0.001"} 50.0
-tollkeeper_store_seconds_bucket{le="+Inf"} 100.0
+# HELP ratekeeper_checks_total What each rule decided.
+# TYPE ratekeeper_checks_total counter
+ratekeeper_checks_total{outcome="allowed",rule="orders",source="store"} 12.0
+ratekeeper_checks_total{outcome="denied",rule="orders",source="store"} 3.0
+ratekeeper_checks_total{outcome="denied",rule="orders",source="denied_cache"} 4.0
+ratekeeper_checks_total{outcome="denied",rule="a \\"b\\" {c}, d=\\\\",source="store"} 5.0
+ratekeeper_workers 2.0
+ratekeeper_rules_age_seconds NaN
+ratekeeper_store_seconds_bucket{le="0.001"} 50.0
+ratekeeper_store_seconds_bucket{le="+Inf"} 100.0
 """
 
 
 def test_sums_by_labels() -> None:
     """Samples are summed by any label, with any characters in its values."""
     found = read_metrics(TEXT)
-    assert found.total("tollkeeper_checks_total", outcome="denied", rule="orders") == 7
-    by_rule = found.by("tollkeeper_checks_total", "rule", outcome="denied")
+    assert found.total("ratekeeper_checks_total", outcome="denied", rule="orders") == 7
+    by_rule = found.by("ratekeeper_checks_total", "rule", outcome="denied")
     assert by_rule == {"orders": 7, 'a "b" {c}, d=\\': 5}
-    assert found.value("tollkeeper_workers") == 2
-    assert found.buckets("tollkeeper_store_seconds") == {0.001: 50, math.inf: 100}
+    assert found.value("ratekeeper_workers") == 2
+    assert found.buckets("ratekeeper_store_seconds") == {0.001: 50, math.inf: 100}
 
 
 def test_nan_is_left_out() -> None:
     """A gauge that is not known is treated as missing."""
     found = read_metrics(TEXT)
-    assert found.value("tollkeeper_rules_age_seconds") is None
+    assert found.value("ratekeeper_rules_age_seconds") is None
 
 
 @given(st.text())
@@ -119,12 +119,12 @@ def test_metrics_of_another_program() -> None:
     for status, body in (
         (200, b"go_goroutines 5\n"),
         (404, b"not found"),
-        (200, b"tollkeeper_checks many\n"),
+        (200, b"ratekeeper_checks many\n"),
     ):
         with (
             stub_service(status, body) as stub,
             ServiceClient(stub.url, None, timeout_s=5) as service,
-            pytest.raises(ServiceError, match="not as Tollkeeper does"),
+            pytest.raises(ServiceError, match="not as Ratekeeper does"),
         ):
             service.metrics()
 

@@ -1,4 +1,4 @@
-"""`tollkeeper simulate`: a fleet by its arguments, random fleets, and wrong arguments."""
+"""`ratekeeper simulate`: a fleet by its arguments, random fleets, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from ratekeeper.cli import simulate
 from tests.cli.stub_service import run
-from tollkeeper.cli import simulate
 
 SMALL = ("simulate", "fleet", "--nodes", "4", "--seconds", "5", "--seed", "7", "--limit", "5/s")
 
@@ -89,7 +89,7 @@ def test_a_broken_promise_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPa
     assert found.exit_code == 1
     assert found.output == (
         "1 random fleets, and as many sets of regions, simulated\nPROBLEM: user: 1 units over\n"
-        "To repeat it: tollkeeper simulate random --seed 5\n"
+        "To repeat it: ratekeeper simulate random --seed 5\n"
     )
     as_json = json.loads(run("simulate", "random", "--seed", "5", "--json").stdout)
     assert as_json["problems"] == ["user: 1 units over"]

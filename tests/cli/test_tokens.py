@@ -1,4 +1,4 @@
-"""`tollkeeper token`: create, list and remove tokens."""
+"""`ratekeeper token`: create, list and remove tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tollkeeper.cli.main import app
-from tollkeeper.service.http.tokens import Token, Tokens, read_tokens
+from ratekeeper.cli.main import app
+from ratekeeper.service.http.tokens import Token, Tokens, read_tokens
 
 run = CliRunner()
 
@@ -28,7 +28,7 @@ def test_token_is_created_listed_and_removed(path: str) -> None:
     )
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
-    assert secret.startswith("tk_")
+    assert secret.startswith("rk_")
     assert "\n" not in secret
     assert isinstance(Tokens.load(path).permitted(f"Bearer {secret}", "check"), Token)
     listed = run.invoke(app, ["token", "list", "--tokens", path])
@@ -46,7 +46,7 @@ def test_output_as_json(path: str) -> None:
     made = run.invoke(app, ["token", "create", "a", "--role", "admin", "--tokens", path, "--json"])
     data = json.loads(made.stdout)
     assert (data["exit_code"], data["role"]) == (0, "admin")
-    assert data["token"].startswith("tk_")
+    assert data["token"].startswith("rk_")
     listed = json.loads(run.invoke(app, ["token", "list", "--tokens", path, "--json"]).stdout)
     assert [each["name"] for each in listed["tokens"]] == ["a"]
     assert data["token"] not in json.dumps(listed)
@@ -63,7 +63,7 @@ def test_token_file_is_in_the_data_folder(tmp_path: Path) -> None:
         ["token", "create", "b", "--role", "read"],
         env={"XDG_STATE_HOME": str(tmp_path)},
     )
-    assert (tmp_path / "tollkeeper/tokens.json").exists()
+    assert (tmp_path / "ratekeeper/tokens.json").exists()
 
 
 WRONG = [

@@ -1,4 +1,4 @@
-"""`tollkeeper top`: the content of a frame, its size, and wrong answers."""
+"""`ratekeeper top`: the content of a frame, its size, and wrong answers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from ratekeeper.cli.service_client import read_metrics
+from ratekeeper.cli.top import ServiceSample, TopFrame, frame_of, view
 from tests.cli.stub_service import run, stub_service
 from tests.redis_servers.ports import free_port
 from tests.service.http.client import http_service
-from tollkeeper.cli.service_client import read_metrics
-from tollkeeper.cli.top import ServiceSample, TopFrame, frame_of, view
 
 URL = "http://127.0.0.1:8080"
 READY: dict[str, Any] = {
@@ -27,28 +27,28 @@ READY: dict[str, Any] = {
 
 def metrics(allowed: int = 0, denied: int = 0, *, slow: int = 0, extra: str = "") -> str:
     return f"""
-tollkeeper_checks_total{{outcome="allowed"}} {allowed}
-tollkeeper_checks_total{{outcome="denied"}} {denied}
-tollkeeper_checks_total{{outcome="unlimited"}} {allowed}
-tollkeeper_degraded_checks_total {denied}
-tollkeeper_busiest_subject_rate {allowed / 10}
-tollkeeper_rule_decisions_total{{outcome="allowed",rule="orders",source="store"}} {allowed}
-tollkeeper_rule_decisions_total{{outcome="denied",rule="orders",source="store"}} {denied}
-tollkeeper_rule_failures_total{{rule="orders"}} {denied}
-tollkeeper_store_seconds_bucket{{le="0.001"}} {allowed}
-tollkeeper_store_seconds_bucket{{le="0.01"}} {allowed + slow}
-tollkeeper_store_seconds_bucket{{le="+Inf"}} {allowed + slow}
-tollkeeper_store_errors_total{{kind="timeout"}} {denied}
-tollkeeper_breaker_state{{server="10.0.0.5:6379"}} 0
-tollkeeper_breaker_state{{server="10.0.0.6:6379"}} 2
-tollkeeper_breaker_opened_total{{server="10.0.0.6:6379"}} 3
-tollkeeper_rules_info{{version="abc"}} 1
-tollkeeper_build_info{{version="1.2"}} 1
-tollkeeper_store_states 850
-tollkeeper_store_states_max 1000
-tollkeeper_store_log_bytes 750
-tollkeeper_store_log_bytes_max 1000
-tollkeeper_workers 2
+ratekeeper_checks_total{{outcome="allowed"}} {allowed}
+ratekeeper_checks_total{{outcome="denied"}} {denied}
+ratekeeper_checks_total{{outcome="unlimited"}} {allowed}
+ratekeeper_degraded_checks_total {denied}
+ratekeeper_busiest_subject_rate {allowed / 10}
+ratekeeper_rule_decisions_total{{outcome="allowed",rule="orders",source="store"}} {allowed}
+ratekeeper_rule_decisions_total{{outcome="denied",rule="orders",source="store"}} {denied}
+ratekeeper_rule_failures_total{{rule="orders"}} {denied}
+ratekeeper_store_seconds_bucket{{le="0.001"}} {allowed}
+ratekeeper_store_seconds_bucket{{le="0.01"}} {allowed + slow}
+ratekeeper_store_seconds_bucket{{le="+Inf"}} {allowed + slow}
+ratekeeper_store_errors_total{{kind="timeout"}} {denied}
+ratekeeper_breaker_state{{server="10.0.0.5:6379"}} 0
+ratekeeper_breaker_state{{server="10.0.0.6:6379"}} 2
+ratekeeper_breaker_opened_total{{server="10.0.0.6:6379"}} 3
+ratekeeper_rules_info{{version="abc"}} 1
+ratekeeper_build_info{{version="1.2"}} 1
+ratekeeper_store_states 850
+ratekeeper_store_states_max 1000
+ratekeeper_store_log_bytes 750
+ratekeeper_store_log_bytes_max 1000
+ratekeeper_workers 2
 {extra}"""
 
 
@@ -116,7 +116,7 @@ def test_open_breakers_come_first() -> None:
 
 def test_workers_with_different_rules() -> None:
     """The frame shows both versions and a warning that they differ."""
-    found = frame("", metrics(extra='tollkeeper_rules_info{version="def"} 1'))
+    found = frame("", metrics(extra='ratekeeper_rules_info{version="def"} 1'))
     assert found.rules_version == "abc, def"
     assert "workers differ" in "\n".join(shown(found))
 
@@ -177,7 +177,7 @@ def test_long_keys_do_not_hide_their_rates(width: int) -> None:
 def test_frame_fits_its_terminal(height: int, width: int) -> None:
     """The head is always shown, for any number of rules and keys."""
     many = "\n".join(
-        f'tollkeeper_rule_decisions_total{{outcome="denied",rule="rule-{number}"}} {number}'
+        f'ratekeeper_rule_decisions_total{{outcome="denied",rule="rule-{number}"}} {number}'
         for number in range(200)
     )
     keys = {
@@ -215,7 +215,7 @@ def test_unreachable_service_is_exit_code_2() -> None:
     with stub_service(200, {"hello": "world"}) as service:
         result = run("top", "--json", url=service.url)
     assert result.exit_code == 2
-    assert "not as Tollkeeper does" in json.loads(result.output)["error"]
+    assert "not as Ratekeeper does" in json.loads(result.output)["error"]
 
 
 def test_help_is_complete() -> None:
@@ -228,11 +228,11 @@ def test_help_is_complete() -> None:
 def test_the_hit_rate_of_a_fleet() -> None:
     """The share of the interval that the node answered without a call; no line without a fleet."""
     counts = """
-tollkeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="allowed"}} {allowed}
-tollkeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="denied"}} {denied}
-tollkeeper_fleet_checks_total{{rule="b",consistency="eventual",outcome="asked"}} {asked}
-tollkeeper_fleet_live_nodes 3
-tollkeeper_fleet_pending_units 1234
+ratekeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="allowed"}} {allowed}
+ratekeeper_fleet_checks_total{{rule="a",consistency="leased",outcome="denied"}} {denied}
+ratekeeper_fleet_checks_total{{rule="b",consistency="eventual",outcome="asked"}} {asked}
+ratekeeper_fleet_live_nodes 3
+ratekeeper_fleet_pending_units 1234
 """
     before = metrics(extra=counts.format(allowed=100, denied=10, asked=1_000))
     now = metrics(extra=counts.format(allowed=240, denied=40, asked=1_030))

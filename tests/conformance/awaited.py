@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import cache
 from typing import TypeVar, cast
 
-from tollkeeper.core.model import Consistency, Decision, Limit
-from tollkeeper.decide.allowances import Allowances
-from tollkeeper.decide.fleet_monitor import FleetMonitor
-from tollkeeper.decide.leasing import Authority
-from tollkeeper.decide.region_monitor import RegionMonitor
-from tollkeeper.decide.regional import AcrossRegions, RegionalCounts
-from tollkeeper.decide.store import (
+from ratekeeper.core.model import Consistency, Decision, Limit
+from ratekeeper.decide.allowances import Allowances
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.leasing import Authority
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+from ratekeeper.decide.store import (
     Answer,
     AsyncGate,
     AsyncStore,

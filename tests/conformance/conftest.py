@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, factory, open_store
-from tollkeeper.decide.store import Store
 
 __all__ = ["clock", "factory", "open_store", "store"]
 

@@ -5,7 +5,7 @@ CONNECTIONS are further ways to reach the same Redis scripts: asyncio, a passwor
 They run the tests that concern the connection: one pass of each verb, many threads, closing, and
 the comparison with the model.
 
-A test sees a store only through the protocol in `tollkeeper.decide.store`, or through a Limiter
+A test sees a store only through the protocol in `ratekeeper.decide.store`, or through a Limiter
 that uses it. Nothing here or in the tests knows how a store represents its state.
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from ratekeeper.core.clock import Clock
+from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store as open_store_by_uri
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.native import KernelStore
 from tests.clocks import SteppedClock
 from tests.conformance.awaited import AwaitedStore
 from tests.redis_servers import running
-from tollkeeper.core.clock import Clock
-from tollkeeper.core.model import ALGORITHM_NAMES
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store as open_store_by_uri
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.decide.stores.native import KernelStore
 
 # Room for every key of a test that is not about room.
 STATES_MAX = 1_000
@@ -148,7 +148,7 @@ def _redis_factory(
 _KERNEL_SLACK = Fraction(1, 256)
 
 # The examples of a property are the same on every run, so more of them in each run find nothing
-# new; `TOLLKEEPER_EXPLORE` tries others. Two stores run the same C code, and every Redis runs the
+# new; `RATEKEEPER_EXPLORE` tries others. Two stores run the same C code, and every Redis runs the
 # same scripts: the first of each runs more examples, and for the others a few show that the way to
 # the code changes nothing. The parity tests compare the Python store with the kernel.
 STORES = (

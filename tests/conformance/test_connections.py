@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import CapacityError, Limit, Limiter
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, connections, every_algorithm
-from tollkeeper import CapacityError, Limit, Limiter
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Store
 
 pytestmark = connections
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import ForgettingStore, Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import ForgettingStore, Store
 
 
 @every_algorithm

@@ -6,6 +6,10 @@ from itertools import count
 
 import pytest
 
+from ratekeeper import CapacityError, Limit, Limiter, StoreFull
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import (
     OpenStore,
@@ -14,10 +18,6 @@ from tests.conformance.stores import (
     every_algorithm,
     past_expiry,
 )
-from tollkeeper import CapacityError, Limit, Limiter, StoreFull
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.decide.store import Store
 
 pytestmark = bounded_stores
 

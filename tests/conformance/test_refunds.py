@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate, Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate, Store
 
 SECOND = 1_000_000_000
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import CapacityError, Limit, Limiter
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
-from tollkeeper import CapacityError, Limit, Limiter
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.store import Store
 
 every_other_algorithm = pytest.mark.parametrize("other", ALGORITHM_NAMES)
 

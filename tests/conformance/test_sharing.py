@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
+from ratekeeper.core.rates import scaled
+from ratekeeper.core.subjects import Key
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
-from tollkeeper.core.rates import scaled
-from tollkeeper.core.subjects import Key
-from tollkeeper.decide.store import Store
 
 # All of them are different keys. Several differ only by details that a store could lose.
 KEYS: list[Key] = [

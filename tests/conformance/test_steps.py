@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
-from tollkeeper import Limit, Limiter
-from tollkeeper.decide.store import Store
 
 STEPPED = Limit(100, per=60, refill_every=3)
 

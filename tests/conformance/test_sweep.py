@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import StoreFactory, every_algorithm, past_expiry, sweeping_stores
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Store
 
 pytestmark = sweeping_stores
 

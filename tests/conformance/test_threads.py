@@ -9,6 +9,10 @@ from typing import TypeVar
 
 import pytest
 
+from ratekeeper import Limit, Limiter, StoreFull, StoreUnavailable
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.decide.store import Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import (
     OpenStore,
@@ -16,10 +20,6 @@ from tests.conformance.stores import (
     every_algorithm,
     every_connection,
 )
-from tollkeeper import Limit, Limiter, StoreFull, StoreUnavailable
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.decide.store import Store
 
 THREADS = 8
 T = TypeVar("T")

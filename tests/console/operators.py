@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import yaml
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
+from ratekeeper.service.http.tokens import Role, create_token
 from tests.service_process import Answered, ServiceProcess
-from tollkeeper.service.http.tokens import Role, create_token
 
 CHROMIUM: Final = "/usr/bin/chromium"
 # Long enough for a busy machine.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Browser, expect
 
+from ratekeeper.service.console.audit import ROWS
 from tests.console.operators import PHONE, RULES, TIMEOUT_MS, ConsoleService, Operator
-from tollkeeper.service.console.audit import ROWS
 
 expect.set_options(timeout=TIMEOUT_MS)
 

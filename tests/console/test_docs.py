@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from ratekeeper.service.http import openapi
 from tests.console.operators import ConsoleService, Operator
 from tests.service_process import ServiceProcess
-from tollkeeper.service.http import openapi
 
 
 def operation(page: Page, name: str) -> Locator:

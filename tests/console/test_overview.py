@@ -17,13 +17,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratekeeper.fleet.datagrams import DatagramCodec, Message
 from tests.conformance.stores import PATIENT
 from tests.console.operators import PHONE, RULES, ConsoleService, Operator
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service_process import ask_on
-from tollkeeper.fleet.datagrams import DatagramCodec, Message
 
 WAIT_S = 60.0
 TRANSFER_BYTES_MAX = 150_000
@@ -70,16 +70,16 @@ class Node(ConsoleService):
         decisions: Counter[tuple[str, str]] = Counter()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == "tollkeeper_checks_total":
+                if sample.name == "ratekeeper_checks_total":
                     checks[sample.labels["outcome"]] += round(sample.value)
-                if sample.name == "tollkeeper_rule_decisions_total":
+                if sample.name == "ratekeeper_rule_decisions_total":
                     key = sample.labels["rule"], sample.labels["outcome"]
                     decisions[key] += round(sample.value)
         return checks, decisions
 
     def forge(self) -> None:
         """Send a gossip message that is signed with another key."""
-        sealed = DatagramCodec("tollkeeper", [b"x" * 32]).seal(Message(1, 1))
+        sealed = DatagramCodec("ratekeeper", [b"x" * 32]).seal(Message(1, 1))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
             sending.sendto(sealed, self.gossip)
 
@@ -184,11 +184,11 @@ def test_an_alert_appears_and_leads_to_its_runbook(operator: Operator, service: 
         return "1 active alert" in page.locator("#status-alerts").inner_text()
 
     until(is_active, "the alert is active", WAIT_S, page.locator("#status-alerts").inner_text)
-    expect(page.locator("#news")).to_have_text("Active alerts: TollkeeperGossipForged.")
-    expect(page).to_have_title("(1) Overview · Tollkeeper")
+    expect(page.locator("#news")).to_have_text("Active alerts: RatekeeperGossipForged.")
+    expect(page).to_have_title("(1) Overview · Ratekeeper")
     operator.check_accessibility()
-    page.get_by_role("link", name="Runbook of TollkeeperGossipForged").click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("TollkeeperGossipForged")
+    page.get_by_role("link", name="Runbook of RatekeeperGossipForged").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("RatekeeperGossipForged")
     expect(page.locator("ol li").first).to_be_visible()
     operator.check_accessibility()
     page.get_by_role("link", name="All alerts and runbooks").click()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from playwright.sync_api import Route, expect
 
+from ratekeeper.service.console.views import NAVIGATION, ROOT
 from tests.console.operators import ConsoleService, Operator
 from tests.redis_servers.waiting import until
-from tollkeeper.service.console.views import NAVIGATION, ROOT
 
 PAGES = [path.removeprefix(ROOT) for _, path in NAVIGATION]
 

@@ -15,13 +15,13 @@ from urllib.parse import quote, urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 
+from ratekeeper.service.console.views import COOKIE, NAVIGATION
+from ratekeeper.service.http.tokens import create_token, remove_token
 from tests.console.operators import ConsoleService, Operator
 from tests.http_thread import serving
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess, run_to_end
-from tollkeeper.service.console.views import COOKIE, NAVIGATION
-from tollkeeper.service.http.tokens import create_token, remove_token
 
 # It ends attributes, elements, comments, scripts and templates, and would run a script.
 EVIL = (

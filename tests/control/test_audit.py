@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
+from ratekeeper.control.audit import AuditCursor, AuditFilter
+from ratekeeper.control.repository import Repository
+from ratekeeper.control.schema import entry_audit
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.rules.document.model import Override
+from ratekeeper.rules.entries import assignment, list_entry, override_entry
 from tests.integration.rule_databases import repository, url
 from tests.integration.rule_documents import document
-from tollkeeper.control.audit import AuditCursor, AuditFilter
-from tollkeeper.control.repository import Repository
-from tollkeeper.control.schema import entry_audit
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.entries import assignment, list_entry, override_entry
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

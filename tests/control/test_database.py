@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from tollkeeper.control.database import Database, _SqliteConnection, _SqliteCursor
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.control.database import Database, _SqliteConnection, _SqliteCursor
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
 
 SECRET = "hunter2"
 
@@ -207,7 +207,7 @@ def threads_of_the_driver() -> list[threading.Thread]:
 
 _FORKING = """
 import os, signal, sqlite3, sys, threading, warnings
-from tollkeeper.control.database import _SqliteConnection
+from ratekeeper.control.database import _SqliteConnection
 
 # Python 3.12 and later warn about a fork while a thread runs, which is the point here.
 warnings.simplefilter("ignore", DeprecationWarning)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.control import edits
-from tollkeeper.control.edits import unified_diff
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.model import Document, Override, Rule
+from ratekeeper.control import edits
+from ratekeeper.control.edits import unified_diff
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document.model import Document, Override, Rule
 
 FREE, PRO = (Limit(10, per=60),), (Limit(100, per=60),)
 DOUBLE = Override("user", "42", multiply=2.0)

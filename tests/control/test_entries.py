@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.rules.entries import Entry, assignment
 from tests.integration.rule_documents import document
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.entries import Entry, assignment
 
 
 @pytest.fixture

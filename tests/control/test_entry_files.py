@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.control.entry_files import (
+from ratekeeper.control.entry_files import (
     FORMS,
     PROBLEMS_MAX,
     EntryFile,
@@ -20,10 +20,10 @@ from tollkeeper.control.entry_files import (
     read_entries,
     write_entries,
 )
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.document.reading import DocumentError
-from tollkeeper.rules.entries import Entry, assignment, list_entry, override_entry
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document.model import Override
+from ratekeeper.rules.document.reading import DocumentError
+from ratekeeper.rules.entries import Entry, assignment, list_entry, override_entry
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

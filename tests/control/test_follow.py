@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, Limit, Limiter, Request, open_store
-from tollkeeper.control import follow, snapshot
-from tollkeeper.control.entries import FeedPage
-from tollkeeper.control.follow import (
+from ratekeeper import AsyncLimiter, Limit, Limiter, Request, open_store
+from ratekeeper.control import follow, snapshot
+from ratekeeper.control.entries import FeedPage
+from ratekeeper.control.follow import (
     JITTER,
     PAUSE_S_LONGEST,
     FileSource,
@@ -31,10 +30,11 @@ from tollkeeper.control.follow import (
     source_of,
     without_secrets,
 )
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.rules.document.model import Document, Rule
-from tollkeeper.rules.document.reading import DocumentError
-from tollkeeper.rules.entries import EntryRow
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.rules.document.model import Document, Rule
+from ratekeeper.rules.document.reading import DocumentError
+from ratekeeper.rules.entries import EntryRow
+from tests.redis_servers.waiting import until
 
 SECONDS_MAX = 20.0
 NEVER_S = 3_600.0
@@ -44,7 +44,7 @@ FORKING = """
 import os, sys, warnings
 from pathlib import Path
 from tests.redis_servers.waiting import until
-from tollkeeper import Limiter, Request
+from ratekeeper import Limiter, Request
 
 # Python 3.12 and later warn every application that forks while a thread runs, as this one does
 # on purpose. Anything else on stderr fails the test.
@@ -161,7 +161,7 @@ def await_limit(limiter: Limiter, limit: int) -> None:
 
 
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("tollkeeper-rules")]
+    return [each.name for each in threading.enumerate() if each.name.startswith("ratekeeper-rules")]
 
 
 def test_a_new_version_comes_into_force(source: ScriptedSource, opened: Limiters) -> None:
@@ -211,7 +211,7 @@ def test_an_unavailable_source_changes_nothing(
 ) -> None:
     """Whatever it raises, the last good rules stay, and one warning is logged."""
     limiter = opened()
-    with caplog.at_level(logging.WARNING, "tollkeeper.rules"):
+    with caplog.at_level(logging.WARNING, "ratekeeper.rules"):
         source.returns = error
         until(lambda: limiter.rules_status().error, "the error is reported", SECONDS_MAX)
         queries = source.queries
@@ -759,10 +759,10 @@ def test_a_reader_that_missed_too_much_reads_all_again(
 def test_an_entry_that_cannot_be_used_does_not_stop_the_others(
     source: ScriptedSource, opened: Limiters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A newer Tollkeeper may have written it."""
+    """A newer Ratekeeper may have written it."""
     bad = EntryRow("override", "x", "{}", 1, False)
     source.pages = [FeedPage([bad, DENY_42._replace(seq=2)], 2, True)]
-    with caplog.at_level(logging.ERROR, "tollkeeper.rules"):
+    with caplog.at_level(logging.ERROR, "ratekeeper.rules"):
         assert denied(opened())
     assert "the override 'x' is ignored" in caplog.text
 

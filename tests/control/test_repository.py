@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import ConfigError, VersionConflict
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import ConfigError, VersionConflict
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import read
 
 TEN = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}]}")
 

@@ -13,8 +13,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.dialects import sqlite
 
-from tollkeeper.control.database import Database
-from tollkeeper.control.schema import (
+from ratekeeper.control.database import Database
+from ratekeeper.control.schema import (
     MIGRATIONS,
     REVISIONS,
     SCHEMA_TABLE,
@@ -22,7 +22,7 @@ from tollkeeper.control.schema import (
     bring_up_to_date,
     metadata,
 )
-from tollkeeper.core.errors import ConfigError
+from ratekeeper.core.errors import ConfigError
 
 
 def differences(connection: Connection) -> list[object]:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper import Limit
-from tollkeeper.control import snapshot
-from tollkeeper.control.snapshot import EntrySnapshot, check_place, load, save
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.rules.document.model import Document, Match, Override, Rule
-from tollkeeper.rules.document.reading import read_file
-from tollkeeper.rules.entries import EntryRow
+from ratekeeper import Limit
+from ratekeeper.control import snapshot
+from ratekeeper.control.snapshot import EntrySnapshot, check_place, load, save
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.rules.document.model import Document, Match, Override, Rule
+from ratekeeper.rules.document.reading import read_file
+from ratekeeper.rules.entries import EntryRow
 
 EXAMPLE = Path(__file__).parents[2] / "examples/limits.yaml"
 
@@ -39,9 +39,9 @@ DOCUMENT = Document(
 WRITER = """
 import sys
 from pathlib import Path
-from tollkeeper import Limit
-from tollkeeper.control.snapshot import save
-from tollkeeper.rules.document.model import Document, Rule
+from ratekeeper import Limit
+from ratekeeper.control.snapshot import save
+from ratekeeper.rules.document.model import Document, Rule
 
 path = Path(sys.argv[1])
 number = int(sys.argv[2])
@@ -133,7 +133,7 @@ def test_appended_bytes_are_detected(path: Path) -> None:
 
 def test_an_unknown_format_is_rejected(path: Path) -> None:
     """The error names the format of a file of a later release."""
-    path.write_bytes(b"tollkeeper rules snapshot 2\nwhatever")
+    path.write_bytes(b"ratekeeper rules snapshot 2\nwhatever")
     with pytest.raises(ConfigError, match="its format is 2, and this release reads 1"):
         load(path)
 

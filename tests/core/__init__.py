@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.core`."""
+"""Tests of `ratekeeper.core`."""

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.clock import (
+from ratekeeper.core.clock import (
     ManualClock,
     SystemClock,
     duration_ns,
     ns_from_seconds,
     seconds_from_ns,
 )
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.testing import use_clock
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.testing import use_clock
 
 CENTURY_NS = 100 * 366 * 86_400 * 10**9
 

@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 
-from tollkeeper import (
+from ratekeeper import (
     CapacityError,
     ConfigError,
     Decision,
@@ -19,15 +19,15 @@ from tollkeeper import (
     InvalidOption,
     Limit,
     LimitExceeded,
+    RatekeeperError,
     RateSyntaxError,
     StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
-    TollkeeperError,
 )
-from tollkeeper.core import errors
-from tollkeeper.core.errors import (
+from ratekeeper.core import errors
+from ratekeeper.core.errors import (
     ChangeRefused,
     SafetyFinding,
     UnsafeChange,
@@ -40,8 +40,8 @@ FINDING = SafetyFinding(
     "denies-all", "deny[0]", '"*"', "everyone is denied", "use a narrower entry"
 )
 
-ONE_OF_EACH: list[TollkeeperError] = [
-    TollkeeperError("text"),
+ONE_OF_EACH: list[RatekeeperError] = [
+    RatekeeperError("text"),
     ConfigError("text"),
     RateSyntaxError("5/x", 2, "expected a unit", "5/s"),
     InvalidOption("text"),
@@ -59,11 +59,11 @@ ONE_OF_EACH: list[TollkeeperError] = [
 ]
 
 
-def _classes() -> dict[str, type[TollkeeperError]]:
+def _classes() -> dict[str, type[RatekeeperError]]:
     return {
         name: value
         for name, value in vars(errors).items()
-        if inspect.isclass(value) and issubclass(value, TollkeeperError)
+        if inspect.isclass(value) and issubclass(value, RatekeeperError)
     }
 
 
@@ -89,7 +89,7 @@ def test_the_drawing_is_the_tree() -> None:
         name: parent.__name__
         for name, kind in _classes().items()
         for parent in kind.__bases__
-        if issubclass(parent, TollkeeperError)
+        if issubclass(parent, RatekeeperError)
     }
     assert errors.__doc__ is not None
     assert _drawn_tree(errors.__doc__) == real
@@ -107,7 +107,7 @@ def test_only_config_errors_are_value_errors() -> None:
 
 
 @pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
-def test_errors_survive_pickling_and_copying(error: TollkeeperError) -> None:
+def test_errors_survive_pickling_and_copying(error: RatekeeperError) -> None:
     """A worker process can send each to its parent: type, message and fields are kept."""
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(again) is type(error)

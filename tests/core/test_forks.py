@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from ratekeeper.core.forks import ForkGate
 from tests.redis_servers.waiting import until
-from tollkeeper.core.forks import ForkGate
 
 
 def test_a_fork_waits_for_the_threads_inside() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.histogram import BOUNDS_NS, LENGTH, Histogram, added, cumulative, quantile
+from ratekeeper.core.histogram import BOUNDS_NS, LENGTH, Histogram, added, cumulative, quantile
 
 durations = st.lists(st.integers(0, 2_000_000_000), max_size=50)
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import ConfigError, Decision, Limit, Request
-from tollkeeper.core.model import (
+from ratekeeper import ConfigError, Decision, Limit, Request
+from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     DECISION_FIELDS,
     LOG_UNITS_MAX,
@@ -412,8 +412,8 @@ def test_a_decision_prints_as_one_line(decision: Decision, shown: str) -> None:
 
 def test_the_docstrings_example_is_true() -> None:
     """With 10/second, it explains the 4th of 4 requests at one instant, and the 11th."""
-    from tollkeeper import Limiter  # noqa: PLC0415 - only this test needs a limiter
-    from tollkeeper.testing import ManualClock  # noqa: PLC0415 - same
+    from ratekeeper import Limiter  # noqa: PLC0415 - only this test needs a limiter
+    from ratekeeper.testing import ManualClock  # noqa: PLC0415 - same
 
     limiter = Limiter("10/second", clock=ManualClock())
     decisions = [limiter.check("k") for _ in range(11)]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import ConfigError, Limit, RateSyntaxError, parse_limit, parse_limits
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.core.rates import EXAMPLE, LIMITS_MAX, TEXT_LENGTH_MAX, UNIT_NS
+from ratekeeper import ConfigError, Limit, RateSyntaxError, parse_limit, parse_limits
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.core.rates import EXAMPLE, LIMITS_MAX, TEXT_LENGTH_MAX, UNIT_NS
 
 MINUTE, HOUR, DAY, WEEK = 60, 3_600, 86_400, 7 * 86_400
 

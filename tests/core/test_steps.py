@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.steps import Call, Steps, Together, Undo, run, run_async
+from ratekeeper.core.steps import Call, Steps, Together, Undo, run, run_async
 
 Driver = Callable[[Steps[Any]], Any]
 

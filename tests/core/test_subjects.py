@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError, InvalidKey
-from tollkeeper.core.model import Request
-from tollkeeper.core.subjects import (
+from ratekeeper.core.errors import ConfigError, InvalidKey
+from ratekeeper.core.model import Request
+from ratekeeper.core.subjects import (
     KEY_LENGTH_MAX,
     PARTS_MAX,
     SEPARATOR,

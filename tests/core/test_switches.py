@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core import switches
-from tollkeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper.core import switches
+from ratekeeper.testing import ManualClock, limiting_off, use_clock
 
 
 def test_every_change_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:

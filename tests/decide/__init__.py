@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.decide`."""
+"""Tests of `ratekeeper.decide`."""

@@ -13,9 +13,9 @@ from fractions import Fraction
 from functools import partial
 from random import Random
 
-from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
-from tollkeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit
-from tollkeeper.decide.regional import (
+from ratekeeper.core.clock import NS_PER_SECOND, ManualClock
+from ratekeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit
+from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
     Learnt,
@@ -24,7 +24,7 @@ from tollkeeper.decide.regional import (
     Shares,
     micros_left,
 )
-from tollkeeper.lab.regions import result_of
+from ratekeeper.lab.regions import result_of
 
 START_S = 1_800_000_000
 

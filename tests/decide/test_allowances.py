@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import Decision, Limit, StoreUnavailable
-from tollkeeper.decide.algorithms.holds import LEASE_NS_MAX
-from tollkeeper.decide.allowances import (
+from ratekeeper import Decision, Limit, StoreUnavailable
+from ratekeeper.decide.algorithms.holds import LEASE_NS_MAX
+from ratekeeper.decide.allowances import (
     ALLOWANCE_UNITS_MAX,
     BUDGET_NS_MAX,
     CLAIM_NS,
@@ -30,9 +30,9 @@ from tollkeeper.decide.allowances import (
     Replaced,
     UnitClaim,
 )
-from tollkeeper.decide.kernel import BUILT
-from tollkeeper.decide.leasing import NO_LEASE, Lease
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.kernel import BUILT
+from ratekeeper.decide.leasing import NO_LEASE, Lease
+from ratekeeper.testing import ManualClock
 
 LIMIT = Limit(1_000, per=60)
 MS = 1_000_000
@@ -48,7 +48,7 @@ Engine = Callable[[ManualClock, int], Allowances]
 def _in_kernel(path: Path | None) -> Engine:
     if not BUILT:
         pytest.skip("the kernel was not built")
-    from tollkeeper.decide.stores.native import KernelAllowances  # noqa: PLC0415 - see above
+    from ratekeeper.decide.stores.native import KernelAllowances  # noqa: PLC0415 - see above
 
     numbers = itertools.count()
 

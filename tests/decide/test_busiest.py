@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.clock import ManualClock
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.busiest import BUSIEST_MAX, HALVE_EVERY, SAMPLE_EVERY
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.decide.stores.native import KernelStore
+from ratekeeper.core.clock import ManualClock
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.busiest import BUSIEST_MAX, HALVE_EVERY, SAMPLE_EVERY
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.native import KernelStore
 
 
 @pytest.fixture(params=[PythonMemoryStore, KernelStore], ids=["python", "kernel"])

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import CapacityError, StoreError, StoreUnavailable
+from ratekeeper.core.model import ALGORITHM_NAMES, Decision, Limit
+from ratekeeper.decide.algorithms import Outcome
+from ratekeeper.decide.combine import check_in_turn, combine, combine_decisions
+from ratekeeper.decide.store import Answer, Gate, Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.testing import ManualClock
 from tests.redis_servers import running
-from tollkeeper import CapacityError, StoreError, StoreUnavailable
-from tollkeeper.core.model import ALGORITHM_NAMES, Decision, Limit
-from tollkeeper.decide.algorithms import Outcome
-from tollkeeper.decide.combine import check_in_turn, combine, combine_decisions
-from tollkeeper.decide.store import Answer, Gate, Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.testing import ManualClock
 
 SECOND = Limit(10, per=1)
 MINUTE = Limit(100, per=60)

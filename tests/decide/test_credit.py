@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.clock import ns_from_seconds as ns
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, AlgorithmName, Limit
-from tollkeeper.decide.algorithms import ALGORITHMS, Outcome, State, token_bucket
-from tollkeeper.decide.credit import Credit, decide, granted
+from ratekeeper.core.clock import ns_from_seconds as ns
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, AlgorithmName, Limit
+from ratekeeper.decide.algorithms import ALGORITHMS, Outcome, State, token_bucket
+from ratekeeper.decide.credit import Credit, decide, granted
 
 THREE = Limit(3, per=30)  # one every 10 s
 EMPTY: State = (0, 3_000_000)

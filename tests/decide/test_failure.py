@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, Limiter, Request
-from tollkeeper.core.errors import (
+from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper.core.errors import (
     ConfigError,
     StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
 )
-from tollkeeper.core.model import Decision, Limit
-from tollkeeper.decide.failure import (
+from ratekeeper.core.model import Decision, Limit
+from ratekeeper.decide.failure import (
     FAILURE_POLICIES,
     OUTAGE_GAP_NS,
     SHARED_GAP_S,
@@ -31,9 +30,10 @@ from tollkeeper.decide.failure import (
     check_policy,
     decision_on_failure,
 )
-from tollkeeper.decide.store import BreakerState, Store
-from tollkeeper.decide.stores import open_fallback_store
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.store import BreakerState, Store
+from ratekeeper.decide.stores import open_fallback_store
+from ratekeeper.testing import ManualClock
+from tests.redis_servers import Single
 
 LIMIT = Limit(10, per=1)
 ERRORS = [StoreFull("full"), StoreTimeout("late"), StoreUnavailable("gone"), StoreError("other")]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.decide.fleet_monitor import FleetMonitor, GossipCounts, ReportCounts
+from ratekeeper.decide.stores import open_store
 from tests.stub_fleet import StubFleet
-from tollkeeper.decide.fleet_monitor import FleetMonitor, GossipCounts, ReportCounts
-from tollkeeper.decide.stores import open_store
 
 
 def test_a_store_on_one_machine_is_no_fleet() -> None:

@@ -8,20 +8,11 @@ from fractions import Fraction
 import pytest
 from hypothesis import strategies as st
 
-from tests.promises.leases import (
-    CLOCK_STEPS,
-    LeasePlay,
-    lease_traces,
-    leased_limits,
-    several_leased_limits,
-)
-from tests.promises.oracles import assert_never_over
-from tests.promises.strategies import KEY, clock_at, promise, starts_ns
-from tollkeeper import Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Decision
-from tollkeeper.core.rates import scaled
-from tollkeeper.decide.allowances import CLAIM_NS
-from tollkeeper.decide.leasing import (
+from ratekeeper import Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Decision
+from ratekeeper.core.rates import scaled
+from ratekeeper.decide.allowances import CLAIM_NS
+from ratekeeper.decide.leasing import (
     LEASE_NS_MAX,
     LEASE_NS_MIN,
     NO_LEASE,
@@ -33,8 +24,17 @@ from tollkeeper.decide.leasing import (
     Report,
     lifetime_ns,
 )
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.testing import ManualClock
+from tests.promises.leases import (
+    CLOCK_STEPS,
+    LeasePlay,
+    lease_traces,
+    leased_limits,
+    several_leased_limits,
+)
+from tests.promises.oracles import assert_never_over
+from tests.promises.strategies import KEY, clock_at, promise, starts_ns
 
 SECOND_NS = 10**9
 HOUR = Limit(100, per=3_600)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import ALGORITHM_NAMES, MICROS_PER_UNIT, AlgorithmName, Limit
-from tollkeeper.decide.ledgers import exact_room, ledger_of, load, outcome
+from ratekeeper.core.model import ALGORITHM_NAMES, MICROS_PER_UNIT, AlgorithmName, Limit
+from ratekeeper.decide.ledgers import exact_room, ledger_of, load, outcome
 
 SECOND = 1_000_000_000
 START = 1_800_000_000 * SECOND

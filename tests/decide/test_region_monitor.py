@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.decide.region_monitor import PeerCounts, RegionMonitor, RegionStatus
+from ratekeeper.decide.stores import open_store
 from tests.stub_regions import StubRegions
-from tollkeeper.decide.region_monitor import PeerCounts, RegionMonitor, RegionStatus
-from tollkeeper.decide.stores import open_store
 
 
 def test_counts_start_empty_and_share_nothing() -> None:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decide.regional_fleet import run_random
-from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
-from tollkeeper.decide.regional import (
+from ratekeeper.core.clock import NS_PER_SECOND, ManualClock
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
     MemoryRegional,
@@ -20,7 +19,8 @@ from tollkeeper.decide.regional import (
     Report,
     Shares,
 )
-from tollkeeper.lab.regions import result_of
+from ratekeeper.lab.regions import result_of
+from tests.decide.regional_fleet import run_random
 
 START_S = 1_800_000_000
 HUNDRED = (Limit(100, per=60),)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import ConfigError, Fleet, Limit, open_store
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide.store import Store, StoreStats
-from tollkeeper.fleet.store import FleetStore
+from ratekeeper import ConfigError, Fleet, Limit, open_store
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.store import Store, StoreStats
+from ratekeeper.fleet.store import FleetStore
 
 LIMITS = (Limit(10, per=60),)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import ALGORITHM_NAMES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIVE = EXAMPLES / "live.py"

@@ -1,11 +1,11 @@
 """The migration guides: both programs of each answer alike, and every difference is as they say.
 
 `examples/migrate/LIBRARY/before.py` runs on the library that the guide leaves, `after.py` on
-Tollkeeper. The same requests go to both. The tests below that show the differences which the guides
-state in numbers, each on the real library and on Tollkeeper.
+Ratekeeper. The same requests go to both. The tests below that show the differences which the guides
+state in numbers, each on the real library and on Ratekeeper.
 
 Time stands still, or moves with `clocks.advance`: `time.time`, which the libraries read, and
-Tollkeeper's clock move together. So no window ends between two requests of a test.
+Ratekeeper's clock move together. So no window ends between two requests of a test.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from flask import Blueprint, Flask
 from flask import request as flask_request
 from flask_limiter.util import get_remote_address
 
-import tollkeeper.fastapi as fastapi_ours
-import tollkeeper.flask as flask_ours
+import ratekeeper.fastapi as fastapi_ours
+import ratekeeper.flask as flask_ours
+from ratekeeper import CapacityError, ConfigError, Limiter, StoreUnavailable, parse_limits
+from ratekeeper.django import rate_limit
+from ratekeeper.testing import ManualClock, use_clock
+from ratekeeper.web.answers import Style
 from tests.web import django_site  # noqa: F401 - it configures Django for all tests of a process
 from tests.web.asgi_driver import scope_of
-from tollkeeper import CapacityError, ConfigError, Limiter, StoreUnavailable, parse_limits
-from tollkeeper.django import rate_limit
-from tollkeeper.testing import ManualClock, use_clock
-from tollkeeper.web.answers import Style
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "migrate"
@@ -64,7 +64,7 @@ OTHER = "192.0.2.2"
 
 
 class Clocks:
-    """The wall clock that the other libraries read, and the clock of Tollkeeper."""
+    """The wall clock that the other libraries read, and the clock of Ratekeeper."""
 
     def __init__(self) -> None:
         self.ours = ManualClock(start=NOON)
@@ -412,7 +412,7 @@ def theirs_on_flask(**options: Any) -> tuple[Flask, flask_limiter.Limiter]:
 
 
 def ours_on_flask(limits: Any = None, **options: Any) -> tuple[Flask, flask_ours.RateLimit]:
-    """Return an application with Tollkeeper."""
+    """Return an application with Ratekeeper."""
     app = Flask(__name__)
     return app, flask_ours.RateLimit(app, limits, **options)
 
@@ -430,7 +430,7 @@ def with_views(app: Flask, **limited: Any) -> Send:
 
 
 def test_flask_limiter_counts_defaults_by_view_and_a_view_replaces_them() -> None:
-    """With default 2 and a view at 5, it admits 4, 2, 2 of 4; Tollkeeper's defaults 2, 0, 0."""
+    """With default 2 and a view at 5, it admits 4, 2, 2 of 4; Ratekeeper's defaults 2, 0, 0."""
     app, limiter = theirs_on_flask(default_limits=["2/day"])
     send = with_views(app, first=limiter.limit("5/day"), second=None, third=None)
     assert [admitted(send, path) for path in FLASK_CLIENTS] == [4, 2, 2]
@@ -512,7 +512,7 @@ def test_flask_limiter_starts_a_window_with_its_first_request(clocks: Clocks) ->
 
 
 def test_flask_limiter_spends_the_other_limits_of_a_denied_request() -> None:
-    """Three requests that one limit denies use up another; Tollkeeper charges all or none."""
+    """Three requests that one limit denies use up another; Ratekeeper charges all or none."""
     app, limiter = theirs_on_flask()
     both = limiter.shared_limit("4/hour", scope="api")
     send = with_views(app, first=lambda view: both(limiter.limit("1/day")(view)), second=both)
@@ -550,7 +550,7 @@ def test_flask_limiter_deducts_after_the_response() -> None:
 
 
 def test_flask_limiter_does_not_limit_an_empty_key() -> None:
-    """Without the header all 4 requests at 2/day pass; Tollkeeper counts them as one client."""
+    """Without the header all 4 requests at 2/day pass; Ratekeeper counts them as one client."""
     app, limiter = theirs_on_flask()
     by_key = limiter.limit("2/day", key_func=lambda: flask_request.headers.get("X-API-Key", ""))
     assert admitted(with_views(app, home=by_key), "/home") == 4
@@ -558,8 +558,8 @@ def test_flask_limiter_does_not_limit_an_empty_key() -> None:
     assert admitted(with_views(app, home=limit("2/day", key="header:X-API-Key")), "/home") == 2
 
 
-def test_an_ipv6_network_is_one_client_for_tollkeeper_only() -> None:
-    """At 2/day, four addresses of one /64 get 8 of 8 from Flask-Limiter and 2 from Tollkeeper."""
+def test_an_ipv6_network_is_one_client_for_ratekeeper_only() -> None:
+    """At 2/day, four addresses of one /64 get 8 of 8 from Flask-Limiter and 2 from Ratekeeper."""
 
     def from_one_network(send: Send) -> int:
         hosts = [f"2001:db8::{number}" for number in range(1, 5)]
@@ -572,7 +572,7 @@ def test_an_ipv6_network_is_one_client_for_tollkeeper_only() -> None:
 
 
 def test_flask_limiter_counts_each_view_of_a_blueprint() -> None:
-    """2/day on a blueprint of two views admits 2 and 2 of 4; Tollkeeper 2 and 0 in all."""
+    """2/day on a blueprint of two views admits 2 and 2 of 4; Ratekeeper 2 and 0 in all."""
 
     def blueprint_of(app: Flask, decorate: Any) -> list[int]:
         admin = Blueprint("admin", __name__)
@@ -610,7 +610,7 @@ def test_flask_limiter_exempts_a_view_from_its_own_limit() -> None:
 
 
 def test_flask_limiter_without_its_store_answers_500() -> None:
-    """The same request passes with Tollkeeper, or is a 503 with on_failure="closed"."""
+    """The same request passes with Ratekeeper, or is a 503 with on_failure="closed"."""
     app, limiter = theirs_on_flask(storage_uri="redis://127.0.0.1:1")
     assert with_views(app, home=limiter.limit("2/day"))(Ask("/home")).status == 500
     swallowing = {"storage_uri": "redis://127.0.0.1:1", "swallow_errors": True}
@@ -622,7 +622,7 @@ def test_flask_limiter_without_its_store_answers_500() -> None:
 
 
 def test_flask_limiter_sends_no_headers_by_default() -> None:
-    """Tollkeeper sends them on every response, and Retry-After on denials only."""
+    """Ratekeeper sends them on every response, and Retry-After on denials only."""
     names = {"X-RateLimit-Limit", "X-RateLimit-Remaining", "X-RateLimit-Reset", "Retry-After"}
     app, limiter = theirs_on_flask()
     send = with_views(app, home=limiter.limit("1/day"))
@@ -645,7 +645,7 @@ def test_flask_limiter_sends_no_headers_by_default() -> None:
     assert not [name for name in headers if "ratelimit" in name.lower()]
 
 
-def test_flask_limiter_counts_a_view_and_tollkeeper_a_url_rule() -> None:
+def test_flask_limiter_counts_a_view_and_ratekeeper_a_url_rule() -> None:
     """One view with two rules has one count of 2 there; with per_route each rule has its own."""
 
     def two_rules(app: Flask) -> list[int]:
@@ -669,7 +669,7 @@ def test_flask_limiter_accepts_a_cost_that_never_fits() -> None:
 
 
 def test_a_year_of_limits_has_360_days() -> None:
-    """In Tollkeeper it has 365; a month has 30 days in both, and a week exists only here."""
+    """In Ratekeeper it has 365; a month has 30 days in both, and a week exists only here."""
     years = [limits.parse("1/year").get_expiry(), limits.parse("1/month").get_expiry()]
     assert [seconds // 86_400 for seconds in years] == [360, 30]
     ours = parse_limits("1/year; 1/month; 1/week")
@@ -695,13 +695,13 @@ def theirs_on_fastapi(**options: Any) -> tuple[FastAPI, slowapi.Limiter]:
 
 
 def ours_on_fastapi(limits: Any = None, **options: Any) -> tuple[FastAPI, fastapi_ours.RateLimit]:
-    """Return an application with Tollkeeper."""
+    """Return an application with Ratekeeper."""
     app = FastAPI()
     return app, fastapi_ours.RateLimit(app, limits, **options)
 
 
 def test_slowapi_counts_each_path_of_a_route() -> None:
-    """At 2/day, four orders pass there and two here; key_style="endpoint" does as Tollkeeper."""
+    """At 2/day, four orders pass there and two here; key_style="endpoint" does as Ratekeeper."""
 
     def orders(app: FastAPI, limiter: slowapi.Limiter) -> int:
         @app.get("/orders/{number}")
@@ -750,7 +750,7 @@ def test_slowapi_shares_a_count_between_methods_of_a_path() -> None:
 
 
 def test_slowapi_without_its_store_answers_500() -> None:
-    """The same request passes with Tollkeeper, or is a 503 with on_failure="closed"."""
+    """The same request passes with Ratekeeper, or is a 503 with on_failure="closed"."""
     app, limiter = theirs_on_fastapi(storage_uri="redis://127.0.0.1:1")
 
     @app.get("/home")
@@ -808,7 +808,7 @@ def test_slowapi_does_not_apply_the_default_to_other_methods() -> None:
 
 
 def test_slowapi_does_not_count_limited_routes_for_the_application() -> None:
-    """application_limits of 3/day admit 4 of 4 on a route at 9/day; Tollkeeper's limits 3."""
+    """application_limits of 3/day admit 4 of 4 on a route at 9/day; Ratekeeper's limits 3."""
     app, limiter = theirs_on_fastapi(application_limits=["3/day"])
 
     @app.get("/home")
@@ -849,7 +849,7 @@ def test_slowapi_needs_an_argument_for_the_request_and_one_for_headers() -> None
 
 
 def test_slowapi_answers_a_denial_with_an_error_in_json() -> None:
-    """Its handler names the limit; the body of Tollkeeper is a problem of RFC 9457."""
+    """Its handler names the limit; the body of Ratekeeper is a problem of RFC 9457."""
     app, _ = theirs_on_fastapi(default_limits=["1/day"])
     app.get("/home")(lambda: "home")
     send = asgi_sender(app)
@@ -866,7 +866,7 @@ def test_slowapi_answers_a_denial_with_an_error_in_json() -> None:
 
 
 def test_slowapi_does_not_call_an_async_handler_for_a_default() -> None:
-    """Its middleware answers with its own body; Tollkeeper's error reaches an async handler."""
+    """Its middleware answers with its own body; Ratekeeper's error reaches an async handler."""
 
     async def handler(request: Request, error: Exception) -> Response:
         return Response("slow down", 429)
@@ -908,7 +908,7 @@ def limited_route(dependencies: list[Any], path: str = "/home") -> Send:
 
 
 def test_fastapi_limiter_counts_all_clients_together() -> None:
-    """Limiter(Rate(2, …)) admits 2 and 0 of two clients, Tollkeeper 2 of each."""
+    """Limiter(Rate(2, …)) admits 2 and 0 of two clients, Ratekeeper 2 of each."""
     rate = pyrate_limiter.Rate(2, pyrate_limiter.Duration.DAY)
     send = limited_route([Depends(FastApiLimiter(limiter=pyrate_limiter.Limiter(rate)))])
     assert [admitted(send, "/home", address=host) for host in (CLIENT, OTHER)] == [2, 0]
@@ -1005,7 +1005,7 @@ def theirs_on_django(rate: str = "2/d", **options: Any) -> Any:
 
 
 def test_django_ratelimit_answers_403() -> None:
-    """Without a view for it, a denial is a 403 without headers; Tollkeeper's is a 429 with them."""
+    """Without a view for it, a denial is a 403 without headers; Ratekeeper's is a 429 with them."""
     with site_of(path("home", theirs_on_django("1/d"))) as send:
         served, denied = send(Ask("/home")), send(Ask("/home"))
         assert (served.status, denied.status) == (200, 403)
@@ -1016,7 +1016,7 @@ def test_django_ratelimit_answers_403() -> None:
         assert denied.headers["Retry-After"] == "86400"
 
 
-def test_django_ratelimit_counts_a_view_and_tollkeeper_a_route() -> None:
+def test_django_ratelimit_counts_a_view_and_ratekeeper_a_route() -> None:
     """A view at two routes gets 2 and 0 of 4 there; 2 and 2 here, or 2 and 0 with a name."""
     view = theirs_on_django()
     with site_of(path("old", view), path("new", view)) as send:
@@ -1062,7 +1062,7 @@ def test_django_ratelimit_ends_the_window_of_each_client_at_another_second(
 
 
 def test_django_ratelimit_fails_closed() -> None:
-    """If its cache cannot count, it denies; Tollkeeper admits, or answers 503 if it is closed."""
+    """If its cache cannot count, it denies; Ratekeeper admits, or answers 503 if it is closed."""
 
     class Broken(LocMemCache):
         def add(self, *args: Any, **kwargs: Any) -> bool:
@@ -1087,7 +1087,7 @@ def test_django_ratelimit_fails_closed() -> None:
     away = {"store": "redis://127.0.0.1:1"}
     closed = rate_limit("2/d", on_failure="closed")(page)
     routes = [path("home", rate_limit("2/d")(page)), path("login", closed)]
-    with site_of(*routes, TOLLKEEPER=away) as send:
+    with site_of(*routes, RATEKEEPER=away) as send:
         assert [send(Ask("/home")).status, send(Ask("/login")).status] == [200, 503]
 
 
@@ -1111,7 +1111,7 @@ def test_django_ratelimit_does_not_limit_async_views() -> None:
 
 
 def test_django_ratelimit_counts_denied_requests() -> None:
-    """After 4 requests at 3/d its usage is 4 of 3; a peek at Tollkeeper says 0 remaining."""
+    """After 4 requests at 3/d its usage is 4 of 3; a peek at Ratekeeper says 0 remaining."""
     request = RequestFactory().get("/", REMOTE_ADDR=CLIENT)
     usage = {"group": "mail", "key": "ip", "rate": "3/d"}
     cache.clear()
@@ -1194,7 +1194,7 @@ def test_throttled_shares_a_count_between_quotas() -> None:
 
 
 def test_a_leaking_bucket_of_throttled_does_not_delay() -> None:
-    """It denies as a token bucket does; Tollkeeper's leaky_bucket says how long to hold each."""
+    """It denies as a token bucket does; Ratekeeper's leaky_bucket says how long to hold each."""
     leaking = throttled.Throttled(
         using="leaking_bucket", quota=throttled.per_min(60, burst=2), store=throttled.MemoryStore()
     )
@@ -1212,8 +1212,8 @@ def test_a_fixed_window_of_throttled_spends_denied_costs() -> None:
     assert [bool(ours.check("key", cost=cost)) for cost in (2, 2, 1)] == [True, False, True]
 
 
-def test_a_cost_that_never_fits_is_an_error_of_tollkeeper() -> None:
-    """throttled-py denies a cost of 5 in 3/day as any other; Tollkeeper raises CapacityError."""
+def test_a_cost_that_never_fits_is_an_error_of_ratekeeper() -> None:
+    """throttled-py denies a cost of 5 in 3/day as any other; Ratekeeper raises CapacityError."""
     theirs = throttled.Throttled(quota="3/day", store=throttled.MemoryStore())
     assert theirs.limit("key", cost=5).limited
     with pytest.raises(CapacityError):
@@ -1228,7 +1228,7 @@ def test_throttled_takes_one_rate_in_a_string() -> None:
 
 
 def test_throttled_raises_without_its_store() -> None:
-    """Its Flask views answer 503; Tollkeeper admits, or raises with on_failure="raise"."""
+    """Its Flask views answer 503; Ratekeeper admits, or raises with on_failure="raise"."""
     store = throttled.RedisStore(server="redis://127.0.0.1:1")
     theirs = throttled.Throttled(quota="3/day", store=store)
     with pytest.raises(throttled.exceptions.StoreUnavailableError):

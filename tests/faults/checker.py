@@ -17,7 +17,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from tollkeeper import Limit
+from ratekeeper import Limit
 
 # Redis' clock has whole microseconds, so two instants may be this much closer than they seem.
 CLOCK_STEP_NS = 1_000

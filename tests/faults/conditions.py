@@ -76,7 +76,7 @@ class FarRedis(Startable):
     def __init__(self) -> None:
         self.folder = scratch().new_folder("far")
         number = os.getpid()
-        self._near, self._far = f"tkn{number}", f"tkf{number}"
+        self._near, self._far = f"rkn{number}", f"rkf{number}"
         part = _NETWORK + 4 * (number % _PARTS)
         self._here, self._there = str(part + 1), str(part + 2)
         self._process: subprocess.Popen[bytes] | None = None
@@ -168,7 +168,7 @@ def lost_datagrams(ways: Sequence[tuple[_Address, _Address]]) -> Iterator[None]:
     """Lose every datagram from one address to another. Neither side gets an error."""
     needs_root("a packet filter")
     nft = program_path("nft", "nftables")
-    table = f"tollkeeper_{os.getpid()}"
+    table = f"ratekeeper_{os.getpid()}"
     rules = "\n".join(
         f"ip saddr {source[0]} udp sport {source[1]} ip daddr {to[0]} udp dport {to[1]} drop"
         for source, to in ways

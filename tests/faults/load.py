@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import NamedTuple
 
+from ratekeeper import AsyncLimiter, Decision, Limit, Limiter, Request
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.decide.failure import LocalFallback
 from tests.faults.checker import Admitted, excess
-from tollkeeper import AsyncLimiter, Decision, Limit, Limiter, Request
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.decide.failure import LocalFallback
 
 POLICIES = ("open", "closed", "local")
 LIMIT, PER_S = 20, 1

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ratekeeper import AsyncLimiter, Fleet, Regions
+from ratekeeper.decide.failure import LocalFallback
 from tests.faults.load import (
     EPOCH_NS,
     EPOCH_VARIABLE,
@@ -37,8 +39,6 @@ from tests.faults.load import (
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.server import Startable
 from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, Fleet, Regions
-from tollkeeper.decide.failure import LocalFallback
 
 ENDS_S_MAX = 30.0
 _LOOK_S = 0.02
@@ -206,7 +206,7 @@ async def _run(options: Mapping[str, Any], record: WrittenRecord) -> dict[str, i
 def main() -> None:
     """Run a node until its input has a line."""
     # Changes of the rules are not interesting here.
-    logging.getLogger("tollkeeper").setLevel(logging.ERROR)
+    logging.getLogger("ratekeeper").setLevel(logging.ERROR)
     options = json.loads(sys.argv[1])
     with Path(options["answers"]).open("ab", buffering=0) as file:
         record = WrittenRecord(file=file)

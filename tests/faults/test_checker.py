@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.testing import ManualClock
 from tests.faults.checker import Admitted, excess
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.testing import ManualClock
 
 S = 10**9
 START_NS = 1_700_000_000 * S

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.faults.load import LONG, POLICIES, Key, Record, later, now_ns, steady_load, until_calm
 from tests.faults.reporting import verify
 from tests.integration.redis_wires import key_of
 from tests.redis_servers import Cluster
-from tollkeeper.decide.stores.redis.topology import slot_of
 
 USERS = tuple(f"user {number}" for number in range(6))
 CASES = ("sliding_window_log", LONG)

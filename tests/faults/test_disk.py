@@ -8,14 +8,14 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratekeeper.history.sink import EVENTS_MAX
+from ratekeeper.service.http.checks import BATCH_CHECKS_MAX
 from tests.faults.conditions import fill, small_disk
 from tests.faults.load import CASES, Key, Record, document, now_ns
 from tests.faults.reporting import verify
 from tests.faults.service_load import service_load
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
-from tollkeeper.history.sink import EVENTS_MAX
-from tollkeeper.service.http.checks import BATCH_CHECKS_MAX
 
 DISK_KILOBYTES = 8_192
 KEYS = tuple(Key("closed", case) for case in CASES)
@@ -37,7 +37,7 @@ def dropped(service: ServiceProcess) -> float:
         sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "tollkeeper_records_dropped_total"
+        if sample.name == "ratekeeper_records_dropped_total"
     )
 
 
@@ -53,7 +53,7 @@ def ask_too_much(service: ServiceProcess) -> int:
 def used(path: Path) -> int:
     """Return the number of checks in the usage records."""
     with sqlite3.connect(path) as database:
-        [(count,)] = database.execute("SELECT sum(allowed + denied) FROM tollkeeper_usage")
+        [(count,)] = database.execute("SELECT sum(allowed + denied) FROM ratekeeper_usage")
     database.close()
     return int(count)
 

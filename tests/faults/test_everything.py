@@ -21,6 +21,11 @@ from typing import cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limiter
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import RatekeeperError
+from ratekeeper.decide.failure import LocalFallback
+from ratekeeper.rules.document.reading import read
 from tests.faults.conditions import fill, has_root, reset_all, small_disk, wrong_clock
 from tests.faults.load import KEYS, LIMIT, Record, document, now_ns, running_load, until_calm
 from tests.faults.nodes import NodeProcess
@@ -30,11 +35,6 @@ from tests.integration.tcp_proxy import Mode, Proxy
 from tests.postgres_server import Postgres
 from tests.redis_servers import Single
 from tests.service_process import ServiceProcess
-from tollkeeper import AsyncLimiter, Limiter
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import TollkeeperError
-from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.rules.document.reading import read
 
 SECONDS = 4.0
 # Tasks, threads, the service, and the node with the wrong clock.
@@ -131,7 +131,7 @@ class Chaos:
     async def _change_rules(self, random: Random) -> str:
         try:
             await asyncio.to_thread(change_rules, self._url, random.choice((LIMIT // 2, LIMIT)))
-        except (TollkeeperError, OSError):
+        except (RatekeeperError, OSError):
             return "rules not changed"  # their database is unavailable
         return "rules changed"
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.core.model import BUCKETS
 from tests.faults.conditions import lost_datagrams, wrong_clock
 from tests.faults.load import CASES, LONG, Key, Record, exact_excess, limit_of
 from tests.faults.nodes import NodeProcess
 from tests.faults.test_cluster import LOST_MAX, place_of
 from tests.redis_servers import Cluster, Single
 from tests.redis_servers.ports import free_port
-from tollkeeper.core.model import BUCKETS
 
 LIMIT = 40
 NODES = 4

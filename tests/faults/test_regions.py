@@ -19,19 +19,19 @@ from itertools import permutations
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
+from ratekeeper.decide.regional import RegionalCounts
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.regions.status import STATUS_NOTE
 from tests.faults.load import GAP_S, SLACK_S, Key, Record, exact_excess, now_ns, watch_lag
 from tests.faults.nodes import NodeProcess
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import NotInTime
 from tests.region_links import DEADLINE_MS, NAMES, RegionServers
-from tollkeeper import AsyncLimiter, Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.decide.region_monitor import RegionMonitor, RegionStatus
-from tollkeeper.decide.regional import RegionalCounts
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.regions.status import STATUS_NOTE
 
 EU, US, AP = NAMES[:3]
 # Limits that refill, one that does not in the time of a test, and one that is never reached.

@@ -10,6 +10,9 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
+from ratekeeper import AsyncLimiter, Limiter
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.reading import read
 from tests.faults.checker import excess
 from tests.faults.load import (
     KEYS,
@@ -23,9 +26,6 @@ from tests.faults.load import (
 from tests.faults.reporting import verify
 from tests.postgres_server import Postgres
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, Limiter
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.reading import read
 
 LIMITS = (20, 5, 40, 10)
 CHANGES = 10

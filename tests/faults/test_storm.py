@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from ratekeeper import AsyncLimiter
+from ratekeeper.core.model import ALGORITHM_NAMES
 from tests.faults.load import LIMIT, PER_S, RULES_TEXT, Key, Record, exact_excess, now_ns
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter
-from tollkeeper.core.model import ALGORITHM_NAMES
 
 CLIENTS = 200
 STORM_S = 2.0

@@ -9,9 +9,9 @@ import os
 import sys
 from threading import Event
 
+from ratekeeper import Fleet
+from ratekeeper.fleet.agent import NodeAgent
 from tests.fleet.stub_gossip import node_of
-from tollkeeper import Fleet
-from tollkeeper.fleet.agent import NodeAgent
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.fleet.datagrams import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.fleet.datagrams import (
     DIGEST_PARTS,
     AckEntry,
     Address,
@@ -25,7 +25,7 @@ from tollkeeper.fleet.datagrams import (
     PayloadEntry,
     message_size,
 )
-from tollkeeper.fleet.gossip import Gossip, GossipSettings, Hint, Outgoing
+from ratekeeper.fleet.gossip import Gossip, GossipSettings, Hint, Outgoing
 
 MS = NS_PER_SECOND // 1_000
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from tollkeeper import Fleet, StoreError
-from tollkeeper.core.steps import run
-from tollkeeper.decide.leasing import LeaseCheck, LeasedAnswer, Report
-from tollkeeper.decide.store import Answer
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.fleet.node import Node
-from tollkeeper.fleet.reports import Reports
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.testing import ManualClock
+from ratekeeper import Fleet, StoreError
+from ratekeeper.core.steps import run
+from ratekeeper.decide.leasing import LeaseCheck, LeasedAnswer, Report
+from ratekeeper.decide.store import Answer
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.fleet.node import Node
+from ratekeeper.fleet.reports import Reports
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.testing import ManualClock
 
 
 class Heard:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tollkeeper import ConfigError, Fleet
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.histogram import LENGTH
-from tollkeeper.decide.allowances import PythonAllowances
-from tollkeeper.fleet.agent import NodeAgent
-from tollkeeper.fleet.datagrams import NodeStatus
-from tollkeeper.fleet.gossip import Member
-from tollkeeper.fleet.node import Node
+from ratekeeper import ConfigError, Fleet
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.histogram import LENGTH
+from ratekeeper.decide.allowances import PythonAllowances
+from ratekeeper.fleet.agent import NodeAgent
+from ratekeeper.fleet.datagrams import NodeStatus
+from ratekeeper.fleet.gossip import Member
+from ratekeeper.fleet.node import Node
 
 
 class StubGossip:

@@ -25,10 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fleet.stub_gossip import GossipOpener, agents, node_of
-from tests.redis_servers import running, until
-from tests.redis_servers.ports import HOST, free_port
-from tollkeeper import (
+from ratekeeper import (
     ConfigError,
     Decision,
     Fleet,
@@ -37,12 +34,12 @@ from tollkeeper import (
     StoreUnavailable,
     open_store,
 )
-from tollkeeper.decide.allowances import AllowanceStats
-from tollkeeper.decide.fleet_monitor import NodeAnswers
-from tollkeeper.decide.leasing import Lease
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.fleet import agent as agent_module
-from tollkeeper.fleet.agent import (
+from ratekeeper.decide.allowances import AllowanceStats
+from ratekeeper.decide.fleet_monitor import NodeAnswers
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.fleet import agent as agent_module
+from ratekeeper.fleet.agent import (
     NODES_ASSUMED,
     NodeAgent,
     NodeProcesses,
@@ -51,11 +48,14 @@ from tollkeeper.fleet.agent import (
     settings_of,
     table_path,
 )
-from tollkeeper.fleet.gossip import GossipSettings, Hint, MemberChange, ReceivedPayload
-from tollkeeper.fleet.node import Node
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.fleet.transport import GossipTransport
-from tollkeeper.testing import ManualClock
+from ratekeeper.fleet.gossip import GossipSettings, Hint, MemberChange, ReceivedPayload
+from ratekeeper.fleet.node import Node
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.fleet.transport import GossipTransport
+from ratekeeper.testing import ManualClock
+from tests.fleet.stub_gossip import GossipOpener, agents, node_of
+from tests.redis_servers import running, until
+from tests.redis_servers.ports import HOST, free_port
 
 WAIT_S = 20.0
 SECOND = 1_000_000_000
@@ -709,7 +709,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> GossipOpener:
     """Let each FleetStore open a stub of gossip."""
     found = GossipOpener()
     agent_with_stub = partial(NodeAgent, open_gossip=found, name="here")
-    monkeypatch.setattr("tollkeeper.fleet.store.NodeAgent", agent_with_stub)
+    monkeypatch.setattr("ratekeeper.fleet.store.NodeAgent", agent_with_stub)
     return found
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fleet.network import messages
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.fleet.datagrams import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.fleet.datagrams import (
     DATAGRAM_BYTES_MAX,
     MESSAGE_BYTES_MIN,
     DatagramCodec,
@@ -23,6 +22,7 @@ from tollkeeper.fleet.datagrams import (
     decode_message,
     message_size,
 )
+from tests.fleet.network import messages
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 
@@ -181,7 +181,7 @@ def test_a_changed_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCapt
     new.replace(tmp_path / "keys")
     assert file.changed()
     assert file.keys == (OTHER, KEY)
-    with caplog.at_level(logging.WARNING, "tollkeeper.fleet"):
+    with caplog.at_level(logging.WARNING, "ratekeeper.fleet"):
         (tmp_path / "keys").chmod(0o644)
         assert not file.changed()
         assert not file.changed()

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import CapacityError, Fleet, Limit, StoreUnavailable
+from ratekeeper.core.model import AlgorithmName, Consistency
+from ratekeeper.core.rates import LimitsArgument, limits_of
+from ratekeeper.core.steps import Call, run_async
+from ratekeeper.decide.leasing import Report
+from ratekeeper.decide.store import Answer, Gate
+from ratekeeper.fleet.gates import AsyncFleetGate, FleetGate
+from ratekeeper.testing import ManualClock
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.promises.oracles import Admission, assert_never_over
-from tollkeeper import CapacityError, Fleet, Limit, StoreUnavailable
-from tollkeeper.core.model import AlgorithmName, Consistency
-from tollkeeper.core.rates import LimitsArgument, limits_of
-from tollkeeper.core.steps import Call, run_async
-from tollkeeper.decide.leasing import Report
-from tollkeeper.decide.store import Answer, Gate
-from tollkeeper.fleet.gates import AsyncFleetGate, FleetGate
-from tollkeeper.testing import ManualClock
 
 KEY = "user:42"
 LEASING: tuple[AlgorithmName, ...] = (

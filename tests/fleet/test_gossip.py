@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fleet.network import MS, Network, address_of, messages
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.fleet.datagrams import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.fleet.datagrams import (
     DIGEST_PARTS,
     MEMBERS_MAX,
     Address,
@@ -24,7 +23,7 @@ from tollkeeper.fleet.datagrams import (
     PayloadEntry,
     message_size,
 )
-from tollkeeper.fleet.gossip import (
+from ratekeeper.fleet.gossip import (
     HINT_SENDS,
     HINTS_MAX,
     OUTBOX_MAX,
@@ -33,6 +32,7 @@ from tollkeeper.fleet.gossip import (
     Hint,
     MemberChange,
 )
+from tests.fleet.network import MS, Network, address_of, messages
 
 GATE = 2**63 + 12_345
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Decision, Fleet, Limit, StoreUnavailable
+from ratekeeper.core.rates import limits_of
+from ratekeeper.decide.allowances import DENIED_NS_MAX, Replaced
+from ratekeeper.fleet import node as nodes
+from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.testing import ManualClock
 from tests.fleet.nodes import NodeOfTest, SharedStore
-from tollkeeper import Decision, Fleet, Limit, StoreUnavailable
-from tollkeeper.core.rates import limits_of
-from tollkeeper.decide.allowances import DENIED_NS_MAX, Replaced
-from tollkeeper.fleet import node as nodes
-from tollkeeper.fleet.gates import NodeGate
-from tollkeeper.testing import ManualClock
 
 KEY = "user:42"
 

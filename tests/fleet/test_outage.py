@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.failure import LocalCheck, LocalFallback, LocalLimits
-from tollkeeper.fleet.gossip import MemberChange, ReceivedPayload
-from tollkeeper.fleet.outage import (
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.failure import LocalCheck, LocalFallback, LocalLimits
+from ratekeeper.fleet.gossip import MemberChange, ReceivedPayload
+from ratekeeper.fleet.outage import (
     ALONE_NS,
     DEAD_COUNT_NS,
     GROUPS_MAX,
@@ -28,7 +28,7 @@ from tollkeeper.fleet.outage import (
     decisions_in,
     question_of,
 )
-from tollkeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock
 
 LIMITS = (Limit(60, per=3600),)
 SECOND = 1_000_000_000

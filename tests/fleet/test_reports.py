@@ -10,22 +10,22 @@ from collections.abc import Sequence
 
 import pytest
 
+from ratekeeper import Fleet, Limiter, Request, StoreUnavailable
+from ratekeeper.core.model import Consistency
+from ratekeeper.core.rates import limits_of
+from ratekeeper.core.steps import run
+from ratekeeper.decide.allowances import CLAIM_NS, FORGET_NS
+from ratekeeper.decide.failure import LocalCheck
+from ratekeeper.decide.leasing import GiveBack, LateCharge, Report
+from ratekeeper.decide.store import Answer
+from ratekeeper.fleet import node as nodes
+from ratekeeper.fleet import reports
+from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.testing import ManualClock
 from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.redis_servers.waiting import until
-from tollkeeper import Fleet, Limiter, Request, StoreUnavailable
-from tollkeeper.core.model import Consistency
-from tollkeeper.core.rates import limits_of
-from tollkeeper.core.steps import run
-from tollkeeper.decide.allowances import CLAIM_NS, FORGET_NS
-from tollkeeper.decide.failure import LocalCheck
-from tollkeeper.decide.leasing import GiveBack, LateCharge, Report
-from tollkeeper.decide.store import Answer
-from tollkeeper.fleet import node as nodes
-from tollkeeper.fleet import reports
-from tollkeeper.fleet.gates import NodeGate
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.testing import ManualClock
 
 LIMITS = limits_of("1000/hour")
 KEY = "user:42"
@@ -430,6 +430,6 @@ def test_a_forked_process_starts_a_thread_of_its_own() -> None:
     if child == 0:
         gate.check("user:43", 1)
         names = [thread.name for thread in threading.enumerate()]
-        os._exit(0 if names.count("tollkeeper-reports") == 1 else 1)
+        os._exit(0 if names.count("ratekeeper-reports") == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     store.close()

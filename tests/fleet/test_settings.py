@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import ConfigError, Fleet
-from tollkeeper.fleet.settings import fleet_of, joined_address, split_address
+from ratekeeper import ConfigError, Fleet
+from ratekeeper.fleet.settings import fleet_of, joined_address, split_address
 
 
 def test_the_defaults_need_no_other_node() -> None:

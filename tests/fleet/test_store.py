@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.failing_store import PartlyFailing
-from tests.fleet.nodes import NodeOfTest, SharedStore
-from tests.stub_regions import StubRegions
-from tollkeeper import (
+from ratekeeper import (
     CapacityError,
     ConfigError,
     Decision,
@@ -22,14 +19,17 @@ from tollkeeper import (
     StoreError,
     StoreUnavailable,
 )
-from tollkeeper.core.model import CONSISTENCIES, Consistency
-from tollkeeper.core.rates import limits_of
-from tollkeeper.decide.store import Gate
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
-from tollkeeper.fleet import node as nodes
-from tollkeeper.fleet.gates import NodeGate
-from tollkeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.model import CONSISTENCIES, Consistency
+from ratekeeper.core.rates import limits_of
+from ratekeeper.decide.store import Gate
+from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.fleet import node as nodes
+from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
+from ratekeeper.testing import ManualClock
+from tests.failing_store import PartlyFailing
+from tests.fleet.nodes import NodeOfTest, SharedStore
+from tests.stub_regions import StubRegions
 
 KEY = "user:42"
 
@@ -79,7 +79,7 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
 
 
 def test_a_node_says_its_region() -> None:
-    """Other nodes, the admin API and `tollkeeper fleet` show it."""
+    """Other nodes, the admin API and `ratekeeper fleet` show it."""
     clock = ManualClock()
     shared = SharedStore(clock)
     shared.regions = StubRegions()

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import AlgorithmName, Limit
-from tollkeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
-from tollkeeper.decide.ledgers import BucketLedger
-from tollkeeper.fleet import totals as totals_module
-from tollkeeper.fleet.datagrams import MEMBERS_MAX, PAYLOAD_BYTES_MAX
-from tollkeeper.fleet.totals import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import AlgorithmName, Limit
+from ratekeeper.decide.failure import RETRY_AFTER_NS, LocalCheck
+from ratekeeper.decide.ledgers import BucketLedger
+from ratekeeper.fleet import totals as totals_module
+from ratekeeper.fleet.datagrams import MEMBERS_MAX, PAYLOAD_BYTES_MAX
+from ratekeeper.fleet.totals import (
     JOIN_NS,
     REPEAT_NS,
     Totals,

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.fleet import transport
+from ratekeeper.fleet.datagrams import DatagramCodec, Message, NodeStatus
+from ratekeeper.fleet.gossip import Hint, MemberChange, ReceivedPayload
+from ratekeeper.fleet.transport import GossipTransport
 from tests.redis_servers.waiting import until
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.fleet import transport
-from tollkeeper.fleet.datagrams import DatagramCodec, Message, NodeStatus
-from tollkeeper.fleet.gossip import Hint, MemberChange, ReceivedPayload
-from tollkeeper.fleet.transport import GossipTransport
 
 SECONDS_MAX = 30.0
 GATE = 2**63 + 1
@@ -63,7 +63,7 @@ def start() -> Iterator[Start]:
     yield start_one
     for node in nodes:
         node.transport.stop()
-    assert not [each for each in threading.enumerate() if each.name.startswith("tollkeeper-go")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("ratekeeper-go")]
 
 
 def know_each_other(nodes: Sequence[Node]) -> None:
@@ -246,7 +246,7 @@ def test_keys_are_replaced_while_the_nodes_run(
 def test_rubbish_is_counted_and_never_answered(start: Start) -> None:
     """Truncated, oversized, forged, of another version or fleet: dropped by reason."""
     node = start()
-    good = DatagramCodec("tollkeeper").seal(Message(5, 5))
+    good = DatagramCodec("ratekeeper").seal(Message(5, 5))
     other_fleet = DatagramCodec("other").seal(Message(5, 5))
     sent = {
         "truncated": b"x",
@@ -254,7 +254,7 @@ def test_rubbish_is_counted_and_never_answered(start: Start) -> None:
         "version": b"\x09" + good[1:],
         "fleet": other_fleet,
         "forged": good[:-1] + b"x",
-        "malformed": DatagramCodec("tollkeeper").seal(Message(0, 5)),
+        "malformed": DatagramCodec("ratekeeper").seal(Message(0, 5)),
         "stranger": good,
     }
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as attacker:

@@ -9,9 +9,9 @@ from typing import Any
 
 from sqlalchemy import text
 
-from tollkeeper.control.database import Database
-from tollkeeper.history.events import DecisionEvent
-from tollkeeper.history.sink import Sink
+from ratekeeper.control.database import Database
+from ratekeeper.history.events import DecisionEvent
+from ratekeeper.history.sink import Sink
 
 SECONDS_MAX = 20.0
 _PAUSE_SECONDS = 0.01

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tollkeeper import Limiter, Request
-from tollkeeper.history.events import DecisionEvent, SubjectMode, caller_of, event_of, identity_of
-from tollkeeper.history.reading import RecordedRequest
-from tollkeeper.history.replay import Replay, ReplayReport
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.entry_table import EntryTable
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limiter, Request
+from ratekeeper.history.events import DecisionEvent, SubjectMode, caller_of, event_of, identity_of
+from ratekeeper.history.reading import RecordedRequest
+from ratekeeper.history.replay import Replay, ReplayReport
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.entry_table import EntryTable
+from ratekeeper.testing import ManualClock
 
 _FIELDS = RecordedRequest._fields
 START_S = 1_800_000_000

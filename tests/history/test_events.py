@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import Limiter, Request
-from tollkeeper.core.subjects import SEPARATOR
-from tollkeeper.history.events import (
+from ratekeeper import Limiter, Request
+from ratekeeper.core.subjects import SEPARATOR
+from ratekeeper.history.events import (
     ENDPOINT_LENGTH_MAX,
     NUMBER_MAX,
     OTHERS,
@@ -26,8 +26,8 @@ from tollkeeper.history.events import (
     recorded_subject,
     subject_of,
 )
-from tollkeeper.rules.document.reading import read
-from tollkeeper.testing import ManualClock
+from ratekeeper.rules.document.reading import read
+from ratekeeper.testing import ManualClock
 
 RULES = read(
     """

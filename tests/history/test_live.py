@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.history.live import (
+from ratekeeper.history.live import (
     COUNTERS_MAX,
     HALF_LIFE_SECONDS,
     PENALTIES_MAX,

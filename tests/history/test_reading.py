@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.control.database import Database
+from ratekeeper.history.events import PART, recorded_subject, recorded_value
+from ratekeeper.history.reading import DecisionCursor, RecordFilter, Records, all_pages
 from tests.history.databases import event, filled
-from tollkeeper.control.database import Database
-from tollkeeper.history.events import PART, recorded_subject, recorded_value
-from tollkeeper.history.reading import DecisionCursor, RecordFilter, Records, all_pages
 
 NOW_S = 1_800_000_000
 NOW_US = NOW_S * 10**6

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.history.decided import Asked, decided
-from tollkeeper import Request
-from tollkeeper.history import recorded
-from tollkeeper.history.events import SubjectMode, recorded_value
-from tollkeeper.history.recorded import (
+from ratekeeper import Request
+from ratekeeper.history import recorded
+from ratekeeper.history.events import SubjectMode, recorded_value
+from ratekeeper.history.recorded import (
     RecordedRequests,
     entry_values,
     hidden_fields,
@@ -16,8 +15,9 @@ from tollkeeper.history.recorded import (
     replayed_document,
     unreadable,
 )
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.entry_table import EntryTable
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.entry_table import EntryTable
+from tests.history.decided import Asked, decided
 
 WHO = Request(
     user="ann", api_key="sk_1", ip="192.0.2.7", tenant="acme", endpoint="/orders", method="POST"

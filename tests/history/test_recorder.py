@@ -12,18 +12,18 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.control.database import Database
+from ratekeeper.core.model import CheckResult
+from ratekeeper.history import recorder as recorders
+from ratekeeper.history.events import UsageBuckets, recorded_subject
+from ratekeeper.history.live import ReportFolder
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import EXCESS_MAX, Recorder
+from ratekeeper.history.sink import EVENTS_MAX, Sink, WritePace
+from ratekeeper.rules.document.reading import read
+from ratekeeper.testing import ManualClock
 from tests.history.databases import rows, until_async
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.control.database import Database
-from tollkeeper.core.model import CheckResult
-from tollkeeper.history import recorder as recorders
-from tollkeeper.history.events import UsageBuckets, recorded_subject
-from tollkeeper.history.live import ReportFolder
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import EXCESS_MAX, Recorder
-from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
-from tollkeeper.rules.document.reading import read
-from tollkeeper.testing import ManualClock
 
 RULES = read(
     """
@@ -37,7 +37,7 @@ deny: ["user:mallory"]
 """
 )
 QUICK = WritePace(write_seconds=0.02, usage_seconds=0.02, batch_seconds=0)
-USAGE = "SELECT subject, rule, allowed, denied, units FROM tollkeeper_usage ORDER BY subject, rule"
+USAGE = "SELECT subject, rule, allowed, denied, units FROM ratekeeper_usage ORDER BY subject, rule"
 ANN = Request(user="ann")
 
 
@@ -100,7 +100,7 @@ async def test_usage_matches_the_decisions(make: Make, limiter: AsyncLimiter, ur
         ("user:mallory", "(deny)", 0, 1, 0),
         ("user:root", "(allow)", 1, 0, 1),
     ]
-    found = "SELECT subject, rule, outcome, kind FROM tollkeeper_decisions ORDER BY subject"
+    found = "SELECT subject, rule, outcome, kind FROM ratekeeper_decisions ORDER BY subject"
     assert await rows(url, found) == [
         ("user:ann", "users", "denied", "limited"),
         ("user:bob", "users", "denied", "limited"),
@@ -118,7 +118,7 @@ async def test_a_denial_counts_for_the_other_subjects_of_its_request(
     both = Request(user="bob", tenant="acme", api_key="sk_1")
     await noted(recorder, limiter, *[both] * 4, Request(user="mallory", tenant="acme"))
     await recorder.stop()
-    found = "SELECT subject, rule, denied, denied_indirectly FROM tollkeeper_usage ORDER BY 1, 2"
+    found = "SELECT subject, rule, denied, denied_indirectly FROM ratekeeper_usage ORDER BY 1, 2"
     assert await rows(url, found) == [
         ("tenant:acme", "(deny)", 0, 1),
         ("tenant:acme", "tenants", 0, 0),
@@ -126,7 +126,7 @@ async def test_a_denial_counts_for_the_other_subjects_of_its_request(
         ("user:bob", "users", 2, 0),
         ("user:mallory", "(deny)", 1, 0),
     ]
-    identities = "SELECT DISTINCT user_id, tenant, api_key LIKE '#%' FROM tollkeeper_decisions"
+    identities = "SELECT DISTINCT user_id, tenant, api_key LIKE '#%' FROM ratekeeper_decisions"
     assert sorted(await rows(url, identities)) == [("bob", "acme", 1), ("mallory", "acme", 0)]
 
 
@@ -138,7 +138,7 @@ async def test_no_identity_is_recorded_without_subjects(
     await recorder.start()
     await noted(recorder, limiter, *[Request(user="bob", tenant="acme", ip="192.0.2.1")] * 4)
     await recorder.stop()
-    found = "SELECT DISTINCT subject, user_id, tenant, api_key, ip FROM tollkeeper_decisions"
+    found = "SELECT DISTINCT subject, user_id, tenant, api_key, ip FROM ratekeeper_decisions"
     assert await rows(url, found) == [("", "", "", "", "")]
     stored = (tmp_path / "records.db").read_bytes()
     assert not any(value in stored for value in (b"bob", b"acme", b"192.0.2.1"))
@@ -175,9 +175,9 @@ async def test_a_share_of_the_allowed_requests_is_logged(
     first, second = await noted(recorder, limiter, trial, trial)
     assert (first.shadow_denied, second.shadow_denied) == ((), ("trial",))
     await recorder.stop()
-    found = "SELECT count(*) FROM tollkeeper_decisions WHERE endpoint = ''"
+    found = "SELECT count(*) FROM ratekeeper_decisions WHERE endpoint = ''"
     assert await rows(url, found) == [(kept,)]
-    shadows = "SELECT shadow_denied FROM tollkeeper_decisions WHERE shadow_denied <> '[]'"
+    shadows = "SELECT shadow_denied FROM ratekeeper_decisions WHERE shadow_denied <> '[]'"
     assert await rows(url, shadows) == [('["trial"]',)]
 
 
@@ -231,7 +231,7 @@ async def test_subjects_are_hashed_everywhere(
     assert [each.item for each in recorder.top("denied", 5)[0]] == [(digest, "users")]
     await recorder.stop()
     assert [row[0] for row in await rows(url, USAGE)] == [digest]
-    assert await rows(url, "SELECT DISTINCT subject FROM tollkeeper_decisions") == [(digest,)]
+    assert await rows(url, "SELECT DISTINCT subject FROM ratekeeper_decisions") == [(digest,)]
     assert b"user:ann" not in (tmp_path / "records.db").read_bytes()
 
 
@@ -365,7 +365,7 @@ async def test_a_full_batch_is_handed_over_at_once(
         recorder.note(ANN, denied, 1, time.time_ns())
     await until_async(lambda: recorder._sink and recorder._sink.written == 1_000, "written")
     await recorder.stop()
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1_000,)]
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(1_000,)]
 
 
 async def test_records_carry_the_region(make: Make, limiter: AsyncLimiter, url: str) -> None:
@@ -375,9 +375,9 @@ async def test_records_carry_the_region(make: Make, limiter: AsyncLimiter, url: 
         await recorder.start()
         await noted(recorder, limiter, ANN, ANN, ANN)
         await recorder.stop()
-    usage = "SELECT region, subject, allowed, denied FROM tollkeeper_usage ORDER BY region"
+    usage = "SELECT region, subject, allowed, denied FROM ratekeeper_usage ORDER BY region"
     assert await rows(url, usage) == [("eu", "user:ann", 2, 1), ("us", "user:ann", 0, 3)]
-    decisions = "SELECT region, count(*) FROM tollkeeper_decisions GROUP BY region ORDER BY region"
+    decisions = "SELECT region, count(*) FROM ratekeeper_decisions GROUP BY region ORDER BY region"
     assert await rows(url, decisions) == [("eu", 1), ("us", 3)]
 
 
@@ -389,9 +389,9 @@ async def test_an_excess_is_recorded_and_bounded(make: Make, url: str) -> None:
     for _ in range(EXCESS_MAX + 5):
         await asyncio.to_thread(recorder.note_excess, "plan", "user:ann", "us", 40)
     await recorder.stop()
-    found = "SELECT DISTINCT outcome, rule, subject, cost, region, node FROM tollkeeper_decisions"
+    found = "SELECT DISTINCT outcome, rule, subject, cost, region, node FROM ratekeeper_decisions"
     assert await rows(url, found) == [("excess", "plan", "user:ann", 40, "eu", "eu-1")]
-    count = await rows(url, "SELECT count(*) FROM tollkeeper_decisions")
+    count = await rows(url, "SELECT count(*) FROM ratekeeper_decisions")
     assert (count, recorder.dropped()) == ([(EXCESS_MAX,)], 6)
 
 
@@ -401,5 +401,5 @@ async def test_an_excess_has_the_recorded_form_of_the_subject(make: Make, url: s
     await recorder.start()
     recorder.note_excess("plan", "user:ann", "us", 40)
     await recorder.stop()
-    [(subject,)] = await rows(url, "SELECT subject FROM tollkeeper_decisions")
+    [(subject,)] = await rows(url, "SELECT subject FROM ratekeeper_decisions")
     assert "ann" not in subject

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.history.decided import START_S, Asked, decided, decided_events, replayed
-from tollkeeper import Request
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.history.replay import (
+from ratekeeper import Request
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.history.replay import (
     EXAMPLES_MAX,
     SUBJECTS_MAX,
     Replay,
@@ -22,10 +21,11 @@ from tollkeeper.history.replay import (
     _percent,
     sampled_weight,
 )
-from tollkeeper.rules.document.reading import from_data, read
-from tollkeeper.rules.document.writing import to_yaml
-from tollkeeper.rules.entries import assignment, list_entry, override_entry, parse_override
-from tollkeeper.rules.entry_table import EntryTable
+from ratekeeper.rules.document.reading import from_data, read
+from ratekeeper.rules.document.writing import to_yaml
+from ratekeeper.rules.entries import assignment, list_entry, override_entry, parse_override
+from ratekeeper.rules.entry_table import EntryTable
+from tests.history.decided import START_S, Asked, decided, decided_events, replayed
 
 HOUR = "version: 1\nrules: [{id: orders, by: user, limits: %s/hour}]"
 TEN = HOUR % 10

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.control.database import Database
+from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.history import sink as sinks
+from ratekeeper.history.reading import RecordFilter, Records
+from ratekeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink, WritePace
+from ratekeeper.history.tables import Retention
 from tests.history.databases import event, rows, until_async
-from tollkeeper.control.database import Database
-from tollkeeper.core.errors import ConfigError, StoreError
-from tollkeeper.history import sink as sinks
-from tollkeeper.history.reading import RecordFilter, Records
-from tollkeeper.history.sink import BATCH_EVENTS_MAX, EVENTS_MAX, Sink, WritePace
-from tollkeeper.history.tables import Retention
 
 QUICK = WritePace(write_seconds=0.01, usage_seconds=0.01, batch_seconds=0)
-COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM tollkeeper_usage"
-DECISIONS = "SELECT count(*) FROM tollkeeper_decisions"
+COUNTS = "SELECT count(*), coalesce(sum(allowed), 0), coalesce(sum(units), 0) FROM ratekeeper_usage"
+DECISIONS = "SELECT count(*) FROM ratekeeper_decisions"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_counts_of_several_writers_add_up(url: str) -> None:
         await sink.close()
 
     await asyncio.gather(*(write() for _ in range(4)))
-    found = "SELECT count(*), min(allowed), max(allowed), max(units) FROM tollkeeper_usage"
+    found = "SELECT count(*), min(allowed), max(allowed), max(units) FROM ratekeeper_usage"
     assert await rows(url, found) == [(50, 20, 20, 60)]
 
 
@@ -100,7 +100,7 @@ async def test_a_locked_file_is_retried(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decisions are kept while they fit, and written when the lock is released."""
-    monkeypatch.setattr("tollkeeper.control.database.WAIT_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("ratekeeper.control.database.WAIT_SECONDS_MAX", 0.05)
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.01)
     sink = Sink(Database(url), pace=QUICK)
     await sink.finish()
@@ -164,11 +164,11 @@ async def test_a_batch_that_cannot_be_encoded_is_dropped_and_counted(url: str) -
 
 
 async def test_tables_of_a_later_version_are_rejected(url: str) -> None:
-    """An older Tollkeeper does not write to them."""
+    """An older Ratekeeper does not write to them."""
     first = Sink(Database(url))
     await first.finish()
     async with first._database.writing_shared() as connection:
-        await connection.exec_driver_sql("UPDATE tollkeeper_record_state SET version = 99")
+        await connection.exec_driver_sql("UPDATE ratekeeper_record_state SET version = 99")
     await first.close()
     sink = Sink(Database(url))
     sink.offer([event(1)])
@@ -194,7 +194,7 @@ async def test_the_loop_writes_due_records(url: str) -> None:
 
 # ── Room ───────────────────────────────────────────────────────────────────────────────────────
 
-BY_SUBJECT = "SELECT subject, sum(allowed) FROM tollkeeper_usage GROUP BY 1 ORDER BY 1"
+BY_SUBJECT = "SELECT subject, sum(allowed) FROM ratekeeper_usage GROUP BY 1 ORDER BY 1"
 
 
 async def test_new_subjects_are_bounded_per_minute(

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from ratekeeper.control.database import Database
+from ratekeeper.history import tables
+from ratekeeper.history.events import OTHERS
+from ratekeeper.history.sink import Sink, WritePace
+from ratekeeper.history.tables import ROOM_PARTS, Retention, Trimmer
 from tests.history.databases import event, rows, until_async
-from tollkeeper.control.database import Database
-from tollkeeper.history import tables
-from tollkeeper.history.events import OTHERS
-from tollkeeper.history.sink import Sink, WritePace
-from tollkeeper.history.tables import ROOM_PARTS, Retention, Trimmer
 
 # 2027-01-15T08:00:00Z.
 NOW_S = 1_800_000_000
 HOUR, DAY = 3_600, 86_400
-USAGE = "SELECT step_s, start_s, allowed, denied, units FROM tollkeeper_usage ORDER BY start_s"
+USAGE = "SELECT step_s, start_s, allowed, denied, units FROM ratekeeper_usage ORDER BY start_s"
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_old_rows_are_removed(url: str) -> None:
         sink.usage.add(("user:1", "orders", (NOW_S - days * DAY) // 60), [1, 1, 1])
     await sink.finish()
     assert await trimmer.trim(NOW_S)
-    found = await rows(url, "SELECT at_us FROM tollkeeper_decisions")
+    found = await rows(url, "SELECT at_us FROM ratekeeper_decisions")
     assert found == [((NOW_S - 6 * DAY) * 10**6,)]
     assert [row[1] for row in await rows(url, USAGE)] == [NOW_S - 89 * DAY]
     await sink.close()
@@ -86,8 +86,8 @@ async def test_trimming_works_in_steps(url: str, monkeypatch: pytest.MonkeyPatch
     assert await trimmer.trim(NOW_S)
     while trimmer.is_behind:  # at once, instead of a minute later
         assert await trimmer.trim(NOW_S)
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(0,)]
-    sums = "SELECT min(step_s), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(0,)]
+    sums = "SELECT min(step_s), sum(allowed), sum(denied), sum(units) FROM ratekeeper_usage"
     assert await rows(url, sums) == [(3600, 95, 95, 95)]
     await sink.close()
 
@@ -106,8 +106,8 @@ async def test_trimming_continues_after_the_next_batch(
     running = asyncio.create_task(sink.run())
     sink.offer([event(NOW_S * 10**6)])
     left = (
-        "SELECT (SELECT count(*) FROM tollkeeper_decisions), "
-        "(SELECT count(*) FROM tollkeeper_usage WHERE step_s = 60)"
+        "SELECT (SELECT count(*) FROM ratekeeper_decisions), "
+        "(SELECT count(*) FROM ratekeeper_usage WHERE step_s = 60)"
     )
     with closing(sqlite3.connect(tmp_path / "records.db")) as file:
         await until_async(lambda: file.execute(left).fetchall() == [(1, 0)], "all is trimmed")
@@ -136,7 +136,7 @@ async def test_old_writers_are_removed(url: str) -> None:
     trimmer = Trimmer(sink._database, Retention())
     sink.offer([event(1)])
     await sink.finish()
-    count = "SELECT count(*) FROM tollkeeper_record_writers"
+    count = "SELECT count(*) FROM ratekeeper_record_writers"
     await trimmer.trim(NOW_S + DAY)
     assert await rows(url, count) == [(1,)]
     await trimmer.trim(NOW_S + 8 * DAY)
@@ -159,12 +159,12 @@ async def test_the_fullest_hour_is_thinned(url: str) -> None:
     sink.usage.add(("new-and-busy", "orders", flood), [9, 1, 9])
     await sink.finish()
     await Trimmer(sink._database, Retention(7, 90, rows_max=140)).trim(NOW_S)
-    kept = {row[0] for row in await rows(url, "SELECT subject FROM tollkeeper_usage")}
+    kept = {row[0] for row in await rows(url, "SELECT subject FROM ratekeeper_usage")}
     assert {f"user:{number}" for number in range(40)} | {"new-and-busy", OTHERS} <= kept
     assert sum(subject.startswith("random") for subject in kept) == 56
-    flooded = f"SELECT subject FROM tollkeeper_usage WHERE start_s = {flood // 60 * 3600}"
+    flooded = f"SELECT subject FROM ratekeeper_usage WHERE start_s = {flood // 60 * 3600}"
     assert ("user:0",) in await rows(url, flooded), "a subject that was there before stays"
-    sums = "SELECT sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
+    sums = "SELECT sum(allowed), sum(denied), sum(units) FROM ratekeeper_usage"
     assert await rows(url, sums) == [(150, 1, 150)]
     await sink.close()
 
@@ -178,7 +178,7 @@ async def test_decisions_of_the_fullest_hour_are_removed(url: str) -> None:
     sink.offer([event(flood_us + each, subject=f"random:{each}") for each in range(70)])
     await sink.finish()
     await Trimmer(sink._database, Retention(7, 90, rows_max=100)).trim(NOW_S)
-    counts = "SELECT at_us / 3600000000, outcome, count(*) FROM tollkeeper_decisions GROUP BY 1, 2"
+    counts = "SELECT at_us / 3600000000, outcome, count(*) FROM ratekeeper_decisions GROUP BY 1, 2"
     assert await rows(url, counts) == [
         (quiet_us // 10**6 // HOUR, "denied", 20),
         (flood_us // 10**6 // HOUR, "denied", 50),
@@ -197,7 +197,7 @@ async def test_the_room_is_shared_by_the_writers(url: str) -> None:
     async with sink._database.writing_shared() as connection:
         for number in range(9):
             await connection.execute(
-                text("INSERT INTO tollkeeper_record_writers VALUES (:writer, 1, :at_s)"),
+                text("INSERT INTO ratekeeper_record_writers VALUES (:writer, 1, :at_s)"),
                 {"writer": f"w{number}", "at_s": NOW_S},
             )
     assert await trimmer._is_our_turn(NOW_S + 60, 60), "this worker is killed now"
@@ -222,4 +222,4 @@ async def test_a_file_that_is_too_large_shrinks(url: str, tmp_path: Path) -> Non
         await bounded.trim(NOW_S + 60 * turn)
     await sink.close()
     assert (tmp_path / "records.db").stat().st_size < before // 2
-    assert await rows(url, "SELECT sum(allowed) FROM tollkeeper_usage") == [(5_000,)]
+    assert await rows(url, "SELECT sum(allowed) FROM ratekeeper_usage") == [(5_000,)]

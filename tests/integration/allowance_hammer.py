@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from random import Random
 
+from ratekeeper import Decision, Limit, open_store
+from ratekeeper.decide.allowances import AllowanceGate, Allowances
+from ratekeeper.decide.leasing import Lease
 from tests.integration.hammer import Counts, start, wait_for
-from tollkeeper import Decision, Limit, open_store
-from tollkeeper.decide.allowances import AllowanceGate, Allowances
-from tollkeeper.decide.leasing import Lease
 
 LIMIT = Limit(1_000_000, per=3_600)
 KEYS = tuple(f"key-{number}" for number in range(5))

@@ -16,12 +16,12 @@ from random import Random
 from threading import Event, Thread
 from typing import Any
 
+from ratekeeper import Fleet, Limit, Limiter
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.stores import open_store
+from ratekeeper.fleet import agent
+from ratekeeper.fleet.store import FleetStore
 from tests.conformance.stores import PATIENCE
-from tollkeeper import Fleet, Limit, Limiter
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide.stores import open_store
-from tollkeeper.fleet import agent
-from tollkeeper.fleet.store import FleetStore
 
 # Enough to spend leases quickly, and to leave the processor to the others.
 PAUSE_S = 0.002

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tollkeeper import Limit, Limiter
+from ratekeeper import Limit, Limiter
 
 YEAR = 365 * 86_400
 ROOM = f"capacity=1000&log_bytes={1 << 23}"

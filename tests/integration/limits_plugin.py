@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 from limits.storage import storage_from_string
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.limits import AsyncTollkeeperStorage, TollkeeperStorage
-from tollkeeper.testing import ManualClock, use_clock
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.limits import AsyncRatekeeperStorage, RatekeeperStorage
+from ratekeeper.testing import ManualClock, use_clock
 
 DAY = 86_400
 # A server on a busy machine may take longer than the default of 50 ms.
@@ -48,7 +48,7 @@ def _parameters(*, is_async: bool, with_class: bool) -> list[Any]:
         options = next((value for key, value in OPTIONS.items() if key in name), {})
         values: list[Any] = [f"async+{uri}" if is_async else uri, options, None]
         if with_class:
-            values.insert(2, AsyncTollkeeperStorage if is_async else TollkeeperStorage)
+            values.insert(2, AsyncRatekeeperStorage if is_async else RatekeeperStorage)
         found.append(pytest.param(*values, id=name))
     return found
 

@@ -15,11 +15,11 @@ import json
 import sys
 from typing import Any
 
-from tollkeeper import Fleet, Limiter
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.fleet import agent, outage
-from tollkeeper.fleet.outage import NodeTotals
-from tollkeeper.fleet.store import shared_counts_of
+from ratekeeper import Fleet, Limiter
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.fleet import agent, outage
+from ratekeeper.fleet.outage import NodeTotals
+from ratekeeper.fleet.store import shared_counts_of
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tollkeeper.httpx import LimitTransport
+from ratekeeper.httpx import LimitTransport
 
 LIMIT, WINDOW_NS = 10, 1_000_000_000
 

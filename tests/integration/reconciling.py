@@ -1,18 +1,18 @@
-"""What the tests of `tollkeeper reconcile` share: healthy states, a run, and its findings."""
+"""What the tests of `ratekeeper reconcile` share: healthy states, a run, and its findings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tollkeeper import Limiter
-from tollkeeper.cli.reconcile import (
+from ratekeeper import Limiter
+from ratekeeper.cli.reconcile import (
     ReconcileFinding,
     ReconcileOptions,
     ReconcileReport,
     reconcile,
 )
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import from_data
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import from_data
 
 
 def document(limits: str = "100/hour", rule: str = "orders") -> Document:
@@ -30,7 +30,7 @@ def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
     with Limiter("100/hour", store=patient(uri) + "&layout=subject", name=rule) as limiter:
         for number in range(keys):
             limiter.check(f"user:{number}")
-    return [b"tk:{user:%d}" % number for number in range(keys)]
+    return [b"rk:{user:%d}" % number for number in range(keys)]
 
 
 def reconciled(uri: str, **options: Any) -> ReconcileReport:

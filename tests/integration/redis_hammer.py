@@ -101,9 +101,9 @@ def set_clock_off(seconds: int) -> None:
 def work(job: Job) -> dict[str, Any]:
     """Do the job after the start signal."""
     # Imported after the clock was set, because they read it at import.
-    from tollkeeper import AsyncLimiter, Limit, Limiter  # noqa: PLC0415 - see above
-    from tollkeeper.core.clock import SystemClock  # noqa: PLC0415 - see above
-    from tollkeeper.decide.stores import open_store  # noqa: PLC0415 - see above
+    from ratekeeper import AsyncLimiter, Limit, Limiter  # noqa: PLC0415 - see above
+    from ratekeeper.core.clock import SystemClock  # noqa: PLC0415 - see above
+    from ratekeeper.decide.stores import open_store  # noqa: PLC0415 - see above
 
     # A test machine may pause for longer than the default deadline.
     store = open_store(job.uri, deadline_ms=10_000, connect_ms=10_000)

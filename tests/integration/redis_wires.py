@@ -22,17 +22,17 @@ from typing import Any, Self, TypeVar, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Decision, Limit, Limiter
+from ratekeeper.core.clock import Clock, SystemClock
+from ratekeeper.core.errors import StoreError
+from ratekeeper.core.rates import LimitsArgument
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.decide.store import Answer
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.scripts import RuleScripts
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.redis_servers import Promotion, Server, Single, until
-from tollkeeper import AsyncLimiter, Decision, Limit, Limiter
-from tollkeeper.core.clock import Clock, SystemClock
-from tollkeeper.core.errors import StoreError
-from tollkeeper.core.rates import LimitsArgument
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.decide.store import Answer
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.scripts import RuleScripts
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 WIRES = ("threads", "asyncio")
 both_wires = pytest.mark.parametrize("wire", WIRES)
@@ -52,7 +52,7 @@ Outcome = Decision | StoreError
 Found = TypeVar("Found")
 
 
-def key_of(subject: str, prefix: str = "tk") -> str:
+def key_of(subject: str, prefix: str = "rk") -> str:
     """Return the key of the bucket that holds a subject's states."""
     config = parse("redis://localhost", prefix=prefix)
     return RuleScripts((COUNTED,), "", config, SystemClock()).key(subject).decode()

@@ -11,9 +11,9 @@ import json
 import sys
 from fractions import Fraction
 
-from tollkeeper.decide.stores import open_store
-from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.table import share_table
+from ratekeeper.decide.stores import open_store
+from ratekeeper.regions.exchange import RegionSync
+from ratekeeper.regions.table import share_table
 
 
 def main() -> None:

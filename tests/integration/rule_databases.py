@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.control.repository import Repository
 from tests.postgres_server import running_postgres
-from tollkeeper.control.repository import Repository
 
 ENGINES = ("sqlite", "postgresql")
 

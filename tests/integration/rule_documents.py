@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tollkeeper.control import edits
-from tollkeeper.control.repository import Repository, Version
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
+from ratekeeper.control import edits
+from ratekeeper.control.repository import Repository, Version
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import read
 
 
 def document(limits: str = "10/second", more: str = "") -> Document:

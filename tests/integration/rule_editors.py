@@ -18,10 +18,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import VersionConflict
 from tests.integration import rule_documents
 from tests.integration.rule_documents import document
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import VersionConflict
 
 # Longer than anything here takes: reaching it means that a process hangs.
 HANGS_AFTER_SECONDS = 120.0

@@ -20,7 +20,7 @@ from collections import Counter
 from threading import Event, Thread
 from typing import Any
 
-from tollkeeper import Limiter, Request
+from ratekeeper import Limiter, Request
 
 PAUSE_SECONDS = 0.003
 REQUEST = Request(user="42", ip="10.0.0.1")

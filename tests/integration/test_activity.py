@@ -68,9 +68,9 @@ def scraped(service: Service) -> Counter[str]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = sample.labels
-            if sample.name == "tollkeeper_checks_total":
+            if sample.name == "ratekeeper_checks_total":
                 found[f"check {labels['outcome']}"] += int(sample.value)
-            elif sample.name == "tollkeeper_rule_decisions_total":
+            elif sample.name == "ratekeeper_rule_decisions_total":
                 found[f"{labels['rule']} {labels['outcome']}"] += int(sample.value)
     return +found
 

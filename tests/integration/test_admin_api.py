@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from ratekeeper import Request
+from ratekeeper.rules.document.reading import from_data
+from ratekeeper.rules.document.writing import to_yaml
+from ratekeeper.service.http import openapi
 from tests.cli.stub_service import run
 from tests.conformance.stores import PATIENT
 from tests.postgres_server import running_postgres
 from tests.redis_servers import running, until
 from tests.service.admin.client import Admin, admin_of, filled, secrets_of
 from tests.service_process import RULES, Answered, ServiceProcess, ask_on
-from tollkeeper import Request
-from tollkeeper.rules.document.reading import from_data
-from tollkeeper.rules.document.writing import to_yaml
-from tollkeeper.service.http import openapi
 
 # No node polls while a test runs, so every change arrives by push.
 NEVER_S = 600.0
@@ -134,7 +134,7 @@ def test_every_worker_reads_and_applies_a_change(served: Served) -> None:
     more = {**RULES, "rules": [*RULES["rules"], tenants]}
     made = served.ask("PUT", "/v1/admin/rules", more, If_Match='"v1"', X_Reason="real")
     assert (made.status, made.headers["etag"]) == (200, '"v2"')
-    assert made.headers["x-tollkeeper-node"]
+    assert made.headers["x-ratekeeper-node"]
     for _ in range(10):
         assert served.ask("GET", "/v1/admin/rules").headers["etag"] == '"v2"'
     in_force: dict[int, str] = {}
@@ -189,8 +189,8 @@ def test_a_pushed_load_reaches_every_worker(served: Served) -> None:
 
     def in_metrics() -> bool:
         text = served.ask("GET", "/metrics").body.decode()
-        assert 'tollkeeper_load_age_seconds{source="queue_depth"}' in text
-        return 'tollkeeper_load_factor{rule="queued"} 0.2' in text
+        assert 'ratekeeper_load_age_seconds{source="queue_depth"}' in text
+        return 'ratekeeper_load_factor{rule="queued"} 0.2' in text
 
     until(in_metrics, "the metrics have the lowest factor", SECONDS_MAX)
     assert served.ask("DELETE", "/v1/admin/rules/queued").status == 200

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ratekeeper.metrics import operations
 from tests.prometheus_process import promtool
-from tollkeeper.metrics import operations
 
 ROOT = Path(__file__).parents[2]
 RULES: list[dict[str, Any]] = yaml.safe_load(operations.alerts())["groups"][0]["rules"]
@@ -22,7 +22,7 @@ SHIPPED: dict[str, Any] = yaml.safe_load(operations.alert_tests())
 def written(folder: Path, rules: list[dict[str, Any]], tests: list[dict[str, Any]]) -> str:
     """Write these alerts and tests, and return the path of the tests."""
     folder.mkdir(exist_ok=True)
-    alerts = {"groups": [{"name": "tollkeeper", "rules": rules}]}
+    alerts = {"groups": [{"name": "ratekeeper", "rules": rules}]}
     (folder / operations.RULES_FILE).write_text(yaml.safe_dump(alerts), encoding="utf-8")
     path = folder / operations.ALERTS_TEST
     path.write_text(yaml.safe_dump({**SHIPPED, "tests": tests}), encoding="utf-8")
@@ -112,7 +112,7 @@ def test_the_dashboard_shows_fleet_and_regions_at_a_glance(tmp_path: Path) -> No
     test = {
         "interval": "1m",
         "input_series": [
-            {"series": f"tollkeeper_{name}", "values": f"{value}x3"}
+            {"series": f"ratekeeper_{name}", "values": f"{value}x3"}
             for name, value in given.items()
         ],
         "promql_expr_test": [

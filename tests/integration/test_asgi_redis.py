@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from ratekeeper import Limiter
+from ratekeeper.asgi import RateLimit
+from ratekeeper.fastapi import RateLimit as FastRateLimit
+from ratekeeper.web.enforcer import AsyncEnforcer
 from tests.integration.asgi_servers import free_port
 from tests.redis_servers import Single, running
 from tests.web.asgi_driver import ask, hello, run_lifespan
-from tollkeeper import Limiter
-from tollkeeper.asgi import RateLimit
-from tollkeeper.fastapi import RateLimit as FastRateLimit
-from tollkeeper.web.enforcer import AsyncEnforcer
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str)
     """Another process sees the refund with the next request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(4)
+        scope["ratekeeper.charge"].settle(4)
         await hello(scope, receive, send)
 
     one, two = (RateLimit(app, "500/day", store=uri, cost=100) for _ in range(2))
@@ -74,7 +74,7 @@ async def test_a_cancelled_request_is_settled(uri: str) -> None:
     running_now = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].refund()
+        scope["ratekeeper.charge"].refund()
         running_now.set()
         await asyncio.Event().wait()
 
@@ -96,7 +96,7 @@ async def test_a_request_that_is_cancelled_while_it_is_settled_is_charged(
     """It is cancelled while the last part is sent: settling more units takes several calls."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(used)
+        scope["ratekeeper.charge"].settle(used)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         task = asyncio.current_task()
         assert task is not None
@@ -171,7 +171,7 @@ async def test_a_store_that_fails_before_the_response_ends_is_logged(
     with Single() as server:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            scope["tollkeeper.charge"].refund()
+            scope["ratekeeper.charge"].refund()
             await asyncio.to_thread(server.stop)
             await hello(scope, receive, send)
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from ratekeeper import Limiter
+from ratekeeper.httpx import AsyncRetryTransport, Budget, RetryTransport
 from tests.http_thread import serving
-from tollkeeper import Limiter
-from tollkeeper.httpx import AsyncRetryTransport, Budget, RetryTransport
 
 MANY = Budget(reserve=100)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from django.test import AsyncRequestFactory, RequestFactory, override_settings
 
+from ratekeeper.django import RateLimitMiddleware
 from tests.conformance.stores import PATIENT
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 from tests.web import django_site as views
-from tollkeeper.django import RateLimitMiddleware
 
 TICK_SECONDS = 0.01
 
@@ -33,7 +33,7 @@ async def test_threads_and_the_loop_count_in_one_redis(server: Single) -> None:
     """Requests to one site under WSGI and under ASGI share the limit."""
     server.flush()
     store = f"{server.uri}?{PATIENT}"
-    with override_settings(TOLLKEEPER={"limits": "4/day", "store": store}):
+    with override_settings(RATEKEEPER={"limits": "4/day", "store": store}):
         statuses = []
         for _ in range(3):
             statuses.append((await ask()).status_code)
@@ -57,7 +57,7 @@ async def test_the_loop_runs_while_a_request_waits_for_redis(server: Single) -> 
     with Proxy(server.port) as proxy:
         store = f"redis://127.0.0.1:{proxy.port}?deadline_ms=1000"
         setting = {"limits": "9/day", "store": store, "on_failure": "closed"}
-        with override_settings(TOLLKEEPER=setting):
+        with override_settings(RATEKEEPER=setting):
             assert (await ask()).status_code == 200
             proxy.mode = "hold"
             ticking = asyncio.create_task(tick())

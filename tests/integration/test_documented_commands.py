@@ -25,6 +25,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.reading import read
 from tests.preloaded_command import PreloadedCommand
 from tests.redis_servers.ports import free_port
 from tests.redis_servers.scratch import scratch
@@ -33,12 +35,10 @@ from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess
 from tests.test_readme import FENCE, PAGES, ROOT, page_id
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.reading import read
 
 SECONDS_MAX: Final = 120.0
 BLOCK: Final = re.compile(r"^```(sh|console)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CONFIG: Final = re.compile(r"^```yaml\n# tollkeeper\.yaml(.*?)^```$", re.DOTALL | re.MULTILINE)
+CONFIG: Final = re.compile(r"^```yaml\n# ratekeeper\.yaml(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXTRAS: Final = re.compile(r"\[([a-z,]+)\]")
 # These commands run until a signal. The test ends them when they have written their file.
 FOLLOWS: Final = re.compile(r" --(?:follow|every) ")
@@ -46,14 +46,14 @@ WRITES: Final = re.compile(r"(?:--output|>>) (\S+)")
 
 COMMANDS: Final = "docs/command-line.md"
 ORDER: Final = "--api-key sk_1 --endpoint /v1/orders/7 --method POST"
-RECONCILE: Final = "tollkeeper reconcile --store redis://127.0.0.1:6379 --rules limits.yaml"
+RECONCILE: Final = "ratekeeper reconcile --store redis://127.0.0.1:6379 --rules limits.yaml"
 Table = Mapping[tuple[str, str], Any]
 # (page, beginning of the command): why it does not run. An empty page means any page.
 NOT_RUN: Final[Table] = {
     ("", "make "): "it takes too long; tests/test_readme.py checks that the target exists",
     ("", "pip install "): "it needs a package index; tests/test_packages.py installs the packages",
     ("docs/deploy.md", "python3 -m venv /opt/"): "tests/test_packages.py makes an environment",
-    ("docs/deploy.md", "/opt/tollkeeper/bin/"): "tests/test_packages.py installs the packages",
+    ("docs/deploy.md", "/opt/ratekeeper/bin/"): "tests/test_packages.py installs the packages",
     ("docs/deploy.md", "docker "): "it needs an image; tests/test_deploy.py runs its command",
     ("docs/deploy.md", "useradd "): "it changes the machine",
     ("docs/deploy.md", "systemctl "): "tests/test_deploy.py runs the command of the unit",
@@ -68,32 +68,32 @@ NOT_RUN: Final[Table] = {
 }
 # (page, beginning of the command): its exit code, and a text that it prints. Others exit with 0.
 FAILS: Final[Table] = {
-    (COMMANDS, "tollkeeper rules validate limits.yaml"): (1, "fortnight"),
-    (COMMANDS, "tollkeeper rules diff "): (1, "+++ "),
-    (COMMANDS, "tollkeeper rules import ratelimit.yaml"): (1, "not converted"),
-    (COMMANDS, "tollkeeper entries import bad.csv"): (1, "bad.csv:3:1"),
-    (COMMANDS, f"tollkeeper check {ORDER} --count 12"): (1, "denied"),
-    (COMMANDS, "tollkeeper reconcile "): (1, "problem  no expiry"),
+    (COMMANDS, "ratekeeper rules validate limits.yaml"): (1, "fortnight"),
+    (COMMANDS, "ratekeeper rules diff "): (1, "+++ "),
+    (COMMANDS, "ratekeeper rules import ratelimit.yaml"): (1, "not converted"),
+    (COMMANDS, "ratekeeper entries import bad.csv"): (1, "bad.csv:3:1"),
+    (COMMANDS, f"ratekeeper check {ORDER} --count 12"): (1, "denied"),
+    (COMMANDS, "ratekeeper reconcile "): (1, "problem  no expiry"),
     (COMMANDS, f"{RECONCILE} --repair=all | grep"): (0, "removed"),
-    ("docs/console.md", "tollkeeper console end 3f2a91c05d7e"): (2, "no session"),
-    ("docs/control.md", "tollkeeper rules diff 1 2"): (1, "+++ "),
-    ("docs/migrate/envoy-ratelimit.md", "tollkeeper rules import "): (1, "not converted"),
+    ("docs/console.md", "ratekeeper console end 3f2a91c05d7e"): (2, "no session"),
+    ("docs/control.md", "ratekeeper rules diff 1 2"): (1, "+++ "),
+    ("docs/migrate/envoy-ratelimit.md", "ratekeeper rules import "): (1, "not converted"),
 }
 # (page, beginning of the command): commands that first bring the folder or Redis into the state
 # that the page assumes.
 BEFORE: Final[Table] = {
-    ("docs/admin-api.md", "tollkeeper serve "): "rm rules.db",
-    (COMMANDS, "tollkeeper rules validate limits.yaml"): "cp wrong.yaml limits.yaml",
-    (COMMANDS, "tollkeeper rules diff limits.yaml"): "cp shop.yaml limits.yaml",
-    (COMMANDS, "tollkeeper rules import ratelimit.yaml"): "rm limits.yaml",
-    (COMMANDS, "export TOLLKEEPER_DATABASE="): "cp shop.yaml limits.yaml",
-    (COMMANDS, f"tollkeeper quota {ORDER}"): f"tollkeeper reset {ORDER}",
+    ("docs/admin-api.md", "ratekeeper serve "): "rm rules.db",
+    (COMMANDS, "ratekeeper rules validate limits.yaml"): "cp wrong.yaml limits.yaml",
+    (COMMANDS, "ratekeeper rules diff limits.yaml"): "cp shop.yaml limits.yaml",
+    (COMMANDS, "ratekeeper rules import ratelimit.yaml"): "rm limits.yaml",
+    (COMMANDS, "export RATEKEEPER_DATABASE="): "cp shop.yaml limits.yaml",
+    (COMMANDS, f"ratekeeper quota {ORDER}"): f"ratekeeper reset {ORDER}",
     # `reconcile` has no default for the service. The rules of this one get too little traffic.
     (COMMANDS, RECONCILE): """
-        export TOLLKEEPER_URL=
-        redis-cli -u "$REDIS" hset 'tk:{api_key:sk_4}' orders unreadable
+        export RATEKEEPER_URL=
+        redis-cli -u "$REDIS" hset 'rk:{api_key:sk_4}' orders unreadable
     """,
-    ("docs/operate.md", "tollkeeper reconcile "): "export TOLLKEEPER_URL=",
+    ("docs/operate.md", "ratekeeper reconcile "): "export RATEKEEPER_URL=",
 }
 # `curl` fails for a status that is not 2xx, and sends a token if the page gives none. Variables and
 # the current folder are those after the last command.
@@ -264,7 +264,7 @@ class Reader:
         shutil.copytree(world.files, self.folder)
         state = folder / "state"
         state.touch()
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("TOLLKEEPER_", "PYTEST"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("RATEKEEPER_", "PYTEST"))}
         self._installed = Path(sys.executable).parent
         programs = (world.command.folder, self._installed)
         self._environment = clean | {
@@ -274,14 +274,14 @@ class Reader:
             "XDG_STATE_HOME": str(scratch().new_folder("page")),
             "REDIS": world.redis,
             "TOKEN": world.token,
-            "TOLLKEEPER_TOKEN": world.token,
-            "TOLLKEEPER_URL": world.service.url,
-            "TOLLKEEPER_TIMEOUT": "60",
-            "TOLLKEEPER_PORT": "0",
-            "TOLLKEEPER_GRPC": "127.0.0.1:0",
-            "TOLLKEEPER_WORKERS": "1",
-            "TOLLKEEPER_DRAIN_SECONDS": "0",
-            "TOLLKEEPER_LOG_FORMAT": "json",
+            "RATEKEEPER_TOKEN": world.token,
+            "RATEKEEPER_URL": world.service.url,
+            "RATEKEEPER_TIMEOUT": "60",
+            "RATEKEEPER_PORT": "0",
+            "RATEKEEPER_GRPC": "127.0.0.1:0",
+            "RATEKEEPER_WORKERS": "1",
+            "RATEKEEPER_DRAIN_SECONDS": "0",
+            "RATEKEEPER_LOG_FORMAT": "json",
         }
         self._places: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
             (r"(?:http://)?(?:127\.0\.0\.1|localhost):8080", world.service.url),
@@ -291,13 +291,13 @@ class Reader:
             (r"\S+://\S+@limits\.(us|ap)\.example\.com", lambda found: world.regions[found[1]]),
             (r"10\.0\.0\.5:7946", f"127.0.0.1:{free_port()}"),
             (r"(?<= )/(?=(?:etc|usr/share|var/log)/)", f"{self.folder}/"),
-            (r"\btk_(?:…|\.\.\.)", world.token),
+            (r"\brk_(?:…|\.\.\.)", world.token),
             (r"^\.venv/bin/python\b", "python"),
             # These programs change other machines, or this one.
             (r"\bkubectl get configmap ratelimit -o yaml", "cat configmap.yaml"),
             (r'--reload "[^"]+"', "--reload true"),
             # One pass is enough.
-            (r"\btollkeeper top\b", "tollkeeper top --once --interval 1"),
+            (r"\bratekeeper top\b", "ratekeeper top --once --interval 1"),
         ]
 
     def here(self, text: str) -> str:
@@ -311,7 +311,7 @@ class Reader:
         text = self.here(command.text)
         if (before := entry(BEFORE, self.page, command.text)) is not None:
             self.run(f"set -e; {before}")
-        if text.startswith("tollkeeper serve "):
+        if text.startswith("ratekeeper serve "):
             self.serve(text)
         elif FOLLOWS.search(text):
             self.follow(text)
@@ -408,7 +408,7 @@ def test_the_commands_of_a_page_run(page: str, world: World, tmp_path: Path) -> 
     """Each exits with 0, or with the code that the page names, and prints what the page shows."""
     reader = Reader(page, world, tmp_path)
     for text in CONFIG.findall((ROOT / page).read_text(encoding="utf-8")):
-        (reader.folder / "tollkeeper.yaml").write_text(reader.here(f"#{text}"))
+        (reader.folder / "ratekeeper.yaml").write_text(reader.here(f"#{text}"))
     for command in ALL[page]:
         if entry(NOT_RUN, page, command.text) is None:
             reader.type(command)
@@ -431,7 +431,7 @@ def test_blocks_of_commands_have_the_form_that_is_run(page: Path) -> None:
 
 def test_the_extras_that_pages_install_exist() -> None:
     """Pip only warns about an extra that does not exist."""
-    known = set(metadata("tollkeeper").get_all("Provides-Extra") or ())
+    known = set(metadata("ratekeeper").get_all("Provides-Extra") or ())
     texts = [each.text for found in ALL.values() for each in found if "pip install" in each.text]
     named = {name for text in texts for group in EXTRAS.findall(text) for name in group.split(",")}
     assert named
@@ -441,11 +441,11 @@ def test_the_extras_that_pages_install_exist() -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("tollkeeper rules wrong", "No such command"),
-        ("tollkeeper top --wrong", "No such option"),
-        ("tollkeeper serve --wrong &", "No such option"),
+        ("ratekeeper rules wrong", "No such command"),
+        ("ratekeeper top --wrong", "No such option"),
+        ("ratekeeper serve --wrong &", "No such option"),
         ("curl http://127.0.0.1:8080/v1/nothing", "404"),
-        ("tollkeeper rules validate nothing.yaml | cat", "nothing.yaml"),
+        ("ratekeeper rules validate nothing.yaml | cat", "nothing.yaml"),
     ],
 )
 def test_a_wrong_command_is_found(typed: str, says: str, world: World, tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.service.envoy.descriptors import SETTLE
+from ratekeeper.service.http.tokens import Tokens, create_token
 from tests.envoy_process import Config, Envoy, cluster_of, example, filter_of, rate_limits_of
 from tests.redis_servers.ports import HOST, free_port
 from tests.service.envoy.client import serving
 from tests.service_process import ServiceProcess
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.service.envoy.descriptors import SETTLE
-from tollkeeper.service.http.tokens import Tokens, create_token
 
 BY_ADDRESS = {"version": 1, "rules": [
     {"id": "api", "match": {"attributes": {"domain": "shop"}}, "by": ["ip"], "limits": ["5/hour"]},
@@ -101,7 +101,7 @@ async def shared_edge() -> AsyncIterator[Edge]:
 
 def without_health_checks(config: Config) -> None:
     """Remove the health checks, so that the filter decides, not the cluster's health."""
-    del cluster_of(config, "tollkeeper")["health_checks"]
+    del cluster_of(config, "ratekeeper")["health_checks"]
 
 
 async def test_limits_hold_exactly_and_headers_reach_the_client() -> None:
@@ -162,7 +162,7 @@ async def test_the_node_reaches_the_client(shared_edge: Edge) -> None:
     paths = ("/.well-known/x", "/a..b?next=/../x", "/...", "/v1/%6Frders", "/x", "/x")
     answers = [await shared_edge.get(path) for path in paths]
     assert [each.status_code for each in answers] == [200] * 5 + [429]
-    assert {each.headers["x-tollkeeper-node"] for each in answers} == {"test-1"}
+    assert {each.headers["x-ratekeeper-node"] for each in answers} == {"test-1"}
 
 
 async def test_a_denial_has_a_body_and_retry_after() -> None:
@@ -204,7 +204,7 @@ async def test_envoys_health_check_reaches_the_service() -> None:
     async with serving(BY_ADDRESS) as service, edge(service.handle.port) as there:
         assert await there.statuses(6) == [200] * 5 + [429]
         assert "health_flags::healthy" in there.envoy.admin("clusters")
-        stats = there.envoy.admin("stats?filter=cluster.tollkeeper.health_check.success")
+        stats = there.envoy.admin("stats?filter=cluster.ratekeeper.health_check.success")
         assert not stats.strip().endswith(": 0")
 
 
@@ -398,7 +398,7 @@ async def test_an_unknown_domain_is_not_limited() -> None:
 
 
 async def test_the_real_service_with_four_workers() -> None:
-    """Every worker of `tollkeeper serve` answers Envoy, and all workers share the limit."""
+    """Every worker of `ratekeeper serve` answers Envoy, and all workers share the limit."""
     rules = {"version": 1, "rules": [{"id": "api", "by": ["ip"], "limits": ["40/hour"]}]}
     service = ServiceProcess(rules, workers=4, grpc=True)
     try:

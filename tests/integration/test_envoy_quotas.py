@@ -20,6 +20,10 @@ import httpx
 import pytest
 import yaml
 
+from ratekeeper import Request
+from ratekeeper.service.envoy import quotas
+from ratekeeper.service.grpc.server import Implementation
+from ratekeeper.service.http.envoys import EnvoyStatus
 from tests.conformance.stores import PATIENT
 from tests.envoy_load import Load, most_over
 from tests.envoy_process import (
@@ -38,10 +42,6 @@ from tests.redis_servers.single import Single
 from tests.service.admin.client import secrets_of
 from tests.service.envoy.client import Serving, serving
 from tests.service_process import ServiceProcess
-from tollkeeper import Request
-from tollkeeper.service.envoy import quotas
-from tollkeeper.service.grpc.server import Implementation
-from tollkeeper.service.http.envoys import EnvoyStatus
 
 RATE, BURST = 40, 40
 GRANTED = 600
@@ -80,7 +80,7 @@ def config_of(port: int, name: str) -> Config:
 
 def patient(config: Config) -> Config:
     """Return a configuration with which Envoy keeps its stream, however busy the machine is."""
-    options = cluster_of(config, "tollkeeper")["typed_extension_protocol_options"]
+    options = cluster_of(config, "ratekeeper")["typed_extension_protocol_options"]
     (http,) = options.values()
     http["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"] = {
         "interval": "2s",

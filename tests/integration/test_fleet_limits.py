@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter, Request
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency
+from ratekeeper.decide.stores import open_store
+from ratekeeper.fleet.store import FleetStore
 from tests.conformance.stores import PATIENCE, PATIENT
 from tests.faults.checker import Admitted, excess
 from tests.redis_servers import Cluster, Single
 from tests.redis_servers.scratch import scratch
 from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, Limit, Limiter, Request
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency
-from tollkeeper.decide.stores import open_store
-from tollkeeper.fleet.store import FleetStore
 
 WORKERS = 4
 KILLS = 2

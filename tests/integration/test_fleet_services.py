@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limiter, Request
+from ratekeeper.metrics.counters import FAMILIES
 from tests.conformance.stores import PATIENT
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess, run_to_end
-from tollkeeper import Limiter, Request
-from tollkeeper.metrics.counters import FAMILIES
 
 WAIT_S = 60.0
 DEAD_S = 6.0
@@ -134,7 +134,7 @@ def test_each_service_lists_both(fleet: Fleet) -> None:
     headers = {"Authorization": f"Bearer {fleet.token}"}
     glance = fleet.services[1].ask("GET", "/v1/admin/activity", None, headers).data["now"]["fleet"]
     assert (glance["gossip"], glance["live_nodes"], glance["alive"]) == (True, 2, 2)
-    shown = run_to_end(["fleet", "--url", fleet.services[1].url], TOLLKEEPER_TOKEN=fleet.token)
+    shown = run_to_end(["fleet", "--url", fleet.services[1].url], RATEKEEPER_TOKEN=fleet.token)
     assert shown.returncode == 0, shown.stderr
     assert "2 live" in shown.stdout
 
@@ -182,8 +182,8 @@ def test_the_metrics_of_a_node(fleet: Fleet) -> None:
         found = {
             re.sub(r"_(bucket|count|sum)$", "", line.split("{")[0].split(" ")[0]) for line in lines
         }
-        values = {"tollkeeper_fleet_live_nodes 2.0", 'tollkeeper_fleet_nodes{state="alive"} 2.0'}
-        return (names - found - {"tollkeeper_gossip_drops_total"}) | values.difference(lines)
+        values = {"ratekeeper_fleet_live_nodes 2.0", 'ratekeeper_fleet_nodes{state="alive"} 2.0'}
+        return (names - found - {"ratekeeper_gossip_drops_total"}) | values.difference(lines)
 
     until(lambda: not missing(), "every metric has a value", WAIT_S, missing)
 

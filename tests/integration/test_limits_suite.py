@@ -79,9 +79,9 @@ def test_every_file_of_tests_is_run_or_left_out_for_a_reason(distribution: Path)
 
 def test_the_tests_of_limits_pass_on_our_storages(distribution: Path, tmp_path: Path) -> None:
     """All tests pass but the listed exceptions, which fail; on memory, a file and two Redis."""
-    storages = {"memory": "tollkeeper+memory://", "shared": f"tollkeeper+shared://{tmp_path}/file"}
+    storages = {"memory": "ratekeeper+memory://", "shared": f"ratekeeper+shared://{tmp_path}/file"}
     storages |= {
-        f"redis-{kind}": f"tollkeeper+{running(kind).uri}" for kind in ("single", "cluster")
+        f"redis-{kind}": f"ratekeeper+{running(kind).uri}" for kind in ("single", "cluster")
     }
     outcomes_file = tmp_path / "outcomes.json"
     # Their configuration and conftest.py are for servers in containers.

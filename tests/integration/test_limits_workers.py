@@ -21,10 +21,10 @@ def test_workers_share_a_limit_exactly(
 
     Requests are sent until every worker has denied one, so that none has room left.
     """
-    uri = {"shared": f"tollkeeper+shared://{tmp_path}/app.limits", "memory of limits": "memory://"}
+    uri = {"shared": f"ratekeeper+shared://{tmp_path}/app.limits", "memory of limits": "memory://"}
     if storage == "redis":
         running("single").flush()
-        uri[storage] = f"tollkeeper+{running('single').uri}?deadline_ms=10000"
+        uri[storage] = f"ratekeeper+{running('single').uri}?deadline_ms=10000"
     monkeypatch.setenv("STORAGE_URI", uri[storage])
     admitted: list[int] = []
     denied: set[int] = set()

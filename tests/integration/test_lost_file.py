@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limiter, StoreUnavailable
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess
-from tollkeeper import Limiter, StoreUnavailable
 
 OPTIONS = "capacity=5000&log_bytes=65536"
 SECONDS_MAX = 60
@@ -25,7 +25,7 @@ SECONDS_MAX = 60
 # Checks keys until the store has failed and works again. Then it spends three units of "shared".
 WORKER = """
 import json, sys, threading, time
-from tollkeeper import Limit, Limiter, StoreError, StoreUnavailable
+from ratekeeper import Limit, Limiter, StoreError, StoreUnavailable
 limits = [Limit(1000, per=3600), Limit(5, per=3600, name="log", algorithm="sliding_window_log")]
 limiter = Limiter(limits[:1], store=sys.argv[1], on_failure="raise")
 logs = Limiter(limits[1:], store=limiter.store, on_failure="raise")
@@ -154,7 +154,7 @@ def test_noise_over_the_whole_file_crashes_no_process(path: Path) -> None:
     with worker(path) as process:
         overwrite_with_noise(path)
         noise = path.read_bytes()
-        with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and was not changed"):
+        with pytest.raises(StoreUnavailable, match="is not a Ratekeeper file and was not changed"):
             Limiter("1000/hour", store=f"shared://{path}?{OPTIONS}")
         assert len(path.read_bytes()) == len(noise)
         path.unlink()
@@ -194,7 +194,7 @@ logs = Limiter(limits[1:], store=limiter.store, on_failure="raise")"""
 # A bus error in memory that is not ours.
 FOREIGN = """
 import mmap, os, sys, tempfile
-from tollkeeper import Limiter
+from ratekeeper import Limiter
 exec(sys.argv[2])
 limiter = Limiter("5/hour", store=sys.argv[1])
 limiter.check("me")
@@ -226,7 +226,7 @@ def test_a_sent_signal_reaches_the_application(path: Path) -> None:
     """SIGBUS from another process goes to the application's handler, or ends the process."""
     script = (
         "import os, signal, sys\n"
-        "from tollkeeper import Limiter\n"
+        "from ratekeeper import Limiter\n"
         "if sys.argv[2]: signal.signal(signal.SIGBUS, lambda *_: print('handled'))\n"
         "limiter = Limiter('5/hour', store=sys.argv[1])\n"
         "os.kill(os.getpid(), signal.SIGBUS)\n"
@@ -271,7 +271,7 @@ def test_a_loss_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> 
         path.unlink()
         wait_for_loss(limiter)
         assert limiter.check("me").remaining == 4
-    (record,) = (each for each in caplog.records if each.name == "tollkeeper")
+    (record,) = (each for each in caplog.records if each.name == "ratekeeper")
     assert record.levelname == "ERROR"
     assert record.getMessage() == (
         f"{path} was removed while it was in use; it was opened again, and the quotas in the lost "

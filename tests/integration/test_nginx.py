@@ -87,10 +87,10 @@ class Edge:
 
 
 @contextmanager
-def edge(tollkeeper_port: int, change: Mapping[str, str] | None = None) -> Iterator[Edge]:
+def edge(ratekeeper_port: int, change: Mapping[str, str] | None = None) -> Iterator[Edge]:
     """Run the example's nginx with the service on this port, with some text replaced."""
     with serving(Application()) as application:
-        text = example(application.server_address[1], tollkeeper_port)
+        text = example(application.server_address[1], ratekeeper_port)
         for old, new in (change or {}).items():
             assert old in text
             text = text.replace(old, new)
@@ -172,7 +172,7 @@ def test_forged_headers_change_nothing(there: Edge) -> None:
         {"Forwarded": "for=198.51.100.3"},
         {"X-Real-IP": "198.51.100.4"},
         {"X-Original-URI": "/free", "X-Forwarded-Uri": "/free"},
-        {"X-Original-Method": "POST", "X-Tollkeeper-Token": "tk_x"},
+        {"X-Original-Method": "POST", "X-Ratekeeper-Token": "rk_x"},
     ]
     found = [there.get("/spoofed", headers=each).status_code for each in forged]
     assert found == [200, 200, 200, 429, 429, 429]
@@ -237,15 +237,15 @@ def test_paths_that_only_look_like_dot_segments_pass(there: Edge) -> None:
 
 def test_the_node_that_decided_is_named(there: Edge, service: ServiceProcess) -> None:
     """On allowed requests and on denials."""
-    node = service.ask("GET", "/healthz").headers["x-tollkeeper-node"]
+    node = service.ask("GET", "/healthz").headers["x-ratekeeper-node"]
     answers = [there.get("/keys/1", headers={"X-API-Key": "node"}) for _ in range(3)]
     assert [each.status_code for each in answers] == [200, 200, 429]
-    assert {each.headers["x-tollkeeper-node"] for each in answers} == {node}
+    assert {each.headers["x-ratekeeper-node"] for each in answers} == {node}
 
 
 def test_clients_cannot_reach_the_internal_location(there: Edge) -> None:
     """The location that calls the service is internal."""
-    assert there.get("/_tollkeeper").status_code == 404
+    assert there.get("/_ratekeeper").status_code == 404
 
 
 @pytest.mark.parametrize(("lines", "status"), [(True, 200), (False, 500)])
@@ -275,8 +275,8 @@ def test_an_unavailable_store_and_a_closed_rule_are_503() -> None:
 def test_a_request_of_traefik_is_answered(service: ServiceProcess) -> None:
     """The address in Traefik's example answers 200, and then 429 with a body."""
     written = yaml.safe_load(TRAEFIK.read_text(encoding="utf-8"))["http"]
-    asks = written["middlewares"]["tollkeeper"]["forwardAuth"]
-    assert written["routers"]["shop"]["middlewares"] == ["tollkeeper"]
+    asks = written["middlewares"]["ratekeeper"]["forwardAuth"]
+    assert written["routers"]["shop"]["middlewares"] == ["ratekeeper"]
     address = urlsplit(asks["address"])
     path = f"{address.path}?{address.query}"
     # Traefik sends the client's headers, and describes the request in its own headers.

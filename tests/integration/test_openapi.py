@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
+from ratekeeper.service.http import openapi
 from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.service.http import openapi
 
 
 @pytest.fixture(scope="module")

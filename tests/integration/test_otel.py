@@ -45,10 +45,10 @@ def test_checks_of_the_service_join_the_trace_of_the_caller(tmp_path: Path) -> N
         assert service.ask("POST", "/v1/check", {"user": "secret-user"}).status == 200
         found = until(lambda: len(spans()) == 2 and spans(), "two spans", 10, spans)
     first, second = found
-    assert first["name"] == second["name"] == "tollkeeper.check"
+    assert first["name"] == second["name"] == "ratekeeper.check"
     assert first["context"]["trace_id"] == f"0x{TRACE}"
     assert first["parent_id"] == f"0x{CALLER}"
     assert second["parent_id"] is None
-    assert first["attributes"]["tollkeeper.rule"] == "users"
-    assert first["attributes"]["tollkeeper.outcome"] == "allowed"
+    assert first["attributes"]["ratekeeper.rule"] == "users"
+    assert first["attributes"]["ratekeeper.outcome"] == "allowed"
     assert "secret-user" not in json.dumps(found)

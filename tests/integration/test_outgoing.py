@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ratekeeper import AsyncLimiter, Limiter
+from ratekeeper.core.steps import run_async
+from ratekeeper.httpx import AsyncLimitTransport, LimitTransport
 from tests.http_thread import serving
 from tests.integration.outgoing_worker import LIMIT, WINDOW_NS
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single, running
-from tollkeeper import AsyncLimiter, Limiter
-from tollkeeper.core.steps import run_async
-from tollkeeper.httpx import AsyncLimitTransport, LimitTransport
 
 PROCESSES, THREADS, REQUESTS = 3, 4, 2
 DELAY_SECONDS_MAX = 0.3

@@ -20,13 +20,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper.metrics import operations
+from ratekeeper.metrics.counters import FAMILIES, JOIN, LimiterMetrics
 from tests.prometheus_process import PrometheusProcess, promtool
 from tests.redis_servers import Single, running, until
 from tests.service.envoy.client import caller_on, entries
 from tests.service_process import ServiceProcess
-from tollkeeper import AsyncLimiter, Limiter, Request
-from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import FAMILIES, JOIN, LimiterMetrics
 
 WAIT_SECONDS = 60.0
 
@@ -128,7 +128,7 @@ def test_sums_never_go_down_when_workers_die() -> None:
             return now
 
         def allowed() -> float:
-            name = ("tollkeeper_checks_total", ("allowed",))
+            name = ("ratekeeper_checks_total", ("allowed",))
             return scraped().get(name, 0)
 
         total = 0
@@ -145,8 +145,8 @@ def test_sums_never_go_down_when_workers_die() -> None:
             until(back, "other workers have replaced them", WAIT_SECONDS, service.worker_pids)
         found = {name: value for (name, _), value in scraped().items()}
         assert allowed() == total
-        assert found["tollkeeper_worker_starts_total"] == 6
-        assert found["tollkeeper_decision_seconds_count"] == total
+        assert found["ratekeeper_worker_starts_total"] == 6
+        assert found["ratekeeper_decision_seconds_count"] == total
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def names_used() -> set[str]:
     texts += [
         each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
     ]
-    found = {name for text in texts for name in re.findall(r"tollkeeper_\w+", text)}
+    found = {name for text in texts for name in re.findall(r"ratekeeper_\w+", text)}
     return {re.sub(r"(_seconds)_(bucket|count|sum)$", r"\1", name) for name in found}
 
 
@@ -256,8 +256,8 @@ def quickened() -> str:
 
 
 OTHER_METRICS = (
-    *("tollkeeper_fleet_", "tollkeeper_gossip_", "tollkeeper_region_"),
-    *("tollkeeper_envoy_quota_", "tollkeeper_grpc_resets_"),
+    *("ratekeeper_fleet_", "ratekeeper_gossip_", "ratekeeper_region_"),
+    *("ratekeeper_envoy_quota_", "ratekeeper_grpc_resets_"),
 )
 # No rule of this service is leased, it does not gossip, it is in no region, no Envoy has quotas
 # from it, and no client of gRPC misbehaves.
@@ -279,18 +279,18 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         checked(service, 2, api_key="bad")
         await ask_grpc(service.grpc)
         until(
-            lambda: prometheus.query("tollkeeper_checks_total{outcome='blocked'} == 2"),
+            lambda: prometheus.query("ratekeeper_checks_total{outcome='blocked'} == 2"),
             "Prometheus has the checks",
             WAIT_SECONDS,
-            lambda: prometheus.query("tollkeeper_checks_total"),
+            lambda: prometheus.query("ratekeeper_checks_total"),
         )
         # Another worker may have counted this, and another scrape may bring it.
         until(
-            lambda: prometheus.query("tollkeeper_grpc_requests_total{code='OK'} == 1"),
+            lambda: prometheus.query("ratekeeper_grpc_requests_total{code='OK'} == 1"),
             "Prometheus has the gRPC call",
             WAIT_SECONDS,
         )
-        assert not prometheus.firing() & {"TollkeeperDegraded", "TollkeeperBreakerOpen"}
+        assert not prometheus.firing() & {"RatekeeperDegraded", "RatekeeperBreakerOpen"}
         holding = {"States", "Memory of the store", "Clock offset", "Keys lost"}
         panels = queries()
         until(
@@ -302,7 +302,7 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
 
         def fires() -> bool:
             checked(service, 8, tenant="t")
-            return {"TollkeeperDegraded", "TollkeeperBreakerOpen"} <= prometheus.firing()
+            return {"RatekeeperDegraded", "RatekeeperBreakerOpen"} <= prometheus.firing()
 
         until(fires, "the alerts fire", WAIT_SECONDS, prometheus.firing)
 
@@ -314,11 +314,11 @@ async def test_a_real_prometheus_scrapes_and_alerts_when_redis_dies(redis: Singl
         until(lambda: empty() <= known, "every other panel shows something", WAIT_SECONDS, empty)
         checked(service, 2, user="2")
         assert promtool("check", "metrics", given=scrape(service)).returncode == 0
-        unknown = {f"tollkeeper_store_{each}" for each in ("states", "states_max", "bytes")}
+        unknown = {f"ratekeeper_store_{each}" for each in ("states", "states_max", "bytes")}
         unknown |= {
-            "tollkeeper_clock_offset_seconds",
-            "tollkeeper_store_keys_evicted_total",
-            "tollkeeper_store_kept_since_seconds",
+            "ratekeeper_clock_offset_seconds",
+            "ratekeeper_store_keys_evicted_total",
+            "ratekeeper_store_kept_since_seconds",
         }
 
         def missing() -> set[str]:

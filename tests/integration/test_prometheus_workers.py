@@ -16,8 +16,8 @@ APPLICATION = """
 import os
 from flask import Flask
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from tollkeeper.flask import RateLimit
-from tollkeeper.metrics.prometheus import register
+from ratekeeper.flask import RateLimit
+from ratekeeper.metrics.prometheus import register
 
 app = Flask(__name__)
 limit = RateLimit(app, store=os.environ["STORE"])

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limit, Limiter, Request, open_store
+from ratekeeper.control.follow import STOP_S_MAX, announce
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.model import Document, Rule
 from tests.postgres_server import Postgres, running_postgres
 from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
-from tollkeeper import Limit, Limiter, Request, open_store
-from tollkeeper.control.follow import STOP_S_MAX, announce
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.model import Document, Rule
 
 NODES = 2
 # Never reached: a denial under load would be a defect.
@@ -372,7 +372,7 @@ async def test_closing_does_not_wait_for_a_database_that_hangs() -> None:
         # After the server resumes, no thread is left.
         await asyncio.to_thread(
             until,
-            lambda: not any(each.name == "tollkeeper-rules" for each in threading.enumerate()),
+            lambda: not any(each.name == "ratekeeper-rules" for each in threading.enumerate()),
             "the thread that followed the rules ends",
             SECONDS_MAX,
         )

@@ -1,4 +1,4 @@
-"""`tollkeeper reconcile` on a real Redis: the tests create defects, and it finds and repairs them.
+"""`ratekeeper reconcile` on a real Redis: the tests create defects, and it finds and repairs them.
 
 Healthy states are compared before and after, byte by byte: none of them may change.
 """
@@ -15,16 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
-from tests.integration.redis_wires import key_of
-from tests.redis_servers import Single, User, running
-from tests.service_process import run_to_end
-from tollkeeper import Limit, Limiter
-from tollkeeper.cli import reconcile as reconciling
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.leasing import LeaseCheck, LeaseTerms
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.audit import (
+from ratekeeper import Limit, Limiter
+from ratekeeper.cli import reconcile as reconciling
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.leasing import LeaseCheck, LeaseTerms
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.audit import (
     PAGE_KEYS,
     AuditedServer,
     AuditPace,
@@ -32,9 +28,13 @@ from tollkeeper.decide.stores.redis.audit import (
     remove,
     set_expiry,
 )
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.rules.document.reading import from_data
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.topology import Topology
+from ratekeeper.rules.document.reading import from_data
+from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
+from tests.integration.redis_wires import key_of
+from tests.redis_servers import Single, User, running
+from tests.service_process import run_to_end
 
 ALGORITHMS: tuple[Any, ...] = (
     *("token_bucket", "leaky_bucket", "fixed_window"),
@@ -85,7 +85,7 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
     logs = [Limit(4_000, per=per, algorithm="sliding_window_log") for per in (50, 60, 70)]
     with Limiter(logs, store=patient(single.uri), name="logs") as limiter:
         limiter.check("user:2", cost=4_000)
-        assert single.admin.hlen("tk:{user:2}") > 128
+        assert single.admin.hlen("rk:{user:2}") > 128
         counted = limiter.stats()
     report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
@@ -153,7 +153,7 @@ def test_defect_is_found_and_nothing_changes(defect: str, single: Single) -> Non
     assert set(wrong(report)) == {kind}
     (finding,) = found(report, kind)
     assert report.exit_code == 1
-    assert "tk:{user:7}" in finding.where[0]
+    assert "rk:{user:7}" in finding.where[0]
     assert finding.remedy
     assert (report.repairs, dumped(single)) == ((), before)
 
@@ -173,7 +173,7 @@ def test_repair(defect: str, repair: str, single: Single) -> None:
     assert [each.done for each in report.repairs] == ([True] if kind in repairable else [])
     after = dumped(single)
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed == ({"tk:{user:7}"} if kind in repairable else set())
+    assert changed == ({"rk:{user:7}"} if kind in repairable else set())
     again = reconciled(single.uri, document=document())
     assert wrong(again) == ({} if kind in repairable else wrong(report))
     if kind == "unreadable" and repair == "all":
@@ -196,10 +196,10 @@ def test_repaired_expiry_is_as_long_as_limits_need(single: Single) -> None:
 
 def test_unknown_expiry_needs_the_rules(single: Single) -> None:
     """An unreadable key without an expiry is not repaired without the rules."""
-    single.admin.hset("tk:{user:1}", "orders", "garbage")
+    single.admin.hset("rk:{user:1}", "orders", "garbage")
     left = reconciled(single.uri, repair="expiry")
     assert [(each.done, "--rules" in each.what) for each in left.repairs] == [(False, True)]
-    assert single.admin.pttl("tk:{user:1}") == -1
+    assert single.admin.pttl("rk:{user:1}") == -1
     repaired = reconciled(single.uri, repair="expiry", document=document())
     assert [each.done for each in repaired.repairs] == [True]
 
@@ -213,10 +213,10 @@ def test_log_without_its_times(single: Single) -> None:
         for number in range(3):
             limiter.check(f"user:{number}")
     assert wrong(reconciled(single.uri, document=from_data(rules))) == {}
-    chunk = next(each for each in single.admin.hkeys("tk:{user:1}") if each.startswith("\x01"))
-    single.admin.hdel("tk:{user:1}", chunk)
+    chunk = next(each for each in single.admin.hkeys("rk:{user:1}") if each.startswith("\x01"))
+    single.admin.hdel("rk:{user:1}", chunk)
     (finding,) = found(reconciled(single.uri, document=from_data(rules)), "unreadable")
-    assert finding.where[0].startswith("tk:{user:1} on ")
+    assert finding.where[0].startswith("rk:{user:1} on ")
     assert "times is missing" in finding.where[0]
 
 
@@ -244,7 +244,7 @@ def test_key_that_changed_since_the_scan_is_not_repaired(single: Single) -> None
     single.admin.set(keys[3], "text")
     with_topology = Topology(parse(single.uri))
     try:
-        (scanned,) = audit(with_topology, "tk", AuditPace(pause_seconds=0))
+        (scanned,) = audit(with_topology, "rk", AuditPace(pause_seconds=0))
         for key in keys[1:4]:
             single.admin.restore(key, 100_000, values[key], replace=True)
         before = dumped(single)
@@ -284,22 +284,22 @@ def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
     pipeline = single.admin.pipeline()
     for number in range(keys):
         pipeline.hset(
-            f"tk:{{user:{number}}}",
+            f"rk:{{user:{number}}}",
             "a",
             b"\x95\xcf\x00\x06\x00\x00\x00\x00\x00\x00\x64\x04\x00\x01",
         )
-        pipeline.expire(f"tk:{{user:{number}}}", 900)
+        pipeline.expire(f"rk:{{user:{number}}}", 900)
     pipeline.execute()
     pauses: list[float] = []
     topology = Topology(parse(single.uri))
     try:
-        (scanned,) = audit(topology, "tk", AuditPace(0, 0.25, sleep=pauses.append))
+        (scanned,) = audit(topology, "rk", AuditPace(0, 0.25, sleep=pauses.append))
         assert (scanned.keys, scanned.states, scanned.complete) == (keys, keys, True)
         assert scanned.defects == []
         assert len(pauses) >= 2
         assert set(pauses) == {0.25}
         assert len(scanned.sample) == 200
-        (some,) = audit(topology, "tk", AuditPace(keys_max=700, pause_seconds=0))
+        (some,) = audit(topology, "rk", AuditPace(keys_max=700, pause_seconds=0))
         assert (some.keys, some.complete) == (700, False)
     finally:
         topology.close()
@@ -336,11 +336,11 @@ def test_permissions() -> None:
     mending = "+eval +pexpire +hget +hdel +del"
     users = [
         User("none", "a", "~* +ping"),
-        User("some", "b", f"~tk:* {needed} +ping"),
-        User("more", "c", f"~tk:* {needed} +ping {mending}"),
+        User("some", "b", f"~rk:* {needed} +ping"),
+        User("more", "c", f"~rk:* {needed} +ping {mending}"),
     ]
     with Single(users=users) as server:
-        server.admin.hset("tk:{user:1}", "a", "garbage")
+        server.admin.hset("rk:{user:1}", "a", "garbage")
         with pytest.raises(StoreUnavailable, match=r"an audit needs \+scan \+type"):
             reconciled(server.uri)
         looking, changing = (server.uri.replace("none:a@", each) for each in ("some:b@", "more:c@"))
@@ -363,11 +363,11 @@ def test_command_prints_each_repair(single: Single) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     repaired = [line for line in done.stdout.splitlines() if line.startswith("repaired")]
     assert len(repaired) == 1
-    assert f"tk:{{user:0}} on 127.0.0.1:{single.port}: expires in " in repaired[0]
+    assert f"rk:{{user:0}} on 127.0.0.1:{single.port}: expires in " in repaired[0]
     assert single.admin.type(keys[1]) == "string"
     as_json = run_to_end(["reconcile", "--store", single.uri, "--repair=all", "--json"])
     data = json.loads(as_json.stdout)
-    assert [(each["key"], each["done"]) for each in data["repairs"]] == [("tk:{user:1}", True)]
+    assert [(each["key"], each["done"]) for each in data["repairs"]] == [("rk:{user:1}", True)]
     clean = run_to_end(["reconcile", "--store", single.uri])
     assert clean.returncode == 0, clean.stdout
 
@@ -376,7 +376,7 @@ def test_job_prints_a_line_per_run() -> None:
     """Also while the store is unavailable; SIGTERM ends it with exit code 0."""
     with Single() as server:
         spend(server.uri)
-        command = [sys.executable, "-m", "tollkeeper", "reconcile", "--store", server.uri]
+        command = [sys.executable, "-m", "ratekeeper", "reconcile", "--store", server.uri]
         with subprocess.Popen([*command, "--every", "1s"], stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
@@ -412,6 +412,6 @@ def test_defects_are_counted_and_some_are_named(
 def audited(server: Single) -> AuditedServer:
     topology = Topology(parse(server.uri))
     try:
-        return audit(topology, "tk", AuditPace(pause_seconds=0))[0]
+        return audit(topology, "rk", AuditPace(pause_seconds=0))[0]
     finally:
         topology.close()

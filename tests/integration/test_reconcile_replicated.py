@@ -1,4 +1,4 @@
-"""`tollkeeper reconcile` with replicas: a cluster, Sentinels, and a pair that differs."""
+"""`ratekeeper reconcile` with replicas: a cluster, Sentinels, and a pair that differs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from threading import Event, Thread
 
 import pytest
 
+from ratekeeper import Limiter
+from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.integration.reconciling import found, patient, reconciled, spend, wrong
 from tests.redis_servers import Cluster, Single, running, until
-from tollkeeper import Limiter
-from tollkeeper.decide.stores.redis.topology import slot_of
 
 SECONDS_MAX = 30.0
 # Writes on the primary that are not replicated.
@@ -64,7 +64,7 @@ def test_write_that_was_not_replicated_is_drift(cluster: Cluster) -> None:
     drift = [each for each in found(report, "drift") if each.level == "problem"]
     assert len(drift) == 1
     assert f"of 127.0.0.1:{node.port}" in drift[0].where[0]
-    assert drift[0].where[1] == "tk:{user:0}: its fields differ"
+    assert drift[0].where[1] == "rk:{user:0}: its fields differ"
     cluster.flush()
 
 
@@ -73,7 +73,7 @@ def test_clocks_that_differ(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
     spend(cluster.uri)
     (fine,) = found(reconciled(cluster.uri), "clock")
     assert (fine.level, "servers agree" in fine.what) == ("ok", True)
-    monkeypatch.setattr("tollkeeper.decide.stores.redis.findings.CLOCK_SPREAD_MS_MAX", -1.0)
+    monkeypatch.setattr("ratekeeper.decide.stores.redis.findings.CLOCK_SPREAD_MS_MAX", -1.0)
     (apart,) = found(reconciled(cluster.uri), "clock")
     assert apart.level == "warning"
     assert "NTP" in apart.remedy
@@ -132,14 +132,14 @@ def test_replica_that_differs(how: str, words: str, pair: tuple[Single, Single])
     primary.flush()
     spend(primary.uri)
     in_sync(primary)
-    key = "tk:{user:5}"
+    key = "rk:{user:5}"
     match how:
         case "field":
             replica.admin.hset(key, "orders", "other")
         case "missing":
             replica.admin.delete(key)
         case "extra":
-            key = "tk:{user:more}"
+            key = "rk:{user:more}"
             replica.admin.hset(key, "orders", "1")
         case "expiry":
             replica.admin.persist(key)

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from tests.history.databases import event, rows, until_async
-from tests.postgres_server import Postgres, running_postgres
-from tollkeeper.control.database import Database
-from tollkeeper.core.errors import StoreError
-from tollkeeper.history import sink as sinks
-from tollkeeper.history import tables
-from tollkeeper.history.events import NUMBER_MAX, PART
-from tollkeeper.history.reading import (
+from ratekeeper.control.database import Database
+from ratekeeper.core.errors import StoreError
+from ratekeeper.history import sink as sinks
+from ratekeeper.history import tables
+from ratekeeper.history.events import NUMBER_MAX, PART
+from ratekeeper.history.reading import (
     DecisionCursor,
     GroupRow,
     MostRow,
@@ -30,9 +28,11 @@ from tollkeeper.history.reading import (
     UsageRow,
     UsageStep,
 )
-from tollkeeper.history.sink import EVENTS_MAX, Sink, WritePace
-from tollkeeper.history.tables import Retention, Trimmer
-from tollkeeper.testing import ManualClock
+from ratekeeper.history.sink import EVENTS_MAX, Sink, WritePace
+from ratekeeper.history.tables import Retention, Trimmer
+from ratekeeper.testing import ManualClock
+from tests.history.databases import event, rows, until_async
+from tests.postgres_server import Postgres, running_postgres
 
 # 2027-01-15T08:00:00Z.
 NOW_S = 1_800_000_000
@@ -41,10 +41,10 @@ TODAY = date(2027, 1, 15)
 DAY_S = 86_400
 ALL = RecordFilter(NOW_US - 10 * DAY_S * 10**6, NOW_US + DAY_S * 10**6)
 TABLES = (
-    *("tollkeeper_usage", "tollkeeper_decisions"),
-    *("tollkeeper_record_writers", "tollkeeper_record_state"),
+    *("ratekeeper_usage", "ratekeeper_decisions"),
+    *("ratekeeper_record_writers", "ratekeeper_record_state"),
 )
-SUMS = "SELECT count(*), sum(allowed), sum(denied), sum(units) FROM tollkeeper_usage"
+SUMS = "SELECT count(*), sum(allowed), sum(denied), sum(units) FROM ratekeeper_usage"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -257,7 +257,7 @@ async def test_counts_of_concurrent_writers_add_up(url: str) -> None:
     await asyncio.gather(*(write(number) for number in range(8)))
     found = await rows(url, SUMS)
     assert [int(each) for each in found[0][1:]] == [4_000, 0, 8_000]
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(800,)]
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(800,)]
 
 
 async def test_minutes_become_hours_while_others_write(
@@ -285,7 +285,7 @@ async def test_minutes_become_hours_while_others_write(
     await other.close()
     found = await rows(url, f"{SUMS} WHERE step_s = 3600")
     assert [int(each) for each in found[0][1:]] == [600, 600, 600]
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_usage WHERE step_s = 60") == [(0,)]
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_usage WHERE step_s = 60") == [(0,)]
     by_minute = await records.usage(ALL, "minute", 1_000)
     assert {row.step_s for row in by_minute} == {3600}, "older usage exists only by the hour"
 
@@ -309,7 +309,7 @@ async def test_dropped_tables_are_created_again(url: str, gone: tuple[str, ...])
     await sink.finish()
     await sink.close()
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
-    found = await rows(url, "SELECT max(at_us) FROM tollkeeper_decisions")
+    found = await rows(url, "SELECT max(at_us) FROM ratekeeper_decisions")
     assert found == [(NOW_US + 1,)]
 
 
@@ -324,7 +324,7 @@ async def bytes_of(url: str) -> int:
     found = await rows(
         url,
         "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' "
-        "AND relname LIKE 'tollkeeper%'",
+        "AND relname LIKE 'ratekeeper%'",
     )
     return int(found[0][0])
 
@@ -357,13 +357,13 @@ async def test_a_flood_of_random_keys_stays_below_the_bound(
             await workers[0].close()
             workers[0] = worker()
         clock.advance(60)
-        [(decisions,)] = await rows(url, "SELECT count(*) FROM tollkeeper_decisions")
-        [(used, total)] = await rows(url, "SELECT count(*), sum(allowed) FROM tollkeeper_usage")
+        [(decisions,)] = await rows(url, "SELECT count(*) FROM ratekeeper_decisions")
+        [(used, total)] = await rows(url, "SELECT count(*), sum(allowed) FROM ratekeeper_usage")
         assert decisions <= keep.rows_max
         assert used <= keep.rows_max + 12
         assert int(total) == 1 + (minute + 1) * 4 * 151, "usage is never dropped"
         assert await bytes_of(url) < keep.bytes_max
-    ann = "SELECT sum(allowed) FROM tollkeeper_usage WHERE subject = 'user:ann'"
+    ann = "SELECT sum(allowed) FROM ratekeeper_usage WHERE subject = 'user:ann'"
     assert [int(each[0]) for each in await rows(url, ann)] == [49]
     for each in workers:
         await each.close()
@@ -388,15 +388,15 @@ async def test_records_of_the_first_version_are_kept(url: str, records: Records)
         if is_postgresql:
             await tables.create_days(connection, [TODAY])
         for statement in (
-            "INSERT INTO tollkeeper_record_state (id, version, tended_s) VALUES (1, 1, 0)",
-            f"INSERT INTO tollkeeper_usage VALUES ('user:1', 'orders', 60, {NOW_S}, 1, 2, 3)",
+            "INSERT INTO ratekeeper_record_state (id, version, tended_s) VALUES (1, 1, 0)",
+            f"INSERT INTO ratekeeper_usage VALUES ('user:1', 'orders', 60, {NOW_S}, 1, 2, 3)",
         ):
             await connection.execute(text(statement))
         old = event(NOW_US)._asdict()
         columns = list(old)[:12]
         await connection.execute(
             text(
-                f"INSERT INTO tollkeeper_decisions ({', '.join(columns)}) "
+                f"INSERT INTO ratekeeper_decisions ({', '.join(columns)}) "
                 f"VALUES ({', '.join(f':{name}' for name in columns)})"
             ),
             {name: old[name] for name in columns},
@@ -452,7 +452,7 @@ async def test_each_filter_of_decisions_has_an_index(
         [(statement, given)] = asked
         plan = await connection.execute(text(f"EXPLAIN QUERY PLAN {statement}"), dict(given))
         shown = " ".join(str(row[3]) for row in plan)
-    assert f"tollkeeper_decisions_{index}" in shown
+    assert f"ratekeeper_decisions_{index}" in shown
     assert "TEMP B-TREE" not in shown, "the index is in the order of the page"
     await sink.close()
     await records.close()
@@ -487,7 +487,7 @@ async def test_partitions_are_created_ahead_and_dropped_by_age() -> None:
             first + timedelta(days=each) for each in range((ahead - first).days + 1)
         ]
         clock.advance(DAY_S)
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(8,)]
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(8,)]
     assert sink.dropped() == 0
     await sink.close()
 
@@ -500,7 +500,7 @@ async def test_decisions_without_a_partition_are_dropped_and_counted() -> None:
     sink.offer([event(at_us) for at_us in (NOW_US - month_us, NOW_US, NOW_US + month_us)])
     await sink.finish()
     assert sink.dropped() == 2
-    assert await rows(url, "SELECT at_us FROM tollkeeper_decisions") == [(NOW_US,)]
+    assert await rows(url, "SELECT at_us FROM ratekeeper_decisions") == [(NOW_US,)]
     await sink.close()
 
 
@@ -545,7 +545,7 @@ async def test_a_dropped_partition_is_created_again() -> None:
     await sink.finish()
     await sink.close()
     assert sink.dropped() == 0
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(1,)]
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
 
 
@@ -558,8 +558,8 @@ async def test_a_node_whose_clock_is_ahead_trims_nothing() -> None:
     await right.finish()
     wrong = Sink(Database(url), now_ns=lambda: time.time_ns() + 200 * DAY_S * 10**9)
     await wrong._trim()
-    assert (await rows(url, "SELECT tended_s FROM tollkeeper_record_state"))[0][0] > 0
-    assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(1,)]
+    assert (await rows(url, "SELECT tended_s FROM ratekeeper_record_state"))[0][0] > 0
+    assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(1,)]
     assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 1, 1, 1]
     await right.close()
     await wrong.close()
@@ -573,8 +573,8 @@ async def await_failure(sink: Sink) -> None:
 
 async def test_a_paused_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are kept while they fit; then each is written once."""
-    monkeypatch.setattr("tollkeeper.control.database.TRANSACTION_SECONDS_MAX", 0.5)
-    monkeypatch.setattr("tollkeeper.control.database.CONNECT_SECONDS_MAX", 0.5)
+    monkeypatch.setattr("ratekeeper.control.database.TRANSACTION_SECONDS_MAX", 0.5)
+    monkeypatch.setattr("ratekeeper.control.database.CONNECT_SECONDS_MAX", 0.5)
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MIN", 0.05)
     monkeypatch.setattr(sinks, "RETRY_SECONDS_MAX", 0.2)
     with Postgres() as server:
@@ -601,7 +601,7 @@ async def test_a_paused_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> No
         await running
         await sink.finish()
         await sink.close()
-        assert await rows(url, "SELECT count(*) FROM tollkeeper_decisions") == [(kept,)]
+        assert await rows(url, "SELECT count(*) FROM ratekeeper_decisions") == [(kept,)]
         assert [int(each) for each in (await rows(url, SUMS))[0]] == [1, 3, 3, 3]
 
 

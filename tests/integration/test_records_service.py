@@ -102,7 +102,7 @@ class RecordedService:
             int(sample.value)
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name == "tollkeeper_records_dropped_total"
+            if sample.name == "ratekeeper_records_dropped_total"
         )
 
 
@@ -152,7 +152,7 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
         found.check([{"tenant": "late", "user": "late"}] * 20)
         assert found.service.end(signal.SIGTERM) == 0
         with sqlite3.connect(found.service.data / "records.db") as database:
-            late = "SELECT sum(allowed) FROM tollkeeper_usage WHERE subject = 'user:late'"
+            late = "SELECT sum(allowed) FROM ratekeeper_usage WHERE subject = 'user:late'"
             assert database.execute(late).fetchall() == [(20,)]
         database.close()
 
@@ -205,7 +205,7 @@ def test_a_locked_file_does_not_affect_checks(tmp_path: Path) -> None:
 
         def accounted() -> tuple[int, int]:
             with sqlite3.connect(path) as database:
-                [(count,)] = database.execute("SELECT count(*) FROM tollkeeper_decisions")
+                [(count,)] = database.execute("SELECT count(*) FROM ratekeeper_decisions")
             database.close()
             return int(count), found.dropped()
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper import AsyncLimiter
+from ratekeeper.control.database import Database
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
+from ratekeeper.service.envoy.server import start
+from ratekeeper.service.http.tokens import create_token
 from tests.service.envoy.client import FakeContext, entries, grpc_client
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper import AsyncLimiter
-from tollkeeper.control.database import Database
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
-from tollkeeper.service.envoy.server import start
-from tollkeeper.service.http.tokens import create_token
 
 ENVOY_RULES = """
 version: 1

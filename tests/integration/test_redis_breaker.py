@@ -14,6 +14,16 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from ratekeeper.decide.store import BreakerState
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.redis import breakers
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.integration.redis_wires import (
     COUNTED,
     SECONDS_MAX,
@@ -28,16 +38,6 @@ from tests.integration.redis_wires import (
 )
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Cluster, Server, Single, until
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.decide.store import BreakerState
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.decide.stores.redis import breakers
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.decide.stores.redis.topology import slot_of
 
 # Short, so that a test need not wait a second for each probe.
 QUICK = {"breaker_open_ms": 100, "breaker_open_max_ms": 200}
@@ -337,7 +337,7 @@ def test_probes_start_although_threads_could_not_be_started(
     start = threading.Thread.start
 
     def started(thread: threading.Thread) -> None:
-        if thread.name == "tollkeeper-redis-probe" and next(failures, False):
+        if thread.name == "ratekeeper-redis-probe" and next(failures, False):
             raise RuntimeError("can't start new thread")
         start(thread)
 

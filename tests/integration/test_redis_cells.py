@@ -9,16 +9,16 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from ratekeeper import Fleet, Regions
+from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
+from ratekeeper.core.errors import StoreError
+from ratekeeper.decide.store import CELL_BYTES_MAX, CELL_NAME_BYTES_MAX, Cells, Store
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.regions.store import RegionStore
 from tests.conformance.stores import PATIENCE
 from tests.redis_servers import Single, User, running
-from tollkeeper import Fleet, Regions
-from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.core.errors import StoreError
-from tollkeeper.decide.store import CELL_BYTES_MAX, CELL_NAME_BYTES_MAX, Cells, Store
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.regions.store import RegionStore
 
 pytestmark = pytest.mark.server
 T = TypeVar("T")

@@ -14,6 +14,9 @@ from itertools import count
 
 import pytest
 
+from ratekeeper import Decision, Limit
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.decide.stores.redis.topology import SLOTS, slot_of
 from tests.integration.redis_wires import (
     COUNTED,
     SECONDS_MAX,
@@ -33,9 +36,6 @@ from tests.integration.redis_wires import (
 )
 from tests.redis_servers import Cluster, Server, Single, until
 from tests.redis_servers.ports import HOST
-from tollkeeper import Decision, Limit
-from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.decide.stores.redis.topology import SLOTS, slot_of
 
 # Two clients have four calls in flight each; some more may be on the way to the replica.
 LOST_UNITS_MAX = 100

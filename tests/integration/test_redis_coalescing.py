@@ -11,18 +11,18 @@ from typing import cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Decision, Limit
+from ratekeeper.core.clock import Clock
+from ratekeeper.core.errors import StoreError, StoreTimeout
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.coalescing import FREE_MAX
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.testing import ManualClock
 from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, SECONDS_MAX, YEAR, counted
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, Decision, Limit
-from tollkeeper.core.clock import Clock
-from tollkeeper.core.errors import StoreError, StoreTimeout
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.coalescing import FREE_MAX
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.testing import ManualClock
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 

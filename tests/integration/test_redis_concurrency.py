@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
+from ratekeeper.decide.stores import open_store
 from tests.conformance.stores import PATIENCE
 from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.redis_servers import Running, Single, running
-from tollkeeper import Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
-from tollkeeper.decide.stores import open_store
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 

@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.testing import ManualClock
 from tests.integration.redis_wires import SECONDS_MAX, YEAR, Client, both_wires, client, key_of
 from tests.redis_servers import Single, until
-from tollkeeper import AsyncLimiter, Limit, Limiter
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.testing import ManualClock
 
 NS = 10**9
 # For tests that count calls: on a busy machine a second may pass between two checks.

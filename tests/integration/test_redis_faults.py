@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import pytest
 import redis
 
+from ratekeeper import Decision, Limit
+from ratekeeper.core.errors import StoreTimeout, StoreUnavailable
 from tests.integration.redis_wires import (
     COUNTED,
     LATE_SECONDS_MAX,
@@ -31,8 +33,6 @@ from tests.integration.redis_wires import (
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single, until
 from tests.redis_servers.ports import HOST
-from tollkeeper import Decision, Limit
-from tollkeeper.core.errors import StoreTimeout, StoreUnavailable
 
 
 @pytest.fixture(scope="module")

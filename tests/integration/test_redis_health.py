@@ -13,17 +13,17 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis import health as health_module
+from ratekeeper.decide.stores.redis.health import RedisHealth, count_states, survey
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.decide.stores.redis.topology import Topology
+from ratekeeper.metrics.counters import JOIN, LimiterMetrics
+from ratekeeper.metrics.tally import RuleCounts
 from tests.integration.redis_wires import key_of
 from tests.redis_servers import Server, Single, User, running, until
-from tollkeeper import AsyncLimiter, Limit, Limiter
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis import health as health_module
-from tollkeeper.decide.stores.redis.health import RedisHealth, count_states, survey
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.decide.stores.redis.topology import Topology
-from tollkeeper.metrics.counters import JOIN, LimiterMetrics
-from tollkeeper.metrics.tally import RuleCounts
 
 SETTLED_SECONDS_MAX = 20.0
 LONG_NAME = "a rule whose name is longer than a field"
@@ -121,9 +121,9 @@ def test_rules_stored_by_digest_are_counted(single: Single) -> None:
 
 def test_other_prefixes_and_other_keys_are_not_counted(single: Single) -> None:
     """Two stores on one server count apart, even if one prefix starts with the other."""
-    single.admin.set("tk:not-ours", "value")
-    single.admin.set("tkx:{a}", "value")
-    with opened(single.uri) as store, opened(single.uri, prefix="tkx2") as other:
+    single.admin.set("rk:not-ours", "value")
+    single.admin.set("rkx:{a}", "value")
+    with opened(single.uri) as store, opened(single.uri, prefix="rkx2") as other:
         Limiter("5/minute", store=store).check("a")
         for subject in "abc":
             Limiter("5/minute", store=other).check(subject)
@@ -170,11 +170,11 @@ def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Sing
         two = Limiter("5/minute; 100/hour", store=store)
         for number in range(health_module.KEYS_COUNTED_MAX - 50):
             two.check(f"user:{number}")
-        counted = count_states(topology, "tk")
+        counted = count_states(topology, "rk")
         assert (counted.states, counted.exact) == (1_900, True)
         for number in range(500):
             two.check(f"more:{number}")
-        counted = count_states(topology, "tk")
+        counted = count_states(topology, "rk")
         assert counted.states == pytest.approx(2_900, rel=0.02)
         assert not counted.exact
 
@@ -190,12 +190,12 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
         closing(Topology(store.config)) as topology,
     ):
         Limiter("5/minute; 100/hour", store=store).check("a")
-        hash_of_a = single.admin.execute_command("DUMP", "tk:{a}", NEVER_DECODE=True)
+        hash_of_a = single.admin.execute_command("DUMP", "rk:{a}", NEVER_DECODE=True)
         for number in range(10_000):
-            pipeline.restore(f"tk:{{user:{number}}}", 3_600_000, hash_of_a)
+            pipeline.restore(f"rk:{{user:{number}}}", 3_600_000, hash_of_a)
         pipeline.execute()
         before = scans_seen(single)
-        counted = count_states(topology, "tk")
+        counted = count_states(topology, "rk")
         assert not counted.exact
         assert counted.keys == pytest.approx(10_000, rel=0.15)
         assert counted.states == pytest.approx(20_000, rel=0.15)
@@ -207,18 +207,18 @@ def test_foreign_values_under_our_prefix_are_skipped(single: Single) -> None:
     """A string in the place of a hash makes the count inexact, but does not fail it."""
     with opened(single.uri) as store, closing(Topology(store.config)) as topology:
         Limiter("5/minute", store=store).check("a")
-        single.admin.set("tk:{b}", "no hash")
-        counted = count_states(topology, "tk")
+        single.admin.set("rk:{b}", "no hash")
+        counted = count_states(topology, "rk")
         assert (counted.keys, counted.exact) == (2, False)
         single.admin.delete(key_of("a"))
         with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
-            count_states(topology, "tk")
+            count_states(topology, "rk")
     single.flush()
 
 
 def test_a_forbidden_count_names_the_missing_acl_rules() -> None:
     """For a user that may check but not count, `stats` raises an error instead of returning 0."""
-    checks = "~tk:* +evalsha +eval +script|load +hget +hset +hdel +pttl +pexpire +time"
+    checks = "~rk:* +evalsha +eval +script|load +hget +hset +hdel +pttl +pexpire +time"
     users = [User("app", "pw", checks), User("scanner", "pw", f"{checks} +scan")]
     with Single(password="root", users=users) as server:
         for user in users:
@@ -344,7 +344,7 @@ def test_a_snapshot_that_failed_is_a_problem() -> None:
 
 def test_forbidden_facts_are_unknown_and_no_error() -> None:
     """Facts that the user may not read are None, and one warning names the missing ACL rules."""
-    users = [User("app", "pw", "~tk:* +@all -info -config"), User("poor", "pw", "~tk:* +eval")]
+    users = [User("app", "pw", "~rk:* +@all -info -config"), User("poor", "pw", "~rk:* +eval")]
     with Single(password="root", users=users) as server:
         with opened(server.uri) as store:
             health = store.health()

@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 from redis.crc import key_slot
 
+from ratekeeper import Limiter
+from ratekeeper.core.errors import StoreError
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.findings import HealthFinding
+from ratekeeper.decide.stores.redis.health import RedisHealth
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.redis_servers import Cluster, Sentinels, until
-from tollkeeper import Limiter
-from tollkeeper.core.errors import StoreError
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.findings import HealthFinding
-from tollkeeper.decide.stores.redis.health import RedisHealth
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 SETTLED_SECONDS_MAX = 20.0
 SUBJECTS = 30

@@ -11,10 +11,8 @@ from typing import Any, Self, cast
 
 import pytest
 
-from tests.conformance.stores import PATIENCE
-from tests.redis_servers import Cluster, Single, running
-from tollkeeper import Decision, Limit, StoreError
-from tollkeeper.decide.leasing import (
+from ratekeeper import Decision, Limit, StoreError
+from ratekeeper.decide.leasing import (
     NO_LEASE,
     GiveBack,
     LateCharge,
@@ -24,11 +22,13 @@ from tollkeeper.decide.leasing import (
     LeaseTerms,
     Report,
 )
-from tollkeeper.decide.store import Answer, AnyGate
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.gates import REPORTS_MAX
-from tollkeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
-from tollkeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.decide.store import Answer, AnyGate
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.gates import REPORTS_MAX
+from ratekeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
+from ratekeeper.decide.stores.redis.store import RedisStore
+from tests.conformance.stores import PATIENCE
+from tests.redis_servers import Cluster, Single, running
 
 HOUR = Limit(1_000, per=3_600)
 SECOND_NS = 10**9

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Decision, Limit
+from ratekeeper.core.errors import StoreError
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.coalescing import FREE_MAX
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.integration.redis_wires import COUNTED, SECONDS_MAX, YEAR, client, counted
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
-from tollkeeper import AsyncLimiter, Decision, Limit
-from tollkeeper.core.errors import StoreError
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.coalescing import FREE_MAX
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,11 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limiter
+from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis import connections
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.http_thread import serving
 from tests.integration.redis_wires import (
     COUNTED,
@@ -36,11 +41,6 @@ from tests.integration.redis_wires import (
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single, Tls, running, until
 from tests.redis_servers.ports import HOST
-from tollkeeper import AsyncLimiter, Limiter
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis import connections
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name, is_bucket
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 from tests.conformance.stores import PATIENCE, PATIENT
 from tests.integration.redis_wires import YEAR, key_of
 from tests.redis_servers import Single, running, until
-from tollkeeper import AsyncLimiter, Limit, Limiter
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.model import ALGORITHM_NAMES
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.codec import BUCKETS, bucket_name, is_bucket
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 
 SECONDS_MAX = 20.0
 PACKED: tuple[Any, ...] = tuple(name for name in ALGORITHM_NAMES if name != "sliding_window_log")
@@ -70,7 +70,7 @@ def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(start, min(start + 5_000, subjects)):
             attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
-            key = b"tk:{%%%b}" % bucket_name(number % buckets)
+            key = b"rk:{%%%b}" % bucket_name(number % buckets)
             cost = attempt.cost
             pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
         pipeline.execute()
@@ -134,7 +134,7 @@ def test_a_log_keeps_a_hash_of_its_own(server: Single, store: Store) -> None:
     """With all other limits of its rule, because one script call decides them."""
     log = Limit(10, per=60, algorithm="sliding_window_log")
     store.gate([log, Limit(5, per=60)], "both").check("k", 1)
-    assert server.admin.keys() == ["tk:{k}"]
+    assert server.admin.keys() == ["rk:{k}"]
 
 
 @every_packed_algorithm
@@ -254,7 +254,7 @@ def test_both_layouts_are_read_by_their_own_option(server: Single) -> None:
     server.flush()
     with Limiter("5/hour", store=f"{server.uri}?layout=subject&{PATIENT}") as own:
         own.check("k")
-        assert server.admin.keys() == ["tk:{k}"]
+        assert server.admin.keys() == ["rk:{k}"]
         with Limiter("5/hour", store=f"{server.uri}?{PATIENT}") as packed:
             assert packed.check("k").remaining == 4
             assert own.check("k").remaining == 3

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import redis
 
+from ratekeeper import StoreTimeout, StoreUnavailable, open_store
+from ratekeeper.control.follow import announce
+from ratekeeper.decide.stores.redis import pubsub
+from ratekeeper.decide.stores.redis.pubsub import RedisSubscription
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.fleet.transport import GossipTransport
 from tests.redis_servers import KINDS, Cluster, Sentinels, Single, User, running, until
-from tollkeeper import StoreTimeout, StoreUnavailable, open_store
-from tollkeeper.control.follow import announce
-from tollkeeper.decide.stores.redis import pubsub
-from tollkeeper.decide.stores.redis.pubsub import RedisSubscription
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.fleet.transport import GossipTransport
 
 SECONDS_MAX = 20.0
 WAIT_S = 0.05
@@ -224,13 +224,13 @@ def test_a_name_is_not_deleted_while_its_process_may_renew_it(opened: Open) -> N
 def test_registering_needs_no_more_permissions_than_the_documented_ones(opened: Open) -> None:
     """The user of docs/redis.md may register, and a user without a command is told which."""
     page = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
-    rules = re.search(r"ACL SETUSER tollkeeper on >secret (~[^`]+)`", page)
+    rules = re.search(r"ACL SETUSER ratekeeper on >secret (~[^`]+)`", page)
     assert rules is not None
     users = [User("app", "s3cret", rules[1])]
     with Single(password="root", users=users) as server:
         assert opened(server.uri).register("gossip", "a", "x", 10**9) == ["x"]
         assert opened(server.uri).count_names("live", "a", 10**9) == 1
-    users = [User("app", "s3cret", "~tk:* +@all -hkeys")]
+    users = [User("app", "s3cret", "~rk:* +@all -hkeys")]
     with (
         Single(password="root", users=users) as server,
         pytest.raises(StoreUnavailable, match=r"the user needs \+time \+hkeys") as caught,

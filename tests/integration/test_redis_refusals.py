@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ratekeeper import Limit
+from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 from tests.integration.redis_wires import (
     COUNTED,
     SECONDS_MAX,
@@ -24,8 +26,6 @@ from tests.integration.redis_wires import (
 )
 from tests.redis_servers import Single, User, until
 from tests.redis_servers.ports import HOST
-from tollkeeper import Limit
-from tollkeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +208,12 @@ def test_a_password_that_the_server_repeats_is_in_no_message(
 @both_wires
 def test_a_missing_permission_names_the_permissions_to_add(key: str, wire: str) -> None:
     """NOPERM names the permissions; with exactly those, every call works."""
-    with Single(password="r00t", users=[User("app", "pw", "~tk:* +ping")]) as server:
-        with client(wire, server.uri, prefix="tk") as api:
+    with Single(password="r00t", users=[User("app", "pw", "~rk:* +ping")]) as server:
+        with client(wire, server.uri, prefix="rk") as api:
             error = refusal(api, key)
             assert isinstance(error, StoreUnavailable)
             assert "NOPERM" in str(error)
-        rights = str(error).partition("the user needs ")[2].replace("<prefix>", "tk").split()
+        rights = str(error).partition("the user needs ")[2].replace("<prefix>", "rk").split()
         rights = [right.rstrip(",") for right in rights if right[0] in "~+"]
         server.admin.execute_command("ACL", "SETUSER", "app", "reset", "on", ">pw", *rights)
         limits = [Limit(100, per=YEAR, algorithm="sliding_window_log"), Limit(100, per=YEAR)]
@@ -231,7 +231,7 @@ def test_a_missing_permission_names_the_permissions_to_add(key: str, wire: str) 
 @both_wires
 def test_a_user_without_eval_works_until_the_scripts_are_flushed(key: str, wire: str) -> None:
     """Then NOPERM, and no charge."""
-    rights = "~tk:* +evalsha +script|load +hget +hset +hdel +pttl +pexpire +time"
+    rights = "~rk:* +evalsha +script|load +hget +hset +hdel +pttl +pexpire +time"
     with (
         Single(password="r00t", users=[User("app", "pw", rights)]) as server,
         client(wire, server.uri) as api,

@@ -14,11 +14,9 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from tests.conformance.stores import PATIENCE
-from tests.redis_servers import Cluster, Single, User, running
-from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.core.model import Limit, Limits
-from tollkeeper.decide.regional import (
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.model import Limit, Limits
+from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
     Report,
@@ -26,13 +24,15 @@ from tollkeeper.decide.regional import (
     SubjectKey,
     rule_number,
 )
-from tollkeeper.decide.stores.redis.audit import AuditPace, audit
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.regional import RedisRegional
-from tollkeeper.decide.stores.redis.scripts import REGIONAL_LEARN
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.regions.table import EPOCH_MAX
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.stores.redis.audit import AuditPace, audit
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.regional import RedisRegional
+from ratekeeper.decide.stores.redis.scripts import REGIONAL_LEARN
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.regions.table import EPOCH_MAX
+from ratekeeper.testing import ManualClock
+from tests.conformance.stores import PATIENCE
+from tests.redis_servers import Cluster, Single, User, running
 
 pytestmark = pytest.mark.server
 T = TypeVar("T")
@@ -150,7 +150,7 @@ def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) 
     ("value", "why"),
     [
         (b"\x07x", "its layout has the version 7 and this library knows 2"),
-        (b"\x92\x01\xa1x", "it is not a state of Tollkeeper"),
+        (b"\x92\x01\xa1x", "it is not a state of Ratekeeper"),
     ],
 )
 def test_an_unreadable_state_is_named(raw: Any, store: RedisStore, value: bytes, why: str) -> None:
@@ -447,11 +447,11 @@ def test_stats_and_audits_know_the_keys(server: Single, store: RedisStore, raw: 
 def test_the_documented_permissions_are_enough() -> None:
     """Every call works for the user of the checklist in docs/redis.md."""
     text = (Path(__file__).parents[2] / "docs/redis.md").read_text(encoding="utf-8")
-    found = re.search(r"ACL SETUSER tollkeeper on >secret (~tk:\* [^`]+)`", text)
+    found = re.search(r"ACL SETUSER ratekeeper on >secret (~rk:\* [^`]+)`", text)
     assert found is not None
     with (
-        Single(password="root", users=[User("tollkeeper", "pw", found[1])]) as server,
-        closing(opened(server.uri, prefix="tk")) as store,
+        Single(password="root", users=[User("ratekeeper", "pw", found[1])]) as server,
+        closing(opened(server.uri, prefix="rk")) as store,
     ):
         regional = store.regional
         token = lead(regional)

@@ -12,6 +12,8 @@ from contextlib import ExitStack, suppress
 import pytest
 import redis
 
+from ratekeeper import Limit
+from ratekeeper.core.errors import StoreUnavailable
 from tests.integration.redis_wires import (
     COUNTED,
     LATE_SECONDS_MAX,
@@ -31,8 +33,6 @@ from tests.integration.redis_wires import (
     timed,
 )
 from tests.redis_servers import Sentinels, Server, until
-from tollkeeper import Limit
-from tollkeeper.core.errors import StoreUnavailable
 
 # Two clients have four calls in flight each. Some more writes may not have reached the replica yet.
 LOST_UNITS_MAX = 100

@@ -142,11 +142,11 @@ def test_a_server_requires_its_password() -> None:
 
 def test_a_user_is_held_to_its_rules() -> None:
     """The URI names the first user, and the server applies that user's ACL rules."""
-    limited = User("app:1", "s3cr/et", "~tk:* +@all -@dangerous")
+    limited = User("app:1", "s3cr/et", "~rk:* +@all -@dangerous")
     with Single(password="root", users=[limited]) as server:
         assert server.uri.startswith("redis://app%3A1:s3cr%2Fet@")
         with redis.Redis.from_url(server.uri) as client:
-            client.set("tk:key", "value")
+            client.set("rk:key", "value")
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.set("key", "value")
             with pytest.raises(redis.exceptions.NoPermissionError):

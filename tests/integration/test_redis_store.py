@@ -13,6 +13,10 @@ from typing import cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.integration.redis_wires import (
     COUNTED,
     LATE_SECONDS_MAX,
@@ -30,10 +34,6 @@ from tests.integration.redis_wires import (
 )
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single, running, until
-from tollkeeper import AsyncLimiter, Limit, Limiter
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_databases_and_prefixes_keep_apart(server: Single, key: str, wire: str) 
     base = server.uri.removesuffix("/0")
     socket_uri = f"redis+unix://{server.folder}/redis.sock"
     for places in ((f"{base}/0", f"{socket_uri}?db=0"), (f"{base}/3", f"{socket_uri}?db=3")):
-        for prefix in ("tk", "other"):
+        for prefix in ("rk", "other"):
             with (
                 client(wire, places[0], Limit(2, per=YEAR), prefix=prefix) as by_port,
                 client(wire, places[1], Limit(2, per=YEAR), prefix=prefix) as by_socket,
@@ -68,7 +68,7 @@ def test_databases_and_prefixes_keep_apart(server: Single, key: str, wire: str) 
                 assert not by_port.check(key).allowed
     for db in (0, 3):
         with server.client(db=db) as raw:
-            for prefix in ("tk", "other"):
+            for prefix in ("rk", "other"):
                 assert raw.hlen(key_of(key, prefix)) > 0
 
 
@@ -171,7 +171,7 @@ def test_event_loops_may_run_side_by_side(server: Single, key: str) -> None:
 
 _FORKING = """
 import asyncio, os, sys
-from tollkeeper import AsyncLimiter, Limit, Limiter, open_store
+from ratekeeper import AsyncLimiter, Limit, Limiter, open_store
 
 uri, key, wire = sys.argv[1:]
 store = open_store(uri, deadline_ms=5_000)
@@ -255,7 +255,7 @@ def test_closing_while_calls_wait_for_a_connection(key: str, wire: str) -> None:
 
 _ENDING = """
 import sys, threading
-from tollkeeper import Limiter, StoreUnavailable
+from ratekeeper import Limiter, StoreUnavailable
 
 limiter = Limiter("5/minute", store=sys.argv[1], on_failure="raise")
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limit, Limiter, Request
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.decide.store import Answer
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.integration.redis_wires import SECONDS_MAX, YEAR, both_wires, key_of
 from tests.redis_servers import Cluster, Sentinels, running, until
-from tollkeeper import AsyncLimiter, Limit, Limiter, Request
-from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.decide.store import Answer
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.decide.stores.redis.topology import slot_of
 
 KINDS = pytest.mark.parametrize("kind", ["single", "sentinel", "cluster"])
 USER = Limit(1, per=YEAR, algorithm="fixed_window")

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 import redis
 
+from ratekeeper.core.errors import ConfigError, RatekeeperError, StoreTimeout, StoreUnavailable
+from ratekeeper.decide.stores.redis import topology as module
+from ratekeeper.decide.stores.redis.config import Address, parse
+from ratekeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
 from tests.redis_servers import Cluster, Sentinels, Server, Single, Tls, User, running, until
 from tests.redis_servers.ports import HOST, free_port
-from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable, TollkeeperError
-from tollkeeper.decide.stores.redis import topology as module
-from tollkeeper.decide.stores.redis.config import Address, parse
-from tollkeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
 
 CLUSTER_LINES = ("cluster-enabled yes",)
 # Room for a busy machine; nothing takes more than two seconds on an idle one.
@@ -29,9 +29,9 @@ def _topology(uri: str, **options: object) -> closing[Topology]:
     return closing(Topology(parse(uri, **options)))
 
 
-def _failure(uri: str, **options: object) -> TollkeeperError:
+def _failure(uri: str, **options: object) -> RatekeeperError:
     """Return the error of a first refresh."""
-    with _topology(uri, **options) as topology, pytest.raises(TollkeeperError) as caught:
+    with _topology(uri, **options) as topology, pytest.raises(RatekeeperError) as caught:
         topology.refresh()
     return caught.value
 
@@ -366,10 +366,10 @@ def test_only_silent_servers_are_a_timeout(monkeypatch: pytest.MonkeyPatch, eage
             assert 0.6 < time.monotonic() - started < 5
 
 
-@pytest.mark.parametrize("login", [":wr0ng", "tollkeeper:wr0ng", "stranger:wr0ng", None])
+@pytest.mark.parametrize("login", [":wr0ng", "ratekeeper:wr0ng", "stranger:wr0ng", None])
 def test_a_rejected_login_names_the_options_to_check(login: str | None) -> None:
     """The error for a wrong or missing login names the options and never holds the password."""
-    user = User("tollkeeper", "right")
+    user = User("ratekeeper", "right")
     with Single(password="root", users=[user], lines=CLUSTER_LINES) as server:
         uri = _cluster_uri(server).replace("://", f"://{login}@" if login else "://")
         error = _failure(uri)
@@ -377,7 +377,7 @@ def test_a_rejected_login_names_the_options_to_check(login: str | None) -> None:
         assert "check username and password" in str(error)
         assert "wr0ng" not in str(error) + str(error.__cause__)
         _give_slots(server)
-        with _topology(uri, username="tollkeeper", password="right") as topology:
+        with _topology(uri, username="ratekeeper", password="right") as topology:
             topology.refresh()
 
 

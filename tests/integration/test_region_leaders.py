@@ -14,14 +14,14 @@ from fractions import Fraction
 from time import monotonic
 from uuid import uuid4
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.regional import RegionalCounts
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.regions.exchange import RegionSync
+from ratekeeper.regions.table import share_table
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.regional import RegionalCounts
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.table import share_table
 
 LIMITS = (Limit(1_000, per=86_400),)
 # A busy machine may need longer than 5 s; `tests/regions/test_exchange.py` has the exact time.

@@ -12,13 +12,13 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
+from ratekeeper import AsyncLimiter, ConfigError, Limiter, Regions, Request, StoreUnavailable
+from ratekeeper.cli.main import app
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import RegionalCounts
+from ratekeeper.rules.document.reading import read
 from tests.redis_servers import Single
 from tests.redis_servers.waiting import until
-from tollkeeper import AsyncLimiter, ConfigError, Limiter, Regions, Request, StoreUnavailable
-from tollkeeper.cli.main import app
-from tollkeeper.decide.region_monitor import RegionMonitor
-from tollkeeper.decide.regional import RegionalCounts
-from tollkeeper.rules.document.reading import read
 
 # A machine that is busy with other tests starts a leader in this time.
 START_S = 60.0

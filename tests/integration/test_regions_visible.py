@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.metrics.counters import FAMILIES
 from tests.cli.stub_service import run
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
 from tests.service.admin.client import secrets_of
 from tests.service_process import ServiceProcess
-from tollkeeper.metrics.counters import FAMILIES
 
 WAIT_S = 60.0
 RULES: dict[str, Any] = {
@@ -65,7 +65,7 @@ class TwoRegions:
         return {each["region"]: each for each in found["regions"]}
 
     def command(self, region: str, *arguments: str) -> Any:
-        """Run `tollkeeper` against a service; return its JSON."""
+        """Run `ratekeeper` against a service; return its JSON."""
         url, token = self.services[region].url, self.secrets["admin"]
         done = run(*arguments, "--json", "--timeout", "60", url=url, TOKEN=token)
         return json.loads(done.stdout)
@@ -113,14 +113,14 @@ def test_every_metric_of_a_region_has_a_value(regions: TwoRegions) -> None:
     def missing() -> set[str]:
         regions.ask("eu", "POST", "/v1/check", {"user": "bob"})
         text = regions.services["eu"].ask("GET", "/metrics").body.decode()
-        lines = [line for line in text.splitlines() if line.startswith("tollkeeper_region_")]
+        lines = [line for line in text.splitlines() if line.startswith("ratekeeper_region_")]
         assert all('region="eu"' in line for line in lines)
         found = {
             re.sub(r"(_seconds)_(bucket|count|sum)$", r"\1", re.split(r"[{ ]", line)[0])
             for line in lines
         }
-        values = {'tollkeeper_region_leader{region="eu"} 1.0'}
-        values |= {'tollkeeper_region_link_state{peer="us",region="eu"} 0.0'}
+        values = {'ratekeeper_region_leader{region="eu"} 1.0'}
+        values |= {'ratekeeper_region_link_state{peer="us",region="eu"} 0.0'}
         # Nothing of another region, or of no link, is reported.
         return (names - found) | {each for each in values if each not in lines}
 

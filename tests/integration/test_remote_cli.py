@@ -1,4 +1,4 @@
-"""`tollkeeper check`, `quota`, `reset` and `grant` against a real `tollkeeper serve`."""
+"""`ratekeeper check`, `quota`, `reset` and `grant` against a real `ratekeeper serve`."""
 
 from __future__ import annotations
 
@@ -183,17 +183,17 @@ def test_reset_and_grant_change_the_quota(service: ServiceAccess) -> None:
 def test_missing_and_insufficient_tokens(service: ServiceAccess) -> None:
     """No token, a wrong one, and one without the permission: exit code 2 and a remedy."""
     for command in (["check"], ["quota"], ["reset"], ["grant", "--units", "1"]):
-        for token in ("", "tk_wrong"):
+        for token in ("", "rk_wrong"):
             refused = run(*command, "--user", "fay", url=service.url, TOKEN=token)
             assert refused.exit_code == 2
             assert "requires a token" in refused.stderr
-            assert "TOLLKEEPER_TOKEN" in refused.stderr
-            assert "tk_wrong" not in refused.stderr
+            assert "RATEKEEPER_TOKEN" in refused.stderr
+            assert "rk_wrong" not in refused.stderr
     assert run("check", "--user", "fay", url=service.url, TOKEN=service.acme).exit_code == 0
     for command in (["check", "--tenant", "other"], ["reset"], ["grant", "--units", "1"]):
         refused = run(*command, "--user", "fay", url=service.url, TOKEN=service.acme)
         assert refused.exit_code == 2
-        assert refused.stderr.startswith("tollkeeper: the token does not allow this: ")
+        assert refused.stderr.startswith("ratekeeper: the token does not allow this: ")
         assert service.acme not in refused.output
 
 
@@ -206,7 +206,7 @@ def test_cost_that_can_never_fit_is_exit_code_2(service: ServiceAccess) -> None:
 
 def test_check_in_a_process(service: ServiceAccess) -> None:
     """With the URL and the token in the environment."""
-    environment = {"TOLLKEEPER_URL": service.url, "TOLLKEEPER_TOKEN": service.admin}
+    environment = {"RATEKEEPER_URL": service.url, "RATEKEEPER_TOKEN": service.admin}
     done = run_to_end(["check", "--user", "hal", "--json"], **environment)
     assert (done.returncode, json.loads(done.stdout)["remaining"]) == (0, 4), done.stderr
 

@@ -7,16 +7,16 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
+from ratekeeper.control import edits
+from ratekeeper.control.audit import AuditCursor
+from ratekeeper.control.repository import Repository, Version
+from ratekeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document.model import Document, Override
+from ratekeeper.rules.document.reading import DocumentError, read
+from ratekeeper.rules.document.writing import to_yaml
 from tests.integration.rule_databases import repository, url
 from tests.integration.rule_documents import UNSAFE, assign, document, set_tier
-from tollkeeper.control import edits
-from tollkeeper.control.audit import AuditCursor
-from tollkeeper.control.repository import Repository, Version
-from tollkeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.model import Document, Override
-from tollkeeper.rules.document.reading import DocumentError, read
-from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

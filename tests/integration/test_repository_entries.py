@@ -8,16 +8,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.integration.rule_databases import repository, url
-from tests.integration.rule_documents import document
-from tollkeeper.control import entries as module
-from tollkeeper.control.audit import AuditedChange
-from tollkeeper.control.edits import NotFound
-from tollkeeper.control.entries import DuplicateId, FeedPage, InvalidEntry
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.document.reading import DocumentError, read
-from tollkeeper.rules.entries import (
+from ratekeeper.control import entries as module
+from ratekeeper.control.audit import AuditedChange
+from ratekeeper.control.edits import NotFound
+from ratekeeper.control.entries import DuplicateId, FeedPage, InvalidEntry
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.model import Override
+from ratekeeper.rules.document.reading import DocumentError, read
+from ratekeeper.rules.entries import (
     Entry,
     EntryRow,
     assignment,
@@ -25,6 +23,8 @@ from tollkeeper.rules.entries import (
     override_entry,
     override_of,
 )
+from tests.integration.rule_databases import repository, url
+from tests.integration.rule_documents import document
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

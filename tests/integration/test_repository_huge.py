@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import from_data, read
+from ratekeeper.rules.document.writing import to_yaml
 from tests.integration.rule_databases import repository, url
 from tests.integration.rule_documents import assign
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import from_data, read
-from tollkeeper.rules.document.writing import to_yaml
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import pytest
 
+from ratekeeper.control import database as database_module
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable
 from tests.integration.rule_documents import assign, document
 from tests.postgres_server import Postgres, running_postgres
-from tollkeeper.control import database as database_module
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import ConfigError, StoreTimeout, StoreUnavailable
 
 Answer = TypeVar("Answer")
 
@@ -61,7 +61,7 @@ async def test_a_rolled_back_notification_is_not_received(repository: Repository
 
     async def write_half() -> None:
         async with repository._database.writing() as connection:
-            await connection.exec_driver_sql("SELECT pg_notify('tollkeeper_rules', '99')")
+            await connection.exec_driver_sql("SELECT pg_notify('ratekeeper_rules', '99')")
             raise ZeroDivisionError
 
     async with aclosing(repository.listen()) as numbers:
@@ -78,7 +78,7 @@ async def test_other_messages_on_the_channel_are_harmless(repository: Repository
         await soon(anext(numbers))
         async with repository._database.engine.begin() as connection:
             for words in ("hello", "", "99", "-1"):
-                await connection.exec_driver_sql(f"SELECT pg_notify('tollkeeper_rules', '{words}')")
+                await connection.exec_driver_sql(f"SELECT pg_notify('ratekeeper_rules', '{words}')")
         await assign(repository, "user:1", "pro", author="ann")
         assert await soon(anext(numbers)) == 2
 
@@ -88,7 +88,7 @@ async def test_a_missed_version_is_found_after_a_quiet_time(
 ) -> None:
     """The number is queried on a quiet connection."""
     monkeypatch.setattr(database_module, "QUIET_SECONDS_MAX", 0.05)
-    monkeypatch.setattr("tollkeeper.control.repository.CHANNEL", "somewhere_else")
+    monkeypatch.setattr("ratekeeper.control.repository.CHANNEL", "somewhere_else")
     async with aclosing(repository.listen()) as numbers:
         await soon(anext(numbers))
         await assign(repository, "user:1", "pro", author="ann")

@@ -17,17 +17,17 @@ from typing import Any
 import asyncpg
 import pytest
 
+from ratekeeper import Request
+from ratekeeper.control import database as database_module
+from ratekeeper.control import entries as entries_module
+from ratekeeper.control.entries import FeedPage
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.entries import assignment
 from tests.integration.rule_documents import assign, document, set_tier
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.service.admin.client import admin_of, filled
-from tollkeeper import Request
-from tollkeeper.control import database as database_module
-from tollkeeper.control import entries as entries_module
-from tollkeeper.control.entries import FeedPage
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.entries import assignment
 
 # No call to an unavailable or stuck database may take longer; the patched timeouts are far shorter.
 HANGS_AFTER_SECONDS = 20.0
@@ -160,9 +160,9 @@ async def test_a_server_killed_during_an_import_imports_nothing(
 
 IMPORTER = """
 import asyncio, os, signal, sys
-from tollkeeper.control import entries
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.entries import assignment
+from ratekeeper.control import entries
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.entries import assignment
 
 def kill(done):
     if done == 100:

@@ -12,19 +12,19 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, exc, text
 
+from ratekeeper.control import schema
+from ratekeeper.control.database import Database
+from ratekeeper.control.repository import Repository
+from ratekeeper.control.schema import SCHEMA_TABLE, metadata
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
 from tests.integration.rule_databases import repository, url
 from tests.integration.rule_documents import assign, document
 from tests.integration.rule_editors import results
 from tests.postgres_server import running_postgres
-from tollkeeper.control import schema
-from tollkeeper.control.database import Database
-from tollkeeper.control.repository import Repository
-from tollkeeper.control.schema import SCHEMA_TABLE, metadata
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 
-TABLES = ("tollkeeper_versions", "tollkeeper_audit")
+TABLES = ("ratekeeper_versions", "ratekeeper_audit")
 NEWEST = "0003"
 
 
@@ -77,8 +77,8 @@ async def test_the_revisions_create_the_tables_in_use(repository: Repository, ur
     def is_compared(_: object, name: str | None, kind: str, *__: object) -> bool:
         # SQLAlchemy has no form of these that both databases understand.
         return kind != "index" or name not in {
-            "tollkeeper_entries_owner",
-            "tollkeeper_entries_subject",
+            "ratekeeper_entries_owner",
+            "ratekeeper_entries_subject",
         }
 
     def differences(connection: Connection) -> list[object]:
@@ -108,7 +108,7 @@ async def test_other_tables_are_left_alone(url: str) -> None:
 
 
 async def test_a_newer_schema_is_rejected(url: str) -> None:
-    """The error names its revision; an older Tollkeeper does not guess."""
+    """The error names its revision; an older Ratekeeper does not guess."""
     async with await Repository.open(url):
         pass
     await run(url, f"UPDATE {SCHEMA_TABLE} SET version_num = '9999'")
@@ -124,14 +124,14 @@ revision, down_revision, branch_labels, depends_on = "0004", "0003", None, None
 
 
 def upgrade():
-    op.add_column("tollkeeper_audit", sa.Column("later", sa.Integer))
+    op.add_column("ratekeeper_audit", sa.Column("later", sa.Integer))
 """
 
 
 async def test_an_older_schema_is_migrated(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of five repositories runs the new revision, and the old Tollkeeper then rejects it."""
+    """One of five repositories runs the new revision, and the old Ratekeeper then rejects it."""
     async with await Repository.open(url) as repository:
         version = await repository.apply(document(), author="ann", expected=0)
     later = tmp_path / "migrations 100%"
@@ -143,17 +143,17 @@ async def test_an_older_schema_is_migrated(
         opened = await asyncio.gather(*(Repository.open(url) for _ in range(5)))
         assert [await each.current() for each in opened] == [version] * 5
         await asyncio.gather(*(each.close() for each in opened))
-        await run(url, "SELECT later FROM tollkeeper_audit")
+        await run(url, "SELECT later FROM ratekeeper_audit")
     with pytest.raises(ConfigError, match="revision 0004"):
         await Repository.open(url)
 
 
 async def test_a_failed_migration_changes_nothing(url: str) -> None:
     """A table is in the way; after its removal, the migration succeeds."""
-    await run(url, "CREATE TABLE tollkeeper_audit (mine integer)")
-    with pytest.raises(StoreUnavailable, match=r"tollkeeper_audit.* already exists"):
+    await run(url, "CREATE TABLE ratekeeper_audit (mine integer)")
+    with pytest.raises(StoreUnavailable, match=r"ratekeeper_audit.* already exists"):
         await Repository.open(url)
-    await run(url, "DROP TABLE tollkeeper_audit")
+    await run(url, "DROP TABLE ratekeeper_audit")
     async with await Repository.open(url) as repository:
         assert await repository.number() == 0
 
@@ -217,7 +217,7 @@ async def test_rows_cannot_be_changed_by_sql(repository: Repository, url: str, t
     await repository.apply(document("1/second"), author="ann", expected=0)
     await repository.apply(document("2/second"), author="bob", expected=1)
     before = await repository.history(), (await repository.audit_log.page()).items
-    number = "number" if table == "tollkeeper_versions" else "version"
+    number = "number" if table == "ratekeeper_versions" else "version"
     ways = TAMPERING | (ON_SQLITE if url.startswith("sqlite") else ON_POSTGRESQL)
     for name, statement in ways.items():
         with pytest.raises(exc.DBAPIError) as error:

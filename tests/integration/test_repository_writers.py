@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.control import repository as repository_module
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import VersionConflict
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import read
 from tests.integration.rule_databases import repository, url
 from tests.integration.rule_documents import assign, document
 from tests.integration.rule_editors import results, started
-from tollkeeper.control import repository as repository_module
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import VersionConflict
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
 
 __all__ = ["repository", "url"]  # fixtures, found by name
 
@@ -143,7 +143,7 @@ async def test_a_failed_transaction_leaves_nothing(repository: Repository) -> No
     async def write_half() -> None:
         async with repository._database.writing() as connection:
             await connection.exec_driver_sql(
-                "INSERT INTO tollkeeper_versions VALUES "
+                "INSERT INTO ratekeeper_versions VALUES "
                 "(2, '2026-01-01 00:00:00', 'x', '', 'apply', 1, 'half')"
             )
             raise ZeroDivisionError

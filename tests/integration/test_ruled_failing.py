@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
+from ratekeeper.decide.failure import LocalFallback
+from ratekeeper.decide.stores import open_store
 from tests.redis_servers import Single, until
-from tollkeeper import AsyncLimiter, Decision, Limiter, Request, StoreError
-from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.decide.stores import open_store
 
 ANN = Request(user="ann", tenant="acme", ip="192.0.2.7")
 BOB = Request(user="bob", tenant="other", ip="192.0.2.8")

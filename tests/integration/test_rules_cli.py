@@ -1,4 +1,4 @@
-"""`tollkeeper rules` on databases, on SQLite and on PostgreSQL.
+"""`ratekeeper rules` on databases, on SQLite and on PostgreSQL.
 
 Most tests run the command in this process. Those that are about exit codes, environment and
 concurrency start real ones.
@@ -21,16 +21,16 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
+from ratekeeper import open_store
+from ratekeeper.cli import rules as rules_command
+from ratekeeper.cli.main import app
+from ratekeeper.control.follow import TOPIC
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.document.writing import to_yaml
 from tests.conformance.stores import PATIENT
 from tests.postgres_server import PASSWORD, Postgres, running_postgres
 from tests.redis_servers import Single, running
-from tollkeeper import open_store
-from tollkeeper.cli import rules as rules_command
-from tollkeeper.cli.main import app
-from tollkeeper.control.follow import TOPIC
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.document.writing import to_yaml
 
 PROCESS_SECONDS_MAX = 120
 HEARD_SECONDS_MAX = 20.0
@@ -63,7 +63,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def _documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("DATABASE", "STORE", "AUTHOR", "ANNOUNCE", "TRACEBACK"):
-        monkeypatch.delenv(f"TOLLKEEPER_{name}", raising=False)
+        monkeypatch.delenv(f"RATEKEEPER_{name}", raising=False)
     for rate in (10, 20, 30):
         Path(f"{rate}.yaml").write_text(DOCUMENT.format(rate=rate), encoding="utf-8")
     Path("unsafe.yaml").write_text(UNSAFE, encoding="utf-8")
@@ -71,10 +71,10 @@ def _documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def process(url: str) -> Cli:
-    """Run `tollkeeper rules` in a process, with the database in its environment."""
+    """Run `ratekeeper rules` in a process, with the database in its environment."""
 
     def run(*arguments: str, **environment: str) -> Done:
-        started = start(*arguments, TOLLKEEPER_DATABASE=url, **environment)
+        started = start(*arguments, RATEKEEPER_DATABASE=url, **environment)
         output, errors = started.communicate(timeout=PROCESS_SECONDS_MAX)
         return clean(Done(started.returncode, output, errors))
 
@@ -87,7 +87,7 @@ def cli(url: str) -> Cli:
 
     def run(*arguments: str, **environment: str) -> Done:
         result = CliRunner().invoke(
-            app, ["rules", *arguments], env={"TOLLKEEPER_DATABASE": url, **environment}
+            app, ["rules", *arguments], env={"RATEKEEPER_DATABASE": url, **environment}
         )
         return clean(Done(result.exit_code, result.stdout, result.stderr))
 
@@ -104,7 +104,7 @@ def clean(done: Done) -> Done:
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tollkeeper", "rules", *arguments],
+        [sys.executable, "-m", "ratekeeper", "rules", *arguments],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -132,7 +132,7 @@ def test_versions_from_the_first_to_a_rollback(process: Cli, cli: Cli) -> None:
     assert first.stdout.startswith("based on no version\n--- no version\n+++ 10.yaml\n")
     assert last_line(first) == "version 1 is in force"
 
-    second = process("apply", "20.yaml", TOLLKEEPER_AUTHOR="bob")
+    second = process("apply", "20.yaml", RATEKEEPER_AUTHOR="bob")
     assert re.match(r"based on version 1 \(by ann, \d{4}-\d\d-\d\d [\d:]{8}Z\)\n", second.stdout)
     assert "-  limits: [10/second]\n+  limits: [20/second]\n" in second.stdout
     assert last_line(second) == "version 2 is in force"
@@ -227,7 +227,7 @@ def test_change_of_an_old_version_is_exit_code_3(cli: Cli) -> None:
     late = cli("apply", "30.yaml", "--expected", "1")
     assert late.returncode == 3
     assert "the change is based on version 1, but now version 2 is in force" in late.stderr
-    assert "tollkeeper rules diff 1 2" in late.stderr
+    assert "ratekeeper rules diff 1 2" in late.stderr
     found = answer(cli("apply", "30.yaml", "--expected", "1", "--json"), 3)
     assert (found["expected"], found["current"]) == (1, 2)
     assert cli("rollback", "1", "--expected", "1").returncode == 3
@@ -251,7 +251,7 @@ def test_expected_version_is_the_one_at_the_start(
         patch.setattr(rules_command, "_begin", begin_and_be_overtaken)
         late = cli("apply", "30.yaml")
     assert late.returncode == 3
-    assert "tollkeeper rules diff 1 2" in late.stderr
+    assert "ratekeeper rules diff 1 2" in late.stderr
     assert cli("show").stdout == canonical(20)
 
 
@@ -264,7 +264,7 @@ def test_one_of_many_concurrent_changes_wins(cli: Cli, url: str) -> None:
     processes = [
         start(
             *("apply", f"writer{number}.yaml", "--expected", "1"),
-            TOLLKEEPER_DATABASE=url,
+            RATEKEEPER_DATABASE=url,
         )
         for number in range(WRITERS)
     ]
@@ -319,7 +319,7 @@ def test_new_version_is_announced(cli: Cli) -> None:
             listening.close()
     with Single() as gone:
         uri = gone.uri
-    done = cli("apply", "30.yaml", "--undo", TOLLKEEPER_ANNOUNCE=uri)
+    done = cli("apply", "30.yaml", "--undo", RATEKEEPER_ANNOUNCE=uri)
     assert last_line(done) == "version 4 is in force"
     assert "warning: not announced" in done.stderr
 
@@ -332,7 +332,7 @@ def test_unavailable_database_is_exit_code_2(cli: Cli) -> None:
     urls = [gone, server.url("nowhere"), server.url().replace("postgres:", "postgres:wrong")]
     for each in urls:
         for arguments in (["history"], ["history", "--json"]):
-            done = cli(*arguments, TOLLKEEPER_DATABASE=each)
+            done = cli(*arguments, RATEKEEPER_DATABASE=each)
             assert done.returncode == 2
             message = json.loads(done.stdout)["error"] if "--json" in arguments else done.stderr
             assert "127.0.0.1" in message
@@ -344,7 +344,7 @@ def test_an_error_in_a_real_process_prints_no_traceback() -> None:
     """Closing a connection that failed prints nothing when the process exits."""
     with Postgres() as other:
         gone = other.url()
-    process = start("history", TOLLKEEPER_DATABASE=gone)
+    process = start("history", RATEKEEPER_DATABASE=gone)
     output, errors = process.communicate(timeout=PROCESS_SECONDS_MAX)
     assert clean(Done(process.returncode, output, errors)).returncode == 2
     assert len(errors.splitlines()) == 1
@@ -377,7 +377,7 @@ def test_a_shadow_rule_is_promoted_and_demoted(cli: Cli) -> None:
     assert cli("demote", "stricter").stdout.endswith("version 3 is in force\n")
     kinds = [each["kind"] for each in json.loads(cli("history", "--json").stdout)]
     assert kinds == ["demote", "promote", "apply"]
-    assert cli("promote", "gone").stderr.startswith("tollkeeper: there is no rule 'gone'")
+    assert cli("promote", "gone").stderr.startswith("ratekeeper: there is no rule 'gone'")
 
 
 def test_the_advice_for_a_promotion_by_hand_works(cli: Cli) -> None:

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ratekeeper.service.http import openapi
 from tests.service.admin.client import secrets_of
 from tests.service_process import RULES, ServiceProcess
-from tollkeeper.service.http import openapi
 
 SECONDS_MAX = 400
 EXAMPLES_MAX = 2
@@ -89,5 +89,5 @@ def shortened(output: str) -> str:
 def program() -> str:
     """Return the path of schemathesis, next to this Python."""
     found = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
-    assert found, "schemathesis is not installed: pip install 'tollkeeper[dev]'"
+    assert found, "schemathesis is not installed: pip install 'ratekeeper[dev]'"
     return found

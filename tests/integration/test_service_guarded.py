@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve` with malformed requests, tokens, idle connections and TLS."""
+"""A real `ratekeeper serve` with malformed requests, tokens, idle connections and TLS."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from ratekeeper.service.http.tokens import create_token, remove_token
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
 from tests.service.envoy.client import caller_on, codes, entries
 from tests.service_process import RULES, ServiceProcess, run_to_end
 from tests.web.test_claims import RSA_KEY, Provider, jwk
-from tollkeeper.service.http.tokens import create_token, remove_token
 
 OTHER_KEY = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
 
@@ -208,7 +208,7 @@ def test_other_machines_may_connect_only_with_tokens(tmp_path: Path) -> None:
         ["serve", "--host", "0.0.0.0", "--rules", str(rules), "--data", str(tmp_path / "data")]
     )
     assert done.returncode == 2
-    assert "tollkeeper token create" in done.stderr
+    assert "ratekeeper token create" in done.stderr
     assert "Traceback" not in done.stderr
 
 

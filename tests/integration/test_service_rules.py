@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve`: rules that change while it runs, stores and settings."""
+"""A real `ratekeeper serve`: rules that change while it runs, stores and settings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_redis_by_one_option() -> None:
     uri = f"{server.uri}?deadline_ms=10000"
     with (
         ServiceProcess(limited(10), "--store", uri) as one,
-        ServiceProcess(limited(10), env={"TOLLKEEPER_STORE": uri}) as other,
+        ServiceProcess(limited(10), env={"RATEKEEPER_STORE": uri}) as other,
     ):
         found = [
             service.ask("POST", "/v1/check", {"user": "42"}).status
@@ -92,10 +92,10 @@ def test_settings_from_a_file_and_the_environment(tmp_path: Path) -> None:
     """An environment variable overrides the file; settings only in the file apply, too."""
     config = tmp_path / "config.yaml"
     config.write_text("node-id: of-the-file\ndraft: 7\nlegacy-headers: false\n")
-    env = {"TOLLKEEPER_NODE_ID": "of-the-variable", "TOLLKEEPER_CONFIG": str(config)}
+    env = {"RATEKEEPER_NODE_ID": "of-the-variable", "RATEKEEPER_CONFIG": str(config)}
     with ServiceProcess(limited(5), env=env) as service:
         answer = service.ask("POST", "/v1/check", {"user": "42"})
-        assert answer.headers["x-tollkeeper-node"] == "of-the-variable"
+        assert answer.headers["x-ratekeeper-node"] == "of-the-variable"
         assert answer.headers["ratelimit"].startswith("limit=5, remaining=4")
         assert "x-ratelimit-limit" not in answer.headers
 

@@ -1,4 +1,4 @@
-"""A real `tollkeeper serve`: exact limits over its workers, restarts, kills and shutdown."""
+"""A real `ratekeeper serve`: exact limits over its workers, restarts, kills and shutdown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratekeeper.service.envoy.protocol.messages import SERVICE as RATE_LIMIT_SERVICE
 from tests.redis_servers.waiting import until
 from tests.service_process import ServiceProcess, ask_on
-from tollkeeper.service.envoy.protocol.messages import SERVICE as RATE_LIMIT_SERVICE
 
 DRAIN_SECONDS = 2
 
@@ -57,7 +57,7 @@ def counted(service: ServiceProcess, outcome: str) -> float:
         sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "tollkeeper_checks_total" and sample.labels["outcome"] == outcome
+        if sample.name == "ratekeeper_checks_total" and sample.labels["outcome"] == outcome
     )
 
 

@@ -1,4 +1,4 @@
-"""The first minute with a real `tollkeeper serve`: its lines, the login link, the command."""
+"""The first minute with a real `ratekeeper serve`: its lines, the login link, the command."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_the_lines_on_a_terminal(tmp_path: Path) -> None:
     os.set_blocking(terminal, False)
     data = str(tmp_path / "data")
     options = ("--seed", str(EXAMPLE), "--sample", "1", "--console-link", "--port", "0")
-    command = [sys.executable, "-m", "tollkeeper", "serve", "--data", data, "--workers", "1"]
+    command = [sys.executable, "-m", "ratekeeper", "serve", "--data", data, "--workers", "1"]
     process = subprocess.Popen(
         [*command, "--no-grpc", *options],
         stdin=end,
         stdout=end,
         stderr=end,
-        env={k: v for k, v in os.environ.items() if not k.startswith("TOLLKEEPER_")},
+        env={k: v for k, v in os.environ.items() if not k.startswith("RATEKEEPER_")},
     )
     os.close(end)
     shown = ""
@@ -73,6 +73,6 @@ def test_a_log_has_no_login_link() -> None:
         events = {each["event"]: each for each in service.events()}
         assert events["started"]["console"] == f"{service.url}/console"
         assert events["started"]["message"].count("\n") == 0
-        assert "tollkeeper console link --data" in events["no_console_link"]["message"]
+        assert "ratekeeper console link --data" in events["no_console_link"]["message"]
         assert "/console/link/" not in service.log_text()
         assert not list(service.data.glob("sessions/link-*"))

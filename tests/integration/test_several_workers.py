@@ -20,7 +20,7 @@ WARNING = "memory:// counts in each worker process separately, and {} runs at le
 # Each process that has loaded the application writes its number, after a warning of the store.
 APPLICATION = """
 import os
-from tollkeeper import asgi, wsgi
+from ratekeeper import asgi, wsgi
 
 async def hello(scope, receive, send): ...
 def plain(environ, start_response): ...

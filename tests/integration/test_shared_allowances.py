@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limiter, StoreUnavailable
+from ratekeeper.decide.allowances import AllowanceGate
 from tests.integration.allowance_hammer import KEYS, LIMIT, gates_of, open_table, put
-from tollkeeper import Limiter, StoreUnavailable
-from tollkeeper.decide.allowances import AllowanceGate
 
 HOUR_NS = 3_600_000_000_000
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper import ConfigError, Limit, Limiter, StoreFull, StoreUnavailable
+from ratekeeper import ConfigError, Limit, Limiter, StoreFull, StoreUnavailable
 
 VERSION_AT = 8
 CAPACITY_AT = 24
@@ -130,7 +130,7 @@ def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
 def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) -> None:
     """The store rejects a file of another program and does not change a byte of it."""
     path.write_bytes(content)
-    with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and was not changed"):
+    with pytest.raises(StoreUnavailable, match="is not a Ratekeeper file and was not changed"):
         limiter(path)
     assert path.read_bytes() == content
 
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_replaced(
     damage(path)
     with limiter(path) as after:
         assert after.check("me").remaining == 4
-    (record,) = (each for each in caplog.records if each.name == "tollkeeper")
+    (record,) = (each for each in caplog.records if each.name == "ratekeeper")
     assert record.levelname == "ERROR"
     assert record.getMessage().startswith(f"{path} {found}")
     assert record.getMessage().endswith("it was replaced by a new file with fresh quotas")
@@ -188,14 +188,14 @@ def test_a_damaged_file_is_replaced(
 
 def test_a_few_bytes_are_not_our_file(path: Path) -> None:
     """A file that is too short to have our magic number could be of any program."""
-    path.write_bytes(b"TOLL")
-    with pytest.raises(StoreUnavailable, match="is not a Tollkeeper file and was not changed"):
+    path.write_bytes(b"RATE")
+    with pytest.raises(StoreUnavailable, match="is not a Ratekeeper file and was not changed"):
         limiter(path)
 
 
 def test_an_unfinished_file_is_created_again(path: Path) -> None:
     """If the creating process was killed, the next process creates the file again."""
-    path.write_bytes(b"TK-MAKE\0" + b"\0" * 5_000)
+    path.write_bytes(b"RK-MAKE\0" + b"\0" * 5_000)
     with limiter(path) as made:
         assert made.check("me").remaining == 4
 
@@ -280,7 +280,7 @@ def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> st
 
 OPEN_AND_REPORT = """
 import sys
-from tollkeeper import Limiter, StoreUnavailable
+from ratekeeper import Limiter, StoreUnavailable
 try:
     print(Limiter("5/hour", store=sys.argv[1]).check("me"))
 except StoreUnavailable as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.model import ALGORITHM_NAMES
+from ratekeeper.core.model import ALGORITHM_NAMES
 
 PROCESSES = 4
 # Kills per algorithm, one every 10 ms. The seed is printed when a test fails.

@@ -1,4 +1,4 @@
-"""`tollkeeper top` of a real service with a real Redis: in a terminal, in a pipe, as JSON.
+"""`ratekeeper top` of a real service with a real Redis: in a terminal, in a pipe, as JSON.
 
 The terminal is a pty of the kernel. The test checks the bytes that are written to it: the alternate
 screen is entered and left, frames arrive, and a new size is used.
@@ -97,10 +97,10 @@ class Terminal:
         self.written = b""
         self.resize(columns, lines)
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
-        environment["TOLLKEEPER_TOKEN"] = token
+        environment["RATEKEEPER_TOKEN"] = token
         self.process = subprocess.Popen(
             # The controlling terminal, so that the kernel signals a new size.
-            ["setsid", "--ctty", sys.executable, "-m", "tollkeeper", *arguments],
+            ["setsid", "--ctty", sys.executable, "-m", "ratekeeper", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -182,7 +182,7 @@ def test_busiest_keys_need_a_token_for_reading(service: TokenService) -> None:
             assert terminal.close() == 0
     for token, named in ((service.read, True), (service.check, False), ("", False)):
         as_json = run_to_end(
-            ["top", "--json", "--interval", "1", "--url", url], TOLLKEEPER_TOKEN=token
+            ["top", "--json", "--interval", "1", "--url", url], RATEKEEPER_TOKEN=token
         )
         found = json.loads(as_json.stdout)
         assert (found["denied_most"] is not None) is named
@@ -246,8 +246,8 @@ def test_once_and_json_print_one_frame(service: TokenService) -> None:
 
 
 def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
-    """The command ends when the reader closes the pipe, as in `tollkeeper top | head`."""
-    command = [sys.executable, "-m", "tollkeeper", "top", "--interval", "1", "--url", service.url]
+    """The command ends when the reader closes the pipe, as in `ratekeeper top | head`."""
+    command = [sys.executable, "-m", "ratekeeper", "top", "--interval", "1", "--url", service.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

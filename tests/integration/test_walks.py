@@ -7,6 +7,12 @@ import time
 from collections import Counter
 from typing import Any
 
+from ratekeeper import AsyncLimiter, Limiter, open_store
+from ratekeeper.service.http.context import ServiceContext, WorkerSettings
+from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import Style
+from ratekeeper.web.identity import Identity
 from tests.redis_servers import running
 from tests.service.http.client import HttpClient
 from tests.walks import (
@@ -19,12 +25,6 @@ from tests.walks import (
     resolved,
     walk_of,
 )
-from tollkeeper import AsyncLimiter, Limiter, open_store
-from tollkeeper.service.http.context import ServiceContext, WorkerSettings
-from tollkeeper.service.http.tokens import Tokens
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Style
-from tollkeeper.web.identity import Identity
 
 LEASED = "Follow a request: a leased check on Redis"
 REPEATED = "Follow a request: POST /v1/check with rules on Redis"

@@ -24,13 +24,13 @@ enum { STEPS = 10000, SUBJECTS = 60, CLAIMS = 40 };
 static const uint64_t NUMBERS[] = {7, 11};
 
 typedef struct {
-    tk_table *table;
-    tk_options options;
+    rk_table *table;
+    rk_options options;
     bool damaged;
     uint64_t random;
     int64_t now_ns;
     int64_t charged_ns; /* of the last spent units */
-    tk_claim claims[CLAIMS];
+    rk_claim claims[CLAIMS];
     size_t claims_count;
     int64_t leased, given_back, spent_leases, spent_budgets, confirmed;
 } run;
@@ -40,32 +40,32 @@ static uint64_t below(run *r, uint64_t bound) { return next_random(&r->random) %
 static int64_t random_units(run *r)
 {
     uint64_t dice = below(r, 20);
-    return (int64_t)(dice < 12 ? dice % 3 : below(r, dice < 18 ? 40 : TK_ALLOWANCE_UNITS_MAX + 2));
+    return (int64_t)(dice < 12 ? dice % 3 : below(r, dice < 18 ? 40 : RK_ALLOWANCE_UNITS_MAX + 2));
 }
 
-static tk_allowance_gate random_gate(run *r)
+static rk_allowance_gate random_gate(run *r)
 {
     bool leased = below(r, 2) == 0;
-    return (tk_allowance_gate){.number = NUMBERS[leased],
+    return (rk_allowance_gate){.number = NUMBERS[leased],
                                .lifetime_ns = SECOND_NS,
-                               .capacity = TK_UNITS_MAX,
+                               .capacity = RK_UNITS_MAX,
                                .limits = 2,
                                .leased = leased};
 }
 
-static void random_subject(run *r, char name[140], tk_subject *subject)
+static void random_subject(run *r, char name[140], rk_subject *subject)
 {
     int number = (int)below(r, SUBJECTS);
     int length = snprintf(name, 140, "s%d-%0*d", number, number * 3 % 130, 0);
-    *subject = (tk_subject){.bytes = name, .length = (size_t)length};
-    subject->hash = tk_subject_hash(r->table, name, (size_t)length);
+    *subject = (rk_subject){.bytes = name, .length = (size_t)length};
+    subject->hash = rk_subject_hash(r->table, name, (size_t)length);
 }
 
-static void spend(run *r, const tk_allowance_gate *gate, const tk_subject *subject, int64_t cost)
+static void spend(run *r, const rk_allowance_gate *gate, const rk_subject *subject, int64_t cost)
 {
-    tk_decision d = {.speaker = 0};
+    rk_decision d = {.speaker = 0};
     bool decided;
-    if (tk_spend(r->table, gate, subject, r->now_ns, cost, true, &decided, &d) != TK_OK || !decided)
+    if (rk_spend(r->table, gate, subject, r->now_ns, cost, true, &decided, &d) != RK_OK || !decided)
         return;
     REQUIRE(d.speaker >= 0 && d.speaker < gate->limits, "speaker %d", d.speaker);
     REQUIRE(d.allowed == (d.retry_after_ns == 0), "retry %lld", (long long)d.retry_after_ns);
@@ -76,15 +76,15 @@ static void spend(run *r, const tk_allowance_gate *gate, const tk_subject *subje
     }
 }
 
-static void put(run *r, const tk_allowance_gate *gate, const tk_subject *subject, int64_t cost)
+static void put(run *r, const rk_allowance_gate *gate, const rk_subject *subject, int64_t cost)
 {
-    tk_returned returned;
+    rk_returned returned;
     bool allowed = below(r, 4) > 0;
-    tk_answer answer = {
+    rk_answer answer = {
         .allowed = allowed,
         .place = (int)below(r, 3),
         .cost = cost,
-        .units = allowed ? random_units(r) % (TK_ALLOWANCE_UNITS_MAX + 1) : 0,
+        .units = allowed ? random_units(r) % (RK_ALLOWANCE_UNITS_MAX + 1) : 0,
         .ends_store_ns = r->now_ns + 5,
         .lasts_ns = (int64_t)below(r, 3) * SECOND_NS,
         .denied_ns = allowed ? 0 : (int64_t)below(r, 2000) * 1000000,
@@ -93,7 +93,7 @@ static void put(run *r, const tk_allowance_gate *gate, const tk_subject *subject
         .decided_store_ns = r->now_ns + 17,
         .charged_store_ns = r->now_ns + 17,
     };
-    if (tk_put(r->table, gate, subject, r->now_ns, &answer, &returned) != TK_OK)
+    if (rk_put(r->table, gate, subject, r->now_ns, &answer, &returned) != RK_OK)
         return;
     REQUIRE(gate->leased || returned.units == 0 || r->damaged, "a budget is not given back");
     if (gate->leased)
@@ -101,27 +101,27 @@ static void put(run *r, const tk_allowance_gate *gate, const tk_subject *subject
     r->given_back += returned.units;
 }
 
-static void unspend(run *r, const tk_allowance_gate *gate, const tk_subject *subject, int64_t count)
+static void unspend(run *r, const rk_allowance_gate *gate, const rk_subject *subject, int64_t count)
 {
     bool done;
-    if (tk_unspend(r->table, gate, subject, r->now_ns, count, r->charged_ns, &done) == TK_OK &&
+    if (rk_unspend(r->table, gate, subject, r->now_ns, count, r->charged_ns, &done) == RK_OK &&
         done)
         *(gate->leased ? &r->spent_leases : &r->spent_budgets) -= count;
 }
 
 static void claim(run *r)
 {
-    tk_claiming claiming = {.now_ns = r->now_ns,
+    rk_claiming claiming = {.now_ns = r->now_ns,
                             .flush_ns = (int64_t)below(r, 2) * SECOND_NS,
                             .ending = below(r, 8) == 0,
                             .numbers = NUMBERS,
                             .numbers_count = below(r, 3)};
-    if (tk_claim_units(r->table, &claiming, r->claims, below(r, CLAIMS + 1), &r->claims_count) !=
-        TK_OK)
+    if (rk_claim_units(r->table, &claiming, r->claims, below(r, CLAIMS + 1), &r->claims_count) !=
+        RK_OK)
         r->claims_count = 0;
     for (size_t i = 0; i < r->claims_count; i++) {
-        const tk_claim *each = &r->claims[i];
-        REQUIRE(each->units > 0 && each->length <= TK_SUBJECT_BYTES_MAX, "claim %zu", i);
+        const rk_claim *each = &r->claims[i];
+        REQUIRE(each->units > 0 && each->length <= RK_SUBJECT_BYTES_MAX, "claim %zu", i);
         REQUIRE(each->age_ns >= 0, "age %lld", (long long)each->age_ns);
         if (each->leased)
             r->given_back += each->units;
@@ -131,12 +131,12 @@ static void claim(run *r)
 static void confirm(run *r)
 {
     for (size_t i = 0; i < r->claims_count; i++) {
-        const tk_claim *each = &r->claims[i];
+        const rk_claim *each = &r->claims[i];
         if (each->leased || below(r, 3) == 0)
             continue;
-        tk_subject subject = {.bytes = each->subject, .length = each->length};
-        subject.hash = tk_subject_hash(r->table, each->subject, each->length);
-        if (tk_confirm(r->table, each->number, &subject, each->token) == TK_OK)
+        rk_subject subject = {.bytes = each->subject, .length = each->length};
+        subject.hash = rk_subject_hash(r->table, each->subject, each->length);
+        if (rk_confirm(r->table, each->number, &subject, each->token) == RK_OK)
             r->confirmed += each->units;
     }
     r->claims_count = 0;
@@ -144,8 +144,8 @@ static void confirm(run *r)
 
 static void check_conserved(run *r)
 {
-    tk_allowance_stats stats;
-    if (tk_read_allowance_stats(r->table, &stats) != TK_OK || r->damaged)
+    rk_allowance_stats stats;
+    if (rk_read_allowance_stats(r->table, &stats) != RK_OK || r->damaged)
         return;
     REQUIRE(stats.held <= stats.held_max, "%llu held", (unsigned long long)stats.held);
     REQUIRE(r->leased == r->spent_leases + (int64_t)stats.leased_units + r->given_back,
@@ -161,7 +161,7 @@ static void reopen(run *r)
 {
     if (r->options.path == NULL)
         return;
-    tk_close(r->table);
+    rk_close(r->table);
     r->table = open_or_die(&r->options);
 }
 
@@ -184,11 +184,11 @@ static void damage(run *r)
 
 static void step(run *r)
 {
-    char name[140], text[TK_ERROR_BYTES];
-    tk_subject subject;
-    tk_returned returned;
-    tk_look look;
-    tk_allowance_gate gate = random_gate(r);
+    char name[140], text[RK_ERROR_BYTES];
+    rk_subject subject;
+    rk_returned returned;
+    rk_look look;
+    rk_allowance_gate gate = random_gate(r);
     random_subject(r, name, &subject);
     if (below(r, 3) == 0)
         r->now_ns += (int64_t)below(r, below(r, 50) ? 100000000 : 15000000000u);
@@ -204,18 +204,18 @@ static void step(run *r)
     else if (verb < 88)
         confirm(r);
     else if (verb < 91)
-        tk_deny(r->table, &gate, &subject, r->now_ns, random_units(r),
+        rk_deny(r->table, &gate, &subject, r->now_ns, random_units(r),
                 (int64_t)below(r, SECOND_NS));
     else if (verb < 94) {
-        if (tk_stop(r->table, &gate, &subject, &returned) == TK_OK)
+        if (rk_stop(r->table, &gate, &subject, &returned) == RK_OK)
             r->given_back += returned.units;
     } else if (verb < 97)
-        tk_look_at(r->table, &gate, &subject, r->now_ns, &look);
+        rk_look_at(r->table, &gate, &subject, r->now_ns, &look);
     else
         check_conserved(r);
-    if (tk_is_shared(r->table)) {
-        tk_now_ns(r->table); /* examines the file */
-        if (tk_loss_text(r->table, text))
+    if (rk_is_shared(r->table)) {
+        rk_now_ns(r->table); /* examines the file */
+        if (rk_loss_text(r->table, text))
             reopen(r);
     }
 }
@@ -230,7 +230,7 @@ static void round_of(const char *folder, uint64_t seed)
     bool in_file = below(&r, 2), damages = in_file && below(&r, 2);
     snprintf(path, sizeof path, "%s/allowances", folder);
     unlink(path);
-    r.options = (tk_options){.path = in_file ? path : NULL,
+    r.options = (rk_options){.path = in_file ? path : NULL,
                              .allowances = true,
                              .capacity = (uint64_t[]){1, 20, 70, 2000}[below(&r, 4)]};
     r.table = open_or_die(&r.options);
@@ -242,7 +242,7 @@ static void round_of(const char *folder, uint64_t seed)
             reopen(&r);
     }
     check_conserved(&r);
-    tk_close(r.table);
+    rk_close(r.table);
 }
 
 int main(int count, char **arguments)

@@ -28,45 +28,45 @@ typedef struct scene scene;
 struct scene {
     const char *name;
     bool leased;
-    void (*prepare)(tk_table *table, const scene *s);
-    void (*call)(tk_table *table, const scene *s);
+    void (*prepare)(rk_table *table, const scene *s);
+    void (*call)(rk_table *table, const scene *s);
     bool puts; /* units may be missing while it writes them */
 };
 
-static tk_allowance_gate gate_of(const scene *s)
+static rk_allowance_gate gate_of(const scene *s)
 {
-    return (tk_allowance_gate){.number = NUMBERS[!s->leased],
+    return (rk_allowance_gate){.number = NUMBERS[!s->leased],
                                .lifetime_ns = SECOND_NS,
-                               .capacity = TK_UNITS_MAX,
+                               .capacity = RK_UNITS_MAX,
                                .limits = 1,
                                .leased = s->leased};
 }
 
-static tk_subject subject_of(const tk_table *table, const char *name)
+static rk_subject subject_of(const rk_table *table, const char *name)
 {
-    return (tk_subject){
-        .bytes = name, .length = strlen(name), .hash = tk_subject_hash(table, name, strlen(name))};
+    return (rk_subject){
+        .bytes = name, .length = strlen(name), .hash = rk_subject_hash(table, name, strlen(name))};
 }
 
 /* Repeat a call while a dead owner has the lock. */
 #define PATIENTLY(table, subject, call)                                                            \
     do {                                                                                           \
-        tk_status status;                                                                          \
-        while ((status = (call)) == TK_BUSY)                                                       \
-            REQUIRE(tk_wait_for_allowance(table, (subject).hash, 5 * SECOND_NS) == TK_OK,          \
+        rk_status status;                                                                          \
+        while ((status = (call)) == RK_BUSY)                                                       \
+            REQUIRE(rk_wait_for_allowance(table, (subject).hash, 5 * SECOND_NS) == RK_OK,          \
                     "the lock stays taken");                                                       \
-        REQUIRE(status == TK_OK, "status %d", status);                                             \
+        REQUIRE(status == RK_OK, "status %d", status);                                             \
     } while (0)
 
 /* ---- calls ---- */
 
-static void put_units(tk_table *table, const scene *s, const char *name, int64_t units,
+static void put_units(rk_table *table, const scene *s, const char *name, int64_t units,
                       int64_t ends_ns)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, name);
-    tk_returned returned;
-    tk_answer answer = {.allowed = true,
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, name);
+    rk_returned returned;
+    rk_answer answer = {.allowed = true,
                         .cost = 1,
                         .units = units,
                         .ends_store_ns = STORE_NS + ends_ns,
@@ -74,101 +74,101 @@ static void put_units(tk_table *table, const scene *s, const char *name, int64_t
                         .remaining = 500,
                         .decided_store_ns = STORE_NS,
                         .charged_store_ns = STORE_NS};
-    PATIENTLY(table, subject, tk_put(table, &gate, &subject, NOW_NS, &answer, &returned));
+    PATIENTLY(table, subject, rk_put(table, &gate, &subject, NOW_NS, &answer, &returned));
 }
 
-static void put(tk_table *table, const scene *s)
+static void put(rk_table *table, const scene *s)
 {
     put_units(table, s, "ada", LEASE, NOW_NS + SECOND_NS);
 }
 
-static void put_later(tk_table *table, const scene *s)
+static void put_later(rk_table *table, const scene *s)
 {
     put_units(table, s, "ada", LATER_LEASE, LATER_NS);
 }
 
-static int64_t spend_at(tk_table *table, const scene *s, int64_t cost, int64_t now_ns)
+static int64_t spend_at(rk_table *table, const scene *s, int64_t cost, int64_t now_ns)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, "ada");
-    tk_decision decision;
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, "ada");
+    rk_decision decision;
     bool decided;
     PATIENTLY(table, subject,
-              tk_spend(table, &gate, &subject, now_ns, cost, true, &decided, &decision));
+              rk_spend(table, &gate, &subject, now_ns, cost, true, &decided, &decision));
     return decided && decision.allowed ? cost : 0;
 }
 
-static void spend(tk_table *table, const scene *s) { spend_at(table, s, SPENT, NOW_NS); }
+static void spend(rk_table *table, const scene *s) { spend_at(table, s, SPENT, NOW_NS); }
 
-static void unspend(tk_table *table, const scene *s)
+static void unspend(rk_table *table, const scene *s)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, "ada");
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, "ada");
     bool done;
-    PATIENTLY(table, subject, tk_unspend(table, &gate, &subject, NOW_NS, SPENT, STORE_NS, &done));
+    PATIENTLY(table, subject, rk_unspend(table, &gate, &subject, NOW_NS, SPENT, STORE_NS, &done));
 }
 
-static size_t claim_at(tk_table *table, int64_t now_ns, tk_claim claims[4])
+static size_t claim_at(rk_table *table, int64_t now_ns, rk_claim claims[4])
 {
     size_t count;
-    tk_claiming claiming = {
+    rk_claiming claiming = {
         .now_ns = now_ns, .ending = true, .numbers = NUMBERS, .numbers_count = 2};
-    REQUIRE(tk_claim_units(table, &claiming, claims, 4, &count) == TK_OK, "claim");
+    REQUIRE(rk_claim_units(table, &claiming, claims, 4, &count) == RK_OK, "claim");
     return count;
 }
 
-static void claim(tk_table *table, const scene *s)
+static void claim(rk_table *table, const scene *s)
 {
     (void)s;
-    tk_claim claims[4];
+    rk_claim claims[4];
     claim_at(table, NOW_NS, claims);
 }
 
-static void confirm_at(tk_table *table, int64_t now_ns)
+static void confirm_at(rk_table *table, int64_t now_ns)
 {
-    tk_claim claims[4];
+    rk_claim claims[4];
     size_t count = claim_at(table, now_ns, claims);
     for (size_t i = 0; i < count; i++) {
-        tk_subject subject = {.bytes = claims[i].subject, .length = claims[i].length};
-        subject.hash = tk_subject_hash(table, subject.bytes, subject.length);
-        PATIENTLY(table, subject, tk_confirm(table, claims[i].number, &subject, claims[i].token));
+        rk_subject subject = {.bytes = claims[i].subject, .length = claims[i].length};
+        subject.hash = rk_subject_hash(table, subject.bytes, subject.length);
+        PATIENTLY(table, subject, rk_confirm(table, claims[i].number, &subject, claims[i].token));
     }
 }
 
-static void confirm(tk_table *table, const scene *s)
+static void confirm(rk_table *table, const scene *s)
 {
     (void)s;
     confirm_at(table, NOW_NS);
 }
 
-static void deny(tk_table *table, const scene *s)
+static void deny(rk_table *table, const scene *s)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, "ada");
-    PATIENTLY(table, subject, tk_deny(table, &gate, &subject, NOW_NS, 1, SECOND_NS / 2));
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, "ada");
+    PATIENTLY(table, subject, rk_deny(table, &gate, &subject, NOW_NS, 1, SECOND_NS / 2));
 }
 
-static void stop(tk_table *table, const scene *s)
+static void stop(rk_table *table, const scene *s)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, "ada");
-    tk_returned returned;
-    PATIENTLY(table, subject, tk_stop(table, &gate, &subject, &returned));
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, "ada");
+    rk_returned returned;
+    PATIENTLY(table, subject, rk_stop(table, &gate, &subject, &returned));
 }
 
 /* ---- states before a call ---- */
 
-static void nothing(tk_table *table, const scene *s) { (void)table, (void)s; }
+static void nothing(rk_table *table, const scene *s) { (void)table, (void)s; }
 
-static void has_units(tk_table *table, const scene *s) { put(table, s); }
+static void has_units(rk_table *table, const scene *s) { put(table, s); }
 
-static void has_spent(tk_table *table, const scene *s)
+static void has_spent(rk_table *table, const scene *s)
 {
     put(table, s);
     spend(table, s);
 }
 
-static void has_claimed(tk_table *table, const scene *s)
+static void has_claimed(rk_table *table, const scene *s)
 {
     has_spent(table, s);
     claim(table, s);
@@ -176,14 +176,14 @@ static void has_claimed(tk_table *table, const scene *s)
 }
 
 /* The table is full of records that are idle by now. */
-static void is_full(tk_table *table, const scene *s)
+static void is_full(rk_table *table, const scene *s)
 {
     char name[8];
-    tk_allowance_gate gate = gate_of(s);
+    rk_allowance_gate gate = gate_of(s);
     for (int i = 0; i < 20; i++) {
         snprintf(name, sizeof name, "s%d", i);
-        tk_subject subject = subject_of(table, name);
-        PATIENTLY(table, subject, tk_deny(table, &gate, &subject, NOW_NS / 2, 1, 1));
+        rk_subject subject = subject_of(table, name);
+        PATIENTLY(table, subject, rk_deny(table, &gate, &subject, NOW_NS / 2, 1, 1));
     }
 }
 
@@ -214,10 +214,10 @@ typedef struct {
 } counts;
 
 /* What may be spent at NOW_NS, and what is reported in the end. It uses the table up. */
-static counts counts_of(tk_table *table, const scene *s)
+static counts counts_of(rk_table *table, const scene *s)
 {
-    tk_allowance_stats stats;
-    REQUIRE(tk_read_allowance_stats(table, &stats) == TK_OK, "stats");
+    rk_allowance_stats stats;
+    REQUIRE(rk_read_allowance_stats(table, &stats) == RK_OK, "stats");
     counts found = {.pending = (int64_t)stats.pending_units};
     while (spend_at(table, s, 1, NOW_NS))
         found.left++;
@@ -227,7 +227,7 @@ static counts counts_of(tk_table *table, const scene *s)
 static bool same(counts a, counts b) { return a.left == b.left && a.pending == b.pending; }
 
 /* Check a table whose last process was killed. Return whether the call has happened. */
-static bool check(tk_table *table, const scene *s, counts before, counts after, long instructions)
+static bool check(rk_table *table, const scene *s, counts before, counts after, long instructions)
 {
     /* The earlier lease has ended: only units of the later one can be spent. */
     int64_t late = spend_at(table, s, LEASE + 1, NOW_NS + SECOND_NS) +
@@ -245,8 +245,8 @@ static bool check(tk_table *table, const scene *s, counts before, counts after, 
             (long long)found.left, (long long)found.pending);
     confirm_at(table, NOW_NS + 100 * SECOND_NS); /* also what was claimed before the kill */
     confirm_at(table, NOW_NS + 200 * SECOND_NS);
-    tk_allowance_stats stats;
-    REQUIRE(tk_read_allowance_stats(table, &stats) == TK_OK, "stats");
+    rk_allowance_stats stats;
+    REQUIRE(rk_read_allowance_stats(table, &stats) == RK_OK, "stats");
     REQUIRE(stats.pending_units == 0, "%s: units stay pending", s->name);
     put_later(table, s);
     REQUIRE(spend_at(table, s, LATER_LEASE, NOW_NS) == LATER_LEASE || s->call == deny,
@@ -254,7 +254,7 @@ static bool check(tk_table *table, const scene *s, counts before, counts after, 
     return same(found, after);
 }
 
-static pid_t start_child(tk_table *table, const scene *s)
+static pid_t start_child(rk_table *table, const scene *s)
 {
     pid_t child = fork();
     REQUIRE(child >= 0, "%s", strerror(errno));
@@ -269,10 +269,10 @@ static pid_t start_child(tk_table *table, const scene *s)
     return child;
 }
 
-static tk_table *open_prepared(const char *path, const scene *s)
+static rk_table *open_prepared(const char *path, const scene *s)
 {
     unlink(path);
-    tk_table *table = open_or_die(&(tk_options){.path = path, .allowances = true, .capacity = 20});
+    rk_table *table = open_or_die(&(rk_options){.path = path, .allowances = true, .capacity = 20});
     s->prepare(table, s);
     return table;
 }
@@ -280,18 +280,18 @@ static tk_table *open_prepared(const char *path, const scene *s)
 static counts counts_of_copy(const char *path, const char *copy, const scene *s, bool called)
 {
     copy_file(path, copy);
-    tk_table *table = open_or_die(&(tk_options){.path = copy, .allowances = true});
+    rk_table *table = open_or_die(&(rk_options){.path = copy, .allowances = true});
     if (called)
         s->call(table, s);
     counts found = counts_of(table, s);
-    tk_close(table);
+    rk_close(table);
     return found;
 }
 
 /* Check every instruction of the call, on copies; return their number. */
 static long walk(const char *path, const char *copy, const scene *s, counts *before, counts *after)
 {
-    tk_table *table = open_prepared(path, s);
+    rk_table *table = open_prepared(path, s);
     *before = counts_of_copy(path, copy, s, false);
     *after = counts_of_copy(path, copy, s, true);
     long instructions = 0;
@@ -302,11 +302,11 @@ static long walk(const char *path, const char *copy, const scene *s, counts *bef
             continue;
         changes++;
         copy_file(path, copy);
-        tk_table *left_behind = open_or_die(&(tk_options){.path = copy, .allowances = true});
+        rk_table *left_behind = open_or_die(&(rk_options){.path = copy, .allowances = true});
         happened += check(left_behind, s, *before, *after, instructions);
-        tk_close(left_behind);
+        rk_close(left_behind);
     }
-    tk_close(table);
+    rk_close(table);
     REQUIRE(same(*before, *after) || (happened > 0 && happened < changes),
             "%s: %d of %d: this tested nothing", s->name, happened, changes);
     printf("%s: %ld instructions, %d change the file, done after %d\n", s->name, instructions,
@@ -314,12 +314,12 @@ static long walk(const char *path, const char *copy, const scene *s, counts *bef
     return instructions;
 }
 
-static bool stands_inside(tk_table *table, const scene *s)
+static bool stands_inside(rk_table *table, const scene *s)
 {
-    tk_allowance_gate gate = gate_of(s);
-    tk_subject subject = subject_of(table, "ada");
-    tk_look look;
-    return tk_look_at(table, &gate, &subject, NOW_NS, &look) == TK_BUSY;
+    rk_allowance_gate gate = gate_of(s);
+    rk_subject subject = subject_of(table, "ada");
+    rk_look look;
+    return rk_look_at(table, &gate, &subject, NOW_NS, &look) == RK_BUSY;
 }
 
 int main(int count, char **arguments)
@@ -334,21 +334,21 @@ int main(int count, char **arguments)
         counts before, after;
         long instructions = walk(path, copy, s, &before, &after);
         for (long at = KILL_EVERY; at < instructions; at += KILL_EVERY) {
-            tk_table *table = open_prepared(path, s);
+            rk_table *table = open_prepared(path, s);
             pid_t child = start_child(table, s);
             if (!run_child(child, at)) { /* in this file, its record is found sooner */
-                tk_close(table);
+                rk_close(table);
                 break;
             }
             if (stands_inside(table, s)) {
-                tk_claim claims[4];
+                rk_claim claims[4];
                 inside++;
                 REQUIRE(claim_at(table, NOW_NS, claims) == 0, "claimed in a locked segment");
             }
             kill(child, SIGKILL);
             REQUIRE(waitpid(child, NULL, 0) == child, "%s", strerror(errno));
             check(table, s, before, after, at);
-            tk_close(table);
+            rk_close(table);
         }
     }
     REQUIRE(inside > 10, "only %d were killed inside the lock: this tested nothing", inside);

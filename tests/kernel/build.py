@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 HERE = Path(__file__).parent
-KERNEL = HERE.parents[1] / "src/tollkeeper/decide/kernel"
+KERNEL = HERE.parents[1] / "src/ratekeeper/decide/kernel"
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -27,7 +27,7 @@ def build(driver: str, folder: Path, *flags: str, compiler: str | None = None) -
 @cache
 def _table(compiler: str | None, flags: tuple[str, ...]) -> list[Path]:
     """Compile the table and return its object files. Drivers with the same flags share them."""
-    folder = Path(mkdtemp(prefix="tollkeeper-kernel-"))
+    folder = Path(mkdtemp(prefix="ratekeeper-kernel-"))
     atexit.register(shutil.rmtree, folder)
     sources = [path for path in sorted(KERNEL.glob("*.c")) if not path.name.endswith("module.c")]
     subprocess.run([*_command(compiler, flags), "-c", *sources], check=True, cwd=folder)

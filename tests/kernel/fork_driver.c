@@ -18,7 +18,7 @@
 #include "layout.h"
 #include "limits.h"
 
-bool tk_alone(int fd);
+bool rk_alone(int fd);
 
 /* Registered before the table's own handler, so that it runs first. */
 static void stop_in_child(void)
@@ -35,17 +35,17 @@ int main(int count, char **arguments)
     REQUIRE(count == 2, "usage: fork_driver FOLDER");
     snprintf(path, sizeof path, "%s/fork.limits", arguments[1]);
     pthread_atfork(NULL, NULL, stop_in_child);
-    tk_table *table = open_or_die(&(tk_options){.path = path, .capacity = 10, .log_bytes = 64});
+    rk_table *table = open_or_die(&(rk_options){.path = path, .capacity = 10, .log_bytes = 64});
     pid_t child = fork();
     REQUIRE(child >= 0, "%s", strerror(errno));
     if (child == 0)
         _exit(table->owner == 0);
     REQUIRE(waitpid(child, &state, 0) == child && WIFSTOPPED(state), "the child: %d", state);
-    tk_close(table);
+    rk_close(table);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     REQUIRE(fd >= 0, "%s", strerror(errno));
     for (;;) {
-        REQUIRE(!tk_alone(fd), "nobody uses the file after %ld instructions", steps);
+        REQUIRE(!rk_alone(fd), "nobody uses the file after %ld instructions", steps);
         REQUIRE(ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) == 0, "%s", strerror(errno));
         REQUIRE(waitpid(child, &state, 0) == child, "%s", strerror(errno));
         if (WIFEXITED(state))
@@ -54,7 +54,7 @@ int main(int count, char **arguments)
         steps++;
     }
     REQUIRE(WEXITSTATUS(state) == 0, "the child has no index");
-    REQUIRE(tk_alone(fd), "an ended process still uses the file");
+    REQUIRE(rk_alone(fd), "an ended process still uses the file");
     printf("%ld instructions\n", steps);
     return 0;
 }

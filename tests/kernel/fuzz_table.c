@@ -20,42 +20,42 @@ static uint8_t next(input *in)
     return *in->bytes++;
 }
 
-static tk_limit next_limit(input *in, uint64_t id)
+static rk_limit next_limit(input *in, uint64_t id)
 {
     static const int64_t windows_ns[] = {1000000, 1000000000, 60000000000, 31622400000000000};
     static const int64_t mosts[] = {1, 3, 20, 1000};
-    tk_algorithm algorithm = (tk_algorithm)(next(in) % 5);
+    rk_algorithm algorithm = (rk_algorithm)(next(in) % 5);
     int64_t limit = mosts[next(in) % 4] + next(in) % 8;
-    int64_t capacity = algorithm <= TK_LEAKY_BUCKET ? next(in) % 32 : 0;
+    int64_t capacity = algorithm <= RK_LEAKY_BUCKET ? next(in) % 32 : 0;
     return make_limit(algorithm, limit, windows_ns[next(in) % 4], capacity, id);
 }
 
-static void call(tk_table *table, const tk_limit *limits, int count, int64_t *now_ns, input *in)
+static void call(rk_table *table, const rk_limit *limits, int count, int64_t *now_ns, input *in)
 {
     uint8_t verb = next(in), key = next(in) % 32, units = next(in), time = next(in);
-    tk_hash subject = tk_subject_hash(table, &key, 1);
-    tk_decision decision = {.speaker = 0};
+    rk_hash subject = rk_subject_hash(table, &key, 1);
+    rk_decision decision = {.speaker = 0};
     uint64_t dropped;
     *now_ns += time < 128 ? (int64_t)time << (time % 40) : -(int64_t)(time - 128) * 1000;
-    *now_ns = tk_time_in_range(*now_ns);
+    *now_ns = rk_time_in_range(*now_ns);
     switch (verb % 8) {
     case 0:
-        tk_give_back(table, subject, limits, count, *now_ns, units,
-                     units % 4 ? tk_time_in_range(*now_ns - ((int64_t)units << (time % 40)))
-                               : TK_NO_TIME);
+        rk_give_back(table, subject, limits, count, *now_ns, units,
+                     units % 4 ? rk_time_in_range(*now_ns - ((int64_t)units << (time % 40)))
+                               : RK_NO_TIME);
         return;
     case 1:
-        tk_grant(table, subject, limits, count, *now_ns, units, (int64_t)time * 1000000 - 1);
+        rk_grant(table, subject, limits, count, *now_ns, units, (int64_t)time * 1000000 - 1);
         return;
     case 2:
-        tk_reset(table, subject, limits, count);
+        rk_reset(table, subject, limits, count);
         return;
     case 3:
-        tk_sweep(table, *now_ns, &dropped);
+        rk_sweep(table, *now_ns, &dropped);
         return;
     default:
-        if (tk_check(table, subject, limits, count, *now_ns, units, verb % 8 != 4, &decision) !=
-            TK_OK)
+        if (rk_check(table, subject, limits, count, *now_ns, units, verb % 8 != 4, &decision) !=
+            RK_OK)
             return;
         REQUIRE(decision.remaining >= 0, "remaining %lld", (long long)decision.remaining);
         REQUIRE(decision.allowed == (decision.retry_after_ns == 0), "retry %lld",
@@ -69,13 +69,13 @@ static void call(tk_table *table, const tk_limit *limits, int count, int64_t *no
 static int64_t next_units(input *in)
 {
     int64_t units = next(in);
-    return units < 200 ? units % 8 : units < 250 ? units : TK_ALLOWANCE_UNITS_MAX + units - 252;
+    return units < 200 ? units % 8 : units < 250 ? units : RK_ALLOWANCE_UNITS_MAX + units - 252;
 }
 
-static tk_answer next_answer(input *in, int64_t now_ns, int64_t cost)
+static rk_answer next_answer(input *in, int64_t now_ns, int64_t cost)
 {
     uint8_t kind = next(in);
-    return (tk_answer){
+    return (rk_answer){
         .allowed = kind % 4 > 0,
         .place = kind % 3,
         .cost = cost,
@@ -89,69 +89,69 @@ static tk_answer next_answer(input *in, int64_t now_ns, int64_t cost)
     };
 }
 
-static void fuzz_spend(tk_table *table, const tk_allowance_gate *gate, const tk_subject *subject,
+static void fuzz_spend(rk_table *table, const rk_allowance_gate *gate, const rk_subject *subject,
                        int64_t now_ns, int64_t cost)
 {
-    tk_decision decision;
+    rk_decision decision;
     bool decided, done;
-    REQUIRE(tk_spend(table, gate, subject, now_ns, cost, true, &decided, &decision) == TK_OK,
+    REQUIRE(rk_spend(table, gate, subject, now_ns, cost, true, &decided, &decision) == RK_OK,
             "spend");
     if (!decided)
         return;
     REQUIRE(decision.remaining >= 0, "remaining %lld", (long long)decision.remaining);
     REQUIRE(decision.allowed == (decision.retry_after_ns == 0), "retry");
     if (decision.allowed && cost % 8 == 5)
-        tk_unspend(table, gate, subject, now_ns, cost, decision.charged_ns, &done);
+        rk_unspend(table, gate, subject, now_ns, cost, decision.charged_ns, &done);
 }
 
-static void fuzz_claims(tk_table *table, int64_t now_ns, uint8_t kind)
+static void fuzz_claims(rk_table *table, int64_t now_ns, uint8_t kind)
 {
     static const uint64_t numbers[] = {0, 1};
-    tk_claim claims[8];
+    rk_claim claims[8];
     size_t count;
-    tk_claiming claiming = {.now_ns = now_ns,
+    rk_claiming claiming = {.now_ns = now_ns,
                             .flush_ns = (int64_t)kind << 22,
                             .ending = kind % 5 == 0,
                             .numbers = numbers,
                             .numbers_count = kind % 3};
-    REQUIRE(tk_claim_units(table, &claiming, claims, kind % 9, &count) == TK_OK, "claim");
+    REQUIRE(rk_claim_units(table, &claiming, claims, kind % 9, &count) == RK_OK, "claim");
     for (size_t i = 0; i < count; i++) {
-        tk_subject subject = {.bytes = claims[i].subject, .length = claims[i].length};
-        subject.hash = tk_subject_hash(table, subject.bytes, subject.length);
+        rk_subject subject = {.bytes = claims[i].subject, .length = claims[i].length};
+        subject.hash = rk_subject_hash(table, subject.bytes, subject.length);
         REQUIRE(claims[i].units > 0, "a claim without units");
         if (kind % 2)
-            tk_confirm(table, claims[i].number, &subject, claims[i].token);
+            rk_confirm(table, claims[i].number, &subject, claims[i].token);
     }
 }
 
 static void fuzz_allowances(input *in)
 {
-    tk_table *table =
-        open_or_die(&(tk_options){.allowances = true, .capacity = 1 + next(in) % 40u});
+    rk_table *table =
+        open_or_die(&(rk_options){.allowances = true, .capacity = 1 + next(in) % 40u});
     int64_t now_ns = INT64_C(1790000000000000000);
     while (in->left > 0) {
         uint8_t verb = next(in), key = next(in), time = next(in);
         int64_t units = next_units(in);
-        tk_allowance_gate gate = {
-            .number = key % 2, .lifetime_ns = 1 << 28, .capacity = TK_UNITS_MAX, .limits = 2};
+        rk_allowance_gate gate = {
+            .number = key % 2, .lifetime_ns = 1 << 28, .capacity = RK_UNITS_MAX, .limits = 2};
         gate.leased = gate.number == 0;
-        char text[TK_SUBJECT_BYTES_MAX + 8] = {(char)(key / 2 % 64)};
-        tk_subject subject = {.bytes = text, .length = key < 250 ? 1u + key % 4 : 132u};
-        subject.hash = tk_subject_hash(table, text, subject.length);
+        char text[RK_SUBJECT_BYTES_MAX + 8] = {(char)(key / 2 % 64)};
+        rk_subject subject = {.bytes = text, .length = key < 250 ? 1u + key % 4 : 132u};
+        subject.hash = rk_subject_hash(table, text, subject.length);
         now_ns += time < 200 ? (int64_t)time << time % 36 : -(int64_t)(time - 200) * 1000000;
-        now_ns = tk_time_in_range(now_ns);
-        tk_returned returned;
-        tk_answer answer;
+        now_ns = rk_time_in_range(now_ns);
+        rk_returned returned;
+        rk_answer answer;
         switch (verb % 8) {
         case 0:
             answer = next_answer(in, now_ns, units);
-            tk_put(table, &gate, &subject, now_ns, &answer, &returned);
+            rk_put(table, &gate, &subject, now_ns, &answer, &returned);
             break;
         case 1:
-            tk_deny(table, &gate, &subject, now_ns, units, (int64_t)time << 24);
+            rk_deny(table, &gate, &subject, now_ns, units, (int64_t)time << 24);
             break;
         case 2:
-            tk_stop(table, &gate, &subject, &returned);
+            rk_stop(table, &gate, &subject, &returned);
             break;
         case 3:
             fuzz_claims(table, now_ns, verb);
@@ -160,10 +160,10 @@ static void fuzz_allowances(input *in)
             fuzz_spend(table, &gate, &subject, now_ns, units);
         }
     }
-    tk_allowance_stats stats;
-    REQUIRE(tk_read_allowance_stats(table, &stats) == TK_OK && stats.held <= stats.held_max,
+    rk_allowance_stats stats;
+    REQUIRE(rk_read_allowance_stats(table, &stats) == RK_OK && stats.held <= stats.held_max,
             "stats");
-    tk_close(table);
+    rk_close(table);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length)
@@ -173,9 +173,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length)
         fuzz_allowances(&in);
         return 0;
     }
-    tk_limit limits[3];
+    rk_limit limits[3];
     int count = 1 + next(&in) % 3;
-    tk_table *table = open_or_die(&(tk_options){
+    rk_table *table = open_or_die(&(rk_options){
         .capacity = 1 + next(&in) % 40,
         .log_bytes = 64u << next(&in) % 12,
     });
@@ -184,6 +184,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length)
     int64_t now_ns = INT64_C(1790000000000000000);
     while (in.left > 0)
         call(table, limits, count, &now_ns, &in);
-    tk_close(table);
+    rk_close(table);
     return 0;
 }

@@ -7,7 +7,7 @@
  *
  * At every KILL_EVERY-th instruction it also kills the child with SIGKILL, on the file that the
  * parent has open itself, so that the parent really takes the lock of a dead owner. While the
- * child is stopped inside the lock, the parent's own call must return TK_BUSY and not hang.
+ * child is stopped inside the lock, the parent's own call must return RK_BUSY and not hang.
  *
  *   kill_driver FOLDER */
 #include "layout.h"
@@ -15,7 +15,7 @@
 
 typedef struct {
     const char *name;
-    tk_limit limits[3];
+    rk_limit limits[3];
     int count;
     int64_t cost;
     int fill;   /* spent one by one before, so that rings have grown to where the call finds them */
@@ -27,45 +27,45 @@ static const long KILL_EVERY = 211;
 static const int64_t NOW_NS = 1000 * 1000000000ll;
 static const int64_t YEAR_NS = 365 * 86400ll * 1000000000ll;
 
-static tk_status patiently(tk_table *table, tk_hash subject, tk_status status)
+static rk_status patiently(rk_table *table, rk_hash subject, rk_status status)
 {
-    return status == TK_BUSY ? tk_wait(table, subject, 5 * SECOND_NS) : TK_OK;
+    return status == RK_BUSY ? rk_wait(table, subject, 5 * SECOND_NS) : RK_OK;
 }
 
-static int64_t remaining(tk_table *table, tk_hash subject, const tk_limit *limit)
+static int64_t remaining(rk_table *table, rk_hash subject, const rk_limit *limit)
 {
-    tk_decision decision;
-    tk_status status;
-    while ((status = tk_check(table, subject, limit, 1, NOW_NS, 0, false, &decision)) != TK_OK)
-        REQUIRE(patiently(table, subject, status) == TK_OK, "the lock stays taken: %d", status);
+    rk_decision decision;
+    rk_status status;
+    while ((status = rk_check(table, subject, limit, 1, NOW_NS, 0, false, &decision)) != RK_OK)
+        REQUIRE(patiently(table, subject, status) == RK_OK, "the lock stays taken: %d", status);
     return decision.remaining;
 }
 
-static bool spend_if_room(tk_table *table, tk_hash subject, const scene *s, int64_t cost)
+static bool spend_if_room(rk_table *table, rk_hash subject, const scene *s, int64_t cost)
 {
-    tk_decision decision;
-    tk_status status;
-    while ((status = tk_check(table, subject, s->limits, s->count, NOW_NS, cost, true,
-                              &decision)) == TK_BUSY)
-        REQUIRE(patiently(table, subject, status) == TK_OK, "the lock stays taken");
-    REQUIRE(status == TK_FULL || (status == TK_OK && decision.allowed), "status %d", status);
-    return status == TK_OK;
+    rk_decision decision;
+    rk_status status;
+    while ((status = rk_check(table, subject, s->limits, s->count, NOW_NS, cost, true,
+                              &decision)) == RK_BUSY)
+        REQUIRE(patiently(table, subject, status) == RK_OK, "the lock stays taken");
+    REQUIRE(status == RK_FULL || (status == RK_OK && decision.allowed), "status %d", status);
+    return status == RK_OK;
 }
 
-static void spend(tk_table *table, tk_hash subject, const scene *s, int64_t cost)
+static void spend(rk_table *table, rk_hash subject, const scene *s, int64_t cost)
 {
     REQUIRE(spend_if_room(table, subject, s, cost), "%s: no room", s->name);
 }
 
-static pid_t start_child(tk_table *table, tk_hash subject, const scene *s)
+static pid_t start_child(rk_table *table, rk_hash subject, const scene *s)
 {
     pid_t child = fork();
     REQUIRE(child >= 0, "%s", strerror(errno));
     if (child == 0) {
-        tk_decision decision;
+        rk_decision decision;
         ptrace(PTRACE_TRACEME, 0, NULL, NULL);
         raise(SIGSTOP);
-        tk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
+        rk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
         _exit(0);
     }
     int state;
@@ -73,35 +73,35 @@ static pid_t start_child(tk_table *table, tk_hash subject, const scene *s)
     return child;
 }
 
-static bool stands_inside(tk_table *table, tk_hash subject, const scene *s)
+static bool stands_inside(rk_table *table, rk_hash subject, const scene *s)
 {
-    tk_decision decision;
-    return tk_check(table, subject, s->limits, s->count, NOW_NS, 0, false, &decision) == TK_BUSY;
+    rk_decision decision;
+    return rk_check(table, subject, s->limits, s->count, NOW_NS, 0, false, &decision) == RK_BUSY;
 }
 
 static const int64_t OTHERS_LEFT = 999;
 
-static tk_hash other_subject(const tk_table *table, int number)
+static rk_hash other_subject(const rk_table *table, int number)
 {
     char name[32];
     int length = snprintf(name, sizeof name, "other-%d", number);
-    return tk_subject_hash(table, name, (size_t)length);
+    return rk_subject_hash(table, name, (size_t)length);
 }
 
 /* The remaining units of each limit before the call. */
-static void prepare(tk_table *table, tk_hash subject, const scene *s, int64_t before[3])
+static void prepare(rk_table *table, rk_hash subject, const scene *s, int64_t before[3])
 {
-    REQUIRE(tk_reset(table, subject, s->limits, s->count) == TK_OK, "reset");
+    REQUIRE(rk_reset(table, subject, s->limits, s->count) == RK_OK, "reset");
     for (int i = 0; i < s->fill; i++)
         spend(table, subject, s, 1);
     if (s->grant)
-        REQUIRE(tk_grant(table, subject, s->limits, s->count, NOW_NS, 7, -1) == TK_OK, "grant");
+        REQUIRE(rk_grant(table, subject, s->limits, s->count, NOW_NS, 7, -1) == RK_OK, "grant");
     for (int i = 0; i < s->count; i++)
         before[i] = remaining(table, subject, &s->limits[i]);
 }
 
 /* Check that all limits are charged or none; return which. */
-static bool check_charged(tk_table *table, tk_hash subject, const scene *s, const int64_t before[3],
+static bool check_charged(rk_table *table, rk_hash subject, const scene *s, const int64_t before[3],
                           long instructions)
 {
     bool charged = remaining(table, subject, &s->limits[0]) != before[0];
@@ -123,14 +123,14 @@ static bool check_charged(tk_table *table, tk_hash subject, const scene *s, cons
 enum { FULL_CAPACITY = 2000, FULL_LOG_BYTES = 64 };
 
 /* Check every instruction of the call, on copies; return their number. */
-static long walk(tk_table *table, const char *path, const scene *s)
+static long walk(rk_table *table, const char *path, const scene *s)
 {
     char copy[520];
     int64_t before[3];
     long instructions = 0;
     int charged = 0, changes = 0;
     snprintf(copy, sizeof copy, "%s.copy", path);
-    tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
+    rk_hash subject = rk_subject_hash(table, s->name, strlen(s->name));
     prepare(table, subject, s, before);
     pid_t child = start_child(table, subject, s);
     for (; run_child(child, 1); instructions++) {
@@ -138,9 +138,9 @@ static long walk(tk_table *table, const char *path, const scene *s)
             continue;
         changes++;
         copy_file(path, copy);
-        tk_table *left_behind = open_or_die(&(tk_options){.path = copy});
+        rk_table *left_behind = open_or_die(&(rk_options){.path = copy});
         charged += check_charged(left_behind, subject, s, before, instructions);
-        tk_close(left_behind);
+        rk_close(left_behind);
     }
     unlink(copy);
     REQUIRE(charged > 0 && charged < changes, "%s: %d of %d charged: this tested nothing", s->name,
@@ -151,12 +151,12 @@ static long walk(tk_table *table, const char *path, const scene *s)
 }
 
 /* Kill the child at some instructions; return how many kills were inside the lock. */
-static int kill_here_and_there(tk_table *table, const scene *s, long instructions)
+static int kill_here_and_there(rk_table *table, const scene *s, long instructions)
 {
     int inside = 0;
     for (long at = KILL_EVERY; at < instructions; at += KILL_EVERY) {
         int64_t before[3];
-        tk_hash subject = tk_subject_hash(table, s->name, strlen(s->name));
+        rk_hash subject = rk_subject_hash(table, s->name, strlen(s->name));
         prepare(table, subject, s, before);
         pid_t child = start_child(table, subject, s);
         if (!run_child(child, at))
@@ -175,52 +175,52 @@ static bool moves_another(const char *path, const char *copy, const scene *s)
 {
     static uint64_t before[FILE_BYTES_MAX / 8], after[FILE_BYTES_MAX / 8];
     copy_file(path, copy);
-    tk_table *table = open_or_die(&(tk_options){.path = copy});
-    tk_geometry g = tk_geometry_for(FULL_CAPACITY, FULL_LOG_BYTES);
+    rk_table *table = open_or_die(&(rk_options){.path = copy});
+    rk_geometry g = rk_geometry_for(FULL_CAPACITY, FULL_LOG_BYTES);
     read_file(copy, before);
-    bool fits = spend_if_room(table, tk_subject_hash(table, s->name, strlen(s->name)), s, 1);
+    bool fits = spend_if_room(table, rk_subject_hash(table, s->name, strlen(s->name)), s, 1);
     read_file(copy, after);
-    tk_close(table);
+    rk_close(table);
     int changed = 0;
     for (size_t i = 0; i < g.segments; i++) {
-        size_t at = g.segments_at + i * g.segment_bytes + (sizeof(tk_segment) + 63) / 64 * 64;
-        const tk_bucket *old = (tk_bucket *)&before[at / 8], *new = (tk_bucket *)&after[at / 8];
-        for (size_t slot = 0; slot < g.buckets * TK_SLOTS_PER_BUCKET; slot++)
+        size_t at = g.segments_at + i * g.segment_bytes + (sizeof(rk_segment) + 63) / 64 * 64;
+        const rk_bucket *old = (rk_bucket *)&before[at / 8], *new = (rk_bucket *)&after[at / 8];
+        for (size_t slot = 0; slot < g.buckets * RK_SLOTS_PER_BUCKET; slot++)
             changed += old[slot / 8].tags[slot % 8] != new[slot / 8].tags[slot % 8];
     }
     return fits && changed == 2;
 }
 
 /* The same check in a table so full that the new key makes an old one move. */
-static void walk_in_a_full_table(const char *folder, tk_limit limit)
+static void walk_in_a_full_table(const char *folder, rk_limit limit)
 {
     char path[512], copy[520], name[48];
     scene s = {name, {limit}, 1, 1, 0, false, .others = 0};
     snprintf(path, sizeof path, "%s/full.limits", folder);
     snprintf(copy, sizeof copy, "%s.copy", path);
-    tk_table *table = open_or_die(
-        &(tk_options){.path = path, .capacity = FULL_CAPACITY, .log_bytes = FULL_LOG_BYTES});
+    rk_table *table = open_or_die(
+        &(rk_options){.path = path, .capacity = FULL_CAPACITY, .log_bytes = FULL_LOG_BYTES});
     snprintf(name, sizeof name, "full");
     while (spend_if_room(table, other_subject(table, s.others), &s, 1))
         s.others++;
     for (int i = 0; i < 20; i++)
-        REQUIRE(tk_reset(table, other_subject(table, --s.others), s.limits, 1) == TK_OK, "reset");
+        REQUIRE(rk_reset(table, other_subject(table, --s.others), s.limits, 1) == RK_OK, "reset");
     int number = 0;
     do
         snprintf(name, sizeof name, "key %d that moves another", number++);
     while (number < 5000 && !moves_another(path, copy, &s));
     REQUIRE(number < 5000, "no key moves another");
     walk(table, path, &s);
-    tk_close(table);
+    rk_close(table);
 }
 
 int main(int count, char **arguments)
 {
     REQUIRE(count == 2, "usage: kill_driver FOLDER");
-    tk_limit token = make_limit(TK_TOKEN_BUCKET, 1000, YEAR_NS, 0, 1);
-    tk_limit counter = make_limit(TK_SLIDING_WINDOW_COUNTER, 1000, YEAR_NS, 0, 2);
-    tk_limit journal = make_limit(TK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
-    tk_limit small = make_limit(TK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
+    rk_limit token = make_limit(RK_TOKEN_BUCKET, 1000, YEAR_NS, 0, 1);
+    rk_limit counter = make_limit(RK_SLIDING_WINDOW_COUNTER, 1000, YEAR_NS, 0, 2);
+    rk_limit journal = make_limit(RK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
+    rk_limit small = make_limit(RK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
     const scene scenes[] = {
         {"a new key", {token}, 1, 1, 0, false, 0},
         {"a known key", {token}, 1, 1, 3, false, 0},
@@ -231,8 +231,8 @@ int main(int count, char **arguments)
     };
     char path[512];
     snprintf(path, sizeof path, "%s/kill.limits", arguments[1]);
-    tk_table *table =
-        open_or_die(&(tk_options){.path = path, .capacity = 100, .log_bytes = 1 << 16});
+    rk_table *table =
+        open_or_die(&(rk_options){.path = path, .capacity = 100, .log_bytes = 1 << 16});
     int inside = 0;
     for (size_t i = 0; i < sizeof scenes / sizeof *scenes; i++) {
         long instructions = walk(table, path, &scenes[i]);
@@ -241,6 +241,6 @@ int main(int count, char **arguments)
     walk_in_a_full_table(arguments[1], token);
     REQUIRE(inside > 10, "only %d were killed inside the lock: this tested nothing", inside);
     printf("%d killed inside the lock\n", inside);
-    tk_close(table);
+    rk_close(table);
     return 0;
 }

@@ -17,36 +17,36 @@
 enum { STEPS = 20000, SUBJECTS = 300, LIMITS = 4 };
 
 typedef struct {
-    tk_table *table;
-    tk_options options;
+    rk_table *table;
+    rk_options options;
     bool damaged;
     uint64_t random;
-    tk_limit limits[LIMITS];
+    rk_limit limits[LIMITS];
     int count;
     int64_t now_ns;
 } run;
 
 static uint64_t below(run *r, uint64_t bound) { return next_random(&r->random) % bound; }
 
-static tk_limit random_limit(run *r, uint64_t id)
+static rk_limit random_limit(run *r, uint64_t id)
 {
     static const int64_t windows_ns[] = {1000000, 1000000000, 60000000000, 31622400000000000};
-    tk_algorithm algorithm = (tk_algorithm)below(r, 5);
-    int64_t most = (int64_t[]){5, 1000, TK_UNITS_MAX}[below(r, 3)];
-    if (algorithm == TK_SLIDING_WINDOW_LOG)
+    rk_algorithm algorithm = (rk_algorithm)below(r, 5);
+    int64_t most = (int64_t[]){5, 1000, RK_UNITS_MAX}[below(r, 3)];
+    if (algorithm == RK_SLIDING_WINDOW_LOG)
         most = 300;
     int64_t limit = 1 + (int64_t)below(r, (uint64_t)most);
     int64_t capacity = 0;
-    if (algorithm <= TK_LEAKY_BUCKET && below(r, 2))
+    if (algorithm <= RK_LEAKY_BUCKET && below(r, 2))
         capacity = 1 + (int64_t)below(r, (uint64_t)limit);
     return make_limit(algorithm, limit, windows_ns[below(r, 4)], capacity, id);
 }
 
-static tk_hash random_subject(run *r)
+static rk_hash random_subject(run *r)
 {
     char name[16];
     int length = snprintf(name, sizeof name, "s%d", (int)below(r, SUBJECTS));
-    return tk_subject_hash(r->table, name, (size_t)length);
+    return rk_subject_hash(r->table, name, (size_t)length);
 }
 
 static int64_t random_cost(run *r)
@@ -54,11 +54,11 @@ static int64_t random_cost(run *r)
     uint64_t dice = below(r, 20);
     if (dice < 14)
         return dice < 12;
-    return (int64_t)below(r, dice < 19 ? 20 : TK_UNITS_MAX);
+    return (int64_t)below(r, dice < 19 ? 20 : RK_UNITS_MAX);
 }
 
 /* The invariants of every answer of an undamaged table. */
-static void check_answer(run *r, const tk_decision *d, int64_t cost)
+static void check_answer(run *r, const rk_decision *d, int64_t cost)
 {
     REQUIRE(d->speaker >= 0 && d->speaker < r->count, "speaker %d", d->speaker);
     REQUIRE(d->remaining >= 0, "remaining %lld", (long long)d->remaining);
@@ -75,30 +75,30 @@ static void reopen(run *r)
 {
     if (r->options.path == NULL)
         return;
-    tk_close(r->table);
+    rk_close(r->table);
     r->table = open_or_die(&r->options);
 }
 
 static void check_or_peek(run *r, bool spend)
 {
-    tk_decision decision = {.speaker = -1}, look;
-    tk_hash subject = random_subject(r);
+    rk_decision decision = {.speaker = -1}, look;
+    rk_hash subject = random_subject(r);
     int64_t cost = random_cost(r);
-    tk_status status =
-        tk_check(r->table, subject, r->limits, r->count, r->now_ns, cost, spend, &decision);
-    REQUIRE(status != TK_LOST || r->damaged, "an intact file is lost");
-    if (status == TK_LOST)
+    rk_status status =
+        rk_check(r->table, subject, r->limits, r->count, r->now_ns, cost, spend, &decision);
+    REQUIRE(status != RK_LOST || r->damaged, "an intact file is lost");
+    if (status == RK_LOST)
         reopen(r);
-    if (status == TK_BUSY && r->damaged)
-        REQUIRE(tk_wait(r->table, subject, SECOND_NS) == TK_OK, "a damaged lock stays taken");
-    if (status != TK_OK)
+    if (status == RK_BUSY && r->damaged)
+        REQUIRE(rk_wait(r->table, subject, SECOND_NS) == RK_OK, "a damaged lock stays taken");
+    if (status != RK_OK)
         return;
     check_answer(r, &decision, cost);
     if (!spend || r->damaged || !decision.allowed)
         return;
     /* A second look finds the same units remaining. */
-    status = tk_check(r->table, subject, r->limits, r->count, r->now_ns, 0, false, &look);
-    REQUIRE(status == TK_OK && look.remaining == decision.remaining, "%lld left, then %lld",
+    status = rk_check(r->table, subject, r->limits, r->count, r->now_ns, 0, false, &look);
+    REQUIRE(status == RK_OK && look.remaining == decision.remaining, "%lld left, then %lld",
             (long long)decision.remaining, (long long)look.remaining);
 }
 
@@ -126,8 +126,8 @@ static void damage(run *r)
 static void step(run *r)
 {
     uint64_t dropped, dice = below(r, 1000);
-    tk_stats stats;
-    tk_busy busiest[TK_BUSIEST_MAX];
+    rk_stats stats;
+    rk_busy busiest[RK_BUSIEST_MAX];
     if (dice < 300)
         r->now_ns += (int64_t)below(r, 1000000000);
     else if (dice < 310)
@@ -137,25 +137,25 @@ static void step(run *r)
     else if (dice < 900)
         check_or_peek(r, false);
     else if (dice < 940)
-        tk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
-                     below(r, 4) ? r->now_ns - (int64_t)below(r, 2000000000) : TK_NO_TIME);
+        rk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
+                     below(r, 4) ? r->now_ns - (int64_t)below(r, 2000000000) : RK_NO_TIME);
     else if (dice < 970)
-        tk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
+        rk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
                  (int64_t)below(r, 3000000000u) - 1);
     else if (dice < 990)
-        tk_reset(r->table, random_subject(r), r->limits, r->count);
+        rk_reset(r->table, random_subject(r), r->limits, r->count);
     else if (dice < 994)
-        tk_sweep(r->table, r->now_ns, &dropped);
+        rk_sweep(r->table, r->now_ns, &dropped);
     else if (dice < 996)
-        tk_read_stats(r->table, &stats);
+        rk_read_stats(r->table, &stats);
     else if (dice < 998)
-        tk_busiest(r->table, busiest, (int)below(r, TK_BUSIEST_MAX + 1));
+        rk_busiest(r->table, busiest, (int)below(r, RK_BUSIEST_MAX + 1));
     else
         reopen(r);
     if (below(r, 50) == 0)
-        tk_now_ns(r->table);
-    if (tk_sample_due(r->table))
-        tk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
+        rk_now_ns(r->table);
+    if (rk_sample_due(r->table))
+        rk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
 }
 
 static void drive(const char *folder, uint64_t seed)
@@ -165,7 +165,7 @@ static void drive(const char *folder, uint64_t seed)
     uint64_t kind = seed % 3;
     snprintf(path, sizeof path, "%s/random.limits", folder);
     unlink(path);
-    r.options = (tk_options){
+    r.options = (rk_options){
         .path = kind == 0 ? NULL : path,
         .capacity = (uint64_t[]){1, 10, 200, 3000}[below(&r, 4)],
         .log_bytes = (uint64_t[]){64, 4096, 1 << 20}[below(&r, 3)],
@@ -182,7 +182,7 @@ static void drive(const char *folder, uint64_t seed)
         if (below(&r, 2000) == 0)
             r.limits[0] = random_limit(&r, 100 + below(&r, 3));
     }
-    tk_close(r.table);
+    rk_close(r.table);
     unlink(path);
 }
 

@@ -1,6 +1,6 @@
 /* Shared by the drivers that kill a process at every instruction of a call. */
-#ifndef TK_TEST_STEPPING_H
-#define TK_TEST_STEPPING_H
+#ifndef RK_TEST_STEPPING_H
+#define RK_TEST_STEPPING_H
 
 #include <errno.h>
 #include <fcntl.h>
@@ -49,7 +49,7 @@ static inline void copy_file(const char *from, const char *to)
 
 /* Return whether the file differs from the last call. If not, a process killed here leaves the same
  * behind as one that was killed there. */
-static inline bool has_changed(const tk_table *table, bool is_first)
+static inline bool has_changed(const rk_table *table, bool is_first)
 {
     static uint8_t last[FILE_BYTES_MAX];
     REQUIRE(table->bytes <= sizeof last, "%zu bytes", table->bytes);

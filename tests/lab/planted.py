@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.model import Limit
-from tollkeeper.decide import regional
-from tollkeeper.decide.ledgers import BucketLedger, Ledger, Ratio, ledger_of
-from tollkeeper.decide.regional import Learnt, MemoryRegional, Report, Shares
-from tollkeeper.regions import exchange, table
+from ratekeeper.core.model import Limit
+from ratekeeper.decide import regional
+from ratekeeper.decide.ledgers import BucketLedger, Ledger, Ratio, ledger_of
+from ratekeeper.decide.regional import Learnt, MemoryRegional, Report, Shares
+from ratekeeper.regions import exchange, table
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.core.model import Limit
-from tollkeeper.core.steps import Call
-from tollkeeper.decide.leasing import LeaseCheck, LeaseTerms
-from tollkeeper.lab.authority import SimulatedAuthority
-from tollkeeper.lab.checkers import NeverOver
-from tollkeeper.lab.network import NS_PER_MS, EventLoop
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.model import Limit
+from ratekeeper.core.steps import Call
+from ratekeeper.decide.leasing import LeaseCheck, LeaseTerms
+from ratekeeper.lab.authority import SimulatedAuthority
+from ratekeeper.lab.checkers import NeverOver
+from ratekeeper.lab.network import NS_PER_MS, EventLoop
 
 LIMITS = (Limit(10, per=60, algorithm="fixed_window"),)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.lab.faults import ALL_FAULTS, Faults, parse_faults, random_faults
-from tollkeeper.lab.network import seeded
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.lab.faults import ALL_FAULTS, Faults, parse_faults, random_faults
+from ratekeeper.lab.network import seeded
 
 
 def test_faults_are_given_by_name() -> None:

@@ -7,22 +7,22 @@ from functools import wraps
 
 import pytest
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import Decision, Limit
-from tollkeeper.core.rates import parse_limits
-from tollkeeper.decide.algorithms import token_bucket
-from tollkeeper.decide.leasing import GiveBack, LateCharge, Lease, Report
-from tollkeeper.decide.stores.memory import MemoryGate
-from tollkeeper.fleet import totals
-from tollkeeper.fleet.node import KnownGate, Node
-from tollkeeper.fleet.settings import Fleet
-from tollkeeper.fleet.totals import Totals
-from tollkeeper.lab import node as node_module
-from tollkeeper.lab.faults import ALL_FAULTS, Faults
-from tollkeeper.lab.fleet import FleetPlan, SimulatedFleet, simulate
-from tollkeeper.lab.network import Cut, seeded
-from tollkeeper.lab.summary import summary_of
-from tollkeeper.lab.traffic import Recording, TrafficGroup
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import Decision, Limit
+from ratekeeper.core.rates import parse_limits
+from ratekeeper.decide.algorithms import token_bucket
+from ratekeeper.decide.leasing import GiveBack, LateCharge, Lease, Report
+from ratekeeper.decide.stores.memory import MemoryGate
+from ratekeeper.fleet import totals
+from ratekeeper.fleet.node import KnownGate, Node
+from ratekeeper.fleet.settings import Fleet
+from ratekeeper.fleet.totals import Totals
+from ratekeeper.lab import node as node_module
+from ratekeeper.lab.faults import ALL_FAULTS, Faults
+from ratekeeper.lab.fleet import FleetPlan, SimulatedFleet, simulate
+from ratekeeper.lab.network import Cut, seeded
+from ratekeeper.lab.summary import summary_of
+from ratekeeper.lab.traffic import Recording, TrafficGroup
 
 PLAN = FleetPlan(
     limits=parse_limits("20/second"),
@@ -61,7 +61,7 @@ def test_an_authority_that_forgets_is_accepted_and_no_more(monkeypatch: pytest.M
     """The checker allows exactly for the units that a failover lost."""
     plan = replace(PLAN, faults=Faults(failovers=3), seed=4)
     assert not simulate(plan).never_over.violations
-    monkeypatch.setattr("tollkeeper.lab.checkers.NeverOver.forget", lambda *_: None)
+    monkeypatch.setattr("ratekeeper.lab.checkers.NeverOver.forget", lambda *_: None)
     assert simulate(plan).never_over.violations
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.lab.network import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.lab.network import (
     NS_PER_MS,
     START_NS,
     Cut,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.rates import parse_limits
+from ratekeeper.lab.fleet import SimulatedFleet
+from ratekeeper.lab.network import Quality
+from ratekeeper.lab.node import DEADLINE_NS, NodeProcess, address_of, number_of
 from tests.lab.test_fleet import PLAN
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.rates import parse_limits
-from tollkeeper.lab.fleet import SimulatedFleet
-from tollkeeper.lab.network import Quality
-from tollkeeper.lab.node import DEADLINE_NS, NodeProcess, address_of, number_of
 
 QUIET = replace(PLAN, traffic=(), nodes=3, limits=parse_limits("1000/minute"))
 

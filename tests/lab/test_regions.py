@@ -9,10 +9,9 @@ from time import process_time
 
 import pytest
 
-from tests.lab import planted
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Limit
-from tollkeeper.lab.regions import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import Limit
+from ratekeeper.lab.regions import (
     PARTITIONS,
     Load,
     Partition,
@@ -22,10 +21,11 @@ from tollkeeper.lab.regions import (
     results_of,
     run_random_regions,
 )
-from tollkeeper.lab.trials import SEED_BITS
+from ratekeeper.lab.trials import SEED_BITS
+from tests.lab import planted
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
-SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "2"))
+SECONDS = float(os.environ.get("RATEKEEPER_TRIAL_SECONDS", "2"))
 MINUTE = (Limit(600, per=60),)
 STEADY = (Limit(300, per=60, capacity=60),)
 
@@ -201,4 +201,4 @@ def test_no_random_regions_break_a_promise() -> None:
     while process_time() < until_s:
         seed = secrets.randbits(SEED_BITS)
         problems = run_random_regions(seed)
-        assert not problems, f"repeat it with: tollkeeper simulate random --seed {seed}"
+        assert not problems, f"repeat it with: ratekeeper simulate random --seed {seed}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ratekeeper.lab.fleet import SimulatedFleet, simulate
+from ratekeeper.lab.summary import chart_of, rows_of, summary_of, svg_of
 from tests.lab.test_fleet import PLAN
-from tollkeeper.lab.fleet import SimulatedFleet, simulate
-from tollkeeper.lab.summary import chart_of, rows_of, summary_of, svg_of
 
 
 def test_the_numbers_add_up() -> None:

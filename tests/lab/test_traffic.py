@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.lab.network import START_NS, EventLoop, seeded
-from tollkeeper.lab.traffic import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.lab.network import START_NS, EventLoop, seeded
+from ratekeeper.lab.traffic import (
     USUAL_MIX,
     Traffic,
     TrafficGroup,

@@ -8,10 +8,10 @@ from time import process_time
 
 import pytest
 
-from tollkeeper.lab.trials import SEED_BITS, random_plan, run_trial
+from ratekeeper.lab.trials import SEED_BITS, random_plan, run_trial
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
-SECONDS = float(os.environ.get("TOLLKEEPER_TRIAL_SECONDS", "2"))
+SECONDS = float(os.environ.get("RATEKEEPER_TRIAL_SECONDS", "2"))
 
 
 def test_a_seed_is_a_fleet() -> None:
@@ -35,4 +35,4 @@ def test_no_random_fleet_breaks_a_promise() -> None:
     while process_time() < until_s:
         seed = secrets.randbits(SEED_BITS)
         problems = run_trial(seed)
-        assert not problems, f"repeat it with: tollkeeper simulate random --seed {seed}"
+        assert not problems, f"repeat it with: ratekeeper simulate random --seed {seed}"

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.limiter`."""
+"""Tests of `ratekeeper.limiter`."""

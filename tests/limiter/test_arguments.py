@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import AsyncLimiter, ConfigError, InvalidCost, Limit, Limiter, Request
-from tollkeeper.core.clock import SystemClock, clock_of
-from tollkeeper.core.model import units_of
-from tollkeeper.core.rates import limits_of
-from tollkeeper.limiter.arguments import cost_of, key_of, kind_of, name_of
-from tollkeeper.testing import ManualClock
+from ratekeeper import AsyncLimiter, ConfigError, InvalidCost, Limit, Limiter, Request
+from ratekeeper.core.clock import SystemClock, clock_of
+from ratekeeper.core.model import units_of
+from ratekeeper.core.rates import limits_of
+from ratekeeper.limiter.arguments import cost_of, key_of, kind_of, name_of
+from ratekeeper.testing import ManualClock
 
 # ------------------------------------------------------------------------------------ clocks
 

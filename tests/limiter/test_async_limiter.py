@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.clocks import LateClock, ShortClock, TickingClock
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -24,9 +23,10 @@ from tollkeeper import (
     Request,
     StoreFull,
 )
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.testing import ManualClock
+from tests.clocks import LateClock, ShortClock, TickingClock
 
 SECOND = 1_000_000_000
 QUEUE = Limit(1, per=1, capacity=5, algorithm="leaky_bucket")
@@ -375,7 +375,7 @@ async def test_closing_closes_the_store_that_the_limiter_opened(
     closed = []
     store = PythonMemoryStore(clock)
     monkeypatch.setattr(store, "close", lambda: closed.append(True))
-    monkeypatch.setattr("tollkeeper.limiter.setup.store_of", lambda uri, clock: store)
+    monkeypatch.setattr("ratekeeper.limiter.setup.store_of", lambda uri, clock: store)
     async with AsyncLimiter("2/20s", clock=clock):
         assert not closed
     assert closed

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fleet.nodes import SharedStore
-from tests.redis_servers.waiting import until
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Fleet,
@@ -20,9 +18,11 @@ from tollkeeper import (
     Request,
     StoreUnavailable,
 )
-from tollkeeper.core.model import CONSISTENCIES, Consistency
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.model import CONSISTENCIES, Consistency
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.testing import ManualClock
+from tests.fleet.nodes import SharedStore
+from tests.redis_servers.waiting import until
 
 KEY = "user:42"
 

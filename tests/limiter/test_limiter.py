@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import (
+from ratekeeper import (
     CapacityError,
     ConfigError,
     InvalidCost,
@@ -18,8 +18,8 @@ from tollkeeper import (
     Request,
     StoreFull,
 )
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.testing import ManualClock
 
 SECOND = 1_000_000_000
 
@@ -122,7 +122,7 @@ def test_closing_closes_the_store_that_the_limiter_opened(
 ) -> None:
     """The store is closed with the limiter, also if its block raises."""
     store = RecordingStore(clock)
-    monkeypatch.setattr("tollkeeper.limiter.setup.store_of", lambda uri, clock: store)
+    monkeypatch.setattr("ratekeeper.limiter.setup.store_of", lambda uri, clock: store)
     with pytest.raises(RuntimeError), Limiter("2/20s", clock=clock):
         raise RuntimeError
     assert store.closed == 1

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.redis_servers import Single
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -20,9 +19,10 @@ from tollkeeper import (
     Request,
     StoreError,
 )
-from tollkeeper.core.model import AppliedRule, CheckResult
-from tollkeeper.decide.store import Store
-from tollkeeper.testing import ManualClock, limiting_off
+from ratekeeper.core.model import AppliedRule, CheckResult
+from ratekeeper.decide.store import Store
+from ratekeeper.testing import ManualClock, limiting_off
+from tests.redis_servers import Single
 
 RULES = """
 version: 1

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.regions.stores import RegionalStore, two_regions
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Fleet,
@@ -20,9 +19,10 @@ from tollkeeper import (
     StoreUnavailable,
     open_store,
 )
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.regions.store import RegionStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.regions.store import RegionStore
+from ratekeeper.testing import ManualClock
+from tests.regions.stores import RegionalStore, two_regions
 
 KEY = "user:42"
 TABLE = {"eu": "redis://eu.internal", "us": "redis://us.internal"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import ConfigError, Limit, Limiter, StoreUnavailable
-from tollkeeper.decide.stores import open_store
-from tollkeeper.testing import ManualClock
+from ratekeeper import ConfigError, Limit, Limiter, StoreUnavailable
+from ratekeeper.decide.stores import open_store
+from ratekeeper.testing import ManualClock
 
 RULES = "version: 1\nrules:\n  - {id: user, by: user, limits: 2/minute}\n"
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.clocks import LateClock, ShortClock, TickingClock
-from tests.failing_store import PartlyFailing
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Limit,
@@ -23,8 +21,10 @@ from tollkeeper import (
     Request,
     StoreUnavailable,
 )
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.testing import ManualClock, limiting_off
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.testing import ManualClock, limiting_off
+from tests.clocks import LateClock, ShortClock, TickingClock
+from tests.failing_store import PartlyFailing
 
 SECOND = 1_000_000_000
 QUEUE = Limit(1, per=1, capacity=5, algorithm="leaky_bucket")

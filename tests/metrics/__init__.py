@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.metrics`."""
+"""Tests of `ratekeeper.metrics`."""

@@ -13,5 +13,5 @@ def decisions(text: str, prefix: str) -> Decisions:
         (each.labels["rule"], each.labels["endpoint"], each.labels["outcome"]): each.value
         for family in text_string_to_metric_families(text)
         for each in family.samples
-        if each.name == "tollkeeper_rule_decisions_total" and each.labels["rule"].startswith(prefix)
+        if each.name == "ratekeeper_rule_decisions_total" and each.labels["rule"].startswith(prefix)
     }

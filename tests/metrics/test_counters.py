@@ -14,18 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fleet.nodes import SharedStore
-from tests.stub_fleet import StubFleet, store_with_fleet
-from tests.stub_regions import EU, StubRegions, store_with_regions
-from tollkeeper import Fleet, Limiter, Request
-from tollkeeper.core.histogram import LENGTH
-from tollkeeper.core.model import ResultKind
-from tollkeeper.decide.fleet_monitor import NodeAnswers
-from tollkeeper.decide.region_monitor import LinkStatus, PeerCounts
-from tollkeeper.decide.regional import REGIONS_MAX
-from tollkeeper.limiter.setup import LimiterSetup
-from tollkeeper.metrics import counters
-from tollkeeper.metrics.counters import (
+from ratekeeper import Fleet, Limiter, Request
+from ratekeeper.core.histogram import LENGTH
+from ratekeeper.core.model import ResultKind
+from ratekeeper.decide.fleet_monitor import NodeAnswers
+from ratekeeper.decide.region_monitor import LinkStatus, PeerCounts
+from ratekeeper.decide.regional import REGIONS_MAX
+from ratekeeper.limiter.setup import LimiterSetup
+from ratekeeper.metrics import counters
+from ratekeeper.metrics.counters import (
     BY_NAME,
     FAMILIES,
     JOIN,
@@ -39,7 +36,10 @@ from tollkeeper.metrics.counters import (
     RuleTotals,
     regions_snapshot,
 )
-from tollkeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock
+from tests.fleet.nodes import SharedStore
+from tests.stub_fleet import StubFleet, store_with_fleet
+from tests.stub_regions import EU, StubRegions, store_with_regions
 
 LABELS = {
     *("rule", "algorithm", "endpoint", "outcome", "source"),
@@ -76,7 +76,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 def test_the_documentation_lists_every_metric() -> None:
     """Each has exactly its declared labels."""
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(tollkeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(ratekeeper_\w+)` \| ([a-z, ]*)\|", page, re.MULTILINE)
     documented = {name: tuple(filter(None, labels.strip().split(", "))) for name, labels in rows}
     assert documented == {family.full_name: family.labels for family in FAMILIES}
 
@@ -276,7 +276,7 @@ def test_a_store_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyP
     for limiter in limiters:
         limiter._store = store  # type: ignore[assignment]  # only its monitor is read
     monkeypatch.setattr(
-        "tollkeeper.metrics.counters.LIMITERS",
+        "ratekeeper.metrics.counters.LIMITERS",
         WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
     )
     assert ProcessMetrics().snapshot().values["denied_cache_hits"] == {"": 11}
@@ -284,10 +284,10 @@ def test_a_store_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyP
 
 def test_the_labels_of_all_limiters_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limiters after the first ones share a name, and their counts are added."""
-    monkeypatch.setattr("tollkeeper.metrics.counters.RULES_MAX", 2)
+    monkeypatch.setattr("ratekeeper.metrics.counters.RULES_MAX", 2)
     limiters = [Limiter("1/minute", name=f"l{number}") for number in range(5)]
     monkeypatch.setattr(
-        "tollkeeper.metrics.counters.LIMITERS",
+        "ratekeeper.metrics.counters.LIMITERS",
         WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
     )
     for limiter in limiters:
@@ -430,7 +430,7 @@ def test_a_fleet_that_limiters_share_is_counted_once(monkeypatch: pytest.MonkeyP
     store = store_with_fleet()
     limiters = [Limiter("1/minute", store=store, name=name) for name in ("a", "b")]
     monkeypatch.setattr(
-        "tollkeeper.metrics.counters.LIMITERS",
+        "ratekeeper.metrics.counters.LIMITERS",
         WeakValueDictionary({id(limiter): limiter for limiter in limiters}),
     )
     assert ProcessMetrics().snapshot().values["fleet_returned_units"] == {"": 7}

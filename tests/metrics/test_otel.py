@@ -14,11 +14,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper.asgi import RateLimit
+from ratekeeper.core.errors import ConfigError, InvalidKey
+from ratekeeper.metrics.otel import Instrumented, instrument, observe_limiters
 from tests.web.asgi_driver import ask, hello
-from tollkeeper import AsyncLimiter, Limiter, Request
-from tollkeeper.asgi import RateLimit
-from tollkeeper.core.errors import ConfigError, InvalidKey
-from tollkeeper.metrics.otel import Instrumented, instrument, observe_limiters
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -83,21 +83,21 @@ def test_a_check_is_a_span(exported: Exported) -> None:
         limiter.evaluate_all([(Request(user="2"), 1), (Request(user="3"), 1)])
         limiter.peek(Request(user=SECRET))
         found = [dict(span.attributes or {}) for span in exported.spans]
-        assert [span.name for span in exported.spans] == ["tollkeeper.check"] * 5
+        assert [span.name for span in exported.spans] == ["ratekeeper.check"] * 5
         denied = {
-            "tollkeeper.outcome": "denied",
-            "tollkeeper.rule": "users",
-            "tollkeeper.degraded": False,
-            "tollkeeper.remaining": 0,
-            "tollkeeper.cost": 1,
-            "tollkeeper.kind": "limited",
+            "ratekeeper.outcome": "denied",
+            "ratekeeper.rule": "users",
+            "ratekeeper.degraded": False,
+            "ratekeeper.remaining": 0,
+            "ratekeeper.cost": 1,
+            "ratekeeper.kind": "limited",
         }
         assert found[2] == denied
-        assert found[3]["tollkeeper.kind"] == "exempt"
+        assert found[3]["ratekeeper.kind"] == "exempt"
         assert found[4] == {
-            "tollkeeper.outcome": "allowed",
-            "tollkeeper.degraded": False,
-            "tollkeeper.checks": 2,
+            "ratekeeper.outcome": "allowed",
+            "ratekeeper.degraded": False,
+            "ratekeeper.checks": 2,
         }
         instrumented.close()
         limiter.check(Request(user=SECRET))
@@ -111,16 +111,16 @@ def test_counts_are_metrics(exported: Exported) -> None:
         for _ in range(3):
             limiter.check(Request(user=SECRET))
         found = exported.metrics()
-        assert found["tollkeeper.checks"][("allowed",)] == 2
-        assert found["tollkeeper.checks"][("denied",)] == 1
-        assert found["tollkeeper.rule_decisions"] == {
+        assert found["ratekeeper.checks"][("allowed",)] == 2
+        assert found["ratekeeper.checks"][("denied",)] == 1
+        assert found["ratekeeper.rule_decisions"] == {
             ("users", "token_bucket", "*", "allowed", "store"): 2,
             ("users", "token_bucket", "*", "denied", "store"): 1,
         }
-        assert found["tollkeeper.rules_failing"] == {(): 0}
-        assert found["tollkeeper.check.duration"][()].count == 3
+        assert found["ratekeeper.rules_failing"] == {(): 0}
+        assert found["ratekeeper.check.duration"][()].count == 3
         instrumented.close()
-        assert "tollkeeper.checks" not in exported.metrics()
+        assert "ratekeeper.checks" not in exported.metrics()
 
 
 async def test_async_checks_are_spans(exported: Exported) -> None:
@@ -132,7 +132,7 @@ async def test_async_checks_are_spans(exported: Exported) -> None:
             await limiter.evaluate(Request(user="1"))
             await limiter.evaluate_all([(Request(user="1"), 1)])
         outcomes = [
-            (span.attributes or {}).get("tollkeeper.outcome")
+            (span.attributes or {}).get("ratekeeper.outcome")
             for span in exported.spans
             if span.parent is not None and span.parent.span_id == request.get_span_context().span_id
         ]
@@ -149,13 +149,13 @@ def test_a_limiter_without_rules_is_reported(name: str, exported: Exported) -> N
         limiter.evaluate_all([("k", 1), ("l", 1)])
         assert len(exported.spans) == 3
         found = exported.metrics()
-        assert found["tollkeeper.checks"] == {
+        assert found["ratekeeper.checks"] == {
             ("allowed",): 3,
             ("denied",): 1,
             ("unavailable",): 0,
             ("failed",): 0,
         }
-        assert found["tollkeeper.rule_decisions"] == {
+        assert found["ratekeeper.rule_decisions"] == {
             (name or "default", "token_bucket", "*", "allowed", "store"): 3,
             (name or "default", "token_bucket", "*", "denied", "store"): 1,
         }
@@ -182,7 +182,7 @@ def test_all_limiters_of_a_process_are_observed(exported: Exported) -> None:
     with Limiter("1/minute", name="observed") as limiter:
         limiter.check("k")
         limiter.check("k")
-        found = exported.metrics()["tollkeeper.rule_decisions"]
+        found = exported.metrics()["ratekeeper.rule_decisions"]
     assert {labels: count for labels, count in found.items() if labels[0] == "observed"} == {
         ("observed", "token_bucket", "*", "allowed", "store"): 1,
         ("observed", "token_bucket", "*", "denied", "store"): 1,
@@ -213,7 +213,7 @@ def test_opentelemetry_is_imported_only_on_request() -> None:
     """Neither the library nor a worker of the service imports it."""
     script = """
 import sys
-import tollkeeper, tollkeeper.service.process.worker
+import ratekeeper, ratekeeper.service.process.worker
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     found = subprocess.run(
@@ -225,7 +225,7 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
 def test_configured_detects_a_provider() -> None:
     """The default providers do not count."""
     script = """
-from tollkeeper.metrics.otel import configured
+from ratekeeper.metrics.otel import configured
 print(configured())
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider

@@ -17,10 +17,10 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from ratekeeper import Limiter, asgi, fastapi, flask
+from ratekeeper.metrics.prometheus import register
 from tests.metrics.scraping import Decisions, decisions
 from tests.web.asgi_driver import ask
-from tollkeeper import Limiter, asgi, fastapi, flask
-from tollkeeper.metrics.prometheus import register
 
 
 def scraped(registry: CollectorRegistry, prefix: str) -> Decisions:
@@ -122,8 +122,8 @@ def test_the_route_limits_of_flask_are_reported(registry: CollectorRegistry) -> 
 FORKED = """
 import os
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from tollkeeper import Limiter
-from tollkeeper.metrics.prometheus import register
+from ratekeeper import Limiter
+from ratekeeper.metrics.prometheus import register
 
 register()
 register()
@@ -137,7 +137,7 @@ for _ in range(2):
         raise SystemExit
     assert os.waitpid(child, 0)[1] == 0
 limiter.check("after")
-from tollkeeper.metrics import prometheus
+from ratekeeper.metrics import prometheus
 prometheus._writer.write()
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)

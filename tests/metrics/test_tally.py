@@ -10,21 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.failing_store import PartlyFailing
-from tollkeeper import AsyncLimiter, Limit, Limiter, Request
-from tollkeeper.core.errors import (
+from ratekeeper import AsyncLimiter, Limit, Limiter, Request
+from ratekeeper.core.errors import (
     LimitExceeded,
     StoreError,
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
 )
-from tollkeeper.core.model import CheckResult
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.decide.stores import open_store
-from tollkeeper.metrics import counters
-from tollkeeper.metrics.counters import JOIN, LimiterMetrics
-from tollkeeper.metrics.tally import (
+from ratekeeper.core.model import CheckResult
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.decide.stores import open_store
+from ratekeeper.metrics import counters
+from ratekeeper.metrics.counters import JOIN, LimiterMetrics
+from ratekeeper.metrics.tally import (
     RATE_SAMPLE_EVERY,
     RATE_SECONDS,
     RATES_MAX,
@@ -32,7 +31,8 @@ from tollkeeper.metrics.tally import (
     SubjectRates,
     Tally,
 )
-from tollkeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock
+from tests.failing_store import PartlyFailing
 
 USER = Request(user="1")
 

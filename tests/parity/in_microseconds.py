@@ -7,12 +7,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from ratekeeper.core.model import DECISION_FIELDS, AlgorithmName, Limit
+from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from ratekeeper.decide.store import Store
+from ratekeeper.testing import ManualClock
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.traces import Step
-from tollkeeper.core.model import DECISION_FIELDS, AlgorithmName, Limit
-from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
-from tollkeeper.decide.store import Store
-from tollkeeper.testing import ManualClock
 
 NS_PER_US = 1_000
 # Before 2096, so that every wait at the end of a trace fits into the range of all stores.

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
-from tollkeeper.decide import credit as credits_
-from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
-from tollkeeper.decide.combine import combine
-from tollkeeper.decide.credit import Credit
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import AlgorithmName, Decision, Limit, decision_fields, decision_with
+from ratekeeper.decide import credit as credits_
+from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome
+from ratekeeper.decide.combine import combine
+from ratekeeper.decide.credit import Credit
 
 CHARGES_KEPT = 40
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ratekeeper.core.model import Decision
+from ratekeeper.decide.store import Gate
+from ratekeeper.decide.stores.redis.codec import NS_PER_US, ReplyDecoder
+from ratekeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
 from tests.conformance.awaited import AwaitedGate
-from tollkeeper.core.model import Decision
-from tollkeeper.decide.store import Gate
-from tollkeeper.decide.stores.redis.codec import NS_PER_US, ReplyDecoder
-from tollkeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
 
 
 class TimedDecoder:

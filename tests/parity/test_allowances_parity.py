@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import Decision, Limit
-from tollkeeper.decide.allowances import (
+from ratekeeper import Decision, Limit
+from ratekeeper.decide.allowances import (
     ALLOWANCE_UNITS_MAX,
     SUBJECT_BYTES_MAX,
     AllowanceGate,
@@ -21,12 +21,12 @@ from tollkeeper.decide.allowances import (
     PythonAllowances,
     UnitClaim,
 )
-from tollkeeper.decide.leasing import Lease
-from tollkeeper.decide.stores.native import KernelAllowances
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.stores.native import KernelAllowances
+from ratekeeper.testing import ManualClock
 
-# The seeds are the same on every run; TOLLKEEPER_EXPLORE=10 runs ten times as many traces.
-TRACES = 40 * int(os.environ.get("TOLLKEEPER_EXPLORE", "1"))
+# The seeds are the same on every run; RATEKEEPER_EXPLORE=10 runs ten times as many traces.
+TRACES = 40 * int(os.environ.get("RATEKEEPER_EXPLORE", "1"))
 STEPS = 500
 MS = 1_000_000
 WAITS_NS = (0, 1, 17 * MS, 17 * MS, 100 * MS, 999 * MS, 1_000 * MS, 5_000 * MS, 11_000 * MS)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.decide.kernel import _kernel
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.traces import Step, changed, random_limits, steps
-from tollkeeper.decide.kernel import _kernel
 
-# The seeds are the same on every run; TOLLKEEPER_EXPLORE=10 runs ten times as many traces.
-TRACES = 300 * int(os.environ.get("TOLLKEEPER_EXPLORE", "1"))
+# The seeds are the same on every run; RATEKEEPER_EXPLORE=10 runs ten times as many traces.
+TRACES = 300 * int(os.environ.get("RATEKEEPER_EXPLORE", "1"))
 STEPS = 1_000
 SHARDS = 10
 

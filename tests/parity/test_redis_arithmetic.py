@@ -11,14 +11,14 @@ from math import ceil
 import pytest
 from hypothesis import strategies as st
 
+from ratekeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
+from ratekeeper.decide.store import Store
+from ratekeeper.testing import ManualClock
 from tests.conformance.stores import STORES
 from tests.parity.in_microseconds import NOW_NS_MAX, NS_PER_US, Pair
 from tests.parity.traces import Step
 from tests.promises.strategies import limit_of, promise
 from tests.redis_servers import running
-from tollkeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
-from tollkeeper.decide.store import Store
-from tollkeeper.testing import ManualClock
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +27,7 @@ CENTURY_US = REFILL_NS_MAX // NS_PER_US
 
 # The code that every script begins with: its most difficult function.
 MULTIPLY_DIVIDE = (
-    files("tollkeeper.decide.stores.redis")
+    files("ratekeeper.decide.stores.redis")
     .joinpath("lua/arithmetic.lua")
     .read_text(encoding="utf-8")
     + """

@@ -11,16 +11,16 @@ from random import Random
 
 import pytest
 
+from ratekeeper import Decision, Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
+from ratekeeper.core.rates import scaled
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
 from tests.conformance.stores import PATIENCE
 from tests.promises.leases import CLOCK_STEPS, STEP_BYTES, LeasePlay
 from tests.promises.strategies import clock_at, limit_of
 from tests.redis_servers import running
-from tollkeeper import Decision, Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
-from tollkeeper.core.rates import scaled
-from tollkeeper.decide.leasing import Lease
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
 
 pytestmark = pytest.mark.server
 

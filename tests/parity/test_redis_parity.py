@@ -13,13 +13,13 @@ from random import Random
 
 import pytest
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.store import Store
+from ratekeeper.testing import ManualClock
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import Moments, Pair
 from tests.parity.traces import CHARGES, Step, changed, random_limits, steps
 from tests.redis_servers import Single, running
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.store import Store
-from tollkeeper.testing import ManualClock
 
 pytestmark = pytest.mark.server
 

@@ -13,13 +13,9 @@ from random import Random
 
 import pytest
 
-from tests.conformance.stores import PATIENCE
-from tests.parity.in_microseconds import up_to_us
-from tests.promises.strategies import limit_of
-from tests.redis_servers import running
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import BUCKETS, Decision, Limits, decision_fields, decision_with
-from tollkeeper.decide.regional import (
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import BUCKETS, Decision, Limits, decision_fields, decision_with
+from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
     MemoryRegional,
@@ -27,11 +23,15 @@ from tollkeeper.decide.regional import (
     Report,
     Shares,
 )
-from tollkeeper.decide.store import Gate
-from tollkeeper.decide.stores.redis import regional
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.store import RedisStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.store import Gate
+from ratekeeper.decide.stores.redis import regional
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.store import RedisStore
+from ratekeeper.testing import ManualClock
+from tests.conformance.stores import PATIENCE
+from tests.parity.in_microseconds import up_to_us
+from tests.promises.strategies import limit_of
+from tests.redis_servers import running
 
 pytestmark = pytest.mark.server
 
@@ -253,7 +253,7 @@ class Trace:
 
 RARE = ["peek", "refund", "grant", "reset", "shares", "limits", "back"]
 # Of one server in a usual run, with all limits; a Cluster runs one trace of several limits.
-SEEDS = range(int(os.environ.get("TOLLKEEPER_EXPLORE") or 1) * 2)
+SEEDS = range(int(os.environ.get("RATEKEEPER_EXPLORE") or 1) * 2)
 TRACES = [("single", name, seed) for name in LIMITS for seed in SEEDS]
 
 

@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-import tollkeeper.core.clock
+import ratekeeper.core.clock
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
+from ratekeeper.decide.store import Gate, Store
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
 from tests.parity.reference import ReferenceGate, States, answer
 from tests.parity.server_times import TimedDecoder, timed
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
-from tollkeeper.decide.store import Gate, Store
 
 pytestmark = pytest.mark.server
 
@@ -80,12 +80,12 @@ def test_decisions_by_the_servers_clock_agree(name: str, tmp_path: Path) -> None
 @contextmanager
 def clock_off_by(seconds: float) -> Iterator[None]:
     """Shift the wall clock of this process."""
-    before_ns = tollkeeper.core.clock.EPOCH_OFFSET_NS
-    tollkeeper.core.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
+    before_ns = ratekeeper.core.clock.EPOCH_OFFSET_NS
+    ratekeeper.core.clock.EPOCH_OFFSET_NS += int(seconds * 10**9)
     try:
         yield
     finally:
-        tollkeeper.core.clock.EPOCH_OFFSET_NS = before_ns
+        ratekeeper.core.clock.EPOCH_OFFSET_NS = before_ns
 
 
 @pytest.mark.parametrize("seconds", [-60, 60])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName, Limit
 
 WINDOWS_US = (1_000, 7_000, 999_999, 1_000_000, 1_500_000, 60_000_000, 86_400_000_000)
 # Most refunds undo one of the latest charges.

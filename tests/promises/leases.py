@@ -12,14 +12,14 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from ratekeeper import CapacityError, Decision, Limit
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
+from ratekeeper.decide.allowances import CLAIM_NS
+from ratekeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
+from ratekeeper.decide.store import AnyGate, Store
 from tests.clocks import SteppedClock
 from tests.promises.oracles import Admission, assert_never_over
 from tests.promises.strategies import KEY, chunks, limits
-from tollkeeper import CapacityError, Decision, Limit
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from tollkeeper.decide.allowances import CLAIM_NS
-from tollkeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
-from tollkeeper.decide.store import AnyGate, Store
 
 STEP_BYTES = 5
 _SECOND_NS = 10**9

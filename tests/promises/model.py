@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Literal, Protocol
 
-from tollkeeper import Limit
+from ratekeeper import Limit
 
 MICRO = Fraction(1, 1_000_000)
 

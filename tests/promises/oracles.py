@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
+from ratekeeper import Limit
+from ratekeeper.decide.store import Gate
 from tests.clocks import SteppedClock
 from tests.promises.strategies import Step, check, move
-from tollkeeper import Limit
-from tollkeeper.decide.store import Gate
 
 # Time and cost. A time that went back counts as the time of the previous admission.
 Admission = tuple[int, int]

@@ -1,4 +1,4 @@
-"""Random limits, costs and times, over the whole range that Tollkeeper accepts."""
+"""Random limits, costs and times, over the whole range that Ratekeeper accepts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, Literal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.clocks import SteppedClock
-from tollkeeper import CapacityError, Decision, Limit
-from tollkeeper.core.model import (
+from ratekeeper import CapacityError, Decision, Limit
+from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     BUCKETS,
     UNITS_MAX,
     WINDOW_NS_MAX,
     AlgorithmName,
 )
-from tollkeeper.decide.store import Gate
+from ratekeeper.decide.store import Gate
+from tests.clocks import SteppedClock
 
 DAY_NS = 86_400 * 10**9
 YEAR_US = WINDOW_NS_MAX // 1_000
@@ -38,8 +38,8 @@ LATEST_NS = 3_480_000_000 * 10**9
 REFILL_NS_MAX = 10 * WINDOW_NS_MAX
 STEPS_MAX = 25
 
-_EXPLORE = int(os.environ.get("TOLLKEEPER_EXPLORE", "0"))
-# Without TOLLKEEPER_EXPLORE the examples are the same on every run: more of them find nothing new.
+_EXPLORE = int(os.environ.get("RATEKEEPER_EXPLORE", "0"))
+# Without RATEKEEPER_EXPLORE the examples are the same on every run: more of them find nothing new.
 _SHARE = Fraction(_EXPLORE or Fraction(1, 3))
 
 
@@ -48,7 +48,7 @@ def promise(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test as a property of the `drawn` values, with up to `max_examples` examples.
 
-    A run without TOLLKEEPER_EXPLORE tries a third of them, the same ones every time. A slow store
+    A run without RATEKEEPER_EXPLORE tries a third of them, the same ones every time. A slow store
     runs the share that its factory sets. There is no deadline: a shared machine stalls at times.
 
     Without `shrink`, the property ends at its first failure. This is for properties that are known

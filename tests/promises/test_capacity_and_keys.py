@@ -8,6 +8,9 @@ import pytest
 from hypothesis import assume, example
 from hypothesis import strategies as st
 
+from ratekeeper import CapacityError, Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, subject_of
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
     KEY,
@@ -19,9 +22,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import CapacityError, Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, SEPARATOR, Key, subject_of
 
 
 @every_algorithm

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmName
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm, sweeping_stores
 from tests.promises.oracles import admissions, assert_never_over
@@ -24,8 +26,6 @@ from tests.promises.strategies import (
     traces,
     windows_us,
 )
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.model import BUCKETS, UNITS_MAX, WINDOW_COUNTS, AlgorithmName
 
 
 @st.composite

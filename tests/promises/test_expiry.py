@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate, Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm, sweeping_stores
 from tests.promises.strategies import (
@@ -22,9 +25,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate, Store
 
 
 def slack_ns(factory: StoreFactory, limit: Limit, reset_ns: int) -> int:

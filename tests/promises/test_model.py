@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from ratekeeper import CapacityError, Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate, Store
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm, every_connection
 from tests.promises.model import Answer, Model
@@ -22,9 +25,6 @@ from tests.promises.strategies import (
     starts_ns,
     step_of,
 )
-from tollkeeper import CapacityError, Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate, Store
 
 # (nanoseconds to move the clock by, verb, key, units, ttl_ns)
 Operation = tuple[int, str, str, int, int]

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.oracles import Admission, admissions, assert_never_over
 from tests.promises.strategies import (
@@ -20,8 +22,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
 
 
 @every_algorithm

@@ -10,6 +10,9 @@ from collections import Counter
 import pytest
 from hypothesis import strategies as st
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore
 from tests.promises.strategies import (
@@ -23,9 +26,6 @@ from tests.promises.strategies import (
     starts_ns,
     windows_us,
 )
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate
 
 WINDOWS = 6
 REQUESTS = 300

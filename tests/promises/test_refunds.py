@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.oracles import Admission, assert_never_over
@@ -28,9 +31,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate
 
 # For each step: keep the request (0), or refund it after this many further steps.
 Lateness = Sequence[int]

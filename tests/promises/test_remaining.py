@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ratekeeper import Limit
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
     KEY,
@@ -16,9 +19,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import Limit
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate
 
 # Small enough to try every single request.
 UNITS_MAX = 40

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ratekeeper import Decision, Limit, Limiter
+from ratekeeper.core.model import AlgorithmName
+from ratekeeper.decide.store import Gate
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
@@ -19,9 +22,6 @@ from tests.promises.strategies import (
     starts_ns,
     traces,
 )
-from tollkeeper import Decision, Limit, Limiter
-from tollkeeper.core.model import AlgorithmName
-from tollkeeper.decide.store import Gate
 
 # When to check again between the denial and the retry, in thousandths of the wait.
 partway = st.integers(0, 999)

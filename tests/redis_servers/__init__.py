@@ -62,7 +62,7 @@ class Running(Protocol):
 _MAKERS: dict[str, Callable[[], Running]] = {
     "single": Single,
     # The password has the characters that a URI must escape.
-    "password": lambda: Single(password="root:me@/", users=[User("tollkeeper", "s3:cr/e@t?#%1")]),
+    "password": lambda: Single(password="root:me@/", users=[User("ratekeeper", "s3:cr/e@t?#%1")]),
     "tls": lambda: Tls(client_certificates=True),
     # Long timeouts, so that a busy machine does not look like a dead server.
     "sentinel": lambda: Sentinels(down_after_ms=5_000),

@@ -30,7 +30,7 @@ class Certificates:
 def make_certificates(folder: Path) -> Certificates:
     """Make a new authority, and the server's and the client's certificates signed by it."""
     authority = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign")
-    ca_path, _ = _certificate(folder, "ca", "Tollkeeper test authority", authority)
+    ca_path, _ = _certificate(folder, "ca", "Ratekeeper test authority", authority)
     names = (f"subjectAltName=IP:{HOST},DNS:localhost", "extendedKeyUsage=serverAuth")
     server = _certificate(folder, "server", "localhost", names, signed_by="ca")
     client = _certificate(folder, "client", "client", ("extendedKeyUsage=clientAuth",), "ca")

@@ -46,7 +46,7 @@ class Scratch:
     """One process's folder, its cleaner, and the servers to stop at its end."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tollkeeper-redis-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="ratekeeper-redis-"))
         self._cleaner = subprocess.Popen(
             ["sh", "-c", _CLEANER, "cleaner", self.folder],
             stdin=subprocess.PIPE,

@@ -7,13 +7,13 @@ from collections.abc import Container, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tollkeeper import Limit, Regions
-from tollkeeper.core.model import Consistency, Limits
-from tollkeeper.decide.regional import AcrossRegions, MemoryRegional, Shares
-from tollkeeper.decide.store import Answer, AsyncGateCheck
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.regions.store import RegionStore
-from tollkeeper.testing import ManualClock
+from ratekeeper import Limit, Regions
+from ratekeeper.core.model import Consistency, Limits
+from ratekeeper.decide.regional import AcrossRegions, MemoryRegional, Shares
+from ratekeeper.decide.store import Answer, AsyncGateCheck
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.regions.store import RegionStore
+from ratekeeper.testing import ManualClock
 
 LIVE = Shares(1, Fraction(1, 2), Fraction(1, 2), 0, ("us",))
 

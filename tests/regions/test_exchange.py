@@ -16,12 +16,11 @@ from typing import cast
 
 import pytest
 
-from tests.regions.virtual import Process, World, run, until, usable
-from tollkeeper.core.clock import NS_PER_SECOND, SystemClock
-from tollkeeper.core.errors import ChangeRefused, ConfigError, StoreError
-from tollkeeper.decide.regional import LAYOUT, MemoryRegional, RegionalCounts
-from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.table import (
+from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
+from ratekeeper.core.errors import ChangeRefused, ConfigError, StoreError
+from ratekeeper.decide.regional import LAYOUT, MemoryRegional, RegionalCounts
+from ratekeeper.regions.exchange import RegionSync
+from ratekeeper.regions.table import (
     REGION_NOTE,
     TABLE_NOTE,
     Heard,
@@ -30,6 +29,7 @@ from tollkeeper.regions.table import (
     parse_region,
     share_table,
 )
+from tests.regions.virtual import Process, World, run, until, usable
 
 
 def leaders(processes: list[Process]) -> list[str]:
@@ -817,7 +817,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def threads() -> list[str]:
     """Return the names of the sync threads."""
-    return [each.name for each in enumerate_threads() if each.name == "tollkeeper-regions"]
+    return [each.name for each in enumerate_threads() if each.name == "ratekeeper-regions"]
 
 
 def test_the_thread_leads_and_steps_down() -> None:
@@ -875,10 +875,10 @@ def test_closing_is_quick_if_the_store_does_not_answer() -> None:
 _PROGRAM = """
 import logging, os, sys, time, warnings
 from fractions import Fraction
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide.regional import MemoryRegional
-from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.table import share_table
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.regional import MemoryRegional
+from ratekeeper.regions.exchange import RegionSync
+from ratekeeper.regions.table import share_table
 
 class Store(MemoryRegional):
     async def step_down(self, name):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import ConfigError, Limit, Regions
-from tollkeeper.regions.settings import across_of, regions_of, require_shares
+from ratekeeper import ConfigError, Limit, Regions
+from ratekeeper.regions.settings import across_of, regions_of, require_shares
 
 STORES = {"eu": "redis://eu.internal", "us": "rediss://app:secret@us.internal/2"}
 

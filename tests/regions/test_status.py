@@ -8,12 +8,12 @@ from fractions import Fraction
 
 import pytest
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.region_monitor import LinkStatus, RegionStatus
-from tollkeeper.decide.regional import REGIONS_MAX
-from tollkeeper.regions.exchange import PROBLEM_CHARS_MAX
-from tollkeeper.regions.status import parse_status, status_text
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.region_monitor import LinkStatus, RegionStatus
+from ratekeeper.decide.regional import REGIONS_MAX
+from ratekeeper.regions.exchange import PROBLEM_CHARS_MAX
+from ratekeeper.regions.status import parse_status, status_text
 
 STATUS = RegionStatus(
     "eu",

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.redis_servers.waiting import until
-from tests.regions.stores import RegionalStore, two_regions
-from tollkeeper import (
+from ratekeeper import (
     CapacityError,
     ConfigError,
     Decision,
@@ -25,12 +23,14 @@ from tollkeeper import (
     StoreTimeout,
     StoreUnavailable,
 )
-from tollkeeper.decide.regional import GlobalGate
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
-from tollkeeper.fleet.store import FleetStore
-from tollkeeper.regions.exchange import RegionSync
-from tollkeeper.regions.store import RegionStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.decide.regional import GlobalGate
+from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.fleet.store import FleetStore
+from ratekeeper.regions.exchange import RegionSync
+from ratekeeper.regions.store import RegionStore
+from ratekeeper.testing import ManualClock
+from tests.redis_servers.waiting import until
+from tests.regions.stores import RegionalStore, two_regions
 
 MINUTE = (Limit(10, per=60, algorithm="fixed_window"),)
 KEY = "user:42"

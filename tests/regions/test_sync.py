@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.regional import Accepted, AcrossRegions, Learnt, Report, SubjectKey
-from tollkeeper.regions import sync as sync_module
-from tollkeeper.regions.sync import Batch, Excess, Sync
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.regional import Accepted, AcrossRegions, Learnt, Report, SubjectKey
+from ratekeeper.regions import sync as sync_module
+from ratekeeper.regions.sync import Batch, Excess, Sync
 
 LIMITS = (Limit(100, per=60),)
 YES, NO = Learnt(True, 0), Learnt(False, 0)

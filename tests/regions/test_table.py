@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.regional import Shares
-from tollkeeper.regions.table import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.regional import Shares
+from ratekeeper.regions.table import (
     BEFORE_NS,
     EPOCH_MAX,
     REGION_NOTE,

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from fractions import Fraction
 from typing import Any, TypeVar, cast
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.regional import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.regional import (
     AcrossRegions,
     MemoryRegional,
     MemoryRegionalGate,
     RegionalCounts,
 )
-from tollkeeper.regions.exchange import Exchange
-from tollkeeper.regions.table import ShareTable, share_table
+from ratekeeper.regions.exchange import Exchange
+from ratekeeper.regions.table import ShareTable, share_table
 
 T = TypeVar("T")
 START_NS = 1_800_000_000 * NS_PER_SECOND

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.rules`."""
+"""Tests of `ratekeeper.rules`."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
-from tollkeeper.regions.settings import ACROSS_REGIONS
-from tollkeeper.rules.document.model import ENVOY_QUOTAS, MODES, ON_FAILURES, SHARE_SOURCES
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
+from ratekeeper.regions.settings import ACROSS_REGIONS
+from ratekeeper.rules.document.model import ENVOY_QUOTAS, MODES, ON_FAILURES, SHARE_SOURCES
 
 Data = dict[str, Any]
 

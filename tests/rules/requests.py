@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tollkeeper import Limit, Request
-from tollkeeper.rules.document.model import MODES, Match, Rule
+from ratekeeper import Limit, Request
+from ratekeeper.rules.document.model import MODES, Match, Rule
 
 LIMITS = (Limit(10, per=1),)
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
+from ratekeeper.core.rates import scaled
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
+from ratekeeper.rules.document.model import Document, Match, Override, Rule
+from ratekeeper.rules.document.reading import read
+from ratekeeper.testing import ManualClock
 from tests.rules.requests import requests, rules
-from tollkeeper import ConfigError, InvalidKey, Limit, Request, parse_limits
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
-from tollkeeper.core.rates import scaled
-from tollkeeper.decide.regional import AcrossRegions
-from tollkeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
-from tollkeeper.rules.document.model import Document, Match, Override, Rule
-from tollkeeper.rules.document.reading import read
-from tollkeeper.testing import ManualClock
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 

@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.failing_store import PartlyFailing
-from tests.redis_servers import running
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -29,16 +27,18 @@ from tollkeeper import (
     StoreFull,
     StoreUnavailable,
 )
-from tollkeeper.core.model import DENIED_NS, CheckResult
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.rules.document.reading import DocumentError
-from tollkeeper.rules.engine import RepeatedCheck
-from tollkeeper.rules.entries import EntryRow
-from tollkeeper.rules.entry_table import EntryTable
-from tollkeeper.rules.explain import Explanation
-from tollkeeper.testing import ManualClock, limiting_off
+from ratekeeper.core.model import DENIED_NS, CheckResult
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.rules.document.reading import DocumentError
+from ratekeeper.rules.engine import RepeatedCheck
+from ratekeeper.rules.entries import EntryRow
+from ratekeeper.rules.entry_table import EntryTable
+from ratekeeper.rules.explain import Explanation
+from ratekeeper.testing import ManualClock, limiting_off
+from tests.failing_store import PartlyFailing
+from tests.redis_servers import running
 
 TWO_RULES = """
 version: 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.document.model import Override
-from tollkeeper.rules.entries import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.rules.document.model import Override
+from ratekeeper.rules.entries import (
     Entry,
     assignment,
     end_of,

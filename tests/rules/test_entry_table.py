@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import Request
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.rules.compiled import CompiledRules
+from ratekeeper.rules.entries import EntryKind, EntryRow
+from ratekeeper.rules.entry_table import EntryTable, keys_of, unpacked
+from ratekeeper.rules.matching.lists import Lists, canonical_entry
+from ratekeeper.testing import ManualClock
 from tests.rules.test_compiled import NOON, compiled_of, only, rates
-from tollkeeper import Request
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.entries import EntryKind, EntryRow
-from tollkeeper.rules.entry_table import EntryTable, keys_of, unpacked
-from tollkeeper.rules.matching.lists import Lists, canonical_entry
-from tollkeeper.testing import ManualClock
 
 DOCUMENT = """
 version: 1

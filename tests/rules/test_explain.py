@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.rules.compiled import CompiledRules
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.explain import explain
+from ratekeeper.testing import ManualClock
 from tests.regions.stores import two_regions
-from tollkeeper import AsyncLimiter, Limiter, Request
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.explain import explain
-from tollkeeper.testing import ManualClock
 
 DOCUMENT = """
 version: 1

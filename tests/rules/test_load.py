@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     CapacityError,
     ConfigError,
@@ -21,11 +21,11 @@ from tollkeeper import (
     Request,
     StoreUnavailable,
 )
-from tollkeeper.decide.stores import memory
-from tollkeeper.decide.stores.memory import MemoryGate
-from tollkeeper.rules.compiled import FACTOR_STEPS, factor_step
-from tollkeeper.rules.document.model import FACTOR_MAX, LOAD_MAX, Scale
-from tollkeeper.rules.load import (
+from ratekeeper.decide.stores import memory
+from ratekeeper.decide.stores.memory import MemoryGate
+from ratekeeper.rules.compiled import FACTOR_STEPS, factor_step
+from ratekeeper.rules.document.model import FACTOR_MAX, LOAD_MAX, Scale
+from ratekeeper.rules.load import (
     SAMPLE_NS,
     CpuProbe,
     Factor,
@@ -35,7 +35,7 @@ from tollkeeper.rules.load import (
     SourceFactor,
     factor_at,
 )
-from tollkeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock
 
 SECOND = 1_000_000_000
 
@@ -368,7 +368,7 @@ def test_cpu_of_a_machine(tmp_path: Path) -> None:
 def test_cpu_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nearest cgroup with a quota sets the maximum: here half a CPU."""
     now_ns = [0]
-    monkeypatch.setattr("tollkeeper.rules.load.time.monotonic_ns", lambda: now_ns[0])
+    monkeypatch.setattr("ratekeeper.rules.load.time.monotonic_ns", lambda: now_ns[0])
     _files(
         tmp_path,
         {

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.rules.document.model import PenaltySettings
+from ratekeeper.rules.penalties import LOOK_NS, TRACKED_MAX, Penalty, PenaltyTracker, penalty_s
+from ratekeeper.testing import ManualClock
 from tests.redis_servers import Single, running
-from tollkeeper import AsyncLimiter, Limiter, Request
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.rules.document.model import PenaltySettings
-from tollkeeper.rules.penalties import LOOK_NS, TRACKED_MAX, Penalty, PenaltyTracker, penalty_s
-from tollkeeper.testing import ManualClock
 
 PENALTY = (
     "{after: 3, within: 1m, cooldown: 10s, cooldown_max: 25s, block_after: 3, block: 1h, decay: 1h}"

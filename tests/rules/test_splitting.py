@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
+from ratekeeper.decide.regional import RegionalUsage, RegionPart
+from ratekeeper.decide.store import Store
+from ratekeeper.rules.splitting import part_count, part_limits, shares_of, usage_of_parts
+from ratekeeper.testing import ManualClock
 from tests.promises.strategies import limits as any_limits
 from tests.redis_servers import running
-from tollkeeper import AsyncLimiter, CapacityError, Limit, Limiter, Request
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS
-from tollkeeper.decide.regional import RegionalUsage, RegionPart
-from tollkeeper.decide.store import Store
-from tollkeeper.rules.splitting import part_count, part_limits, shares_of, usage_of_parts
-from tollkeeper.testing import ManualClock
 
 RULES = "version: 1\nrules:\n  - {id: hot, by: user, limits: %s, split: %d}\n"
 ANN = Request(user="ann")
@@ -150,7 +150,7 @@ def test_every_part_has_a_separate_key() -> None:
     ) as limiter:
         for _ in range(400):
             assert limiter.check(ANN)
-    assert len(server.admin.keys("tk:*")) == 4
+    assert len(server.admin.keys("rk:*")) == 4
 
 
 def test_the_steps_of_a_part_fit_its_capacity() -> None:

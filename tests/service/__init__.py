@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.service`."""
+"""Tests of `ratekeeper.service`."""

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.testing`."""
+"""Tests of `ratekeeper.testing`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core import switches
+from ratekeeper.core import switches
 
 MODULE = """
-    from tollkeeper import Limiter
+    from ratekeeper import Limiter
 
     limiter = Limiter("1/minute")  # at import time, out of the test's reach
 """
@@ -23,9 +23,9 @@ def test_both_fixtures_are_available_without_setup(pytester: pytest.Pytester) ->
     result = _run(pytester, "--fixtures")
     result.stdout.fnmatch_lines_random(
         [
-            "tollkeeper_clock*",
+            "ratekeeper_clock*",
             "*Replace the system clock by a*",
-            "tollkeeper_off*",
+            "ratekeeper_off*",
             "*Turn limiting off: every*",
         ]
     )
@@ -36,14 +36,14 @@ def test_the_clock_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         MODULE
         + """
-    def test_denied_until_a_minute_later(tollkeeper_clock):
+    def test_denied_until_a_minute_later(ratekeeper_clock):
         assert limiter.check("me")
         assert not limiter.check("me")
-        tollkeeper_clock.advance(60)
+        ratekeeper_clock.advance(60)
         assert limiter.check("me")
 
     def test_after_it_time_is_real():
-        from tollkeeper.core.clock import SystemClock
+        from ratekeeper.core.clock import SystemClock
         assert SystemClock().now_ns() > 1_700_000_000 * 10**9
     """
     )
@@ -56,7 +56,7 @@ def test_the_off_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         MODULE
         + """
-    def test_unlimited(tollkeeper_off):
+    def test_unlimited(ratekeeper_off):
         assert all(limiter.check("me") for _ in range(100))
 
     def test_limited_again():
@@ -71,7 +71,7 @@ def test_the_fixtures_clean_up_after_a_failing_test(pytester: pytest.Pytester) -
     """The next test has the real clock and limits."""
     pytester.makepyfile(
         """
-    def test_fails(tollkeeper_clock, tollkeeper_off):
+    def test_fails(ratekeeper_clock, ratekeeper_off):
         assert False
     """
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter
-from tollkeeper.core import switches
-from tollkeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter
+from ratekeeper.core import switches
+from ratekeeper.testing import ManualClock, limiting_off, use_clock
 
 # Created at import, as in an application, so tests cannot pass a clock to it.
 LIMITER = Limiter("2/minute", name="import-time")

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.web`."""
+"""Tests of `ratekeeper.web`."""

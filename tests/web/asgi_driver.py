@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
-from tollkeeper.asgi import RateLimit
-from tollkeeper.testing import ManualClock
+from ratekeeper.asgi import RateLimit
+from ratekeeper.testing import ManualClock
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]

@@ -20,11 +20,11 @@ from django.utils.asyncio import async_unsafe
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tollkeeper.django import Denial, rate_limit
-from tollkeeper.testing import ManualClock
+from ratekeeper.django import Denial, rate_limit
+from ratekeeper.testing import ManualClock
 
 NOW_S = 1_767_225_600
-OURS = "tollkeeper.django.RateLimitMiddleware"
+OURS = "ratekeeper.django.RateLimitMiddleware"
 SESSIONS = "django.contrib.sessions.middleware.SessionMiddleware"
 
 
@@ -252,7 +252,7 @@ class Site:
     @contextmanager
     def having(self, middleware: bool = True, **setting: Any) -> Iterator[Site]:
         chosen = [SESSIONS, OURS] if middleware else [SESSIONS]
-        with override_settings(TOLLKEEPER={"clock": self.clock, **setting}, MIDDLEWARE=chosen):
+        with override_settings(RATEKEEPER={"clock": self.clock, **setting}, MIDDLEWARE=chosen):
             self.restart()
             yield self
 

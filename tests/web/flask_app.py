@@ -7,8 +7,8 @@ from typing import Any
 from flask import Flask
 from flask.testing import FlaskClient
 
-from tollkeeper.flask import RateLimit
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import RateLimit
+from ratekeeper.testing import ManualClock
 
 NOW_S = 1_767_225_600
 

@@ -23,10 +23,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from ratekeeper import asgi, django, fastapi, flask
+from ratekeeper.testing import ManualClock
 from tests.web import django_site
 from tests.web.asgi_driver import ask
-from tollkeeper import asgi, django, fastapi, flask
-from tollkeeper.testing import ManualClock
 
 NOW_S = 1_767_225_600
 ALL_METHODS = ["GET", "POST", "PUT", "DELETE"]
@@ -135,7 +135,7 @@ class RouteSite:
         ]
         setting = {"limits": limits, **options} if limits is not None else options
         self._stack.enter_context(
-            override_settings(TOLLKEEPER=setting, MIDDLEWARE=[django_site.OURS], ROOT_URLCONF=urls)
+            override_settings(RATEKEEPER=setting, MIDDLEWARE=[django_site.OURS], ROOT_URLCONF=urls)
         )
 
     def _django_wsgi(self, *arguments: Any) -> Any:

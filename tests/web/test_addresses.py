@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tollkeeper import ConfigError, Request
-from tollkeeper.rules.matching.lists import Lists
-from tollkeeper.rules.matching.patterns import address_of
-from tollkeeper.web import addresses
-from tollkeeper.web.addresses import ClientAddresses
-from tollkeeper.web.requests import AsgiRequest, WebRequest, clean_value, digest_of
+from ratekeeper import ConfigError, Request
+from ratekeeper.rules.matching.lists import Lists
+from ratekeeper.rules.matching.patterns import address_of
+from ratekeeper.web import addresses
+from ratekeeper.web.addresses import ClientAddresses
+from ratekeeper.web.requests import AsgiRequest, WebRequest, clean_value, digest_of
 
 PROXIES = ["10.0.0.0/8", "2001:db8:ffff::/48"]
 PROXY = "10.0.0.2"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import CapacityError, ConfigError, Decision, Limit, Limiter
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import (
+from ratekeeper import CapacityError, ConfigError, Decision, Limit, Limiter
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     WINDOW_NS_MAX,
     AppliedRule,
@@ -21,9 +21,9 @@ from tollkeeper.core.model import (
     PenaltyKind,
     ResultKind,
 )
-from tollkeeper.testing import ManualClock
-from tollkeeper.web import answers
-from tollkeeper.web.answers import (
+from ratekeeper.testing import ManualClock
+from ratekeeper.web import answers
+from ratekeeper.web.answers import (
     ABNORMAL_USAGE,
     DETAIL_LENGTH_MAX,
     PREPARED_MAX,
@@ -793,7 +793,7 @@ def test_the_node_is_named_on_every_decision(kind: Any, style: Style) -> None:
     for allowed in (True, False):
         decision = Decision(allowed, limit, 0, 0 if allowed else 10**9)
         result = CheckResult(decision, (AppliedRule("a", (limit,)),), kind)
-        assert headers_of(result, 0, style)[-1] == ("X-Tollkeeper-Node", "eu-1")
+        assert headers_of(result, 0, style)[-1] == ("X-Ratekeeper-Node", "eu-1")
     unlimited = CheckResult(Decision(True, limit, 1), (), "unlimited")
     assert headers_of(unlimited, 0, style) == []
 
@@ -807,6 +807,6 @@ def test_a_node_is_a_plain_name(node: Any) -> None:
 
 def test_the_applications_own_node_wins() -> None:
     """As behind another service that sends it. Our other headers are still added."""
-    theirs = [(b"x-tollkeeper-node", b"inner")]
-    ours = [(b"ratelimit", b"x"), (b"retry-after", b"1"), (b"x-tollkeeper-node", b"outer")]
+    theirs = [(b"x-ratekeeper-node", b"inner")]
+    ours = [(b"ratelimit", b"x"), (b"retry-after", b"1"), (b"x-ratekeeper-node", b"outer")]
     assert answers.raw_headers_beside(theirs, ours) == ours[:2]

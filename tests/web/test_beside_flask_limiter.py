@@ -1,4 +1,4 @@
-"""Flask-Limiter and Tollkeeper on the same routes: the options promise the same statuses."""
+"""Flask-Limiter and Ratekeeper on the same routes: the options promise the same statuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flask import Flask
 from flask_limiter import Limiter
 from flask_limiter.util import get_remote_address
 
-from tollkeeper.flask import RateLimit
-from tollkeeper.testing import ManualClock
+from ratekeeper.flask import RateLimit
+from ratekeeper.testing import ManualClock
 
 PATHS = ("/a", "/b", "/c")
 
@@ -46,7 +46,7 @@ def _flask_limiter(**own: Any) -> list[int]:
     return _routes(app, limiter.limit("5 per minute", **own))
 
 
-def _tollkeeper(per_route: bool = True, **own: Any) -> list[int]:
+def _ratekeeper(per_route: bool = True, **own: Any) -> list[int]:
     app = Flask("ours")
     limit = RateLimit(app, "2/minute", per_route=per_route, clock=ManualClock(1_767_225_600))
     return _routes(app, limit("5/minute", **own))
@@ -71,9 +71,9 @@ def test_default_limits_admit_the_same(
 ) -> None:
     """`per_route` gives each route a count of the default, as `default_limits` of Flask-Limiter."""
     assert _flask_limiter(**theirs) == allowed
-    assert _tollkeeper(**ours) == allowed
+    assert _ratekeeper(**ours) == allowed
 
 
-def test_tollkeepers_own_default_counts_all_routes_together() -> None:
+def test_ratekeepers_own_default_counts_all_routes_together() -> None:
     """Without the two options, the default is one limit of the whole application."""
-    assert _tollkeeper(per_route=False) == [2, 0, 0, 0]
+    assert _ratekeeper(per_route=False) == [2, 0, 0, 0]

@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from ratekeeper import AsyncLimiter, ConfigError, Limit
+from ratekeeper.asgi import RateLimit
+from ratekeeper.core.model import NAME_LENGTH_MAX
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import HttpAnswer
+from ratekeeper.web.charges import RequestCharges
+from ratekeeper.web.enforcer import Charge, Enforcer
+from ratekeeper.web.options import HOOKS, EnforcerOptions
+from ratekeeper.web.requests import WsgiRequest
 from tests.web.asgi_driver import (
     Message,
     ask,
@@ -18,15 +27,6 @@ from tests.web.asgi_driver import (
     limited,
     scope_of,
 )
-from tollkeeper import AsyncLimiter, ConfigError, Limit
-from tollkeeper.asgi import RateLimit
-from tollkeeper.core.model import NAME_LENGTH_MAX
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import HttpAnswer
-from tollkeeper.web.charges import RequestCharges
-from tollkeeper.web.enforcer import Charge, Enforcer
-from tollkeeper.web.options import HOOKS, EnforcerOptions
-from tollkeeper.web.requests import WsgiRequest
 
 CALL = WsgiRequest({"REMOTE_ADDR": "203.0.113.9"})
 
@@ -222,9 +222,9 @@ async def test_the_application_settles_the_cost() -> None:
     """The charge is in the scope, and the last reported cost is spent."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(50)
+        scope["ratekeeper.charge"].settle(50)
         await hello(scope, receive, send)
-        scope["tollkeeper.charge"].settle(37)
+        scope["ratekeeper.charge"].settle(37)
 
     limited_app = limited(app, limits="1000/minute", cost=100)
     await ask(limited_app)
@@ -238,7 +238,7 @@ async def test_a_request_is_settled_before_its_response_ends() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"1", "more_body": True})
-        scope["tollkeeper.charge"].settle(10)
+        scope["ratekeeper.charge"].settle(10)
         await send({"type": "http.response.body", "body": b"2", "more_body": False})
 
     limited_app = limited(app, limits="1000/minute", cost=100)
@@ -266,7 +266,7 @@ async def test_a_handler_that_raises_counts_as_500_and_still_settles() -> None:
     """The error reaches the server, and the reported cost is applied."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["tollkeeper.charge"].settle(0)
+        scope["ratekeeper.charge"].settle(0)
         raise ZeroDivisionError("mine")
 
     seen: list[int] = []
@@ -317,7 +317,7 @@ async def test_a_cancelled_request_is_settled(said: int | None, left: int) -> No
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if said is not None:
-            scope["tollkeeper.charge"].settle(said)
+            scope["ratekeeper.charge"].settle(said)
         running.set()
         await asyncio.Event().wait()
 

@@ -21,11 +21,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
+from ratekeeper import ConfigError
+from ratekeeper.web.claims import TOKEN_LENGTH_MAX, Claim, Jwks, bearer_of
+from ratekeeper.web.requests import AsgiRequest, WebRequest
 from tests.redis_servers.waiting import until
 from tests.test_fuzz_entries import ANYTHING
-from tollkeeper import ConfigError
-from tollkeeper.web.claims import TOKEN_LENGTH_MAX, Claim, Jwks, bearer_of
-from tollkeeper.web.requests import AsgiRequest, WebRequest
 
 SECRET = "s" * 32
 RSA_KEY = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
@@ -313,7 +313,7 @@ def test_without_pyjwt_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"tollkeeper\[jwt\]"):
+    with pytest.raises(ConfigError, match=r"ratekeeper\[jwt\]"):
         by_secret()
     assert Claim("sub", unverified=True)(web_request("a.eyJzdWIiOiI3In0.c")) == "7"
 

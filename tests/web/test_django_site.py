@@ -12,14 +12,12 @@ import pytest
 from django.core.handlers.asgi import ASGIRequest
 from django.test import Client, RequestFactory, override_settings
 
-from tests.fleet.nodes import SharedStore
-from tests.web import django_site as views
-from tollkeeper import AsyncLimiter, ConfigError, Fleet, Limiter
-from tollkeeper.core.rates import limits_of
-from tollkeeper.django import RateLimitMiddleware
-from tollkeeper.testing import ManualClock
-from tollkeeper.web import django_site
-from tollkeeper.web.django_site import (
+from ratekeeper import AsyncLimiter, ConfigError, Fleet, Limiter
+from ratekeeper.core.rates import limits_of
+from ratekeeper.django import RateLimitMiddleware
+from ratekeeper.testing import ManualClock
+from ratekeeper.web import django_site
+from ratekeeper.web.django_site import (
     DjangoCharges,
     DjangoWebRequest,
     options_of,
@@ -28,13 +26,15 @@ from tollkeeper.web.django_site import (
     site_limits,
     template_of,
 )
-from tollkeeper.web.enforcer import AsyncEnforcer, Enforcer
-from tollkeeper.web.options import EnforcerOptions
+from ratekeeper.web.enforcer import AsyncEnforcer, Enforcer
+from ratekeeper.web.options import EnforcerOptions
+from tests.fleet.nodes import SharedStore
+from tests.web import django_site as views
 
 
 def test_a_remote_store_is_awaited() -> None:
     """The two enforcers share one Redis, which is not called here."""
-    with override_settings(TOLLKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
+    with override_settings(RATEKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
         site = site_limits()
         assert type(site.enforcer._limiter) is Limiter
         assert type(site.async_enforcer._limiter) is AsyncLimiter
@@ -44,13 +44,13 @@ def test_a_remote_store_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("100/minute", r"settings\.TOLLKEEPER='100/minute' is not a dict; for example "),
+        ("100/minute", r"settings\.RATEKEEPER='100/minute' is not a dict; for example "),
         (
             {"limit": "1/minute"},
             r"has no option limit \(did you mean limits\?\); the options are limits, rules, store",
         ),
-        ({"limits": "1/fortnight"}, r"settings\.TOLLKEEPER: expected a unit"),
-        ({"limiter": None}, r"settings\.TOLLKEEPER has no option limiter"),
+        ({"limits": "1/fortnight"}, r"settings\.RATEKEEPER: expected a unit"),
+        ({"limiter": None}, r"settings\.RATEKEEPER has no option limiter"),
         ({"skip": "no.such.function"}, "skip='no.such.function' cannot be imported"),
         ({"limits": "1/minute", "store": "carrier-pigeon://"}, "store"),
         ({"limits": "1/minute", "key": "pigeon:7"}, "not a source"),
@@ -58,7 +58,7 @@ def test_a_remote_store_is_awaited() -> None:
 )
 def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
     """The message has the setting's name and suggests a correct value."""
-    with override_settings(TOLLKEEPER=setting), pytest.raises(ConfigError, match=words):
+    with override_settings(RATEKEEPER=setting), pytest.raises(ConfigError, match=words):
         RateLimitMiddleware(views.hello)
 
 
@@ -73,7 +73,7 @@ def test_both_enforcers_of_a_django_site_are_one_node() -> None:
         "consistency": "leased",
         "fleet": Fleet(nodes=2),
     }
-    with override_settings(TOLLKEEPER=setting):
+    with override_settings(RATEKEEPER=setting):
         site = site_limits()
         for _ in range(40):
             assert site.enforcer._limiter.check("a").allowed
@@ -91,17 +91,17 @@ def test_a_site_without_the_setting_has_no_limits() -> None:
 
 def test_an_overridden_setting_is_read_again() -> None:
     """The previous limits are closed, so a site's tests can change the setting."""
-    with override_settings(TOLLKEEPER={"limits": "1/minute"}):
+    with override_settings(RATEKEEPER={"limits": "1/minute"}):
         client = Client()
         assert [client.get("/hello").status_code for _ in range(2)] == [200, 429]
-        with override_settings(TOLLKEEPER={"limits": "2/minute"}):
+        with override_settings(RATEKEEPER={"limits": "2/minute"}):
             assert [client.get("/hello").status_code for _ in range(3)] == [200, 200, 429]
         assert client.get("/hello").status_code == 200
 
 
 def test_threads_open_the_limits_once() -> None:
     """This holds even if several threads use them first at the same time."""
-    with override_settings(TOLLKEEPER={"limits": "1/minute"}):
+    with override_settings(RATEKEEPER={"limits": "1/minute"}):
         found: list[Any] = []
         barrier = threading.Barrier(8)
 
@@ -207,7 +207,7 @@ async def test_limits_may_be_a_function_by_its_dotted_path() -> None:
 URLS = """
 from django.http import HttpResponse
 from django.urls import path
-from tollkeeper.django import rate_limit
+from ratekeeper.django import rate_limit
 
 
 @rate_limit("9/minute", override_defaults=True)
@@ -228,7 +228,7 @@ def test_the_first_request_knows_the_views_that_override_the_limits(
     monkeypatch.setattr(django_site, "_overriding", set())
     setting = {"limits": "1/minute", "clock": ManualClock(1_000), "name": "all"}
     with override_settings(
-        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_a_first_request", MIDDLEWARE=[views.OURS]
+        RATEKEEPER=setting, ROOT_URLCONF="urls_of_a_first_request", MIDDLEWARE=[views.OURS]
     ):
         policies = Client().get("/own").headers["RateLimit-Policy"]
     assert policies == '"/own";q=9;w=60'
@@ -239,7 +239,7 @@ from django.http import HttpResponse
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
-from tollkeeper.django import rate_limit
+from ratekeeper.django import rate_limit
 
 
 @method_decorator(rate_limit("3/minute", override_defaults=True), name="dispatch")
@@ -261,7 +261,7 @@ def test_every_request_knows_a_class_that_overrides_the_limits(
     monkeypatch.setattr(django_site, "_overriding", set())
     setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
     with override_settings(
-        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_one_class", MIDDLEWARE=[views.OURS]
+        RATEKEEPER=setting, ROOT_URLCONF="urls_of_one_class", MIDDLEWARE=[views.OURS]
     ):
         client = Client()
         assert [client.get("/own").status_code for _ in range(4)] == [200, 200, 200, 429]
@@ -270,7 +270,7 @@ def test_every_request_knows_a_class_that_overrides_the_limits(
 CONVERTER_URLS = """
 from django.http import HttpResponse
 from django.urls import path, register_converter
-from tollkeeper.django import rate_limit
+from ratekeeper.django import rate_limit
 
 
 class Failing:
@@ -300,7 +300,7 @@ def test_a_path_that_cannot_be_resolved_is_counted_by_the_defaults(
     monkeypatch.syspath_prepend(tmp_path)
     setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
     with override_settings(
-        TOLLKEEPER=setting, ROOT_URLCONF="urls_of_a_converter", MIDDLEWARE=[views.OURS]
+        RATEKEEPER=setting, ROOT_URLCONF="urls_of_a_converter", MIDDLEWARE=[views.OURS]
     ):
         client = Client(raise_request_exception=False)
         assert [client.get("/own/7").status_code for _ in range(2)] == [500, 429]

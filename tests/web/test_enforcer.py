@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import (
+from ratekeeper import (
     AsyncLimiter,
     ConfigError,
     Decision,
@@ -23,13 +23,13 @@ from tollkeeper import (
     Request,
     StoreUnavailable,
 )
-from tollkeeper.core.model import AppliedRule, CheckResult, ResultKind
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Denial, Style
-from tollkeeper.web.charges import joint_result as joined
-from tollkeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
-from tollkeeper.web.options import EnforcerOptions, OptionArguments
-from tollkeeper.web.requests import WebRequest, WsgiRequest
+from ratekeeper.core.model import AppliedRule, CheckResult, ResultKind
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import Denial, Style
+from ratekeeper.web.charges import joint_result as joined
+from ratekeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
+from ratekeeper.web.options import EnforcerOptions, OptionArguments
+from ratekeeper.web.requests import WebRequest, WsgiRequest
 
 RULES = """
 version: 1
@@ -369,7 +369,7 @@ def test_a_store_that_fails_while_settling_is_logged(
     charge = enforcer.enter(_request())
     getattr(enforcer, "enforcer", enforcer)._limiter = Failing()
     charge.refund()
-    with caplog.at_level(logging.WARNING, "tollkeeper.web"):
+    with caplog.at_level(logging.WARNING, "ratekeeper.web"):
         enforcer.leave(charge, 200)
     assert "the store is unavailable" in caplog.text
     assert "secret-key" not in caplog.text

@@ -16,15 +16,15 @@ def test_a_missing_library_is_explained(module: str, library: str, extra: str) -
     """The message names the extra in a command that can be run."""
     program = (
         f"import sys; sys.modules[{library!r}] = None\n"
-        f"from tollkeeper import ConfigError\n"
-        f"try: import tollkeeper.{module}\n"
+        f"from ratekeeper import ConfigError\n"
+        f"try: import ratekeeper.{module}\n"
         f"except ConfigError as error: print(error)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert library in done.stdout
-    assert f"pip install 'tollkeeper[{extra}]'" in done.stdout
+    assert f"pip install 'ratekeeper[{extra}]'" in done.stdout
 
 
 def test_the_wsgi_middleware_needs_no_extra() -> None:
@@ -33,7 +33,7 @@ def test_the_wsgi_middleware_needs_no_extra() -> None:
         "import sys\n"
         "for name in ('httpx', 'flask', 'django', 'asgiref', 'jwt', 'fastapi', 'starlette'):\n"
         "    sys.modules[name] = None\n"
-        "from tollkeeper.wsgi import RateLimit\n"
+        "from ratekeeper.wsgi import RateLimit\n"
         "RateLimit(lambda environ, start_response: [], '1/minute')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -25,13 +25,13 @@ from starlette.routing import Mount, Route
 from werkzeug.exceptions import HTTPException as FlaskHTTPException
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
+from ratekeeper import RatekeeperError, asgi, django, fastapi, flask
+from ratekeeper.django import rate_limit
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import Denial
 from tests.web.asgi_driver import Seen, ask, ask_scope, scope_of
 from tests.web.django_site import OURS
 from tests.web.flask_app import app_with
-from tollkeeper import TollkeeperError, asgi, django, fastapi, flask
-from tollkeeper.django import rate_limit
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Denial
 
 AWAY = "redis://127.0.0.1:1"
 
@@ -238,8 +238,8 @@ def test_asgi_needs_no_starlette() -> None:
     program = (
         "import sys\n"
         "sys.modules['starlette'] = sys.modules['starlette.exceptions'] = None\n"
-        "from tollkeeper import Limiter\n"
-        "from tollkeeper.asgi import Denial, RateLimitExceeded\n"
+        "from ratekeeper import Limiter\n"
+        "from ratekeeper.asgi import Denial, RateLimitExceeded\n"
         "limiter = Limiter('1/minute')\n"
         "result = [limiter.evaluate('k') for _ in range(2)][1]\n"
         "error = RateLimitExceeded(Denial(result, 0))\n"
@@ -428,7 +428,7 @@ def plain_handling(get_response: Any) -> Any:
 
 def site(*middleware: str, **setting: Any) -> override_settings:
     setting = {"clock": ManualClock(1_000), **setting}
-    return override_settings(TOLLKEEPER=setting, ROOT_URLCONF=URLS, MIDDLEWARE=[*middleware])
+    return override_settings(RATEKEEPER=setting, ROOT_URLCONF=URLS, MIDDLEWARE=[*middleware])
 
 
 @pytest.mark.parametrize("path", ["/limited", "/alimited", "/twice"])
@@ -522,9 +522,9 @@ def test_a_limited_handler404_answers_its_denials(path: str) -> None:
 
 
 def test_every_integration_exports_the_exceptions() -> None:
-    """Under the same names, all of them errors of Tollkeeper."""
+    """Under the same names, all of them errors of Ratekeeper."""
     for module in (asgi, fastapi, flask, django):
         assert {"RateLimitExceeded", "LimiterUnavailable", "Denial"} <= set(module.__all__)
-        assert issubclass(module.RateLimitExceeded, TollkeeperError)
-        assert issubclass(module.LimiterUnavailable, TollkeeperError)
+        assert issubclass(module.RateLimitExceeded, RatekeeperError)
+        assert issubclass(module.LimiterUnavailable, RatekeeperError)
     assert fastapi.RateLimitExceeded is asgi.RateLimitExceeded

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import ConfigError, Limiter, Request
+from ratekeeper.core.subjects import subject_of
+from ratekeeper.web import identity as identities
+from ratekeeper.web.claims import Claim
+from ratekeeper.web.identity import ANONYMOUS, Identity, RequestKeys
+from ratekeeper.web.requests import AsgiRequest, WebRequest, WsgiRequest, digest_of
 from tests.test_fuzz_entries import ANYTHING
 from tests.web.asgi_driver import scope_of
-from tollkeeper import ConfigError, Limiter, Request
-from tollkeeper.core.subjects import subject_of
-from tollkeeper.web import identity as identities
-from tollkeeper.web.claims import Claim
-from tollkeeper.web.identity import ANONYMOUS, Identity, RequestKeys
-from tollkeeper.web.requests import AsgiRequest, WebRequest, WsgiRequest, digest_of
 
 PEER = "203.0.113.9"
 

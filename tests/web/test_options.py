@@ -12,14 +12,11 @@ from fastapi import FastAPI
 from flask import Flask
 from werkzeug.test import Client
 
-from tests.fleet.nodes import SharedStore
-from tests.regions.stores import two_regions
-from tests.web.asgi_driver import ask
-from tollkeeper import ConfigError, Fleet, Limiter, Regions, asgi, django, fastapi, flask, wsgi
-from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.identity import Identity
-from tollkeeper.web.options import (
+from ratekeeper import ConfigError, Fleet, Limiter, Regions, asgi, django, fastapi, flask, wsgi
+from ratekeeper.decide.failure import LocalFallback
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.identity import Identity
+from ratekeeper.web.options import (
     _FOREIGN,
     OPTION_NAMES,
     ROUTE_NAMES,
@@ -27,6 +24,9 @@ from tollkeeper.web.options import (
     OptionArguments,
     RouteArguments,
 )
+from tests.fleet.nodes import SharedStore
+from tests.regions.stores import two_regions
+from tests.web.asgi_driver import ask
 
 RULES = """
 version: 1
@@ -132,7 +132,7 @@ ROUTES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "fastapi": (fastapi.RateLimit(FastAPI()), "limit(…)", "RateLimit(app, {}=…)"),
     "flask": (flask.RateLimit(Flask("shop")), "limit(…)", "RateLimit(app, {}=…)"),
     "starlette": (asgi.limited, "limited(…)", "RateLimit(app, {}=…)"),
-    "django": (django.rate_limit, "rate_limit(…)", 'settings.TOLLKEEPER = {{"{}": …}}'),
+    "django": (django.rate_limit, "rate_limit(…)", 'settings.RATEKEEPER = {{"{}": …}}'),
 }
 HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {
     "cost": 1,

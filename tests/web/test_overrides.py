@@ -28,19 +28,19 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 
+from ratekeeper import asgi
+from ratekeeper.django import RateLimitMiddleware, rate_limit
+from ratekeeper.fastapi import RateLimit
+from ratekeeper.testing import ManualClock
+from ratekeeper.web import overrides
+from ratekeeper.web.charges import AsgiCharges
+from ratekeeper.web.enforcer import AsyncEnforcer
+from ratekeeper.web.options import EnforcerOptions
+from ratekeeper.web.overrides import RouteOverrides, mark_override, override_count
+from ratekeeper.web.requests import RoutedAsgiRequest
 from tests.web.asgi_driver import ask, ask_scope, scope_of
 from tests.web.django_site import OURS
 from tests.web.flask_app import app_with, statuses
-from tollkeeper import asgi
-from tollkeeper.django import RateLimitMiddleware, rate_limit
-from tollkeeper.fastapi import RateLimit
-from tollkeeper.testing import ManualClock
-from tollkeeper.web import overrides
-from tollkeeper.web.charges import AsgiCharges
-from tollkeeper.web.enforcer import AsyncEnforcer
-from tollkeeper.web.options import EnforcerOptions
-from tollkeeper.web.overrides import RouteOverrides, mark_override, override_count
-from tollkeeper.web.requests import RoutedAsgiRequest
 
 OWN = {"override_defaults": True}
 
@@ -473,7 +473,7 @@ def test_class_views_of_django_override() -> None:
     ]
     site = {"limits": "1/minute", "per_route": True, "clock": ManualClock(1_000)}
     middleware = [OURS, f"{__name__}.rejecting"]
-    with override_settings(TOLLKEEPER=site, ROOT_URLCONF=urls, MIDDLEWARE=middleware):
+    with override_settings(RATEKEEPER=site, ROOT_URLCONF=urls, MIDDLEWARE=middleware):
         client = Client()
         for path in ("/report", "/parts"):
             assert [client.get(path).status_code for _ in range(3)] == [200, 200, 429]
@@ -497,7 +497,7 @@ async def test_django_counts_a_request_that_is_cancelled_before_the_limit() -> N
         await asyncio.Event().wait()
         raise AssertionError("nothing sets it")
 
-    with override_settings(TOLLKEEPER=site, ROOT_URLCONF=urls):
+    with override_settings(RATEKEEPER=site, ROOT_URLCONF=urls):
         serve = RateLimitMiddleware(check_password)
         task = asyncio.ensure_future(serve(AsyncRequestFactory().get("/guarded")))
         await started.wait()
@@ -553,7 +553,7 @@ def test_a_limit_for_each_method_overrides_in_django() -> None:
     urls: Any = types.ModuleType("urls_of_methods")
     urls.urlpatterns = [django_path("own", one_for_each)]
     site = {"limits": "1/minute", "clock": ManualClock(1_000)}
-    with override_settings(TOLLKEEPER=site, ROOT_URLCONF=urls, MIDDLEWARE=[OURS]):
+    with override_settings(RATEKEEPER=site, ROOT_URLCONF=urls, MIDDLEWARE=[OURS]):
         client = Client()
         assert [client.get("/own").status_code for _ in range(3)] == [200, 200, 429]
         assert [client.put("/own").status_code for _ in range(2)] == [200, 429]

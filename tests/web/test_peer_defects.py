@@ -16,11 +16,11 @@ import pytest
 from fastapi import FastAPI
 from flask import Flask
 
+from ratekeeper import asgi, fastapi, flask
+from ratekeeper.web.enforcer import Enforcer
+from ratekeeper.web.options import EnforcerOptions
+from ratekeeper.web.requests import AsgiRequest
 from tests.web.asgi_driver import App, ask, hello, limited
-from tollkeeper import asgi, fastapi, flask
-from tollkeeper.web.enforcer import Enforcer
-from tollkeeper.web.options import EnforcerOptions
-from tollkeeper.web.requests import AsgiRequest
 
 THREADS = 16
 

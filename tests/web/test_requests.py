@@ -18,13 +18,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, Host, Mount, Route, Router, WebSocketRoute
 
-from tests.web.asgi_driver import ask, hello
-from tollkeeper import fastapi
-from tollkeeper.asgi import RateLimit
-from tollkeeper.rules.matching.patterns import normalised
-from tollkeeper.testing import ManualClock
-from tollkeeper.web import requests
-from tollkeeper.web.requests import (
+from ratekeeper import fastapi
+from ratekeeper.asgi import RateLimit
+from ratekeeper.rules.matching.patterns import normalised
+from ratekeeper.testing import ManualClock
+from ratekeeper.web import requests
+from ratekeeper.web.requests import (
     CHARACTERS_MAX,
     UNCLEAR,
     AsgiRequest,
@@ -38,6 +37,7 @@ from tollkeeper.web.requests import (
     routes_in,
     template_of,
 )
+from tests.web.asgi_driver import ask, hello
 
 Headers = list[tuple[str, str]]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import ConfigError, Limit
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.enforcer import RESULTS_MAX, Enforcer
+from ratekeeper.web.options import EnforcerOptions, with_request
+from ratekeeper.web.requests import AsgiRequest
 from tests.web.route_sites import FRAMEWORKS, RouteSite, limit
-from tollkeeper import ConfigError, Limit
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.enforcer import RESULTS_MAX, Enforcer
-from tollkeeper.web.options import EnforcerOptions, with_request
-from tollkeeper.web.requests import AsgiRequest
 
 ASYNC = ("fastapi", "starlette", "django wsgi", "django asgi")
 

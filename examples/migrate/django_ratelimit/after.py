@@ -1,4 +1,4 @@
-"""A shop on Django with Tollkeeper, after the migration from django-ratelimit.
+"""A shop on Django with Ratekeeper, after the migration from django-ratelimit.
 
 Run it: gunicorn --chdir examples/migrate/django_ratelimit after:application
 """
@@ -12,8 +12,8 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from tollkeeper import Limiter
-from tollkeeper.django import Denial, WebRequest, rate_limit
+from ratekeeper import Limiter
+from ratekeeper.django import Denial, WebRequest, rate_limit
 
 
 def too_many(request: WebRequest, denial: Denial) -> HttpResponse:
@@ -24,7 +24,7 @@ SETTINGS = {
     "ROOT_URLCONF": __name__,
     "SECRET_KEY": "for this example only",
     "ALLOWED_HOSTS": ["*"],
-    "TOLLKEEPER": {"on_limit": too_many},
+    "RATEKEEPER": {"on_limit": too_many},
 }
 
 

@@ -1,4 +1,4 @@
-"""A shop on FastAPI with Tollkeeper, after the migration from fastapi-limiter.
+"""A shop on FastAPI with Ratekeeper, after the migration from fastapi-limiter.
 
 Run it: uvicorn --app-dir examples/migrate/fastapi_limiter after:app
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from fastapi import FastAPI, Response, WebSocket
 from fastapi.responses import JSONResponse
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.fastapi import Denial, RateLimit, WebRequest
+from ratekeeper import AsyncLimiter
+from ratekeeper.fastapi import Denial, RateLimit, WebRequest
 
 app = FastAPI()
 limit = RateLimit(app)

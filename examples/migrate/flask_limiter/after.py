@@ -1,4 +1,4 @@
-"""A shop on Flask with Tollkeeper, after the migration from Flask-Limiter.
+"""A shop on Flask with Ratekeeper, after the migration from Flask-Limiter.
 
 Run it: flask --app examples/migrate/flask_limiter/after run
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flask import Blueprint, Flask, Response, jsonify, request
 
-from tollkeeper.flask import RateLimit
+from ratekeeper.flask import RateLimit
 
 app = Flask(__name__)
 limit = RateLimit(app, "4/day fixed_window", per_route=True)

@@ -1,4 +1,4 @@
-"""A shop on FastAPI with Tollkeeper, after the migration from slowapi.
+"""A shop on FastAPI with Ratekeeper, after the migration from slowapi.
 
 Run it: uvicorn --app-dir examples/migrate/slowapi after:app
 """
@@ -6,7 +6,7 @@ Run it: uvicorn --app-dir examples/migrate/slowapi after:app
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from tollkeeper.fastapi import RateLimit, RateLimitExceeded, WebRequest
+from ratekeeper.fastapi import RateLimit, RateLimitExceeded, WebRequest
 
 app = FastAPI()
 limit = RateLimit(

@@ -1,4 +1,4 @@
-"""Functions and a Flask application with Tollkeeper, after the migration from throttled-py.
+"""Functions and a Flask application with Ratekeeper, after the migration from throttled-py.
 
 Run it: flask --app examples/migrate/throttled_py/after run
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from flask import Flask, Response, jsonify
 
-from tollkeeper import AsyncLimiter, Limiter, LimitExceeded
-from tollkeeper.flask import RateLimit
+from ratekeeper import AsyncLimiter, Limiter, LimitExceeded
+from ratekeeper.flask import RateLimit
 
 sign_ups = Limiter("3/day fixed_window", name="sign-ups")
 exports = Limiter("10/day", name="exports")

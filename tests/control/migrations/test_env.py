@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from tollkeeper.control.migrations import env
+from ratekeeper.control.migrations import env
 
 
 def test_importing_it_runs_no_migration() -> None:

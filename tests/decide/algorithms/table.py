@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tollkeeper.core.clock import ns_from_seconds
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.algorithms import ALGORITHMS, Outcome
+from ratekeeper.core.clock import ns_from_seconds
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import ALGORITHMS, Outcome
 
 
 class Row(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.errors import CapacityError
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
-from tollkeeper.decide.algorithms import ALGORITHMS, Algorithm
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm
 
 SECOND = 1_000_000_000
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import fixed_window
 from tests.decide.algorithms.table import never, no, play, yes
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.algorithms import fixed_window
 
 FIVE = Limit(5, per=60, algorithm="fixed_window")
 NS = 0.000_000_001

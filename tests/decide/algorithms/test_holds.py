@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper import Limit
-from tollkeeper.decide.algorithms.holds import (
+from ratekeeper import Limit
+from ratekeeper.decide.algorithms.holds import (
     LEASE_NS_MAX,
     Holds,
     given_back,

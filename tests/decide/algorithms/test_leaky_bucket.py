@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import leaky_bucket, token_bucket
 from tests.decide.algorithms.table import never, no, play, yes
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.algorithms import leaky_bucket, token_bucket
 
 THREE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=3, algorithm="leaky_bucket")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tollkeeper.decide.algorithms.outcome import Outcome
+from ratekeeper.decide.algorithms.outcome import Outcome
 
 
 def test_the_order_of_the_fields() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import sliding_window_counter
 from tests.decide.algorithms.table import Row, never, no, play, yes
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.algorithms import sliding_window_counter
 
 HUNDRED = Limit(100, per=60, algorithm="sliding_window_counter")
 TEN = Limit(10, per=60, algorithm="sliding_window_counter")

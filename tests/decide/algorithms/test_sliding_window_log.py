@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import sliding_window_log
 from tests.decide.algorithms.table import never, no, play, yes
-from tollkeeper.core.model import Limit
-from tollkeeper.decide.algorithms import sliding_window_log
 
 SECOND = 1_000_000_000
 THREE_IN_TEN = Limit(3, per=10, algorithm="sliding_window_log")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper.core.model import MICROS_PER_UNIT, Limit
+from ratekeeper.decide.algorithms import token_bucket
 from tests.decide.algorithms.table import never, no, play, yes
-from tollkeeper.core.model import MICROS_PER_UNIT, Limit
-from tollkeeper.decide.algorithms import token_bucket
 
 FIVE_AT_ONE_A_SECOND = Limit(1, per=1, capacity=5)
 YEAR = 365 * 86_400

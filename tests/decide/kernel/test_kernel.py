@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tollkeeper import CapacityError, Decision, Limit, Limiter, StoreUnavailable
-from tollkeeper.core.model import DECISION_FIELDS, decision_fields, decision_with
-from tollkeeper.decide import kernel
-from tollkeeper.decide.kernel import _kernel
-from tollkeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper import CapacityError, Decision, Limit, Limiter, StoreUnavailable
+from ratekeeper.core.model import DECISION_FIELDS, decision_fields, decision_with
+from ratekeeper.decide import kernel
+from ratekeeper.decide.kernel import _kernel
+from ratekeeper.testing import ManualClock, limiting_off, use_clock
 
 LIMIT = Limit(1, per=1, capacity=3, algorithm="leaky_bucket", name="n")
 

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from tollkeeper import Limit, StoreFull
-from tollkeeper.decide.kernel import _kernel
+from ratekeeper import Limit, StoreFull
+from ratekeeper.decide.kernel import _kernel
 
 CAPACITY = 20_000
 LIMIT = Limit(10, per=60)

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.decide.stores`."""
+"""Tests of `ratekeeper.decide.stores`."""

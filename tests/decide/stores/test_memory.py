@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.clock import ns_from_seconds as ns
-from tollkeeper.core.errors import StoreFull, StoreUnavailable
-from tollkeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
-from tollkeeper.decide.stores.memory import _LEFT_OVER_ITEMS_MIN, MemoryGate, PythonMemoryStore
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.clock import ns_from_seconds as ns
+from ratekeeper.core.errors import StoreFull, StoreUnavailable
+from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
+from ratekeeper.decide.stores.memory import _LEFT_OVER_ITEMS_MIN, MemoryGate, PythonMemoryStore
+from ratekeeper.testing import ManualClock
 
 TWO_LIMITS = (Limit(5, per=1), Limit(100, per=60, algorithm="sliding_window_log"))
 

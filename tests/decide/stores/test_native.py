@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import ConfigError, Decision, Limit, Limiter, StoreUnavailable
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide import kernel
-from tollkeeper.decide.leasing import Lease
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.decide.stores.native import KernelStore
-from tollkeeper.testing import ManualClock, use_clock
+from ratekeeper import ConfigError, Decision, Limit, Limiter, StoreUnavailable
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide import kernel
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.native import KernelStore
+from ratekeeper.testing import ManualClock, use_clock
 
 
 def test_memory_uses_the_kernel_if_it_is_built() -> None:
@@ -236,12 +236,12 @@ def test_quotas_and_allowances_do_not_open_the_files_of_each_other(tmp_path: Pat
     store = open_store(f"shared://{path}?capacity=100&allowances=50")
     assert store.allowances is not None
     store.allowances.stats()
-    with pytest.raises(StoreUnavailable, match="is a Tollkeeper file of allowances and was not"):
+    with pytest.raises(StoreUnavailable, match="is a Ratekeeper file of allowances and was not"):
         open_store(f"shared://{path}.allowances")
     path.rename(tmp_path / "b.limits.allowances")
     other = open_store(f"shared://{tmp_path}/b.limits?capacity=100").allowances
     assert other is not None
-    with pytest.raises(StoreUnavailable, match="is a Tollkeeper file of quotas and was not"):
+    with pytest.raises(StoreUnavailable, match="is a Ratekeeper file of quotas and was not"):
         other.stats()
 
 

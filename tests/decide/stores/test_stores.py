@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.stores import open_store
-from tollkeeper.decide.stores.memory import STATES_MAX_DEFAULT
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT
+from ratekeeper.testing import ManualClock
 
 CLOCK = ManualClock()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import Limit, LocalFallback, StoreUnavailable, open_store
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.decide.failure import LocalCheck, LocalLimits
-from tollkeeper.decide.stores import workers
+from ratekeeper import Limit, LocalFallback, StoreUnavailable, open_store
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.failure import LocalCheck, LocalLimits
+from ratekeeper.decide.stores import workers
 
 
 def called_from(module: str, body: str, **variables: Any) -> Callable[[Callable[[], Any]], Any]:
@@ -70,7 +70,7 @@ def test_the_number_of_workers_is_on_the_stack(
     run: Callable[..., Any], server: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A number that cannot be read counts as one worker, so there is no false alarm."""
-    with caplog.at_level(logging.WARNING, "tollkeeper.workers"):
+    with caplog.at_level(logging.WARNING, "ratekeeper.workers"):
         for _ in range(2):
             run(lambda: open_store("memory://?capacity=10")).close()
     logged = [record.getMessage() for record in caplog.records]

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.metrics.operations`."""
+"""Tests of `ratekeeper.metrics.operations`."""

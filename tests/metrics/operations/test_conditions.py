@@ -15,11 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.histogram import BOUNDS_NS, LENGTH
-from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import FAMILIES, JOIN, MetricsSnapshot
-from tollkeeper.metrics.operations import conditions
-from tollkeeper.metrics.operations.conditions import (
+from ratekeeper.core.histogram import BOUNDS_NS, LENGTH
+from ratekeeper.metrics import operations
+from ratekeeper.metrics.counters import FAMILIES, JOIN, MetricsSnapshot
+from ratekeeper.metrics.operations import conditions
+from ratekeeper.metrics.operations.conditions import (
     CONDITIONS,
     HISTORY_SECONDS,
     LABELS,
@@ -49,7 +49,7 @@ def test_the_history_is_long_enough_for_every_window() -> None:
     """No condition that is evaluated has a longer window."""
     (group,) = yaml.safe_load(operations.alerts())["groups"]
     for rule in group["rules"]:
-        if rule["alert"] in LABELS and rule["alert"] != "TollkeeperKeysLost":
+        if rule["alert"] in LABELS and rule["alert"] != "RatekeeperKeysLost":
             for minutes in re.findall(r"\[(\d+)m\]", rule["expr"]):
                 assert 60 * int(minutes) <= HISTORY_SECONDS
 
@@ -88,7 +88,7 @@ def seconds_of(duration: str) -> int:
 def put(counted: MetricsSnapshot, name: str, labels: Mapping[str, str], value: float) -> None:
     """Put a value of a series into the counters of a node."""
     if name.endswith("_bucket"):
-        family = name.removeprefix("tollkeeper_").removesuffix("_bucket")
+        family = name.removeprefix("ratekeeper_").removesuffix("_bucket")
         cumulated = counted.histograms.setdefault(family, {})
         data = cumulated.setdefault(labels.get("server", ""), [0] * LENGTH)
         bound = float(labels["le"])
@@ -261,7 +261,7 @@ def test_since_is_the_time_when_the_condition_began() -> None:
 
 def test_a_threshold_is_not_exceeded_by_itself() -> None:
     """Conditions say `more than`."""
-    for value, alerts in ((60.0, []), (60.1, ["TollkeeperRulesStale"])):
+    for value, alerts in ((60.0, []), (60.1, ["RatekeeperRulesStale"])):
         held = evaluate([sample(0, rules_age_seconds=value)], [])
         assert [each.alert for each in held] == alerts
 
@@ -279,12 +279,12 @@ def test_a_counter_that_is_new_has_grown_from_zero() -> None:
         sample(10, gossip_drops={"forged": 1}, store_keys_evicted={"h:1": 900}, degraded_checks=6),
     ]
     assert {each.alert for each in evaluate(samples, [])} == {
-        "TollkeeperGossipForged",
-        "TollkeeperDegraded",
+        "RatekeeperGossipForged",
+        "RatekeeperDegraded",
     }
     later = [*samples, sample(20, store_keys_evicted={"h:1": 901})]
     assert [(each.alert, each.value) for each in evaluate(later, [])] == [
-        ("TollkeeperKeysEvicted", 1)
+        ("RatekeeperKeysEvicted", 1)
     ]
 
 
@@ -295,7 +295,7 @@ def test_a_server_that_restarts_counts_its_evictions_from_zero() -> None:
         sample(10, store_keys_evicted={"h:1": 2}),
     ]
     (held,) = evaluate(samples, [])
-    assert (held.alert, held.labels, held.value) == ("TollkeeperKeysEvicted", "h:1", 2)
+    assert (held.alert, held.labels, held.value) == ("RatekeeperKeysEvicted", "h:1", 2)
 
 
 family_values = st.dictionaries(

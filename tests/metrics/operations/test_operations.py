@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import FAMILIES, MetricFamily
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.metrics import operations
+from ratekeeper.metrics.counters import FAMILIES, MetricFamily
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,7 +65,7 @@ def test_the_overview_of_the_dashboard_shows_fleet_and_regions() -> None:
         *("fleet_live_nodes", "fleet_nodes", "fleet_pending_units"),
         *("region_link_state", "region_leader", "region_lag_seconds"),
     ):
-        assert f"tollkeeper_{name}{{" in rows()["Overview"]
+        assert f"ratekeeper_{name}{{" in rows()["Overview"]
 
 
 def test_the_panels_are_in_order_and_do_not_overlap() -> None:
@@ -91,7 +91,7 @@ def test_every_query_is_of_the_chosen_job_and_instance() -> None:
     """The variables at the top of the dashboard apply to all panels."""
     for panel in PANELS:
         for target in panel.get("targets", ()):
-            metrics = re.findall(r"tollkeeper_\w+(\{[^}]*\})?", target["expr"])
+            metrics = re.findall(r"ratekeeper_\w+(\{[^}]*\})?", target["expr"])
             assert metrics
             for labels in metrics:
                 assert 'job=~"$job"' in labels

@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.rules.document`."""
+"""Tests of `ratekeeper.rules.document`."""

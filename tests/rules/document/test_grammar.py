@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document import grammar
-from tollkeeper.rules.document.grammar import limits_at, seconds_at
-from tollkeeper.rules.document.model import (
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document import grammar
+from ratekeeper.rules.document.grammar import limits_at, seconds_at
+from ratekeeper.rules.document.model import (
     BY_MAX,
     PATTERNS_MAX,
     RULES_MAX,
@@ -20,8 +20,8 @@ from tollkeeper.rules.document.model import (
     Rule,
     Scale,
 )
-from tollkeeper.rules.document.reading import DocumentError, from_data, read
-from tollkeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
+from ratekeeper.rules.document.reading import DocumentError, from_data, read
+from ratekeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
 
 LIMITS = (Limit(5, per=1),)
 LEASED = "limits: 5/s, consistency: leased"

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from tollkeeper.core.model import REQUEST_FIELDS
-from tollkeeper.rules.document.model import (
+from ratekeeper.core.model import REQUEST_FIELDS
+from ratekeeper.rules.document.model import (
     Document,
     Match,
     Override,

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.rules.documents import Data, documents
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document import reading as module
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document import reading as module
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import (
     DocumentError,
     DocumentPositions,
     from_data,
@@ -26,7 +25,8 @@ from tollkeeper.rules.document.reading import (
     read_file,
     schema,
 )
-from tollkeeper.rules.document.tree import PROBLEMS_MAX, DocumentProblem
+from ratekeeper.rules.document.tree import PROBLEMS_MAX, DocumentProblem
+from tests.rules.documents import Data, documents
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
 SMALL = "version: 1\nrules:\n  - id: all\n    by: [user]\n    limits: [10/second]\n"
@@ -187,7 +187,7 @@ def test_read_rejects_a_path() -> None:
 
 def test_the_schema_is_installed() -> None:
     """The schema is part of the package."""
-    assert schema()["title"] == "Tollkeeper rule document"
+    assert schema()["title"] == "Ratekeeper rule document"
 
 
 # --------------------------------------------------------------------------------------- any input

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rules.documents import Data, documents
-from tollkeeper.core.errors import SafetyFinding
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document import safety
-from tollkeeper.rules.document.model import Document, Match, Rule
-from tollkeeper.rules.document.reading import from_data, read, read_file
-from tollkeeper.rules.document.safety import (
+from ratekeeper.core.errors import SafetyFinding
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document import safety
+from ratekeeper.rules.document.model import Document, Match, Rule
+from ratekeeper.rules.document.reading import from_data, read, read_file
+from ratekeeper.rules.document.safety import (
     FINDINGS_MAX,
     covered_rules,
     covers,
     findings,
     new_findings,
 )
-from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob, compile_network
+from ratekeeper.rules.matching.patterns import compile_endpoint, compile_glob, compile_network
+from tests.rules.documents import Data, documents
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
 LIMITS = (Limit(5, per=1),)

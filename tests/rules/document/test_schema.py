@@ -13,18 +13,17 @@ import pytest
 from hypothesis import given
 from jsonschema import Draft202012Validator
 
-from tests.rules.documents import Data, documents
-from tollkeeper.core.model import (
+from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     CONSISTENCIES,
     NAME_LENGTH_MAX,
     REQUEST_FIELDS,
     UNITS_MAX,
 )
-from tollkeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
-from tollkeeper.regions.settings import ACROSS_REGIONS, SCOPES
-from tollkeeper.rules.document import grammar
-from tollkeeper.rules.document.model import (
+from ratekeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
+from ratekeeper.regions.settings import ACROSS_REGIONS, SCOPES
+from ratekeeper.rules.document import grammar
+from ratekeeper.rules.document.model import (
     BY_MAX,
     COST_MAX,
     ENVOY_QUOTAS,
@@ -36,9 +35,10 @@ from tollkeeper.rules.document.model import (
     PenaltySettings,
     Scale,
 )
-from tollkeeper.rules.document.reading import DocumentError, from_data, read_file, schema
-from tollkeeper.rules.document.tree import DocumentNode, ProblemList, tree_of_yaml
-from tollkeeper.rules.document.writing import to_data
+from ratekeeper.rules.document.reading import DocumentError, from_data, read_file, schema
+from ratekeeper.rules.document.tree import DocumentNode, ProblemList, tree_of_yaml
+from ratekeeper.rules.document.writing import to_data
+from tests.rules.documents import Data, documents
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
 SCHEMA = schema()

@@ -14,9 +14,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError, quoted
-from tollkeeper.rules.document import tree as module
-from tollkeeper.rules.document.tree import (
+from ratekeeper.core.errors import ConfigError, quoted
+from ratekeeper.rules.document import tree as module
+from ratekeeper.rules.document.tree import (
     DEPTH_MAX,
     PROBLEMS_MAX,
     DocumentNode,
@@ -196,7 +196,7 @@ def test_an_error_says_which_library_to_install(monkeypatch: pytest.MonkeyPatch)
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
-    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ratekeeper\[rules\]'"):
         tree_of_yaml("a: 1", ProblemList("t"))
     assert tree_of_data({"a": 1}, ProblemList("t"))
 

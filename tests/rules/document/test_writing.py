@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
+from ratekeeper.rules.document.model import Document, Match, Override, PenaltySettings, Rule, Scale
+from ratekeeper.rules.document.reading import from_data, read, read_file
+from ratekeeper.rules.document.writing import limit_data, to_data, to_yaml
 from tests.rules.documents import Data, documents
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
-from tollkeeper.rules.document.model import Document, Match, Override, PenaltySettings, Rule, Scale
-from tollkeeper.rules.document.reading import from_data, read, read_file
-from tollkeeper.rules.document.writing import limit_data, to_data, to_yaml
 
 EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
 
@@ -159,7 +159,7 @@ def test_an_error_says_which_library_to_install(monkeypatch: pytest.MonkeyPatch)
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
-    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ratekeeper\[rules\]'"):
         to_yaml(Document())
     assert to_data(Document()) == {"version": 1}
 

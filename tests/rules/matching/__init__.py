@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.rules.matching`."""
+"""Tests of `ratekeeper.rules.matching`."""

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError, InvalidKey
-from tollkeeper.core.model import Request
-from tollkeeper.rules.matching import lists as lists_module
-from tollkeeper.rules.matching.lists import (
+from ratekeeper.core.errors import ConfigError, InvalidKey
+from ratekeeper.core.model import Request
+from ratekeeper.rules.matching import lists as lists_module
+from ratekeeper.rules.matching.lists import (
     IRREGULAR_GLOBS_MAX,
     LINE_BYTES_MAX,
     Lists,
     check_entry,
     read_list,
 )
-from tollkeeper.rules.matching.patterns import GLOB_LENGTH_MAX
+from ratekeeper.rules.matching.patterns import GLOB_LENGTH_MAX
 
 KEY = Request(api_key="sk_live_42", user="u7", ip="10.1.2.3", tenant="acme", tier="free")
 

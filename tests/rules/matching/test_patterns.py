@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.rules.matching.patterns import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.rules.matching.patterns import (
     ENDPOINT_LENGTH_MAX,
     GLOB_LENGTH_MAX,
     REGEX_LENGTH_MAX,
@@ -212,7 +212,7 @@ def test_regular_expressions_are_an_extra(monkeypatch: pytest.MonkeyPatch) -> No
     """Without RE2 all other patterns work, and the error names the package to install."""
     monkeypatch.setitem(sys.modules, "re2", None)
     assert compile_endpoint("/v1/*").matches("/v1/a")
-    with pytest.raises(ConfigError, match=r"pip install 'tollkeeper\[rules\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ratekeeper\[rules\]'"):
         compile_endpoint("re:/v1")
 
 

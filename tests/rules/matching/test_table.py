@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratekeeper import InvalidKey, Limit, Request
+from ratekeeper.rules.document.model import Match, Mode, Rule
+from ratekeeper.rules.matching import table as table_module
+from ratekeeper.rules.matching.patterns import compile_endpoint, compile_glob, spellings
+from ratekeeper.rules.matching.table import CompiledRule, RuleTable
 from tests.rules import requests as drawn
-from tollkeeper import InvalidKey, Limit, Request
-from tollkeeper.rules.document.model import Match, Mode, Rule
-from tollkeeper.rules.matching import table as table_module
-from tollkeeper.rules.matching.patterns import compile_endpoint, compile_glob, spellings
-from tollkeeper.rules.matching.table import CompiledRule, RuleTable
 
 LIMITS = (Limit(10, per=1),)
 GET = Request(user="42", endpoint="/v1/orders", method="GET")

@@ -16,20 +16,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.control.repository import Repository
-from tollkeeper.decide.store import Store
-from tollkeeper.metrics.counters import LimiterMetrics, MetricsSnapshot
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.admin.api import admin_app
-from tollkeeper.service.admin.control import control_plane
-from tollkeeper.service.http.activity import ActivityHistory
-from tollkeeper.service.http.envoys import EnvoyDirectory
-from tollkeeper.service.http.loads import SharedLoads
-from tollkeeper.service.http.tokens import Role, Tokens, create_token
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.identity import Identity
+from ratekeeper import AsyncLimiter
+from ratekeeper.control.repository import Repository
+from ratekeeper.decide.store import Store
+from ratekeeper.metrics.counters import LimiterMetrics, MetricsSnapshot
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.admin.api import admin_app
+from ratekeeper.service.admin.control import control_plane
+from ratekeeper.service.http.activity import ActivityHistory
+from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.loads import SharedLoads
+from ratekeeper.service.http.tokens import Role, Tokens, create_token
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.identity import Identity
 
 RULES = """
 version: 1

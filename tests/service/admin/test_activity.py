@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratekeeper.core.histogram import Histogram
+from ratekeeper.core.version import __version__
+from ratekeeper.metrics.counters import OTHERS
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.admin.activity import busiest, degraded_share
+from ratekeeper.service.http.activity import RULES_MAX, Row, Step
 from tests.redis_servers.ports import free_port
 from tests.service.admin.client import RULES, Admin, admin, admin_of, template
 from tests.stub_fleet import store_with_fleet
 from tests.stub_regions import store_with_regions
-from tollkeeper.core.histogram import Histogram
-from tollkeeper.core.version import __version__
-from tollkeeper.metrics.counters import OTHERS
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.admin.activity import busiest, degraded_share
-from tollkeeper.service.http.activity import RULES_MAX, Row, Step
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

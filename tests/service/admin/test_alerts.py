@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from ratekeeper.metrics import operations
+from ratekeeper.metrics.counters import MetricsSnapshot
+from ratekeeper.metrics.operations.conditions import LABELS, NOT_EVALUATED
+from ratekeeper.service.http.activity import ActivityHistory
+from ratekeeper.testing import ManualClock
 from tests.service.admin.client import Admin, admin, template
-from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import MetricsSnapshot
-from tollkeeper.metrics.operations.conditions import LABELS, NOT_EVALUATED
-from tollkeeper.service.http.activity import ActivityHistory
-from tollkeeper.testing import ManualClock
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -46,14 +46,14 @@ async def test_an_alert_is_active_after_its_time_and_ends(admin: Admin) -> None:
     since = datetime.fromisoformat(alert.pop("since")).timestamp()
     assert 1_000_060 <= since <= 1_000_070
     assert alert == {
-        "alert": "TollkeeperBreakerOpen",
+        "alert": "RatekeeperBreakerOpen",
         "severity": "critical",
         "summary": "The breaker of the store's server 10.0.0.7:6379 is open.",
         "description": "So many calls to 10.0.0.7:6379 failed that node-1 no longer calls it, and "
         "probes it until it answers. The failure policy decides for the keys on that server.",
         "labels": {"server": "10.0.0.7:6379"},
         "value": 2,
-        "runbook": "tollkeeperbreakeropen",
+        "runbook": "ratekeeperbreakeropen",
     }
     evaluated = datetime.fromisoformat(found["evaluated_at"])
     assert 1_000_110 <= evaluated.timestamp() <= 1_000_120
@@ -76,9 +76,9 @@ async def test_critical_alerts_come_first(admin: Admin) -> None:
     node.go_on(admin, 200)
     found = (await admin.call("GET", "/alerts")).json()["active"]
     assert [each["alert"] for each in found] == [
-        "TollkeeperBreakerOpen",
-        "TollkeeperRulesStale",
-        "TollkeeperGossipLagging",
+        "RatekeeperBreakerOpen",
+        "RatekeeperRulesStale",
+        "RatekeeperGossipLagging",
     ]
     assert "node-1 has heard nothing of a live node for 60.0 s" in found[2]["description"]
 
@@ -98,14 +98,14 @@ async def test_the_runbook_of_every_alert(admin: Admin) -> None:
         assert found["alert"] == alert
         assert found["text"].startswith("*")
         assert "\n1. " in found["text"]
-    assert (await admin.call("GET", "/runbooks/TollkeeperDegraded")).json()["for_seconds"] == 60
+    assert (await admin.call("GET", "/runbooks/RatekeeperDegraded")).json()["for_seconds"] == 60
     problem = await admin.rejected("GET", "/runbooks/Nothing", 404)
-    assert "tollkeeper metrics alerts" in problem["detail"]
+    assert "ratekeeper metrics alerts" in problem["detail"]
 
 
 async def test_a_reader_may_look(admin: Admin) -> None:
     """The role is `read`; a token for checks is not enough."""
     for role, status in (("read", 200), ("check", 403)):
         headers = {"Authorization": f"Bearer {admin.secrets[role]}"}
-        for path in ("/alerts", "/runbooks/TollkeeperDegraded"):
+        for path in ("/alerts", "/runbooks/RatekeeperDegraded"):
             await admin.call("GET", path, status, headers=headers)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.admin import api
+from ratekeeper.service.admin.api import DROPPED_BYTES_MAX, BodyDrain
 from tests.service.admin.client import Admin, admin, template
-from tollkeeper.service.admin import api
-from tollkeeper.service.admin.api import DROPPED_BYTES_MAX, BodyDrain
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.history.live import DenialStreak
+from ratekeeper.rules.entry_table import EntryTable
+from ratekeeper.web.identity import Identity
 from tests.service.admin.client import Admin, admin, following, from_file, template
-from tollkeeper.history.live import DenialStreak
-from tollkeeper.rules.entry_table import EntryTable
-from tollkeeper.web.identity import Identity
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
 

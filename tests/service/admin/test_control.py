@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.core.errors import VersionConflict
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.admin.control import VersionCondition
 from tests.service.admin.client import RULES, Admin, admin, admin_of, template
-from tollkeeper.core.errors import VersionConflict
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.admin.control import VersionCondition
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -82,12 +82,12 @@ async def test_rules_that_this_node_cannot_read_are_503(admin: Admin, tmp_path: 
     await admin.call("GET", "/rules")
     with sqlite3.connect(tmp_path / "rules.db") as database:
         database.execute(
-            "INSERT INTO tollkeeper_versions (number, created_at, author, reason, kind, base, text)"
-            " SELECT 2, created_at, author, reason, kind, 1, 'version: 99' FROM tollkeeper_versions"
+            "INSERT INTO ratekeeper_versions (number, created_at, author, reason, kind, base, text)"
+            " SELECT 2, created_at, author, reason, kind, 1, 'version: 99' FROM ratekeeper_versions"
         )
         database.execute(
-            "INSERT INTO tollkeeper_audit (version, created_at, author, reason, kind, diff, forced)"
-            " SELECT 2, created_at, author, reason, kind, diff, forced FROM tollkeeper_audit"
+            "INSERT INTO ratekeeper_audit (version, created_at, author, reason, kind, diff, forced)"
+            " SELECT 2, created_at, author, reason, kind, diff, forced FROM ratekeeper_audit"
         )
     database.close()
     found = await admin.rejected("GET", "/rules", 503)

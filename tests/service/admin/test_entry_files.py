@@ -6,9 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from ratekeeper.control.follow import TOPIC
+from ratekeeper.service.admin import entry_files
 from tests.service.admin.client import Admin, admin, template
-from tollkeeper.control.follow import TOPIC
-from tollkeeper.service.admin import entry_files
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from ratekeeper.core.version import __version__
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 from tests.service.admin.client import RULES, Admin, admin, admin_of, template
 from tests.stub_fleet import store_with_fleet
-from tollkeeper.core.version import __version__
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

@@ -10,16 +10,16 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.service.admin.client import Admin, admin, template
-from tollkeeper.service.admin import operations
-from tollkeeper.service.admin.control import VersionCondition
-from tollkeeper.service.admin.operations import (
+from ratekeeper.service.admin import operations
+from ratekeeper.service.admin.control import VersionCondition
+from ratekeeper.service.admin.operations import (
     BODY_BYTES_MAX,
     condition_of,
     tags_of,
     wants_yaml,
 )
-from tollkeeper.service.admin.problems import AdminError
+from ratekeeper.service.admin.problems import AdminError
+from tests.service.admin.client import Admin, admin, template
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -124,8 +124,8 @@ async def test_each_operation_requires_its_role(
     """401 without a token, with how to make one; 403 with a smaller role."""
     admin.client.headers.pop("Authorization")
     unknown = await admin.call(method, path, 401)
-    assert unknown.headers["www-authenticate"] == 'Bearer realm="tollkeeper"'
-    assert f"tollkeeper token create NAME --role {role}" in unknown.json()["detail"]
+    assert unknown.headers["www-authenticate"] == 'Bearer realm="ratekeeper"'
+    assert f"ratekeeper token create NAME --role {role}" in unknown.json()["detail"]
     less = {"read": ["check"], "admin": ["check", "read"]}[role]
     for each in less:
         headers = {"Authorization": f"Bearer {admin.secrets[each]}"}
@@ -147,7 +147,7 @@ async def test_the_body_of_an_unauthorized_request_is_not_read(admin: Admin) -> 
             read.append(number)
             yield b"x" * 100_000
 
-    headers = {"Authorization": "Bearer tk_wrong", "Content-Length": str(1_000 * 100_000)}
+    headers = {"Authorization": "Bearer rk_wrong", "Content-Length": str(1_000 * 100_000)}
     await admin.rejected("PUT", "/rules", 401, content=endless(), headers=headers)
     assert not read
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+from ratekeeper.service.admin import page
+from ratekeeper.service.http.static_files import console_files
 from tests.service.admin.client import Admin, admin, template
-from tollkeeper.service.admin import page
-from tollkeeper.service.http.static_files import console_files
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Request
+from ratekeeper.control.database import Database
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.admin import preview
 from tests.history.databases import filled
 from tests.history.decided import START_S, Asked, decided_events
 from tests.service.admin.client import RULES, Admin, admin_of, from_file
-from tollkeeper import Request
-from tollkeeper.control.database import Database
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.admin import preview
 
 __all__ = ["from_file"]
 

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.control.edits import NotFound
+from ratekeeper.core import errors
+from ratekeeper.core.model import Limit
+from ratekeeper.rules.document.reading import DocumentError, read
+from ratekeeper.rules.document.safety import findings
+from ratekeeper.rules.document.tree import DocumentProblem
+from ratekeeper.service.admin.control import NoDatabase, UnusableRules
+from ratekeeper.service.admin.problems import LISTED_MAX, error_response
 from tests.service.admin.client import Admin, admin, template
-from tollkeeper.control.edits import NotFound
-from tollkeeper.core import errors
-from tollkeeper.core.model import Limit
-from tollkeeper.rules.document.reading import DocumentError, read
-from tollkeeper.rules.document.safety import findings
-from tollkeeper.rules.document.tree import DocumentProblem
-from tollkeeper.service.admin.control import NoDatabase, UnusableRules
-from tollkeeper.service.admin.problems import LISTED_MAX, error_response
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
 UNSAFE = findings(read("{version: 1, deny: ['*']}"))
 WRONG = DocumentError((DocumentProblem("<body>", 3, 4, "rules[0]", "no"),))
 
-KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
+KNOWN: list[tuple[errors.RatekeeperError, int, str]] = [
     (errors.ConfigError("x"), 400, "INVALID_REQUEST"),
     (errors.InvalidKey("x"), 400, "INVALID_REQUEST"),
     (errors.InvalidCost("x"), 400, "INVALID_REQUEST"),
@@ -43,7 +43,7 @@ KNOWN: list[tuple[errors.TollkeeperError, int, str]] = [
 
 @pytest.mark.parametrize(("error", "status", "code"), KNOWN)
 def test_every_error_has_a_status_and_a_code(
-    error: errors.TollkeeperError, status: int, code: str
+    error: errors.RatekeeperError, status: int, code: str
 ) -> None:
     """The detail is the text of the error."""
     answer = error_response(error, conditional=False)
@@ -55,11 +55,11 @@ def test_every_error_has_a_status_and_a_code(
 def test_the_table_has_every_error() -> None:
     """The other errors are raised by methods that are not used here."""
     tested = {type(error) for error, _, _ in KNOWN}
-    never = {errors.TollkeeperError, errors.LimitExceeded, errors.ChangeRefused}
+    never = {errors.RatekeeperError, errors.LimitExceeded, errors.ChangeRefused}
     in_tree = {
         each
         for each in vars(errors).values()
-        if isinstance(each, type) and issubclass(each, errors.TollkeeperError)
+        if isinstance(each, type) and issubclass(each, errors.RatekeeperError)
     }
     assert in_tree - never <= tested
 

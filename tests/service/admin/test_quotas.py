@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.rules.document.reading import read
+from ratekeeper.testing import ManualClock
 from tests.conformance.stores import PATIENT
 from tests.redis_servers import running
 from tests.regions.stores import two_regions
 from tests.service.admin.client import RULES, Admin, admin, admin_of, following, from_file, template
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.rules.document.reading import read
-from tollkeeper.testing import ManualClock
 
 __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by name
 
@@ -249,7 +249,7 @@ async def test_without_a_database_the_log_is_the_audit(
     from_file: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the author, the rules, a hash of the client and the reason."""
-    caplog.set_level("INFO", "tollkeeper.admin")
+    caplog.set_level("INFO", "ratekeeper.admin")
     body = {"user": "43", "units": 5, "reason": "case 7"}
     await from_file.call("POST", "/quota/grant", json=body)
     assert "quota grant by admin-token; rules: orders; client: user:#" in caplog.text

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.control.database import Database
+from ratekeeper.history.events import SubjectMode, recorded_subject
+from ratekeeper.history.live import ActivePenalty
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.admin.records import STEPS_MAX, step_of
+from ratekeeper.service.http.tokens import create_token
 from tests.history.databases import event, filled, until_async
 from tests.service.admin.client import RULES, Admin, admin_of
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.control.database import Database
-from tollkeeper.history.events import SubjectMode, recorded_subject
-from tollkeeper.history.live import ActivePenalty
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.admin.records import STEPS_MAX, step_of
-from tollkeeper.service.http.tokens import create_token
 
 # 2026-11-15T12:00:00Z, as a minute and in microseconds.
 NOON = 29_912_400
@@ -460,7 +460,7 @@ async def test_reading_records_needs_the_role_read(recording: Admin) -> None:
     for path in ("/usage", "/decisions", "/denials", "/top", "/penalties"):
         await recording.call("GET", path, headers=bearer(recording.secrets["read"]))
         await recording.rejected("GET", path, 403, headers=bearer(recording.secrets["check"]))
-        await recording.rejected("GET", path, 401, headers=bearer("tk_unknown"))
+        await recording.rejected("GET", path, 401, headers=bearer("rk_unknown"))
     del recording.client.headers["Authorization"]
     await recording.rejected("GET", "/usage", 401)
 

@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
+from ratekeeper.core.errors import ChangeRefused, StoreUnavailable
+from ratekeeper.rules.document.reading import read
 from tests.service.admin.client import RULES, Admin, admin, admin_of, filled, template
 from tests.stub_regions import StubRegions, store_with_regions
-from tollkeeper.core.errors import ChangeRefused, StoreUnavailable
-from tollkeeper.rules.document.reading import read
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.reading import from_data, read
+from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.service.admin.rules import merged
+from ratekeeper.testing import ManualClock
 from tests.regions.stores import two_regions
 from tests.service.admin.client import AUTHOR, RULES, Admin, admin, admin_of, from_file, template
-from tollkeeper.rules.document.model import Document
-from tollkeeper.rules.document.reading import from_data, read
-from tollkeeper.rules.document.writing import to_data, to_yaml
-from tollkeeper.service.admin.rules import merged
-from tollkeeper.testing import ManualClock
 
 __all__ = ["admin", "from_file", "template"]  # fixtures, found by name
 

@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import event, text
 
+from ratekeeper.control.database import Database
+from ratekeeper.control.entries import _OWNERS_SQL
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.subjects import beyond
+from ratekeeper.history.events import recorded_subject
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
+from ratekeeper.rules import entries
+from ratekeeper.rules.document.reading import read
 from tests.postgres_server import running_postgres
 from tests.service.admin.client import Admin, admin, admin_of, filled, from_file, template
-from tollkeeper.control.database import Database
-from tollkeeper.control.entries import _OWNERS_SQL
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.subjects import beyond
-from tollkeeper.history.events import recorded_subject
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
-from tollkeeper.rules import entries
-from tollkeeper.rules.document.reading import read
 
 __all__ = ["admin", "from_file", "template"]  # fixtures, found by name
 
@@ -205,34 +205,34 @@ async def test_postgresql_searches_its_indexes(tmp_path: Path) -> None:
         ):
             found = await connection.execute(text(f"EXPLAIN {query}"))
             plan = " ".join(str(row[0]) for row in found)
-            assert f"using tollkeeper_{index}" in plan, plan
+            assert f"using ratekeeper_{index}" in plan, plan
             assert "Sort" not in plan
     await sink.close()
 
 
 _SUBJECTS_OF = (
-    "SELECT key FROM tollkeeper_entries WHERE kind = '{kind}' AND NOT removed "
+    "SELECT key FROM ratekeeper_entries WHERE kind = '{kind}' AND NOT removed "
     "AND {subject} > 'user:1' AND {subject} < 'user:2' ORDER BY {subject} LIMIT 10"
 )
 _USED = (
-    "SELECT subject FROM tollkeeper_usage WHERE subject COLLATE \"C\" > 'user:1' "
+    "SELECT subject FROM ratekeeper_usage WHERE subject COLLATE \"C\" > 'user:1' "
     'ORDER BY subject COLLATE "C" LIMIT 1'
 )
 
 
 # ── A million subjects ───────────────────────────────────────────────────────────────────────────
 
-_SUBJECT_TABLES = re.compile(r"tollkeeper_(entries|usage)\s")
+_SUBJECT_TABLES = re.compile(r"ratekeeper_(entries|usage)\s")
 _MILLION = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 999999) "
 _FILL = (
-    "INSERT INTO tollkeeper_entries (kind, key, data, seq, removed) "
+    "INSERT INTO ratekeeper_entries (kind, key, data, seq, removed) "
     + _MILLION
     + "SELECT 'assignment', printf('user:%07d', i), 'pro', i + 10, 0 FROM n",
-    "INSERT INTO tollkeeper_entries (kind, key, data, seq, removed) "
+    "INSERT INTO ratekeeper_entries (kind, key, data, seq, removed) "
     + _MILLION
     + "SELECT 'override', printf('ov_%07d', i), "
     """printf('{"for":{"user":"%07d"},"multiply":2}', i), i + 2000000, 0 FROM n WHERE i % 10 = 0""",
-    "INSERT INTO tollkeeper_usage (subject, rule, step_s, start_s, allowed, denied, units) "
+    "INSERT INTO ratekeeper_usage (subject, rule, step_s, start_s, allowed, denied, units) "
     + _MILLION
     + "SELECT printf('user:%07d', i), 'orders', 60, 0, 1, 0, 1 FROM n WHERE i % 10 = 0",
 )
@@ -276,7 +276,7 @@ async def test_a_page_of_a_million_subjects_reads_few_rows(tmp_path: Path, templ
     with closing(sqlite3.connect(path)) as file:
         for statement, parameters in searches:
             plan = [row[3] for row in file.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
-            reads = [each for each in plan if "tollkeeper_" in each]
+            reads = [each for each in plan if "ratekeeper_" in each]
             assert reads
             assert all(each.startswith("SEARCH ") and "INDEX" in each for each in reads), plan
             assert not any("TEMP B-TREE" in each for each in plan), plan

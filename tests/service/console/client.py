@@ -14,22 +14,22 @@ from typing import Any
 import httpx
 import pytest
 
+from ratekeeper import AsyncLimiter
+from ratekeeper.control.database import Database
+from ratekeeper.decide.store import Store
+from ratekeeper.history.reading import Records
+from ratekeeper.history.recorder import Recorder
+from ratekeeper.history.sink import Sink
+from ratekeeper.history.tables import Retention
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.console.views import COOKIE
+from ratekeeper.service.http.app import HttpService
+from ratekeeper.service.http.context import ServiceContext, WorkerSettings
+from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.web.answers import Style
+from ratekeeper.web.identity import Identity
 from tests.history.databases import filled
 from tests.service.admin.client import RULES, secrets_of
-from tollkeeper import AsyncLimiter
-from tollkeeper.control.database import Database
-from tollkeeper.decide.store import Store
-from tollkeeper.history.reading import Records
-from tollkeeper.history.recorder import Recorder
-from tollkeeper.history.sink import Sink
-from tollkeeper.history.tables import Retention
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.console.views import COOKIE
-from tollkeeper.service.http.app import HttpService
-from tollkeeper.service.http.context import ServiceContext, WorkerSettings
-from tollkeeper.service.http.tokens import Tokens
-from tollkeeper.web.answers import Style
-from tollkeeper.web.identity import Identity
 
 NODE = "http://localhost"
 CSRF = re.compile(r'<meta name="csrf" content="([^"]+)">')

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.service.console.sessions import Sessions
+from ratekeeper.service.console.subjects import KEY_COOKIE, PATH
+from ratekeeper.service.http.tokens import Token
 from tests.service.console.client import ConsoleClient, console_of
 from tests.service.http.client import http_service
-from tollkeeper.service.console.sessions import Sessions
-from tollkeeper.service.console.subjects import KEY_COOKIE, PATH
-from tollkeeper.service.http.tokens import Token
 
 
 async def test_logging_in_and_out(console: ConsoleClient) -> None:
@@ -22,7 +22,7 @@ async def test_logging_in_and_out(console: ConsoleClient) -> None:
     assert answer.headers["location"] == "/console/login"
     assert console.http.cookies.get(KEY_COOKIE) is None
     assert console.cookie is None
-    console.http.cookies.set("tollkeeper_console", kept, domain="localhost.local", path="/console")
+    console.http.cookies.set("ratekeeper_console", kept, domain="localhost.local", path="/console")
     await console.get("/audit", 303)
 
 
@@ -85,7 +85,7 @@ async def test_a_link_logs_in_once_even_without_tokens(tmp_path: Path) -> None:
         console.http.cookies.clear()
         again = await console.http.get(f"/console/link/{code}")
         assert again.status_code == 403
-        assert "tollkeeper console link" in again.text
+        assert "ratekeeper console link" in again.text
 
 
 async def test_errors_are_pages(console: ConsoleClient) -> None:

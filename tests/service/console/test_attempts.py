@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.console.client import ConsoleClient
-from tollkeeper import Request
-from tollkeeper.service.console.attempts import (
+from ratekeeper import Request
+from ratekeeper.service.console.attempts import (
     InvalidRequest,
     request_of,
     try_url,
     verdict_of,
 )
+from tests.service.console.client import ConsoleClient
 
 # What a caller may send as a user: markup, quotes, separators of URLs, line breaks.
 HOSTILE = [

@@ -10,9 +10,9 @@ from urllib.parse import urlencode
 
 import pytest
 
+from ratekeeper.control.repository import Kind
+from ratekeeper.service.console.audit import DIFF_LINES_MAX, KINDS, diff_lines, subjects_of
 from tests.service.console.client import ConsoleClient, console_of
-from tollkeeper.control.repository import Kind
-from tollkeeper.service.console.audit import DIFF_LINES_MAX, KINDS, diff_lines, subjects_of
 
 HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}"
 
@@ -106,7 +106,7 @@ async def test_filters_are_in_the_url(
 
 async def test_pages(console: ConsoleClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every change once, with the filters on every page."""
-    monkeypatch.setattr("tollkeeper.service.console.audit.ROWS", 2)
+    monkeypatch.setattr("ratekeeper.service.console.audit.ROWS", 2)
     for number in range(5):
         await changed(console, "PUT", f"/assignments/user:{number}", {"tier": "pro"})
     seen: list[str] = []

@@ -7,10 +7,10 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ratekeeper.service.admin.api import admin_app
+from ratekeeper.service.console.client import AdminClient, ApiProblem, header_text
+from ratekeeper.service.http.tokens import CALLER, Token
 from tests.service.console.client import ConsoleClient
-from tollkeeper.service.admin.api import admin_app
-from tollkeeper.service.console.client import AdminClient, ApiProblem, header_text
-from tollkeeper.service.http.tokens import CALLER, Token
 
 
 async def test_it_has_the_rights_of_the_token(console: ConsoleClient) -> None:

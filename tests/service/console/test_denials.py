@@ -13,9 +13,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
+from ratekeeper.service.console.denials import hints, is_named, summary_of, try_fields
 from tests.history.databases import event, filled
 from tests.service.console.client import ConsoleClient
-from tollkeeper.service.console.denials import hints, is_named, summary_of, try_fields
 
 SEP = "\x1f"
 HOSTILE = "<script>alert(1)</script>\"'&{{7*7}}"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.fleet_monitor import FleetNode
+from ratekeeper.service.console.fleet import NODES_PER_PAGE, warnings_of
+from ratekeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 from tests.service.console.client import ConsoleClient, console_of
 from tests.stub_fleet import StubFleet, store_with_fleet
 from tests.stub_regions import StubRegions
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.fleet_monitor import FleetNode
-from tollkeeper.service.console.fleet import NODES_PER_PAGE, warnings_of
-from tollkeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 
 PARTIAL = {"HX-Request": "true"}
 
@@ -139,7 +139,7 @@ def test_versions_that_differ_are_a_warning() -> None:
     ]
     assert warnings_of(nodes, []) == [
         "d is dead.",
-        "Nodes run different versions of Tollkeeper: 2 (2) and 1 (1).",
+        "Nodes run different versions of Ratekeeper: 2 (2) and 1 (1).",
         "Nodes have different rules in force: 7 (2) and none (1).",
     ]
 

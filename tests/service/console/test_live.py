@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.console import live
+from ratekeeper.service.console.live import LiveFeed
+from ratekeeper.service.console.views import COOKIE
+from ratekeeper.service.http.activity import Step
 from tests.service.console.client import ConsoleClient
-from tollkeeper.service.console import live
-from tollkeeper.service.console.live import LiveFeed
-from tollkeeper.service.console.views import COOKIE
-from tollkeeper.service.http.activity import Step
 
 WAIT_S = 30.0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.service.console.live import status_of
+from ratekeeper.service.http.activity import Step
 from tests.service.console.client import ConsoleClient, console_of
 from tests.stub_fleet import store_with_fleet
 from tests.stub_regions import StubRegions
-from tollkeeper.service.console.live import status_of
-from tollkeeper.service.http.activity import Step
 
 
 async def test_the_page_has_the_state(console: ConsoleClient) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.service.console.periods import LASTS, Period
 from tests.service.console.client import ConsoleClient
-from tollkeeper.service.console.periods import LASTS, Period
 
 NOON = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.control.edits import unified_diff
+from ratekeeper.service.console import rules
+from ratekeeper.service.console.rules import RuleRow, diff_of, rule_change
 from tests.service.admin.client import AUTHOR
 from tests.service.console.client import ConsoleClient, console_of
-from tollkeeper.control.edits import unified_diff
-from tollkeeper.service.console import rules
-from tollkeeper.service.console.rules import RuleRow, diff_of, rule_change
 
 PARTIAL = {"HX-Request": "true"}
 UNSAFE = "version: 1\nrules:\n- id: orders\n  by: [user]\n  limits: [10/second]\ndeny:\n- '*'\n"

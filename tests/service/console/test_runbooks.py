@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.metrics import operations
+from ratekeeper.metrics.counters import MetricsSnapshot
+from ratekeeper.metrics.operations.conditions import Held, Sample
+from ratekeeper.service.console.runbooks import parsed
 from tests.service.console.client import ConsoleClient
-from tollkeeper.metrics import operations
-from tollkeeper.metrics.counters import MetricsSnapshot
-from tollkeeper.metrics.operations.conditions import Held, Sample
-from tollkeeper.service.console.runbooks import parsed
 
 
 async def test_every_runbook_has_a_page(console: ConsoleClient) -> None:
@@ -37,16 +37,16 @@ async def test_an_active_alert_leads_to_its_runbook(
 ) -> None:
     """On the overview, in the list of all alerts and on the page of the runbook."""
     activity = console.context.activity
-    held = Held("TollkeeperBreakerOpen", "<b>:6379", 2.0, activity.boot_s() - 100)
+    held = Held("RatekeeperBreakerOpen", "<b>:6379", 2.0, activity.boot_s() - 100)
     sample = Sample(activity.boot_s(), activity.unix_s(), MetricsSnapshot(), [held])
     monkeypatch.setattr(activity, "last_sample", lambda: sample)
-    for path in ("", "/runbooks", "/runbooks/TollkeeperBreakerOpen"):
+    for path in ("", "/runbooks", "/runbooks/RatekeeperBreakerOpen"):
         text = await console.get(path)
-        assert ("Runbook of TollkeeperBreakerOpen" in text) == (not path.endswith("Open"))
+        assert ("Runbook of RatekeeperBreakerOpen" in text) == (not path.endswith("Open"))
         assert "&lt;b&gt;:6379" in text
         assert "<b>:6379" not in text
     assert "1 active alert<" in await console.get("")
-    assert "Not active on this node." in await console.get("/runbooks/TollkeeperDegraded")
+    assert "Not active on this node." in await console.get("/runbooks/RatekeeperDegraded")
 
 
 async def test_without_an_active_alert_the_overview_says_so(

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from ratekeeper.service.admin.api import admin_app
+from ratekeeper.service.console import views
+from ratekeeper.service.console.app import console_app
+from ratekeeper.service.console.sessions import Sessions
+from ratekeeper.service.console.views import COOKIE, FORM_BYTES_MAX, FORM_FIELDS_MAX, NAVIGATION
 from tests.service.console.client import NODE, ConsoleClient, console_of
-from tollkeeper.service.admin.api import admin_app
-from tollkeeper.service.console import views
-from tollkeeper.service.console.app import console_app
-from tollkeeper.service.console.sessions import Sessions
-from tollkeeper.service.console.views import COOKIE, FORM_BYTES_MAX, FORM_FIELDS_MAX, NAVIGATION
 
 # What a reader may send: questions, and what concerns the own sessions.
 READERS_MAY = {

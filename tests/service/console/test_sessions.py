@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.console import sessions as module
-from tollkeeper.service.console.sessions import LINK_SECONDS, SESSION_SECONDS, Session, Sessions
-from tollkeeper.service.http.tokens import Token, Tokens, create_token, remove_token
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.console import sessions as module
+from ratekeeper.service.console.sessions import LINK_SECONDS, SESSION_SECONDS, Session, Sessions
+from ratekeeper.service.http.tokens import Token, Tokens, create_token, remove_token
 
 
 class Wall:

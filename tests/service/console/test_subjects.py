@@ -12,12 +12,12 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from markupsafe import escape
 
+from ratekeeper import Request
+from ratekeeper.service.console import subjects
+from ratekeeper.service.console.client import AdminClient
+from ratekeeper.service.console.subjects import KEY_COOKIE, Subject, subject_of, usage_chart
 from tests.history.databases import until_async
 from tests.service.console.client import ConsoleClient, console_of
-from tollkeeper import Request
-from tollkeeper.service.console import subjects
-from tollkeeper.service.console.client import AdminClient
-from tollkeeper.service.console.subjects import KEY_COOKIE, Subject, subject_of, usage_chart
 
 # What a caller may send as a user: markup, quotes, separators of URLs, line breaks.
 HOSTILE = [

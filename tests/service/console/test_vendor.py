@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("src/tollkeeper/service/console/static/vendor", "tests/console/vendor")
+FOLDERS = ("src/ratekeeper/service/console/static/vendor", "tests/console/vendor")
 PINS = json.loads((ROOT / "tools/vendor.json").read_text())
 
 
@@ -58,7 +58,7 @@ def test_no_file_names_a_source_map() -> None:
 def test_the_package_contains_the_files() -> None:
     """Each is matched by the package data, so that an installed console has it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = settings["tool"]["setuptools"]["package-data"]["tollkeeper"]
+    patterns = settings["tool"]["setuptools"]["package-data"]["ratekeeper"]
     for name in PINS["files"]:
         if name.startswith("src/"):
-            assert any(fnmatch(name, f"src/tollkeeper/{pattern}") for pattern in patterns), name
+            assert any(fnmatch(name, f"src/ratekeeper/{pattern}") for pattern in patterns), name

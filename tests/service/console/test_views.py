@@ -6,8 +6,8 @@ from http.cookies import SimpleCookie
 
 import pytest
 
+from ratekeeper.service.console.views import COOKIE, NAVIGATION
 from tests.service.console.client import NODE, ConsoleClient
-from tollkeeper.service.console.views import COOKIE, NAVIGATION
 
 PAGES = [path for _, path in NAVIGATION]
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import grpc
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.metrics.counters import Counters
-from tollkeeper.service.envoy.protocol.messages import SERVICE, RateLimitRequest, RateLimitResponse
-from tollkeeper.service.envoy.server import METHOD, EnvoyServer, start
-from tollkeeper.service.grpc.calls import Bounds, TlsFiles
-from tollkeeper.service.grpc.server import IMPLEMENTATION, Implementation
-from tollkeeper.service.http.context import WorkerSettings
-from tollkeeper.service.http.envoys import EnvoyDirectory
-from tollkeeper.service.http.tokens import Tokens
-from tollkeeper.web.answers import Style
+from ratekeeper import AsyncLimiter
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.metrics.counters import Counters
+from ratekeeper.service.envoy.protocol.messages import SERVICE, RateLimitRequest, RateLimitResponse
+from ratekeeper.service.envoy.server import METHOD, EnvoyServer, start
+from ratekeeper.service.grpc.calls import Bounds, TlsFiles
+from ratekeeper.service.grpc.server import IMPLEMENTATION, Implementation
+from ratekeeper.service.http.context import WorkerSettings
+from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.web.answers import Style
 
 ADDRESS = "127.0.0.1:0"
 

@@ -17,11 +17,11 @@ from fractions import Fraction
 from random import Random
 from typing import Any, Final, NamedTuple
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import StoreError, StoreTimeout
-from tollkeeper.core.steps import run
-from tollkeeper.service.envoy import shares
-from tollkeeper.service.envoy.shares import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import StoreError, StoreTimeout
+from ratekeeper.core.steps import run
+from ratekeeper.service.envoy import shares
+from ratekeeper.service.envoy.shares import (
     HOLDER_BYTES,
     NOTHING,
     Assignment,

@@ -1,4 +1,4 @@
-"""Write the files of src/tollkeeper/service/envoy/protocol/ that come from its .proto files.
+"""Write the files of src/ratekeeper/service/envoy/protocol/ that come from its .proto files.
 
     python -m tests.service.envoy.generate
 
@@ -24,7 +24,7 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 
 SOURCE = Path(__file__).parents[3] / "src"
-FOLDER = "tollkeeper/service/envoy/protocol"
+FOLDER = "ratekeeper/service/envoy/protocol"
 # Each file comes after its imports.
 PROTOS = (
     *("headers.proto", "units.proto", "descriptors.proto", "service.proto"),

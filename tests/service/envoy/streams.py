@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tollkeeper.core.clock import ManualClock
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.model import Decision, Request, decision_with
-from tollkeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
-from tollkeeper.rules.compiled import CompiledRules, RuleCheck
-from tollkeeper.rules.document.reading import read
-from tollkeeper.rules.engine import RuleCharge
-from tollkeeper.service.envoy.protocol.messages import (
+from ratekeeper.core.clock import ManualClock
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.core.model import Decision, Request, decision_with
+from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.rules.compiled import CompiledRules, RuleCheck
+from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.engine import RuleCharge
+from ratekeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
     RateLimitStrategy,

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.core.clock import NS_PER_SECOND, ManualClock
+from ratekeeper.core.model import UNITS_MAX, Request
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.rules.compiled import CompiledRules
+from ratekeeper.rules.document.reading import read
+from ratekeeper.service.envoy import buckets
+from ratekeeper.service.envoy.buckets import Assigned, Blanket, Demand, resolve
+from ratekeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 from tests.service.envoy.streams import actions_of
-from tollkeeper.core.clock import NS_PER_SECOND, ManualClock
-from tollkeeper.core.model import UNITS_MAX, Request
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.rules.compiled import CompiledRules
-from tollkeeper.rules.document.reading import read
-from tollkeeper.service.envoy import buckets
-from tollkeeper.service.envoy.buckets import Assigned, Blanket, Demand, resolve
-from tollkeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 
 RULES = """
 version: 1

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.core.errors import CapacityError, InvalidKey, StoreError
+from ratekeeper.core.model import CheckResult
+from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.service.envoy.decisions import OVERRIDE_NAME, OVERRIDES_MAX, Decider
+from ratekeeper.service.envoy.descriptors import DescriptorCheck, DescriptorLimit
+from ratekeeper.testing import ManualClock
 from tests.redis_servers import running
 from tests.redis_servers.ports import HOST, free_port
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.core.errors import CapacityError, InvalidKey, StoreError
-from tollkeeper.core.model import CheckResult
-from tollkeeper.decide.failure import FailurePolicy
-from tollkeeper.service.envoy.decisions import OVERRIDE_NAME, OVERRIDES_MAX, Decider
-from tollkeeper.service.envoy.descriptors import DescriptorCheck, DescriptorLimit
-from tollkeeper.testing import ManualClock
 
 HOUR_NS = 3600 * 10**9
 RULES = {

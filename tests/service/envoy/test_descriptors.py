@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper import Limiter, Request
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import UNITS_MAX
-from tollkeeper.core.rates import parse_limit
-from tollkeeper.core.subjects import subject_of, subject_of_request
-from tollkeeper.service.envoy.descriptors import (
+from ratekeeper import Limiter, Request
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import UNITS_MAX
+from ratekeeper.core.rates import parse_limit
+from ratekeeper.core.subjects import subject_of, subject_of_request
+from ratekeeper.service.envoy.descriptors import (
     DESCRIPTORS_MAX,
     ENTRIES_MAX,
     KEY_NAME_LENGTH_MAX,
@@ -29,7 +29,7 @@ from tollkeeper.service.envoy.descriptors import (
     everything_of,
     request_of,
 )
-from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
+from ratekeeper.service.envoy.protocol.messages import RateLimitRequest
 
 SHOP = {"domain": "shop"}
 

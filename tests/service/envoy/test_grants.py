@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import Limit
-from tollkeeper.core.steps import run
-from tollkeeper.service.envoy import grants
-from tollkeeper.service.envoy.grants import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import Limit
+from ratekeeper.core.steps import run
+from ratekeeper.service.envoy import grants
+from ratekeeper.service.envoy.grants import (
     GRANTS_MAX,
     LIFETIME_NS,
     NO_UNITS,
@@ -26,7 +26,7 @@ from tollkeeper.service.envoy.grants import (
     grant_of,
     size_of,
 )
-from tollkeeper.service.envoy.shares import DELIVERY_NS, SEND_NS_MAX
+from ratekeeper.service.envoy.shares import DELIVERY_NS, SEND_NS_MAX
 
 MS: Final = NS_PER_SECOND // 1_000
 REPORT_NS: Final = 5 * NS_PER_SECOND

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.core.clock import ManualClock
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.core.model import Request
+from ratekeeper.service.envoy import shares
+from ratekeeper.service.envoy.buckets import NEVER_S, add_assignment
+from ratekeeper.service.envoy.parts import Action, GrantPart, Part, RatePart
+from ratekeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 from tests.service.envoy.streams import FakeCells, FakeLimiter, actions_of
-from tollkeeper.core.clock import ManualClock
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.model import Request
-from tollkeeper.service.envoy import shares
-from tollkeeper.service.envoy.buckets import NEVER_S, add_assignment
-from tollkeeper.service.envoy.parts import Action, GrantPart, Part, RatePart
-from tollkeeper.service.envoy.protocol.messages import BucketId, RateLimitQuotaResponse
 
 RULES = (
     "{version: 1, rules: [{id: tenants, by: tenant, limits: 100/s, consistency: leased, "

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratekeeper import AsyncLimiter
+from ratekeeper.core.clock import ManualClock
+from ratekeeper.metrics.counters import Counters
+from ratekeeper.service.envoy import quotas, shares
+from ratekeeper.service.envoy.buckets import Assigned
+from ratekeeper.service.envoy.quotas import QuotaService
+from ratekeeper.service.grpc.calls import CallError, Status
+from ratekeeper.service.http.tokens import Tokens, create_token
 from tests.service.envoy.streams import FakeCall, FakeCells, FakeLimiter
-from tollkeeper import AsyncLimiter
-from tollkeeper.core.clock import ManualClock
-from tollkeeper.metrics.counters import Counters
-from tollkeeper.service.envoy import quotas, shares
-from tollkeeper.service.envoy.buckets import Assigned
-from tollkeeper.service.envoy.quotas import QuotaService
-from tollkeeper.service.grpc.calls import CallError, Status
-from tollkeeper.service.http.tokens import Tokens, create_token
 
 RULES = {
     "version": 1,

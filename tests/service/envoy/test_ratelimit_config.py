@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.rules.document.reading import DocumentError
-from tollkeeper.rules.document.tree import BYTES_MAX
-from tollkeeper.service.envoy.ratelimit_config import (
+from ratekeeper.rules.document.reading import DocumentError
+from ratekeeper.rules.document.tree import BYTES_MAX
+from ratekeeper.service.envoy.ratelimit_config import (
     FILES_MAX,
     LEVELS_MAX,
     UNITS_S,
@@ -21,7 +21,7 @@ from tollkeeper.service.envoy.ratelimit_config import (
     RateLimitPolicy,
     read_config,
 )
-from tollkeeper.service.envoy.ratelimit_import import import_rules
+from ratekeeper.service.envoy.ratelimit_import import import_rules
 
 LIMIT = "rate_limit: {unit: minute, requests_per_unit: 5}"
 SELF_REPLACING = "{unlimited: true, name: a, replaces: [{name: a}]}"
@@ -136,7 +136,7 @@ def test_a_mistake_in_a_config_map_has_the_line_of_the_file() -> None:
         ("- domain: d\n", "a mapping with domain and descriptors; found a list"),
         ("just text", "found \"just text\""),
         ("domain: a\n---\ndomain: b\n", "rl.yaml:2:1: a second document starts here"),
-        ("version: 1\nrules: []\n", "Tollkeeper rule document already; use: tollkeeper rules val"),
+        ("version: 1\nrules: []\n", "Ratekeeper rule document already; use: ratekeeper rules val"),
         ("static_resources: {}\nadmin: {}\n", "configuration of Envoy itself (it has admin)"),
         ("domain: d\nrate_limit_service: {}\n", "configuration of Envoy itself"),
         ("admin: {}\nlisteners:\n  - " + "{a: " * 20 + "1" + "}" * 20,

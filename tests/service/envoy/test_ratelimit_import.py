@@ -16,25 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.service.envoy.client import codes, entries, grpc_client, serving
-from tollkeeper import Limiter
-from tollkeeper.cli.main import app
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.model import UNITS_MAX, CheckResult
-from tollkeeper.rules.document.reading import DocumentError, read
-from tollkeeper.rules.document.writing import to_data
-from tollkeeper.service.envoy import ratelimit_import
-from tollkeeper.service.envoy.descriptors import SETTLE, request_of
-from tollkeeper.service.envoy.ratelimit_config import UNITS_S, read_config
-from tollkeeper.service.envoy.ratelimit_import import (
+from ratekeeper import Limiter
+from ratekeeper.cli.main import app
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import UNITS_MAX, CheckResult
+from ratekeeper.rules.document.reading import DocumentError, read
+from ratekeeper.rules.document.writing import to_data
+from ratekeeper.service.envoy import ratelimit_import
+from ratekeeper.service.envoy.descriptors import SETTLE, request_of
+from ratekeeper.service.envoy.ratelimit_config import UNITS_S, read_config
+from ratekeeper.service.envoy.ratelimit_import import (
     ImportAlgorithm,
     ImportedRules,
     import_rules,
     names_of,
     overlap,
 )
-from tollkeeper.service.process import startup
-from tollkeeper.testing import ManualClock
+from ratekeeper.service.process import startup
+from ratekeeper.testing import ManualClock
+from tests.service.envoy.client import codes, entries, grpc_client, serving
 
 EXAMPLE = Path(__file__).parents[3] / "examples/migrate/envoy-ratelimit"
 Entries = list[tuple[str, str]]
@@ -216,7 +216,7 @@ def test_several_files_are_one_document() -> None:
     (note,) = map(str, found.findings)
     assert note.startswith('c.yaml:1: note: the domain "shop" is in a.yaml:1 too; both are conver')
     assert found.is_complete
-    assert "# Converted from envoyproxy/ratelimit by `tollkeeper rules import`: " in found.text
+    assert "# Converted from envoyproxy/ratelimit by `ratekeeper rules import`: " in found.text
     assert "# l (c.yaml:3)\n- id: shop.l\n" in found.text
 
 
@@ -282,7 +282,7 @@ def test_the_text_is_the_canonical_document_with_comments() -> None:
         (f"key: k, value: {'x' * 600}, {limit(5)}", "not converted: k=xxx"),
         (f"key: 'a,b', {limit(5)}", 'not converted: the key "a,b" has a comma'),
         (f"key: 'a*', {limit(5)}", 'not converted: the key "a*" has a wildcard'),
-        (f"key: {SETTLE}, {limit(5)}", "not converted: the key tollkeeper.settle"),
+        (f"key: {SETTLE}, {limit(5)}", "not converted: the key ratekeeper.settle"),
         (f"key: {'k' * 129}, {limit(5)}", "has more than 128 characters"),
         (f"key: path, {limit(5)}", "note: the key path is the path of a request"),
         (f"key: method, {limit(5)}", "note: the key method is the method of a request"),
@@ -606,7 +606,7 @@ async def test_calls_over_grpc_get_the_same_decisions() -> None:
 
 
 def test_the_example_is_converted_as_the_guide_shows() -> None:
-    """`tollkeeper rules import before.yaml` prints after.yaml."""
+    """`ratekeeper rules import before.yaml` prints after.yaml."""
     found = import_rules([read_config((EXAMPLE / "before.yaml").read_text(), "before.yaml")])
     assert found.text == (EXAMPLE / "after.yaml").read_text()
 
@@ -628,12 +628,12 @@ def test_the_guide_opens_the_port_with_a_token(
 ) -> None:
     """Its command is accepted after the step before, and rejected without it: Envoy would go on."""
     guide = (EXAMPLE.parents[2] / "docs/migrate/envoy-ratelimit.md").read_text()
-    create, serve = re.findall(r"`tollkeeper ((?:token create|serve) [^`]+)`", guide)
+    create, serve = re.findall(r"`ratekeeper ((?:token create|serve) [^`]+)`", guide)
     arguments = serve.replace("limits.yaml", str(EXAMPLE / "after.yaml"))
     arguments = arguments.replace("redis://…", "redis://127.0.0.1:1").split()
     started: list[object] = []
     monkeypatch.setattr(startup, "run", lambda settings: started.append(check(settings)))
-    check, env = startup.check_access, {"TOLLKEEPER_DATA": str(tmp_path)}
+    check, env = startup.check_access, {"RATEKEEPER_DATA": str(tmp_path)}
     assert "there is no token" in CliRunner().invoke(app, arguments, env=env).stderr
     assert CliRunner().invoke(app, create.split(), env=env).exit_code == 0
     assert CliRunner().invoke(app, arguments, env=env).exit_code == 0

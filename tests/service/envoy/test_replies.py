@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from ratekeeper import Decision, Limit
+from ratekeeper.core.errors import CapacityError, InvalidKey
+from ratekeeper.core.model import UNLIMITED, AppliedRule, CheckResult, ResultKind
+from ratekeeper.service.envoy.protocol.messages import RateLimitResponse
+from ratekeeper.service.envoy.replies import Outcome, limit_of, merged, reply_of
+from ratekeeper.web.answers import Style
 from tests.service.envoy.client import codes, headers
-from tollkeeper import Decision, Limit
-from tollkeeper.core.errors import CapacityError, InvalidKey
-from tollkeeper.core.model import UNLIMITED, AppliedRule, CheckResult, ResultKind
-from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
-from tollkeeper.service.envoy.replies import Outcome, limit_of, merged, reply_of
-from tollkeeper.web.answers import Style
 
 NOW_NS = 1_767_225_600 * 10**9
 SECOND = 10**9

@@ -14,6 +14,16 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from ratekeeper import Request
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.envoy.protocol.messages import (
+    QUOTA_SERVICE,
+    SERVICE,
+    RateLimitQuotaResponse,
+)
+from ratekeeper.service.envoy.server import METHOD, QUOTA_METHOD, start
+from ratekeeper.service.grpc.calls import Bounds, TlsFiles
+from ratekeeper.service.grpc.server import Implementation
 from tests.redis_servers.certificates import make_certificates
 from tests.service.envoy.client import (
     FakeContext,
@@ -26,16 +36,6 @@ from tests.service.envoy.client import (
     serving,
 )
 from tests.service.envoy.streams import actions_of, report_of
-from tollkeeper import Request
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.envoy.protocol.messages import (
-    QUOTA_SERVICE,
-    SERVICE,
-    RateLimitQuotaResponse,
-)
-from tollkeeper.service.envoy.server import METHOD, QUOTA_METHOD, start
-from tollkeeper.service.grpc.calls import Bounds, TlsFiles
-from tollkeeper.service.grpc.server import Implementation
 
 RULES = {"version": 1, "rules": [
     {"id": "users", "match": {"user": "*"}, "by": ["user"], "limits": ["20/hour"]},
@@ -225,7 +225,7 @@ WITHOUT = """
 import sys
 sys.modules["grpc_health"] = None
 try:
-    import tollkeeper.service.envoy.server
+    import ratekeeper.service.envoy.server
 except ValueError as error:
     print(type(error).__name__, error)
 """
@@ -237,7 +237,7 @@ def test_without_the_packages_the_error_names_the_extra() -> None:
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.startswith("ConfigError")
-    assert "pip install 'tollkeeper[server]'" in done.stdout
+    assert "pip install 'ratekeeper[server]'" in done.stdout
 
 
 async def test_the_node_that_decided_is_named() -> None:
@@ -246,7 +246,7 @@ async def test_the_node_that_decided_is_named() -> None:
     async with serving(rules) as server, grpc_client(server.target) as ask:
         found = [await ask(ANN) for _ in range(2)]
         assert [codes(each)[0] for each in found] == ["OK", "OVER_LIMIT"]
-        assert {headers(each)["x-tollkeeper-node"] for each in found} == {"test-1"}
+        assert {headers(each)["x-ratekeeper-node"] for each in found} == {"test-1"}
 
 
 def quota_stream(channel: Any) -> Any:

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.redis_servers.ports import HOST, free_port
-from tests.service.envoy.client import codes, entries, headers
-from tollkeeper import AsyncLimiter, Request
-from tollkeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
-from tollkeeper.service.envoy.service import (
+from ratekeeper import AsyncLimiter, Request
+from ratekeeper.service.envoy.protocol.messages import RateLimitRequest, RateLimitResponse
+from ratekeeper.service.envoy.service import (
     HOLD_SECONDS_MAX,
     REMEMBERED_BYTES_MAX,
     REMEMBERED_MAX,
     RateLimitService,
 )
-from tollkeeper.service.grpc.calls import CallError, Status
-from tollkeeper.service.http.tokens import Tokens, create_token
-from tollkeeper.testing import ManualClock
+from ratekeeper.service.grpc.calls import CallError, Status
+from ratekeeper.service.http.tokens import Tokens, create_token
+from ratekeeper.testing import ManualClock
+from tests.redis_servers.ports import HOST, free_port
+from tests.service.envoy.client import codes, entries, headers
 
 RULES = {
     "version": 1,
@@ -133,7 +133,7 @@ async def test_a_cost_that_can_never_fit_is_over_the_limit(
 ) -> None:
     """Other descriptors report their state; nothing is charged, and it is logged."""
     async with asking() as ask:
-        with caplog.at_level(logging.WARNING, "tollkeeper.envoy"):
+        with caplog.at_level(logging.WARNING, "ratekeeper.envoy"):
             response = await ask(entries(("user", "bob")), {**ANN, "hits_addend": {"value": 6}})
         assert codes(response) == ["OVER_LIMIT", "OK", "OVER_LIMIT"]
         assert response.statuses[1].current_limit.requests_per_unit == 5
@@ -145,7 +145,7 @@ async def test_a_cost_that_can_never_fit_is_over_the_limit(
 async def test_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """At most one line a second for costs that can never fit."""
     async with asking() as ask:
-        with caplog.at_level(logging.WARNING, "tollkeeper.envoy"):
+        with caplog.at_level(logging.WARNING, "ratekeeper.envoy"):
             for _ in range(20):
                 await ask(ANN, hits_addend=6)
             assert len(caplog.records) == 1
@@ -306,7 +306,7 @@ async def test_a_call_needs_a_valid_token(tokens: tuple[Tokens, dict[str, str]])
     known, authorization = tokens
     table = [
         (None, Status.UNAUTHENTICATED),
-        ("Bearer tk_wrong", Status.UNAUTHENTICATED),
+        ("Bearer rk_wrong", Status.UNAUTHENTICATED),
         ("Basic abc", Status.UNAUTHENTICATED),
         (authorization["reader"], Status.PERMISSION_DENIED),
     ]
@@ -315,7 +315,7 @@ async def test_a_call_needs_a_valid_token(tokens: tuple[Tokens, dict[str, str]])
             with pytest.raises(CallError) as error:
                 await ask(ANN, call=Call(authorization=sent))
             assert error.value.status == code
-            assert "tollkeeper token create" in error.value.message
+            assert "ratekeeper token create" in error.value.message
         assert codes(await ask(ANN, call=Call(authorization=authorization["envoy"])))[0] == "OK"
         assert await ask.left(user="ann") == 4
 

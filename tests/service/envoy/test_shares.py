@@ -13,21 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.envoy import envoys
-from tests.service.envoy.envoys import (
-    ACTIONS,
-    REPORT_NS,
-    Event,
-    Model,
-    OverLimit,
-    random_events,
-)
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.model import Limit
-from tollkeeper.core.steps import run
-from tollkeeper.service.envoy import shares
-from tollkeeper.service.envoy.shares import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.core.model import Limit
+from ratekeeper.core.steps import run
+from ratekeeper.service.envoy import shares
+from ratekeeper.service.envoy.shares import (
     DELIVERY_NS,
     HOLDER_BYTES,
     HOLDERS_MAX,
@@ -55,6 +46,15 @@ from tollkeeper.service.envoy.shares import (
     targets,
     unknown_table,
     wanted,
+)
+from tests.service.envoy import envoys
+from tests.service.envoy.envoys import (
+    ACTIONS,
+    REPORT_NS,
+    Event,
+    Model,
+    OverLimit,
+    random_events,
 )
 
 POOL = Pool(100, 100, 1)

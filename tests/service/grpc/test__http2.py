@@ -11,6 +11,17 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.grpc import _http2
+from ratekeeper.service.grpc._http2 import (
+    CALL,
+    CLOSED,
+    HALF_CLOSED,
+    MESSAGE,
+    OPENED,
+    Connection,
+    Http2Error,
+    Server,
+)
 from tests.service.grpc import frames
 from tests.service.grpc.frames import (
     ACK,
@@ -34,17 +45,6 @@ from tests.service.grpc.frames import (
     headers,
     message,
     request,
-)
-from tollkeeper.service.grpc import _http2
-from tollkeeper.service.grpc._http2 import (
-    CALL,
-    CLOSED,
-    HALF_CLOSED,
-    MESSAGE,
-    OPENED,
-    Connection,
-    Http2Error,
-    Server,
 )
 
 STREAMING = "/test.Test/stream"

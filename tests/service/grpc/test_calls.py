@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.grpc.calls import CallError, SeldomLog, Status, TlsFiles
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.grpc.calls import CallError, SeldomLog, Status, TlsFiles
 
 
 @pytest.mark.parametrize("status", Status)

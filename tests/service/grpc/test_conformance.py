@@ -10,6 +10,7 @@ import struct
 
 import pytest
 
+from ratekeeper.service.grpc._http2 import CALL, Connection
 from tests.service.grpc.frames import (
     ACK,
     CONTINUATION,
@@ -36,7 +37,6 @@ from tests.service.grpc.frames import (
     request,
 )
 from tests.service.grpc.test__http2 import STREAMING, Session, server
-from tollkeeper.service.grpc._http2 import CALL, Connection
 
 PUSH_PROMISE = 5
 PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 1, 3, 5, 6

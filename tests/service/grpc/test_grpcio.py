@@ -9,7 +9,7 @@ WITHOUT = """
 import sys
 sys.modules["grpc"] = None
 try:
-    import tollkeeper.service.grpc.grpcio
+    import ratekeeper.service.grpc.grpcio
 except ValueError as error:
     print(type(error).__name__, error)
 """
@@ -21,4 +21,4 @@ def test_without_grpcio_the_error_names_the_extra() -> None:
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.startswith("ConfigError")
-    assert "pip install 'tollkeeper[server]'" in done.stdout
+    assert "pip install 'ratekeeper[server]'" in done.stdout

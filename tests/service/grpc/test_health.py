@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from grpc_health.v1 import health_pb2
 
-from tollkeeper.service.grpc.calls import CallError, Status
-from tollkeeper.service.grpc.health import Health
+from ratekeeper.service.grpc.calls import CallError, Status
+from ratekeeper.service.grpc.health import Health
 
 UNKNOWN, SERVING, NOT_SERVING, SERVICE_UNKNOWN = range(4)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.grpc import http2
+from ratekeeper.service.grpc.calls import Bounds, GrpcCall, Methods, StreamingCall
 from tests.service.grpc.frames import (
     ACK,
     CONTINUATION,
@@ -32,8 +34,6 @@ from tests.service.grpc.frames import (
 )
 from tests.service.grpc.test__http2 import resident_bytes
 from tests.service.grpc.test_http2 import WAIT_SECONDS, Client, connected, echo
-from tollkeeper.service.grpc import http2
-from tollkeeper.service.grpc.calls import Bounds, GrpcCall, Methods, StreamingCall
 
 STREAMING = "/test.Test/stream"
 WAITING = "/test.Test/wait"

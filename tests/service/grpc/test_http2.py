@@ -17,6 +17,18 @@ import grpc
 import pytest
 import uvloop
 
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.grpc import http2
+from ratekeeper.service.grpc._http2 import Http2Error
+from ratekeeper.service.grpc.calls import (
+    Bounds,
+    CallError,
+    GrpcCall,
+    Methods,
+    Status,
+    StreamingCall,
+    TlsFiles,
+)
 from tests.redis_servers.certificates import make_certificates
 from tests.service.grpc.frames import (
     OPENING,
@@ -29,18 +41,6 @@ from tests.service.grpc.frames import (
     headers,
     message,
     request,
-)
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.grpc import http2
-from tollkeeper.service.grpc._http2 import Http2Error
-from tollkeeper.service.grpc.calls import (
-    Bounds,
-    CallError,
-    GrpcCall,
-    Methods,
-    Status,
-    StreamingCall,
-    TlsFiles,
 )
 
 PATH = "/test.Test/echo"

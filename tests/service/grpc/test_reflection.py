@@ -10,8 +10,8 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tollkeeper.service.grpc.calls import CallError, Status
-from tollkeeper.service.grpc.reflection import FILE, SERVICE, Reflection
+from ratekeeper.service.grpc.calls import CallError, Status
+from ratekeeper.service.grpc.reflection import FILE, SERVICE, Reflection
 
 Asked = reflection_pb2.ServerReflectionRequest
 

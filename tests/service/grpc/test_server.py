@@ -11,10 +11,9 @@ from typing import Any, get_args
 import grpc
 import pytest
 
-from tests.redis_servers.certificates import make_certificates
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.grpc import server
-from tollkeeper.service.grpc.calls import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.grpc import server
+from ratekeeper.service.grpc.calls import (
     Bounds,
     CallError,
     GrpcCall,
@@ -24,6 +23,7 @@ from tollkeeper.service.grpc.calls import (
     StreamingCall,
     TlsFiles,
 )
+from tests.redis_servers.certificates import make_certificates
 
 ADDRESS = "127.0.0.1:0"
 SMALL = Bounds(message_bytes=1_000, streamed_bytes=5_000, metadata_bytes=8_192, calls=3)
@@ -163,8 +163,8 @@ async def test_many_calls_at_once(on: server.Implementation) -> None:
 async def test_metadata(on: server.Implementation) -> None:
     """The first value of a name; binary values are not text."""
     async with both(on) as (_, call):
-        sent = (("authorization", "Bearer tk"), ("authorization", "second"), ("other-bin", b"\0"))
-        assert await call("who", metadata=sent) == b"Bearer tk None"
+        sent = (("authorization", "Bearer rk"), ("authorization", "second"), ("other-bin", b"\0"))
+        assert await call("who", metadata=sent) == b"Bearer rk None"
 
 
 async def test_the_deadline_of_a_client(on: server.Implementation) -> None:

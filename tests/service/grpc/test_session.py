@@ -11,7 +11,7 @@ import pytest
 from tests.kernel.build import SANITIZED
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parents[2] / "src/tollkeeper/service/grpc"
+SOURCE = HERE.parents[2] / "src/ratekeeper/service/grpc"
 WRAPPED = ("malloc", "calloc", "realloc", "free", "nghttp2_session_server_new2")
 ROUNDS = 500
 

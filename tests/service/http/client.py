@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tollkeeper import AsyncLimiter
-from tollkeeper.service.http.app import HttpService
-from tollkeeper.service.http.context import ServiceContext, WorkerSettings
-from tollkeeper.service.http.tokens import Tokens
-from tollkeeper.testing import ManualClock
-from tollkeeper.web.answers import Style
-from tollkeeper.web.identity import Identity
+from ratekeeper import AsyncLimiter
+from ratekeeper.service.http.app import HttpService
+from ratekeeper.service.http.context import ServiceContext, WorkerSettings
+from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.testing import ManualClock
+from ratekeeper.web.answers import Style
+from ratekeeper.web.identity import Identity
 
 RULES: dict[str, Any] = {
     "version": 1,

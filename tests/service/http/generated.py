@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tollkeeper.core.model import REQUEST_FIELDS
+from ratekeeper.core.model import REQUEST_FIELDS
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 FIELDS = st.fixed_dictionaries(

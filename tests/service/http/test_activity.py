@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratekeeper.core.histogram import Histogram, quantile
+from ratekeeper.metrics.counters import OTHERS, MetricsSnapshot
+from ratekeeper.service.http import activity
+from ratekeeper.service.http.activity import RULES_MAX, ActivityHistory, Step
+from ratekeeper.testing import ManualClock
 from tests.redis_servers.ports import free_port
 from tests.service.http.client import http_service
-from tollkeeper.core.histogram import Histogram, quantile
-from tollkeeper.metrics.counters import OTHERS, MetricsSnapshot
-from tollkeeper.service.http import activity
-from tollkeeper.service.http.activity import RULES_MAX, ActivityHistory, Step
-from tollkeeper.testing import ManualClock
 
 # What one rule decided: outcome and source, in the order of a row; the last two are degraded.
 KINDS = (
@@ -379,7 +379,7 @@ def test_the_next_worker_continues_the_alerts(tmp_path: Path) -> None:
     assert sample.at_s > 530
     (held,) = sample.held
     assert (held.alert, held.labels, held.since_s) == (
-        "TollkeeperBreakerOpen",
+        "RatekeeperBreakerOpen",
         "10.0.0.7:6379",
         502,
     )
@@ -427,8 +427,8 @@ async def test_a_store_that_is_gone_is_an_alert(tmp_path: Path) -> None:
     sample = history.last_sample()
     assert sample is not None
     found = {each.alert: sample.at_s - each.since_s for each in sample.held}
-    assert found["TollkeeperBreakerOpen"] >= 30
-    assert found["TollkeeperDegraded"] >= 60
+    assert found["RatekeeperBreakerOpen"] >= 30
+    assert found["RatekeeperDegraded"] >= 60
     assert history.steps()[-1].breakers
     assert sum(step.degraded for step in history.steps()) == checks + 40
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.admin import api
+from ratekeeper.service.http import app
+from ratekeeper.service.http.context import BATCH_BYTES_MAX, BODY_BYTES_MAX
+from ratekeeper.service.http.tokens import create_token
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper.service.admin import api
-from tollkeeper.service.http import app
-from tollkeeper.service.http.context import BATCH_BYTES_MAX, BODY_BYTES_MAX
-from tollkeeper.service.http.tokens import create_token
 
 PROBLEM = "application/problem+json"
 
@@ -131,7 +131,7 @@ async def test_a_valid_request_id_is_kept(given: str, expected: str | None) -> N
         answer = await http("GET", "/healthz", b"", {"X-Request-Id": given})
         found = answer.headers["x-request-id"]
         assert found == expected if expected else found not in {given, ""}
-        assert answer.headers["x-tollkeeper-node"] == "test-1"
+        assert answer.headers["x-ratekeeper-node"] == "test-1"
 
 
 async def test_generated_request_ids_differ() -> None:
@@ -231,7 +231,7 @@ async def test_each_role_has_its_endpoints(
         if url != "/healthz":
             assert answer.status == 401
             assert answer.headers["www-authenticate"].startswith("Bearer")
-            assert "tollkeeper token create" in answer.data["detail"]
+            assert "ratekeeper token create" in answer.data["detail"]
 
 
 async def test_admin_endpoints_always_need_a_token() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.service.http import authorize
+from ratekeeper.service.http.tokens import create_token
+from ratekeeper.web.identity import Identity
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper.service.http import authorize
-from tollkeeper.service.http.tokens import create_token
-from tollkeeper.web.identity import Identity
 
 NGINX = {"X-Original-URI": "/orders?page=2", "X-Original-Method": "POST", "X-API-Key": "k"}
 TRAEFIK = {"X-Forwarded-Uri": "/orders?page=2", "X-Forwarded-Method": "POST", "X-API-Key": "k"}
@@ -167,9 +167,9 @@ async def test_the_gateways_token_has_its_own_header(tmp_path: Path) -> None:
     async with http_service(path) as http:
         client = {**NGINX, "Authorization": "Bearer of-the-client"}
         assert (await http("GET", "/v1/authorize", b"", client)).status == 401
-        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": secret})
+        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Ratekeeper-Token": secret})
         assert answer.status == 200
-        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Tollkeeper-Token": reader})
+        answer = await http("GET", "/v1/authorize", b"", {**client, "X-Ratekeeper-Token": reader})
         assert answer.status == 403
 
 

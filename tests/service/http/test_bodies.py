@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.http import bodies
+from ratekeeper.service.http.bodies import BodyRejected, body_reader, reject_doubles, strict_json
+from ratekeeper.service.http.checks import CheckBody
+from ratekeeper.service.http.tokens import create_token
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http import bodies
-from tollkeeper.service.http.bodies import BodyRejected, body_reader, reject_doubles, strict_json
-from tollkeeper.service.http.checks import CheckBody
-from tollkeeper.service.http.tokens import create_token
 
 # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper.service.http.browsers import ACCEPTED_MAX, BrowserGuard, is_own_host
+from ratekeeper.service.http.tokens import Tokens, create_token
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper.service.http.browsers import ACCEPTED_MAX, BrowserGuard, is_own_host
-from tollkeeper.service.http.tokens import Tokens, create_token
 
 ADMIN = ("/v1/admin/rules", "/v1/admin/top", "/docs", "/openapi.json")
 OWN = (
@@ -22,7 +22,7 @@ OWN = (
     "[::1]:8080",
     "10.0.0.1",
 )
-FOREIGN = ("evil.example", "evil.example:8080", "localhost.evil.example", "tollkeeper", "", "[::1")
+FOREIGN = ("evil.example", "evil.example:8080", "localhost.evil.example", "ratekeeper", "", "[::1")
 
 
 def endpoints(http: HttpClient) -> list[tuple[str, str]]:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import Limit, Limiter
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.http import call_limits
+from ratekeeper.service.http.call_limits import limits_of_data
+from ratekeeper.service.http.tokens import ROLES, create_token
+from ratekeeper.testing import ManualClock
 from tests.service.http.client import Answer, HttpClient, http_service
 from tests.service.http.test_checks import UnavailableStore
-from tollkeeper import Limit, Limiter
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http import call_limits
-from tollkeeper.service.http.call_limits import limits_of_data
-from tollkeeper.service.http.tokens import ROLES, create_token
-from tollkeeper.testing import ManualClock
 
 EMPTY = {"version": 1}
 

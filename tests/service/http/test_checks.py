@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import Request
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.rules.document.model import Match, Rule
+from ratekeeper.service.http.bodies import BodyRejected, body_reader
+from ratekeeper.service.http.checks import CheckBody, counts_only, request_of
+from ratekeeper.service.http.tokens import create_token
+from ratekeeper.testing import limiting_off
+from ratekeeper.web.identity import Identity
 from tests.service.http.client import PENALISED, HttpClient, http_service
 from tests.service.http.generated import FIELDS
-from tollkeeper import Request
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import ConfigError, StoreUnavailable
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores.memory import PythonMemoryStore
-from tollkeeper.rules.document.model import Match, Rule
-from tollkeeper.service.http.bodies import BodyRejected, body_reader
-from tollkeeper.service.http.checks import CheckBody, counts_only, request_of
-from tollkeeper.service.http.tokens import create_token
-from tollkeeper.testing import limiting_off
-from tollkeeper.web.identity import Identity
 
 MEMBERS = {
     "allowed",

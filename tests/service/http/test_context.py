@@ -1,4 +1,4 @@
-"""Errors as replies: each error of Tollkeeper has a status."""
+"""Errors as replies: each error of Ratekeeper has a status."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from tollkeeper import Limit
-from tollkeeper.core.errors import (
+from ratekeeper import Limit
+from ratekeeper.core.errors import (
     CapacityError,
     ConfigError,
     InvalidKey,
     StoreTimeout,
     StoreUnavailable,
 )
-from tollkeeper.service.http.context import EarlyReply, ServiceReply, error_reply, token_reply
-from tollkeeper.service.http.tokens import TokenRejection
+from ratekeeper.service.http.context import EarlyReply, ServiceReply, error_reply, token_reply
+from ratekeeper.service.http.tokens import TokenRejection
 
 ERRORS: list[tuple[Exception, int, str]] = [
     (ConfigError("no"), 400, "INVALID_REQUEST"),
@@ -27,7 +27,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), ERRORS)
-def test_an_error_of_tollkeeper_is_a_problem(error: Exception, status: int, code: str) -> None:
+def test_an_error_of_ratekeeper_is_a_problem(error: Exception, status: int, code: str) -> None:
     """It has a code; a temporary error has Retry-After."""
     reply = error_reply(error)
     assert reply is not None

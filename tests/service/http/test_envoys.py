@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import AsyncLimiter, StoreUnavailable
-from tollkeeper.service.http import envoys
-from tollkeeper.service.http.envoys import EnvoyDirectory, EnvoyPart, EnvoyStatus
+from ratekeeper import AsyncLimiter, StoreUnavailable
+from ratekeeper.service.http import envoys
+from ratekeeper.service.http.envoys import EnvoyDirectory, EnvoyPart, EnvoyStatus
 
 
 class FakeChannel:

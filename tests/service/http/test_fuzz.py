@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ratekeeper.service.http.tokens import create_token
 from tests.service.http.client import http_service
-from tollkeeper.service.http.tokens import create_token
 
 PATHS = [
     "/v1/check",
@@ -34,7 +34,7 @@ HEADERS = [
     b"x-original-method",
     b"x-forwarded-for",
     b"x-api-key",
-    b"x-tollkeeper-token",
+    b"x-ratekeeper-token",
     b"forwarded",
     b"cookie",
 ]
@@ -126,7 +126,7 @@ async def _ask(
     start, end = said
     assert start["status"] < 500, end["body"]
     found = dict(start["headers"])
-    assert found[b"x-tollkeeper-node"] == b"test-1"
+    assert found[b"x-ratekeeper-node"] == b"test-1"
     assert found[b"x-request-id"]
     assert not any(b"\r" in value or b"\n" in value for _, value in start["headers"])
     if b"json" in found.get(b"content-type", b""):

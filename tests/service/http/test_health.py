@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.store import StoreStats
+from ratekeeper.metrics.counters import FAMILIES, MetricsSnapshot
+from ratekeeper.metrics.tally import RATE_SECONDS
+from ratekeeper.service.http import health
+from ratekeeper.service.http.context import encode
+from ratekeeper.service.http.health import WorkerCounts, fold_dead
+from ratekeeper.service.http.tokens import ROLES, create_token
 from tests.redis_servers.ports import free_port
 from tests.service.http.client import RULES, http_service
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.store import StoreStats
-from tollkeeper.metrics.counters import FAMILIES, MetricsSnapshot
-from tollkeeper.metrics.tally import RATE_SECONDS
-from tollkeeper.service.http import health
-from tollkeeper.service.http.context import encode
-from tollkeeper.service.http.health import WorkerCounts, fold_dead
-from tollkeeper.service.http.tokens import ROLES, create_token
 
 
 async def test_readiness_shows_rules_and_store() -> None:
@@ -81,8 +81,8 @@ def samples(text: bytes) -> dict[str, float]:
     }
 
 
-ALLOWED = "tollkeeper_checks_total['allowed']"
-RULE = "tollkeeper_rule_decisions_total"
+ALLOWED = "ratekeeper_checks_total['allowed']"
+RULE = "ratekeeper_rule_decisions_total"
 # Above any process ID that Linux uses.
 DEAD, BROKEN = 99_999_998, 99_999_999
 
@@ -101,20 +101,20 @@ async def test_requests_and_checks_are_counted() -> None:
         answer = await http("GET", "/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = samples(answer.body)
-        assert found["tollkeeper_requests_total['/v1/check', '200']"] == 6
-        assert found["tollkeeper_requests_total['/v1/check', '429']"] == 1
-        assert found["tollkeeper_requests_total['(none)', '404']"] == 5
+        assert found["ratekeeper_requests_total['/v1/check', '200']"] == 6
+        assert found["ratekeeper_requests_total['/v1/check', '429']"] == 1
+        assert found["ratekeeper_requests_total['(none)', '404']"] == 5
         assert found[ALLOWED] == 3
-        assert found["tollkeeper_checks_total['denied']"] == 1
-        assert found["tollkeeper_checks_total['blocked']"] == 1
-        assert found["tollkeeper_checks_total['exempt']"] == 1
-        assert found["tollkeeper_checks_total['unlimited']"] == 2
+        assert found["ratekeeper_checks_total['denied']"] == 1
+        assert found["ratekeeper_checks_total['blocked']"] == 1
+        assert found["ratekeeper_checks_total['exempt']"] == 1
+        assert found["ratekeeper_checks_total['unlimited']"] == 2
         assert found[f"{RULE}['token_bucket', '*', 'denied', 'users', 'store']"] == 1
         assert found[f"{RULE}['token_bucket', '/trial', 'shadow_denied', 'trial', 'store']"] == 1
-        assert found["tollkeeper_workers[]"] == 1
-        assert found["tollkeeper_worker_starts_total[]"] == 1
-        assert found["tollkeeper_store_states[]"] > 0
-        assert "tollkeeper_start_time_seconds[]" in found
+        assert found["ratekeeper_workers[]"] == 1
+        assert found["ratekeeper_worker_starts_total[]"] == 1
+        assert found["ratekeeper_store_states[]"] > 0
+        assert "ratekeeper_start_time_seconds[]" in found
 
 
 async def test_every_kind_of_check_is_timed() -> None:
@@ -125,9 +125,9 @@ async def test_every_kind_of_check_is_timed() -> None:
         await http("POST", "/v1/check/batch", {"checks": [{"user": "1"}] * 2, "atomic": True})
         await http("GET", "/v1/authorize", headers={"X-Original-URI": "/"})
         found = samples(http.app.metrics.text())
-        assert found["tollkeeper_decision_seconds_count[]"] == 5
-        assert found["tollkeeper_decision_seconds_bucket['+Inf']"] == 5
-        assert found["tollkeeper_decision_seconds_sum[]"] > 0
+        assert found["ratekeeper_decision_seconds_count[]"] == 5
+        assert found["ratekeeper_decision_seconds_bucket['+Inf']"] == 5
+        assert found["ratekeeper_decision_seconds_sum[]"] > 0
 
 
 async def test_every_metric_is_reported() -> None:
@@ -135,9 +135,9 @@ async def test_every_metric_is_reported() -> None:
     async with http_service() as http:
         text = (await http("GET", "/metrics")).body.decode()
     for family in FAMILIES:
-        assert f"# HELP tollkeeper_{family.name}" in text
+        assert f"# HELP ratekeeper_{family.name}" in text
         if not family.labels and family.kind != "gauge":
-            assert f"\ntollkeeper_{family.name}" in text
+            assert f"\nratekeeper_{family.name}" in text
 
 
 def counts(allowed: int) -> bytes:
@@ -158,7 +158,7 @@ async def test_a_scrape_reports_all_workers(tmp_path: Path) -> None:
         http.app.metrics.write()
         found = samples(http.app.metrics.text())
         assert found[ALLOWED] == 111
-        assert found["tollkeeper_workers[]"] == 2
+        assert found["ratekeeper_workers[]"] == 2
         for _ in range(2):
             fold_dead(tmp_path)
             assert samples(http.app.metrics.text())[ALLOWED] == 111
@@ -171,14 +171,14 @@ async def test_the_rates_of_a_subject_in_several_workers_are_added(
 ) -> None:
     """A client's requests are spread over the workers. No file and no metric has its key."""
     now_s = [0.0]
-    monkeypatch.setattr("tollkeeper.metrics.counters.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("ratekeeper.metrics.counters.monotonic", lambda: now_s[0])
     async with http_service(counters=tmp_path) as http:
         metrics = http.app.metrics
         metrics.write()
         for _ in range(600):
             await http.check(user="secret-key")
         now_s[0] = RATE_SECONDS
-        own = samples(metrics.text())["tollkeeper_busiest_subject_rate[]"]
+        own = samples(metrics.text())["ratekeeper_busiest_subject_rate[]"]
         assert own == pytest.approx(20, rel=0.3)
         written = (tmp_path / f"{os.getpid()}.json").read_bytes()
         assert b"secret-key" not in written + metrics.text()
@@ -187,7 +187,7 @@ async def test_the_rates_of_a_subject_in_several_workers_are_added(
         other = encode(WorkerCounts(subjects={**left.subjects, "0" * 16: 1.0}))
         (tmp_path / f"{os.getppid()}.json").write_bytes(other)
         (tmp_path / f"{DEAD}.json").write_bytes(other)
-        both = samples(metrics.text())["tollkeeper_busiest_subject_rate[]"]
+        both = samples(metrics.text())["ratekeeper_busiest_subject_rate[]"]
         assert both == pytest.approx(2 * own, rel=0.01)
 
 
@@ -262,17 +262,17 @@ async def test_a_slow_store_delays_a_scrape_only_briefly(
 
     async with http_service() as http:
         monkeypatch.setattr(http.context.limiter, "stats", stats)
-        assert b"tollkeeper_store_states 7" not in (await http("GET", "/metrics")).body
+        assert b"ratekeeper_store_states 7" not in (await http("GET", "/metrics")).body
         await http("GET", "/metrics")
         answering.set()
         asked: Any = http.app.metrics._reading_stats
         if asked is not None:
             await asyncio.wait({asked})
         found = samples((await http("GET", "/metrics")).body)
-        assert found["tollkeeper_store_states[]"] == 7
-        assert found["tollkeeper_store_states_max[]"] == 10
-        assert found["tollkeeper_store_log_bytes[]"] == 64
-        assert found["tollkeeper_store_log_bytes_max[]"] == 128
+        assert found["ratekeeper_store_states[]"] == 7
+        assert found["ratekeeper_store_states_max[]"] == 10
+        assert found["ratekeeper_store_log_bytes[]"] == 64
+        assert found["ratekeeper_store_log_bytes_max[]"] == 128
         assert len(calls) == 1
 
 
@@ -288,7 +288,7 @@ async def test_the_size_of_an_unavailable_store_is_not_reported(
         monkeypatch.setattr(http.context.limiter, "stats", stats)
         answer = await http("GET", "/metrics")
         assert answer.status == 200
-        assert b"\ntollkeeper_store_states " not in answer.body
+        assert b"\nratekeeper_store_states " not in answer.body
 
 
 async def test_a_missing_folder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

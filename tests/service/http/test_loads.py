@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tollkeeper import AsyncLimiter, ConfigError, StoreUnavailable
-from tollkeeper.rules.load import LoadReading
-from tollkeeper.service.http import loads
-from tollkeeper.service.http.loads import SharedLoads
+from ratekeeper import AsyncLimiter, ConfigError, StoreUnavailable
+from ratekeeper.rules.load import LoadReading
+from ratekeeper.service.http import loads
+from ratekeeper.service.http.loads import SharedLoads
 
 SCALE = {"source": "jobs", "low": 100, "high": 500, "smoothing": 0}
 RULES: dict[str, Any] = {

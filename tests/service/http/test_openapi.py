@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from tollkeeper.rules.document.reading import schema
-from tollkeeper.service.http import openapi
-from tollkeeper.service.http.checks import CheckBody
+from ratekeeper.rules.document.reading import schema
+from ratekeeper.service.http import openapi
+from ratekeeper.service.http.checks import CheckBody
 
 
 def test_every_raw_path_is_described() -> None:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratekeeper import Request
+from ratekeeper.core.errors import ConfigError, RatekeeperError
+from ratekeeper.core.rates import parse_limits
+from ratekeeper.service.http.quotas import request_of_query
+from ratekeeper.service.http.tokens import create_token
+from ratekeeper.testing import ManualClock
 from tests.regions.stores import two_regions
 from tests.service.http.client import PENALISED, http_service
 from tests.service.http.generated import FIELDS
-from tollkeeper import Request
-from tollkeeper.core.errors import ConfigError, TollkeeperError
-from tollkeeper.core.rates import parse_limits
-from tollkeeper.service.http.quotas import request_of_query
-from tollkeeper.service.http.tokens import create_token
-from tollkeeper.testing import ManualClock
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_resets_and_grants_are_logged(
     admin: tuple[Path, dict[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the author, the rules, a hash of the client, and the reason on one line."""
-    caplog.set_level("INFO", "tollkeeper.admin")
+    caplog.set_level("INFO", "ratekeeper.admin")
     path, headers = admin
     async with http_service(tokens=path) as http:
         body = {"user": "a nn", "units": 5, "reason": "a\nquota grant by eve"}
@@ -210,7 +210,7 @@ def test_any_query_is_a_request_or_a_config_error(query: bytes) -> None:
     """No other error is raised."""
     try:
         request_of_query(query)
-    except TollkeeperError:
+    except RatekeeperError:
         return
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ratekeeper.service.http import static_files
+from ratekeeper.service.http.context import ServiceReply
+from ratekeeper.service.http.static_files import StaticFiles, accepts_gzip, console_files
 from tests.service.http.client import HttpClient, http_service
-from tollkeeper.service.http import static_files
-from tollkeeper.service.http.context import ServiceReply
-from tollkeeper.service.http.static_files import StaticFiles, accepts_gzip, console_files
 
 SCRIPT = "const é = 1;\n" * 100
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import Request
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http.tokens import (
+from ratekeeper import Request
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.http.tokens import (
     OPEN,
     Permission,
     Role,
@@ -69,7 +69,7 @@ def test_each_role_has_its_permissions(
     assert [may(tokens.permitted(bearer(secret), need)) for need in PERMISSIONS] == expected
 
 
-HEADERS = [None, "", "Bearer", "Bearer ", "Basic dTpw", "Bearer tk_wrong", "Bearer " + "x" * 10**6]
+HEADERS = [None, "", "Bearer", "Bearer ", "Basic dTpw", "Bearer rk_wrong", "Bearer " + "x" * 10**6]
 
 
 @pytest.mark.parametrize("header", HEADERS)
@@ -83,7 +83,7 @@ def test_without_a_known_token_every_call_is_401(
     found = Tokens.load(path).permitted(header, permission)
     assert isinstance(found, TokenRejection)
     assert found.status == 401
-    assert "tollkeeper token create NAME --role" in found.detail
+    assert "ratekeeper token create NAME --role" in found.detail
     assert found.code == "UNAUTHENTICATED"
 
 
@@ -247,7 +247,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_secret_is_shown_once_and_kept_hashed(path: Path) -> None:
     """The file has no secret in it, has mode 0600, and lists the rights."""
     secret = create_token(path, "checkout", "check", {"tenant": "acme"})
-    assert secret.startswith("tk_")
+    assert secret.startswith("rk_")
     assert len(secret) == 46
     assert secret not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

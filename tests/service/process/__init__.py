@@ -1,1 +1,1 @@
-"""Tests of `tollkeeper.service.process`."""
+"""Tests of `ratekeeper.service.process`."""

@@ -8,12 +8,12 @@ from typing import Any
 import jwt
 import pytest
 
+from ratekeeper import ConfigError
+from ratekeeper.service.process.identify import identity_of
+from ratekeeper.service.process.settings import ServiceSettings
+from ratekeeper.web.requests import AsgiRequest
 from tests.service.http.client import http_service
 from tests.web.test_claims import RSA_KEY, SECRET, Provider, jwk, pem_of
-from tollkeeper import ConfigError
-from tollkeeper.service.process.identify import identity_of
-from tollkeeper.service.process.settings import ServiceSettings
-from tollkeeper.web.requests import AsgiRequest
 
 CLAIMS = {"sub": "ann", "iss": "https://id.example", "aud": "shop"}
 TERMS: dict[str, Any] = {

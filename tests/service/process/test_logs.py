@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.service.process.logs import (
+from ratekeeper.service.process.logs import (
     ACCESS_FORMAT,
     JsonFormatter,
     TextFormatter,
@@ -21,7 +21,7 @@ from tollkeeper.service.process.logs import (
 )
 
 SECRETS = [
-    "tk_Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6",
+    "rk_Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6cXV4Zm9vYmFyYmF6",
     "Authorization: Bearer abc.def.ghi",
     "redis://app:pa55word@cache:6379/0",
     "postgresql://app:pa55word@db/rules",
@@ -30,7 +30,7 @@ SECRETS = [
 PARTS = ("Zm9v", "abc.def", "pa55word")
 
 
-def record(message: str, *args: Any, name: str = "tollkeeper.service", **more: Any) -> Any:
+def record(message: str, *args: Any, name: str = "ratekeeper.service", **more: Any) -> Any:
     """Return a record as `logging` makes it."""
     made = logging.LogRecord(name, logging.WARNING, "x.py", 1, message, args, None)
     made.__dict__.update(more)
@@ -89,7 +89,7 @@ def test_path_of_a_request_is_escaped(formatter: logging.Formatter) -> None:
 
 def test_other_text_is_kept() -> None:
     """An address without a password and the first letters of a key are no secrets."""
-    text = "redis://cache:6379/0 tk_ a@b.example"
+    text = "redis://cache:6379/0 rk_ a@b.example"
     assert without_secrets(text) == text
 
 
@@ -125,14 +125,14 @@ def test_configuration(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.root.handlers[:], logging.root.level
     try:
         logging.config.dictConfig(configuration(kind, "n"))
-        logging.getLogger("tollkeeper.service").info("hello", extra=event("greeting"))
+        logging.getLogger("ratekeeper.service").info("hello", extra=event("greeting"))
         said = capsys.readouterr()
         assert "hello" in said.err
         assert not said.out
         assert (json.loads(said.err)["event"] == "greeting") if kind == "json" else True
     finally:
         logging.root.handlers[:], logging.root.level = before
-        for name in ("tollkeeper", "_granian", "granian.access"):
+        for name in ("ratekeeper", "_granian", "granian.access"):
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tollkeeper.service.http.tokens import create_token
-from tollkeeper.service.process.main_process import (
+from ratekeeper.service.http.tokens import create_token
+from ratekeeper.service.process.main_process import (
     QUICK_END_SECONDS,
     QUICK_ENDS_MAX,
     WorkerRestarts,
@@ -16,7 +16,7 @@ from tollkeeper.service.process.main_process import (
     started_lines,
     url_of,
 )
-from tollkeeper.service.process.settings import ServiceSettings
+from ratekeeper.service.process.settings import ServiceSettings
 
 
 def test_started_lines(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_started_lines(tmp_path: Path) -> None:
     assert url_of(settings) == "https://127.0.0.1:8080"
     assert "curl -k https://127.0.0.1:8080/v1/check -d" in lines[-1]
     create_token(settings.tokens_path, "a", "check")
-    assert "$TOLLKEEPER_TOKEN" in started_lines(settings, "12", 3)[-1]
+    assert "$RATEKEEPER_TOKEN" in started_lines(settings, "12", 3)[-1]
 
 
 def test_only_repeated_quick_ends_count_as_a_crash_loop() -> None:

@@ -1,4 +1,4 @@
-"""The settings of `tollkeeper serve`: their sources, defaults and checks."""
+"""The settings of `ratekeeper serve`: their sources, defaults and checks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.failure import LocalFallback
-from tollkeeper.fleet.settings import Fleet
-from tollkeeper.regions.settings import Regions
-from tollkeeper.service.process.settings import ServiceSettings, state_folder
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.failure import LocalFallback
+from ratekeeper.fleet.settings import Fleet
+from ratekeeper.regions.settings import Regions
+from ratekeeper.service.process.settings import ServiceSettings, state_folder
 
 
 def test_defaults_serve_this_machine_only(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_field_with_several_sources() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [("/state", "/state/tollkeeper"), ("relative", "~/.local/state/tollkeeper"), ("", "~")],
+    [("/state", "/state/ratekeeper"), ("relative", "~/.local/state/ratekeeper"), ("", "~")],
 )
 def test_state_folder_follows_xdg(variable: str, expected: str) -> None:
     """A relative path is ignored."""
@@ -299,7 +299,7 @@ def test_user_without_a_home_must_give_a_folder(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_001)
-    with pytest.raises(ConfigError, match="--data /var/lib/tollkeeper"):
+    with pytest.raises(ConfigError, match="--data /var/lib/ratekeeper"):
         ServiceSettings.gather({})
     with pytest.raises(ConfigError, match="no home directory"):
         ServiceSettings.gather({"data": "~nobody-of-this-name/data"})

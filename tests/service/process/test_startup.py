@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper.control.repository import Repository
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.http.tokens import Tokens, create_token
+from ratekeeper.service.process import startup
+from ratekeeper.service.process.settings import ServiceSettings
 from tests.redis_servers.certificates import make_certificates
-from tollkeeper.control.repository import Repository
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.http.tokens import Tokens, create_token
-from tollkeeper.service.process import startup
-from tollkeeper.service.process.settings import ServiceSettings
 
 LOOPBACK = {"127.0.0.1", "::1"}
 RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
@@ -51,7 +51,7 @@ def test_remote_access_needs_tokens(more: dict[str, Any], fine: bool, tmp_path: 
     if fine:
         startup.check_access(settings)
         return
-    with pytest.raises(ConfigError, match="tollkeeper token create"):
+    with pytest.raises(ConfigError, match="ratekeeper token create"):
         startup.check_access(settings)
     create_token(settings.tokens_path, "a", "check")
     startup.check_access(settings)
@@ -191,13 +191,13 @@ def test_database_is_seeded_once(tmp_path: Path, rules: str) -> None:
         async with await Repository.open(url) as repository:
             return [(each.number, each.author) for each in await repository.history()]
 
-    assert asyncio.run(authors(settings.database)) == [(1, "tollkeeper serve")]
+    assert asyncio.run(authors(settings.database)) == [(1, "ratekeeper serve")]
 
 
 def test_database_without_rules(tmp_path: Path) -> None:
     """The message says how to start with rules: every new user sees it."""
     Path(given(tmp_path).data).mkdir()
-    with pytest.raises(ConfigError, match="tollkeeper serve --seed"):
+    with pytest.raises(ConfigError, match="ratekeeper serve --seed"):
         asyncio.run(startup.prepared(given(tmp_path)))
 
 
@@ -247,7 +247,7 @@ def test_limit_of_open_files_is_raised() -> None:
     """The usual limit of a shell is lower than the connections of one worker."""
     allowed = (
         "import resource;"
-        "from tollkeeper.service.process.startup import allow_open_files as allow;"
+        "from ratekeeper.service.process.startup import allow_open_files as allow;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard));"
         "allow();"

@@ -14,13 +14,13 @@ from typing import cast
 import pytest
 from granian import _signals as granian_signals
 
+from ratekeeper import AsyncLimiter
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.service.process import worker
+from ratekeeper.service.process.settings import ServiceSettings
+from ratekeeper.service.process.worker import SignalsOnce, WorkerShutdown
 from tests.history.databases import rows
 from tests.stub_regions import StubRegions, store_with_regions
-from tollkeeper import AsyncLimiter
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.service.process import worker
-from tollkeeper.service.process.settings import ServiceSettings
-from tollkeeper.service.process.worker import SignalsOnce, WorkerShutdown
 
 RULES = "version: 1\nrules:\n  - {id: a, by: [user], limits: [5/minute]}\n"
 
@@ -131,7 +131,7 @@ def test_header_style(given: str, expected: int | None, tmp_path: Path) -> None:
 def test_a_worker_without_records_does_not_import_sqlalchemy() -> None:
     """It would take half of the time of a start, and 20 MB in every worker."""
     program = (
-        "import sys; sys.modules['sqlalchemy'] = None; import tollkeeper.service.process.worker"
+        "import sys; sys.modules['sqlalchemy'] = None; import ratekeeper.service.process.worker"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -147,5 +147,5 @@ async def test_the_recorder_of_a_region(tmp_path: Path, settings: ServiceSetting
     [listener] = cast("StubRegions", store.regions).listeners
     listener("plan", "user:42", "us", 40)
     await recorder.stop()
-    found = await rows(given.record, "SELECT outcome, region, cost FROM tollkeeper_decisions")
+    found = await rows(given.record, "SELECT outcome, region, cost FROM ratekeeper_decisions")
     assert found == [("excess", "eu", 40)]

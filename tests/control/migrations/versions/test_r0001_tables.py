@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy import exc, text
 
-from tollkeeper.control.repository import Repository
-from tollkeeper.rules.document.model import Document
+from ratekeeper.control.repository import Repository
+from ratekeeper.rules.document.model import Document
 
 
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("UPDATE tollkeeper_versions SET author = 'eve'", "never changed"),
-        ("DELETE FROM tollkeeper_audit", "never changed"),
+        ("UPDATE ratekeeper_versions SET author = 'eve'", "never changed"),
+        ("DELETE FROM ratekeeper_audit", "never changed"),
         (
-            """INSERT INTO tollkeeper_versions
-            SELECT 7, created_at, author, reason, kind, base, text FROM tollkeeper_versions""",
+            """INSERT INTO ratekeeper_versions
+            SELECT 7, created_at, author, reason, kind, base, text FROM ratekeeper_versions""",
             "next number",
         ),
     ],

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.decide.stores.redis.audit import (
+from ratekeeper.decide.stores.redis.audit import (
     PIECE_BYTES,
     StoredState,
     StoredSubject,
     is_part,
     read_subject,
 )
-from tollkeeper.decide.stores.redis.codec import encode_numbers
+from ratekeeper.decide.stores.redis.codec import encode_numbers
 
 BASE_US = 1_763_000_000_000_000
 # A bucket (an even id), a counter and a log (odd ones), and units granted (a negative one).

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.core.clock import NS_PER_SECOND
-from tollkeeper.decide.stores.redis.breakers import (
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.decide.stores.redis.breakers import (
     JITTER,
     BreakerSettings,
     CircuitBreaker,
     settings_of,
 )
-from tollkeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.config import parse
 
 MS = 1_000_000
 SETTINGS = BreakerSettings(

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.core.steps import Steps
-from tollkeeper.decide.store import CELL_BYTES_MAX, CELL_NAME_BYTES_MAX
-from tollkeeper.decide.stores.redis.cells import RedisCells
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.scripts import ScriptCall
-from tollkeeper.testing import ManualClock
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.core.steps import Steps
+from ratekeeper.decide.store import CELL_BYTES_MAX, CELL_NAME_BYTES_MAX
+from ratekeeper.decide.stores.redis.cells import RedisCells
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.scripts import ScriptCall
+from ratekeeper.testing import ManualClock
 
 CONFIG = parse("redis://localhost:1")
 
@@ -65,7 +65,7 @@ def test_braces_in_a_name_do_not_choose_the_slot(name: str) -> None:
     asyncio.run(cells_with(driver).read(name))
     head, _, rest = driver.calls[0].key.partition(b"{")
     tag, _, kept = rest.partition(b"}:")
-    assert (head, len(tag), kept) == (b"tk:cells:", 8, name.encode())
+    assert (head, len(tag), kept) == (b"rk:cells:", 8, name.encode())
 
 
 @pytest.mark.parametrize("reply", [[], [1], [b"1", None], [1, 2, 3], [1, [2]]])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.decide.stores.redis.coalescing import (
+from ratekeeper.decide.stores.redis.coalescing import (
     BATCH_MAX,
     BatchOutcome,
     BatchStep,

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.redis_servers import Single, running
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
-from tollkeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
-from tollkeeper.core.rates import parse_limits
-from tollkeeper.decide.stores.redis import codec
-from tollkeeper.decide.stores.redis.codec import (
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
+from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
+from ratekeeper.core.rates import parse_limits
+from ratekeeper.decide.stores.redis import codec
+from ratekeeper.decide.stores.redis.codec import (
     BUCKETS,
     FIELD_BYTES,
     FIELD_BYTES_MAX,
@@ -32,8 +31,9 @@ from tollkeeper.decide.stores.redis.codec import (
     id_of,
     is_bucket,
 )
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.scripts import RuleScripts
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.scripts import RuleScripts
+from tests.redis_servers import Single, running
 
 YEAR = 366 * 86_400
 NUMBERS_A_LIMIT = 8
@@ -224,7 +224,7 @@ def test_a_reply_that_contradicts_the_reference_is_a_defect() -> None:
     """The script allowed a check that the reference denies, or the other way round."""
     decoder = ReplyDecoder((MINUTE,), "")
     for reply in ([NOW_US, NOW_US, 10_000_000], [~NOW_US, -1, 0]):
-        with pytest.raises(StoreUnavailable, match="this is a defect of Tollkeeper"):
+        with pytest.raises(StoreUnavailable, match="this is a defect of Ratekeeper"):
             decoder.check(reply, 1)
 
 
@@ -357,7 +357,7 @@ def test_a_logs_denial_lasts_if_one_unit_is_missing(alive: int, cost: int, lasts
 # ── Places in buckets ──────────────────────────────────────────────────────────────────────────
 
 
-def places(rule: str = "r", hash_key: str = "", prefix: str = "tk") -> BucketPlaces:
+def places(rule: str = "r", hash_key: str = "", prefix: str = "rk") -> BucketPlaces:
     return BucketPlaces((limit_of("token_bucket"),), rule, prefix, hash_key)
 
 
@@ -368,7 +368,7 @@ def field_in(gate: bytes) -> bytes:
 def test_a_place_never_changes() -> None:
     """Nodes of all versions find the same states."""
     key, gate = places("orders").of("user:42")
-    assert (key, field_in(gate).hex()) == (b"tk:{%yBO}", "c2d38a14c49a05a6")
+    assert (key, field_in(gate).hex()) == (b"rk:{%yBO}", "c2d38a14c49a05a6")
     assert unpacked(gate)[1:] == [*unpacked(encode_limits((limit_of("token_bucket"),), ""))[1:], 0]
 
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.decide.stores.redis import config as module
-from tollkeeper.decide.stores.redis.config import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.stores.redis import config as module
+from ratekeeper.decide.stores.redis.config import (
     ADDRESSES_MAX,
     READERS,
     SCHEMES,

@@ -10,9 +10,9 @@ from hiredis import ReplyError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.decide.stores.redis import connections as module
-from tollkeeper.decide.stores.redis.config import Address, parse
-from tollkeeper.decide.stores.redis.connections import (
+from ratekeeper.decide.stores.redis import connections as module
+from ratekeeper.decide.stores.redis.config import Address, parse
+from ratekeeper.decide.stores.redis.connections import (
     FIRST_NS,
     LONGEST_NS,
     ConnectBackoff,
@@ -22,7 +22,7 @@ from tollkeeper.decide.stores.redis.connections import (
     handshake_commands,
     handshake_payload,
 )
-from tollkeeper.decide.stores.redis.scripts import CHECK
+from ratekeeper.decide.stores.redis.scripts import CHECK
 
 ADDRESS = Address("10.0.0.1", 6379)
 LOAD = ("SCRIPT", "LOAD", CHECK.text)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.decide.stores.redis.denial_cache import (
+from ratekeeper.decide.stores.redis.denial_cache import (
     DROPS_MAX,
     ENTRIES_MAX,
     CachedDenial,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tollkeeper.decide.stores.redis.config import RedisConfig, parse
-from tollkeeper.decide.stores.redis.findings import (
+from ratekeeper.decide.stores.redis.config import RedisConfig, parse
+from ratekeeper.decide.stores.redis.findings import (
     FORBIDDEN,
     HealthFinding,
     ServerHealth,

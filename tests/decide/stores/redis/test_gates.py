@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tollkeeper import Limit, StoreTimeout
-from tollkeeper.core.clock import SystemClock
-from tollkeeper.core.errors import CapacityError, StoreError
-from tollkeeper.core.steps import Call, Steps, run
-from tollkeeper.decide.store import Answer
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.connections import NotSent
-from tollkeeper.decide.stores.redis.denial_cache import DenialCache
-from tollkeeper.decide.stores.redis.gates import JointCheck
-from tollkeeper.decide.stores.redis.scripts import (
+from ratekeeper import Limit, StoreTimeout
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.core.errors import CapacityError, StoreError
+from ratekeeper.core.steps import Call, Steps, run
+from ratekeeper.decide.store import Answer
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.connections import NotSent
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
+from ratekeeper.decide.stores.redis.gates import JointCheck
+from ratekeeper.decide.stores.redis.scripts import (
     CHECK,
     JOINT_CHECK,
     REFUND,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.errors import StoreUnavailable
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.health import count_states, health, survey
-from tollkeeper.decide.stores.redis.topology import Topology
+from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.health import count_states, health, survey
+from ratekeeper.decide.stores.redis.topology import Topology
 
 CONFIG = parse("redis://:s3cret@127.0.0.1:1")
 

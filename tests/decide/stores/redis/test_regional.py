@@ -8,19 +8,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.promises.strategies import limit_of
-from tollkeeper.core.errors import ConfigError
-from tollkeeper.core.model import (
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import (
     ALGORITHM_NAMES,
     BUCKETS,
     AlgorithmName,
     Limits,
     decision_fields,
 )
-from tollkeeper.decide.regional import AcrossRegions, Shares, decision_of
-from tollkeeper.decide.stores.redis import regional
-from tollkeeper.decide.stores.redis.codec import refill_per_us
-from tollkeeper.decide.stores.redis.scripts import (
+from ratekeeper.decide.regional import AcrossRegions, Shares, decision_of
+from ratekeeper.decide.stores.redis import regional
+from ratekeeper.decide.stores.redis.codec import refill_per_us
+from ratekeeper.decide.stores.redis.scripts import (
     REGIONAL_ACCEPT,
     REGIONAL_CHANGE,
     REGIONAL_CHECK,
@@ -28,6 +27,7 @@ from tollkeeper.decide.stores.redis.scripts import (
     REGIONAL_REPORT,
     REGIONAL_USAGE,
 )
+from tests.promises.strategies import limit_of
 
 LIMITS: Limits = (
     limit_of("token_bucket", 7, 5_000_001, 20, refill_us=1_300_000),

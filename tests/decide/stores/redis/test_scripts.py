@@ -9,9 +9,8 @@ from typing import cast
 
 import pytest
 
-from tests.redis_servers import Single, running
-from tollkeeper.decide.stores.redis import scripts
-from tollkeeper.decide.stores.redis.scripts import (
+from ratekeeper.decide.stores.redis import scripts
+from ratekeeper.decide.stores.redis.scripts import (
     CELL,
     CHECK,
     GRANT,
@@ -21,6 +20,7 @@ from tollkeeper.decide.stores.redis.scripts import (
     RESET,
     LuaScript,
 )
+from tests.redis_servers import Single, running
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
 OTHERS = (JOINT_CHECK, REPORT, CELL)
@@ -70,7 +70,7 @@ def test_a_script_begins_with_the_shared_functions(script: LuaScript) -> None:
 def test_texts_in_scripts_keep_their_spaces() -> None:
     """Spaces are removed around operators, and no text contains an operator between spaces."""
     texts = re.compile(rb"'[^'\n]*'")
-    folder = files("tollkeeper.decide.stores.redis").joinpath("lua")
+    folder = files("ratekeeper.decide.stores.redis").joinpath("lua")
     sources = b"".join(
         line
         for each in folder.iterdir()
@@ -86,7 +86,7 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
     """A user with access to that key alone may run it, so it works in a cluster."""
     admin = server.admin
     admin.script_load(script.text)
-    rights = ("resetkeys", "~tk:{only}", "+@all", "nopass", "on")
+    rights = ("resetkeys", "~rk:{only}", "+@all", "nopass", "on")
     admin.execute_command("ACL", "SETUSER", "narrow", *rights)
     try:
         with server.client(username="narrow", password="any") as narrow:
@@ -96,10 +96,10 @@ def test_a_script_accesses_only_its_key(server: Single, script: LuaScript) -> No
                 arguments = (gate, 1)
             elif script is REFUND:
                 arguments = (gate, 1, "")
-            narrow.evalsha(script.sha.decode(), 1, "tk:{only}", *arguments)
+            narrow.evalsha(script.sha.decode(), 1, "rk:{only}", *arguments)
     finally:
         admin.execute_command("ACL", "DELUSER", "narrow")
-        admin.delete("tk:{only}")
+        admin.delete("rk:{only}")
 
 
 def test_the_script_of_a_new_connection_is_small_enough() -> None:

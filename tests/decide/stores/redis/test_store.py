@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from ratekeeper import Limit, StoreUnavailable
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.connections import NotSent
+from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.decide.stores.redis.test_gates import ALLOWED, DENIED, ScriptedDriver, joint_check
-from tollkeeper import Limit, StoreUnavailable
-from tollkeeper.decide.store import Store
-from tollkeeper.decide.stores.redis.config import parse
-from tollkeeper.decide.stores.redis.connections import NotSent
-from tollkeeper.decide.stores.redis.store import RedisStore
 
 LIMITS = (Limit(5, per=60),)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tollkeeper.core.errors import StoreError, StoreUnavailable
-from tollkeeper.decide.stores.redis.config import Address, parse
-from tollkeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.decide.stores.redis.config import Address, parse
+from ratekeeper.decide.stores.redis.topology import SLOTS, Topology, slot_of
 
 
 @pytest.mark.parametrize(

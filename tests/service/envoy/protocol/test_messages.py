@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from tests.envoy_process import envoy_path
-from tests.service.envoy import generate
-from tollkeeper.service.envoy.protocol.messages import (
+from ratekeeper.service.envoy.protocol.messages import (
     POOL,
     RateLimitQuotaUsageReports,
     RateLimitRequest,
     RateLimitResponse,
 )
+from tests.envoy_process import envoy_path
+from tests.service.envoy import generate
 
 # Envoy's files for each of our files.
 ENVOYS = {
@@ -116,7 +116,7 @@ def test_nothing_of_a_service_is_missing(name: str, protos: list[FileDescriptorP
 
 IN_BOTH = """
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from tollkeeper.service.envoy.protocol import {first}
+from ratekeeper.service.envoy.protocol import {first}
 name = "envoy/service/ratelimit/v3/rls.proto"
 theirs = descriptor_pb2.FileDescriptorProto(
     name=name, package="envoy.service.ratelimit.v3", syntax="proto3"
@@ -129,7 +129,7 @@ pool.AddSerializedFile(theirs.SerializeToString())
 found = message_factory.GetMessageClass(
     pool.FindMessageTypeByName("envoy.service.ratelimit.v3.RateLimitRequest")
 )
-from tollkeeper.service.envoy.protocol.messages import RateLimitRequest
+from ratekeeper.service.envoy.protocol.messages import RateLimitRequest
 assert found is not RateLimitRequest
 assert RateLimitRequest.FromString(found(domain="a").SerializeToString()).domain == "a"
 print("both")

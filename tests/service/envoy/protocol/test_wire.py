@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tollkeeper.service.envoy.protocol import wire
-from tollkeeper.service.envoy.protocol.messages import RateLimitResponse
+from ratekeeper.service.envoy.protocol import wire
+from ratekeeper.service.envoy.protocol.messages import RateLimitResponse
 
 NUMBERS = st.integers(0, wire.UINT32_MAX)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)

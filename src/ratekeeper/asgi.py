@@ -1,0 +1,271 @@
+"""Rate limits for any ASGI application, as a middleware.
+
+    app.add_middleware(RateLimit, limits="100/minute")        # Starlette, FastAPI
+    app = RateLimit(app, limits="100/minute")                 # everything else
+
+A request is charged before the application runs. A denied request is answered here with a 429 and
+problem JSON. A denied WebSocket gets the same answer if the server can send it, otherwise it is
+closed with code 1008 before it is accepted. All other requests pass, and their responses get
+headers when they start. Bodies, streams, trailers and files pass unchanged.
+
+`limited` decorates single endpoints of Starlette.
+
+`web/charges.py` has the logic of one request. There is no thread, and no task for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
+from functools import partial, wraps
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
+from weakref import WeakSet
+
+from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.model import check_name
+from ratekeeper.limiter.arguments import explains, kind_of, name_of
+from ratekeeper.web.answers import Denial
+from ratekeeper.web.charges import (
+    CHARGE,
+    CHARGES,
+    DEFERRED,
+    AsgiCharges,
+    Message,
+    Receive,
+    RequestDenied,
+    Scope,
+    Send,
+    charges_of,
+    is_request_denied,
+)
+from ratekeeper.web.enforcer import AsyncEnforcer, Charge
+from ratekeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
+from ratekeeper.web.options import (
+    LimitsSource,
+    OptionArguments,
+    RouteArguments,
+    checked_application,
+    options_of,
+    route_options_of,
+)
+from ratekeeper.web.overrides import mark_override
+from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest
+
+__all__ = [
+    "CHARGE",
+    "Charge",
+    "Denial",
+    "LimiterUnavailable",
+    "RateLimit",
+    "RateLimitExceeded",
+    "WebRequest",
+    "limited",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHUTDOWN: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
+
+
+# The owner of the defaults that an endpoint with `limited(…, override_defaults=True)` replaces.
+LIMITED: Final = "limited"
+# The enforcers of all RateLimits, and the endpoints that replace their limits, if there are any.
+_enforcers: Final[WeakSet[AsyncEnforcer]] = WeakSet()
+_overriding: Final[WeakSet[Callable[..., Any]]] = WeakSet()
+
+
+class RateLimit:
+    """An ASGI application whose requests are limited.
+
+    Takes `app`, then the options of `EnforcerOptions` by name: `limits`, `rules` or `limiter`, and
+    others. The request's Charge is at `scope["ratekeeper.charge"]`. If the application sends
+    headers about limits itself, those win.
+
+    The store and the limiter are closed when the application has shut down (ASGI's lifespan).
+    """
+
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
+    def __init__(
+        self,
+        app: Any,
+        limits: LimitsSource | None = None,
+        *,
+        enforcer: AsyncEnforcer | None = None,
+        **options: Unpack[OptionArguments],
+    ) -> None:
+        """Use `enforcer`, if one already exists, instead of limits and options."""
+        self.app = checked_application(app)
+        self.enforcer = enforcer or AsyncEnforcer(
+            options_of("RateLimit(…)", {"limits": limits, **options}).require_limits("RateLimit")
+        )
+        _enforcers.add(self.enforcer)
+        if _overriding:
+            self.enforcer.expect_overrides()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI defines it."""
+        kind = scope["type"]
+        if kind not in {"http", "websocket"}:
+            await self.app(scope, receive, self._closing(send) if kind == "lifespan" else send)
+            return
+        if CHARGES in scope and scope[CHARGES].status is None:
+            # Another RateLimit wraps this one, and sends the headers and answers. If its response
+            # has already started, the scope is being reused for another application.
+            await self._charge_and_serve(scope[CHARGES], scope, receive, send, owner=None)
+            return
+        charges = scope[CHARGES] = AsgiCharges(self.enforcer, send)
+        try:
+            if charges.charge_by_peer(scope, self.app):
+                await self.app(scope, receive, charges.send)
+            else:
+                # Endpoints that are `limited` belong to the outermost RateLimit: this one.
+                await self._charge_and_serve(charges, scope, receive, charges.send, owner=LIMITED)
+        except GeneratorExit:
+            raise  # the event loop is gone, and nothing can be awaited
+        except BaseException as error:
+            if not is_request_denied(error):
+                await _settle_error(charges, scope, receive, error)
+                raise
+        if charges.denied is None:
+            for charge in charges.made:  # `is_settled`, without the call
+                if not charge.is_settled:
+                    break
+            else:
+                return
+        await charges.finish(receive)
+
+    async def _charge_and_serve(
+        self, charges: AsgiCharges, scope: Scope, receive: Receive, send: Send, owner: str | None
+    ) -> None:
+        """Charge a request, or leave that to a route which replaces these limits; then serve it.
+
+        Endpoints replace them if they are marked with `owner`.
+        """
+        request = RoutedAsgiRequest(scope, self.app)
+        count = 0 if self.enforcer.overrides is None else self._override_count(request, owner)
+        if count:
+            send = charges.defer(self.enforcer, request, send, count).send
+        else:
+            await charges.charge(self.enforcer, request)
+        await self.app(scope, receive, send)
+
+    def _override_count(self, request: RoutedAsgiRequest, owner: object) -> int:
+        """Return the number of limits of the serving route that replace the limits of this."""
+        enforcer = self.enforcer
+        if enforcer.overrides is None or enforcer.options.limits is None:
+            return 0  # rules, and a limiter of the application's own, are not replaced
+        route = request.serving_route()
+        return 0 if route is None else enforcer.overrides.count(route, request.method, owner)
+
+    def _closing(self, send: Send) -> Send:
+        async def close_and_send(message: Message) -> None:
+            # Close first: the server may end the process as soon as it gets the message.
+            if message["type"] in _SHUTDOWN:
+                await self.enforcer.close()
+            await send(message)
+
+        return close_and_send
+
+
+async def _settle_error(
+    charges: AsgiCharges, scope: Scope, receive: Receive, error: BaseException
+) -> None:
+    """Settle a request whose application raised an error, or answer it if it is denied."""
+    if charges.denied is None and DEFERRED in scope:
+        # Also if the task is cancelled, or a client could avoid them by closing the connection.
+        # Shielded, because such a task may be cancelled again.
+        with suppress(RequestDenied):
+            await asyncio.shield(charges.charge_deferred(scope))
+    if charges.denied is not None and isinstance(error, Exception):
+        # The application raised another error because of the denial, for example in a dependency
+        # that yields. The client gets its 429, the application its error.
+        await charges.finish(receive)
+    else:
+        await charges.settle_failure(error)
+
+
+class _Decorator(Protocol):
+    """Limits an endpoint. An endpoint that is not async runs in a thread and becomes async."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Awaitable[R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+
+@explains("limited(…)", 'limited("5/minute", name="login")')
+def limited(
+    limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
+) -> _Decorator:
+    """Limit one endpoint of Starlette: a function or method that takes a request or a WebSocket.
+
+        @limited("5/second")
+        async def search(request): ...
+
+    The endpoint has its own count, on the store of the RateLimit that wraps the application, which
+    also answers. `name` is the name of the count, by default that of the function; endpoints with
+    the same name share one count. `RouteArguments` lists the options, and `EnforcerOptions`
+    describes them; by default they are those of the RateLimit.
+    """
+    check_name("name", name)
+    route_options = route_options_of("limited(…)", "RateLimit(app, {}=…)", limits, options)
+
+    def decorate(function: Callable[..., Any], /) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if isinstance(function, type) or not callable(function):
+            raise ConfigError(f"{show(function)} is not an endpoint; decorate a class's methods")
+        function_name = name_of(function)
+        is_async = kind_of(function) != "plain"
+        overrides = route_options.override_defaults
+
+        @wraps(function)
+        async def charged(*args: Any, **kwargs: Any) -> Any:
+            connection = _connection_of(args, kwargs)
+            charges = charges_of(connection.scope)
+            # If an endpoint has several limits, each has its own count.
+            count_name = name or charges.name_for(function_name)
+            request = AsgiRequest(connection.scope, connection)
+            outer, route = charges.enforcer, connection.scope.get("route")
+            # By id, and kept alive, as in FastAPI: finding the template of a mount takes time.
+            key = route_options, count_name, id(route)
+            enforcer = outer.known_route(key)
+            if enforcer is None:
+                enforcer = outer.route_enforcer(route_options, count_name, request.route)
+                outer.remember_route(key, enforcer, alive=route)
+            charge = await charges.charge(enforcer, request)
+            if overrides:
+                await charges.replace_default(outer, charge, connection.scope)
+            if is_async:
+                return await function(*args, **kwargs)
+            return await _in_thread(partial(function, *args, **kwargs))
+
+        if overrides:
+            mark_override(charged, LIMITED)
+            _overriding.add(charged)
+            for each in _enforcers:
+                each.expect_overrides()
+        return charged
+
+    return decorate
+
+
+async def _in_thread(function: Callable[[], R]) -> R:
+    """Run a function that is not async in a thread of Starlette's pool, as Starlette does."""
+    from starlette.concurrency import run_in_threadpool  # noqa: PLC0415 - only endpoints need it
+
+    return await run_in_threadpool(function)
+
+
+def _connection_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the request or WebSocket among the arguments of an endpoint."""
+    # From the right: the `self` of Starlette's endpoint classes, on the left, has a scope too.
+    for value in reversed((*args, *kwargs.values())):
+        if isinstance(getattr(value, "scope", None), MutableMapping):
+            return value
+    raise ConfigError(
+        "a limited endpoint must take the request or the WebSocket as an argument; "
+        "FastAPI's endpoints need neither with dependencies=[limit(…)] of ratekeeper.fastapi"
+    )

@@ -1,0 +1,210 @@
+"""Sliding window log: exact. At most `limit` units in any window, wherever it starts.
+
+The log holds the time of each of the last `limit` units admitted. A request is allowed if the unit
+`limit` admissions before it has left the window, so a decision reads one entry. Counting the
+remaining units is a binary search, because the times are sorted. An entry of time t leaves the
+window at t + window.
+
+The state is (times, start, end): an array of 8-byte times and the range of it that is live.
+Appending reuses the array, so a decision copies nothing. Therefore, if two decisions start from the
+same state, only the later result may be used; the state they started from stays valid.
+
+Leased units count as admitted at the end of their lease, the latest time at which a node can spend
+them. Until then they are held beside the times (see `holds.py`), because the times of other
+requests are earlier: the state is then (times, start, end, holds). The next admission after the end
+of a hold logs it. So the times are sorted, and a hold is later than all of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+from ratekeeper.core.errors import CapacityError
+from ratekeeper.core.model import Limit
+from ratekeeper.decide.algorithms import holds as holds_
+from ratekeeper.decide.algorithms.holds import Holds
+from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
+
+# (times, start, end)
+_Plain = tuple["array[int]", int, int]
+_Held = tuple["array[int]", int, int, Holds]
+# With holds while leases are outstanding; None when empty
+State = _Plain | _Held | None
+
+# The expired front of the array is removed when it is longer than the live part, but not if it is
+# shorter than this: copying a few entries again and again would cost more than it frees.
+_DEAD_ENTRIES_MIN = 64
+
+
+def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Log `cost` units if the window has room for them."""
+    if cost > limit.limit:
+        raise CapacityError(cost, limit)
+    window_ns = limit.window_ns
+    if state is None:
+        if cost == 0:
+            return None, Outcome(True, limit.limit, 0, 0, 0)
+        times = array("q", (now_ns,)) * cost
+        outcome = Outcome(True, limit.limit - cost, 0, window_ns, 0, now_ns)
+        return (times, 0, cost), outcome
+    if len(state) == 4:
+        return _decide_held(state, limit, now_ns, cost)
+    times, start, end = state
+    last_ns = times[end - 1]
+    at_ns = max(last_ns, now_ns)
+    live = bisect_right(times, at_ns - window_ns, start, end)
+    remaining = limit.limit - (end - live)
+    reset_ns = last_ns + window_ns - now_ns if live < end else 0
+    if cost > remaining and cost > 0:
+        # The unit that must leave the window first: without it, exactly `cost` fit.
+        blocking = end - limit.limit + cost - 1
+        retry_ns = times[blocking] + window_ns - now_ns
+        return state, outcome_of(
+            (False, remaining if remaining > 0 else 0, retry_ns, reset_ns, 0, None)
+        )
+    if cost == 0:
+        return state, Outcome(True, remaining if remaining > 0 else 0, 0, reset_ns, 0)
+    after = _append(times, live, end, at_ns, cost)
+    reset_ns = at_ns + window_ns - now_ns
+    return after, outcome_of((True, remaining - cost, 0, reset_ns, 0, at_ns))
+
+
+def _append(times: array[int], live: int, end: int, at_ns: int, cost: int) -> _Plain:
+    if live > _DEAD_ENTRIES_MIN and live > end - live:
+        times, live, end = times[live:end], 0, end - live
+    elif len(times) > end:
+        del times[end:]  # entries of a decision whose result was not used
+    if cost == 1:
+        times.append(at_ns)
+    else:
+        times.extend(array("q", (at_ns,)) * cost)
+    return (times, live, end + cost)
+
+
+def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
+    """Remove the `units` entries that were logged at `charged_ns`.
+
+    The log does not know which request made an entry, but entries of the same time are alike. If
+    some have left the log, the next older entries go in their place: these leave the window no
+    later, so that the log admits no more. A newer entry is never removed. Without a time, the
+    oldest entries of the window are removed.
+    """
+    if state is None or units == 0:
+        return state
+    holds = state[3] if len(state) == 4 else ()  # what is held stays held
+    return _with_holds(_refund(state[:3], limit, now_ns, units, charged_ns), holds)
+
+
+def _refund(log: _Plain, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> _Plain:
+    times, start, end = log
+    if start == end:
+        return log
+    if charged_ns is None:
+        oldest_ns = max(now_ns, times[end - 1]) - limit.window_ns
+        start = bisect_right(times, oldest_ns, start, end) + units
+        return times, min(start, end), end
+    cut = bisect_right(times, charged_ns, start, end)
+    kept = max(cut - units, start)
+    if cut == end:
+        return times, start, kept
+    if kept == cut:
+        return log
+    return times[start:kept] + times[cut:end], 0, kept - start + end - cut
+
+
+def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
+    """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
+    return now_ns if state is not None and _last_ns(state) > now_ns else now_ns + lifetime_ns
+
+
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Hold `units` until the lease's end; from then on they are in the log."""
+    if state is None:
+        return array("q"), 0, 0, ((units, ends_ns),)
+    times, start, end, holds = _logged(state, now_ns)
+    return times, start, end, holds_.with_lease(holds, units, ends_ns)
+
+
+def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
+    """Remove unspent units of a lease: held ones, or if they were logged, as many older ones.
+
+    A lease was logged at its end or later. So while all times are earlier, its units are held.
+    """
+    if state is None or _last_ns(state) >= ends_ns:
+        return refund(state, limit, now_ns, units, ends_ns)
+    if len(state) == 3:
+        return state
+    times, start, end, holds = state
+    return _with_holds((times, start, end), holds_.given_back(holds, units, ends_ns)[0])
+
+
+def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Log units that were admitted at `charged_ns` already.
+
+    The log then has at most `limit` units. The oldest ones leave it, which no decision reads. If it
+    has more, which a higher limit has admitted, it keeps as many.
+    """
+    if state is None:
+        state = (array("q"), 0, 0)
+    at_ns = max(charged_ns, _last_ns(state))
+    times, start, end, holds = _logged(state, at_ns)
+    live = bisect_right(times, at_ns - limit.window_ns, start, end)
+    room = max(limit.limit - holds_.total(holds), 0)
+    kept = max(room, end - live)
+    times, live, end = _append(times, live, end, at_ns, min(units, room))
+    return _with_holds((times, max(live, end - kept), end), holds)
+
+
+def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+    """Forget all units but those that are held.
+
+    Also those whose hold ends at this instant: they are given back as if logged at it.
+    """
+    if state is None or len(state) == 3:
+        return None
+    at_ns = max(_last_ns(state), now_ns)
+    return _with_holds((array("q"), 0, 0), holds_.live(state[3], at_ns - 1))
+
+
+def _last_ns(state: _Plain | _Held) -> int:
+    """Return the last time in the log, 0 if there is none."""
+    return state[0][state[2] - 1] if state[2] > state[1] else 0
+
+
+def _logged(state: _Plain | _Held, at_ns: int) -> _Held:
+    """Return the state with the holds that have ended in the log."""
+    if len(state) == 3:
+        return (*state, ())
+    times, start, end, holds = state
+    for held, until_ns in holds:
+        if until_ns <= at_ns:
+            times, start, end = _append(times, start, end, until_ns, held)
+    return times, start, end, holds_.live(holds, at_ns)
+
+
+def _with_holds(log: _Plain, holds: Holds) -> State:
+    if holds:
+        return (*log, holds)
+    return log if log[2] > log[1] else None
+
+
+def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    """Decide as without holds, where the held units are the last ones of the log."""
+    window_ns = limit.window_ns
+    at_ns = max(_last_ns(state), now_ns)
+    times, start, end, holds = _logged(state, at_ns)
+    live = bisect_right(times, at_ns - window_ns, start, end)
+    leaves = times[live:end]
+    for held, until_ns in holds:
+        leaves.extend(array("q", (until_ns,)) * held)
+    remaining = max(limit.limit - len(leaves), 0)
+    reset_ns = leaves[-1] + window_ns - now_ns if leaves else 0
+    if cost > remaining:
+        blocking = leaves[len(leaves) - limit.limit + cost - 1]
+        return state, Outcome(False, remaining, blocking + window_ns - now_ns, reset_ns, 0)
+    if cost == 0:
+        return state, Outcome(True, remaining, 0, reset_ns, 0)
+    after = _with_holds(_append(times, live, end, at_ns, cost), holds)
+    reset_ns = max(reset_ns, at_ns + window_ns - now_ns)
+    return after, Outcome(True, remaining - cost, 0, reset_ns, 0, at_ns)

@@ -1,0 +1,507 @@
+"""Failure policies: the answer to a check when the store cannot decide.
+
+    open    allow without counting: serving matters more than limiting
+    closed  deny: serving without a limit is worse than not serving
+    local   go on with this machine's counts alone
+    raise   raise the StoreError to the caller
+
+Every answer is marked degraded, so that callers can tell it from a decision of the store.
+
+The policy of a rule answers for that rule only. A store may fail for some rules of a request: one
+shard of a cluster is down, or a full table has no room for a new key. The store decides and charges
+the other rules as always, and the request passes if they and the policies allow it. `closed` and
+`raise` end the request, so then nothing is charged.
+
+`wait` and `hold` limit what an application does itself, for example its calls to another service.
+No limit at all would be the wrong answer there: with `open` they go on with this machine's counts,
+as with `local`.
+
+A rule with `on_failure: local` is limited by counts of this machine. The limits are those of
+the whole fleet, so each of `nodes` machines has its share of them, and all machines together admit
+no more than the rule allows. The workers of one machine count together if `store` is a file that
+they share; with `memory://`, each process has the whole share of the machine.
+
+In a fleet, the machines know their number and report to one another the units that they have
+admitted (`SharedCounts`). Then a machine may admit more than its share of a subject that the others
+do not see, up to CEILING_SHARES times its share. If that fails, it has the share of one of the last
+known number of machines. The units that it has admitted are charged to the store when the store is
+back.
+
+Two more limits apply only while the store is unavailable. The `ceiling` limits all requests that a
+machine admits, whatever their rule. The `emergency` limits apply to each address in a long outage,
+against clients that wait for an outage to exploit it.
+
+The clock of an outage follows the store, not the traffic. A remote store knows since when its calls
+have failed without a success (`BreakerState.failing_s`), however few they are. If the local store
+is a file, the workers of a machine share the start of the outage: a worker that was idle until now
+joins it. For any other failure (a full table), an outage is over when no check has failed for
+OUTAGE_GAP_NS.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, Literal, NamedTuple, Protocol, get_args
+
+from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
+from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
+from ratekeeper.core.model import Decision, Limit, Limits, decision_with
+from ratekeeper.core.rates import LimitsArgument, limits_of, scaled
+from ratekeeper.core.subjects import Key, subject_of
+from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
+from ratekeeper.decide.stores import open_fallback_store
+
+FailurePolicy = Literal["open", "closed", "local", "raise"]
+"""The answer when the store cannot decide.
+
+`open`    allow the request, without counting it.
+`closed`  deny it.
+`local`   limit it by the counts of this machine; see `LocalFallback`.
+`raise`   raise the `StoreError`.
+"""
+FAILURE_POLICIES: Final[tuple[FailurePolicy, ...]] = get_args(FailurePolicy)
+# The policies that may let a request pass. With the others, one failed check ends the request.
+OPTIONAL_POLICIES: Final[frozenset[FailurePolicy]] = frozenset({"open", "local"})
+
+# The end of an outage is unknown. One second keeps clients from retrying in a tight loop.
+RETRY_AFTER_NS: Final = NS_PER_SECOND
+NODES_MAX: Final = 100_000
+# The most that one node admits of a subject, in shares, however little the others report.
+CEILING_SHARES: Final = 2
+OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
+# The workers of a machine agree that an outage goes on if one of them noticed it this lately.
+SHARED_GAP_S: Final = 30
+LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
+# Gates that are kept prepared: more than a document has limits, at any load.
+_GATES_MAX: Final = 4_096
+_AFTER_S_MAX: Final = 86_400
+_AFTER_NS_MAX: Final = _AFTER_S_MAX * NS_PER_SECOND
+
+# The names of these limits in decisions, and the subject of the ceiling.
+CEILING: Final = "ceiling"
+EMERGENCY: Final = "emergency"
+_EVERYONE: Final = "*"
+# The names of the buckets in which workers share an outage. Rule ids have no control characters.
+_NOTICED: Final = "\x1fnoticed"
+_AGE: Final = "\x1fage"
+_MEMORY: Final = "memory://"
+
+_log = logging.getLogger("ratekeeper.decide.failure")
+
+
+def check_policy(policy: str) -> None:
+    """Raise ConfigError for an unknown failure policy."""
+    if not isinstance(policy, str) or policy not in FAILURE_POLICIES:
+        raise ConfigError(
+            f"on_failure={show(policy)} is not known; choose one of {', '.join(FAILURE_POLICIES)}"
+        )
+
+
+def decision_on_failure(
+    error: StoreError, policy: FailurePolicy, limit: Limit, rule: str
+) -> Decision:
+    """Return the degraded decision of a policy, or raise the error.
+
+    `local` is decided by LocalLimits. If they cannot decide either, it is the same as `closed`.
+    """
+    if policy == "raise":
+        raise error
+    allowed = policy == "open"
+    return Decision(
+        allowed=allowed,
+        policy=limit,
+        remaining=0,
+        retry_after_ns=0 if allowed else RETRY_AFTER_NS,
+        reset_after_ns=RETRY_AFTER_NS,
+        rule=rule,
+        degraded=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFallback:
+    """How to limit while the store is unavailable.
+
+    >>> LocalFallback(nodes=20, ceiling="5000/second", emergency="60/minute").nodes
+    20
+
+    `nodes`            how many machines share the limits: each has 1/nodes of them.
+    `store`            where this machine counts: `memory://` for each process by itself, or
+                       `shared:///run/api.local_fallback` for all of its processes together.
+    `ceiling`          the most that this machine admits, over all rules; by default no bound.
+    `emergency`        limits for each address in a long outage; by default none.
+    `emergency_after`  seconds after which an outage is long.
+    """
+
+    nodes: int = 1
+    store: str = "memory://"
+    ceiling: LimitsArgument | None = None
+    emergency: LimitsArgument | None = None
+    emergency_after: float = 60.0
+    ceiling_limits: Limits = field(init=False, default=(), compare=False)
+    emergency_limits: Limits = field(init=False, default=(), compare=False)
+    emergency_after_ns: int = field(init=False, default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        nodes = self.nodes
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or not 1 <= nodes <= NODES_MAX:
+            raise ConfigError(
+                f"nodes={show(nodes)} is not a whole number from 1 to {NODES_MAX:,}; "
+                f"for example LocalFallback(nodes=20) where twenty machines share the limits"
+            )
+        if not isinstance(self.store, str) or not self.store.startswith((_MEMORY, "shared://")):
+            raise ConfigError(
+                f"store={show(self.store)} is not on this machine; "
+                f'for example LocalFallback(store="shared:///run/api.local_fallback") or "memory://"'
+            )
+        after_ns = duration_ns(
+            "emergency_after", self.emergency_after, _AFTER_NS_MAX, "emergency_after=60 (seconds)"
+        )
+        object.__setattr__(self, "emergency_after_ns", after_ns)
+        if self.ceiling is not None:
+            object.__setattr__(self, "ceiling_limits", limits_of(self.ceiling))
+        if self.emergency is not None:
+            object.__setattr__(self, "emergency_limits", limits_of(self.emergency))
+
+
+def uncounted_of(failed: Sequence[FailedCheck]) -> tuple[LocalCheck, ...]:
+    """Return the checks that their policy lets pass without counting."""
+    return tuple([each.check for each in failed if each.policy == "open"])
+
+
+def local_fallback_of(local_fallback: object) -> LocalFallback:
+    """Return the argument of a limiter; by default one node whose processes count separately."""
+    if local_fallback is None:
+        return LocalFallback()
+    if isinstance(local_fallback, LocalFallback):
+        return local_fallback
+    raise ConfigError(
+        f"local_fallback={show(local_fallback)} is not a LocalFallback; "
+        f"for example local_fallback=LocalFallback(nodes=20)"
+    )
+
+
+class LocalCheck(NamedTuple):
+    """One rule's part in a request that the store could not decide."""
+
+    limits: Limits
+    rule: str
+    subject: str
+    units: int
+    part: tuple[Limits, str] | None = None
+    """Of a rule that is split: the limits and the subject of the part that the store counts."""
+
+
+class FailedCheck(NamedTuple):
+    """One check of a request that the store could not decide, with its failure policy."""
+
+    error: StoreError
+    policy: FailurePolicy
+    check: LocalCheck
+
+    def decision(self) -> Decision:
+        """Return the answer of the policy, or raise the error. See `decision_on_failure`."""
+        return decision_on_failure(self.error, self.policy, self.check.limits[0], self.check.rule)
+
+
+class SharedCounts(Protocol):
+    """The counts of all nodes of a fleet, for limits whose authority is away."""
+
+    @property
+    def store(self) -> Store | None:
+        """Where all processes of this node count together; None if there is no such store."""
+        ...
+
+    def nodes(self) -> int:
+        """Return how many nodes share the limits: the live ones, as far as they are known."""
+        ...
+
+    def decide(self, checks: Sequence[LocalCheck], *, spend: bool) -> list[Decision] | None:
+        """Return a decision for each check, all allowed and charged or none charged.
+
+        None if the counts cannot answer: then nothing was charged. Blocks for some milliseconds at
+        most.
+        """
+        ...
+
+    def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
+        """Note units that this process has admitted: the authority is charged when it is back."""
+        ...
+
+
+class LocalLimits:
+    """The counts of this machine, opened when they are first needed."""
+
+    def __init__(self, fallback: LocalFallback, clock: Clock) -> None:
+        self._fallback = fallback
+        self._clock = clock
+        self.monitor: StoreMonitor | None = None
+        """That of the store in whose place these limits decide, if it has one."""
+        self.fleet: SharedCounts | None = None
+        """The counts of the fleet, if this machine is a node of one that gossips."""
+        self._shared: SharedOutage | None = None
+        self._store: Store | None = None
+        self._owns_store = True
+        self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
+        self._lock = threading.Lock()
+        if fallback.store != _MEMORY:
+            self._opened()  # now, so that an unusable file is an error at startup
+        self._since_ns = self._failed_ns = -OUTAGE_GAP_NS - 1
+        self._log_ns = 0
+
+    def note_failure(self, error: Exception) -> None:
+        """Note that a check failed, so the store is unavailable. Logs it once a minute."""
+        now_ns = self._clock.now_ns()
+        if now_ns - self._failed_ns > OUTAGE_GAP_NS:
+            self._since_ns = now_ns
+            self._log_ns = now_ns
+        self._failed_ns = now_ns
+        if self._fallback.emergency_limits and self._fallback.store != _MEMORY:
+            self._share(self._own_outage_ns())
+        if now_ns >= self._log_ns:
+            self._log_ns = now_ns + LOG_EVERY_NS
+            seconds = self._own_outage_ns() // NS_PER_SECOND
+            _log.warning(
+                "the store has been unable to decide for %d s, and on_failure answers: %s",
+                seconds,
+                error,
+            )
+
+    def outage_ns(self) -> int:
+        """Return how long the store has been unavailable; 0 if it is not."""
+        own_ns = self._own_outage_ns()
+        return own_ns if self._shared is None else max(own_ns, self._shared.age_ns())
+
+    def _own_outage_ns(self) -> int:
+        """Return how long this process knows that the store has been unavailable."""
+        now_ns = self._clock.now_ns()
+        noted_ns = 0
+        if now_ns - self._failed_ns <= OUTAGE_GAP_NS:
+            noted_ns = max(now_ns - self._since_ns, 0)
+        breakers = self.monitor.breakers() if self.monitor is not None else ()
+        failing_s = max((breaker.failing_s for breaker in breakers), default=0.0)
+        return max(noted_ns, int(failing_s * NS_PER_SECOND))
+
+    def _share(self, own_ns: int) -> None:
+        """Share the duration of the outage with the other workers of this machine."""
+        shared = self._shared
+        if shared is None:
+            shared = self._shared = SharedOutage(self._opened())
+        shared.note(own_ns)
+
+    def answer(
+        self, failed: Sequence[FailedCheck], address: str | None, *, spend: bool
+    ) -> list[Decision]:
+        """Return the degraded decisions on the failed checks of a request, or raise their error.
+
+        Empty if every policy is `open` and no limit of this machine applies.
+        """
+        for each in failed:
+            if each.policy == "raise":
+                raise each.error
+        closed = [each.decision() for each in failed if each.policy == "closed"]
+        if closed:
+            return closed
+        local_checks = [each.check for each in failed if each.policy == "local"]
+        return self.decide(local_checks, address, spend=spend)
+
+    def decide(
+        self, checks: Sequence[LocalCheck], address: str | None, *, spend: bool
+    ) -> list[Decision]:
+        """Return a degraded decision for each check, and denials of ceiling and emergency limits.
+
+        All pass or none is charged. Empty if no limit applies.
+        """
+        fallback = self._fallback
+        if not (checks or fallback.ceiling_limits or fallback.emergency_limits):
+            return []
+        return self._decided(checks, self._outage_charges(self._opened(), address), spend=spend)
+
+    def count(self, uncounted: Sequence[LocalCheck]) -> list[Decision]:
+        """Charge checks that were allowed without counting, at this machine's share of the limits.
+
+        The ceiling and the emergency limits have counted the request already.
+        """
+        return self._decided(uncounted, [], spend=True)
+
+    def _decided(
+        self, checks: Sequence[LocalCheck], outage_charges: Sequence[GateCheck], *, spend: bool
+    ) -> list[Decision]:
+        fleet = self.fleet
+        if fleet is None or not checks:
+            return self._charge(checks, outage_charges, Fraction(1, self._fallback.nodes), spend)
+        nodes = fleet.nodes()
+        ceilings = self._charges(checks, min(Fraction(CEILING_SHARES, nodes), Fraction(1)))
+        try:
+            found = _decide(self._opened(), [*ceilings, *outage_charges], spend=spend)
+        except (StoreError, CapacityError) as error:
+            return [_denied(error, checks[0].limits[0], checks[0].rule)]
+        shared = fleet.decide(checks, spend=spend) if all(found) else []
+        if spend and all(found) and not (shared and all(shared)):
+            _refund([*ceilings, *outage_charges], found)
+        if shared is None:
+            decisions = self._charge(checks, outage_charges, Fraction(1, nodes), spend)
+        elif shared:
+            decisions = [
+                _degraded(combine_decisions(pair)) for pair in zip(found, shared, strict=False)
+            ]
+        else:
+            decisions = _reported(found, len(checks))
+        if spend and all(decisions):
+            fleet.note_admitted(checks)
+        return decisions
+
+    def _charge(
+        self,
+        checks: Sequence[LocalCheck],
+        outage_charges: Sequence[GateCheck],
+        share: Fraction,
+        spend: bool,
+    ) -> list[Decision]:
+        """Return the decisions of this machine's own counts, with a share of the limits."""
+        charges = [*self._charges(checks, share), *outage_charges]
+        try:
+            decisions = _decide(self._opened(), charges, spend=spend)
+        except (StoreError, CapacityError) as error:
+            # The local store is full, or the share is too small for this cost: deny.
+            limits = checks[0].limits if checks else outage_charges[0][0].limits
+            return [_denied(error, limits[0], checks[0].rule if checks else CEILING)]
+        return _reported(decisions, len(checks))
+
+    def _charges(self, checks: Sequence[LocalCheck], share: Fraction) -> list[GateCheck]:
+        store = self._opened()
+        return [
+            (self._gate(store, check.limits, check.rule, share), check.subject, check.units)
+            for check in checks
+        ]
+
+    def _outage_charges(self, store: Store, address: str | None) -> list[GateCheck]:
+        """Return the ceiling and emergency checks. They count requests, whatever their cost."""
+        fallback = self._fallback
+        charges: list[GateCheck] = []
+        if fallback.ceiling_limits:
+            charges.append((store.gate(fallback.ceiling_limits, CEILING), _EVERYONE, 1))
+        if fallback.emergency_limits and self.outage_ns() >= fallback.emergency_after_ns:
+            key: Key = ("ip", address) if address else "ip"
+            charges.append((store.gate(fallback.emergency_limits, EMERGENCY), subject_of(key), 1))
+        return charges
+
+    def _gate(self, store: Store, limits: Limits, rule: str, share: Fraction) -> Gate:
+        """Return a share of the limits, as a gate on this machine's counts.
+
+        Gates of different shares have the same counts.
+        """
+        gate = self._gates.get((limits, rule, share))
+        if gate is None:
+            if len(self._gates) >= _GATES_MAX:
+                self._gates.clear()
+            scaled_limits = limits if share == 1 else scaled(limits, share)
+            gate = self._gates[limits, rule, share] = store.gate(scaled_limits, rule)
+        return gate
+
+    def _opened(self) -> Store:
+        store = self._store
+        if store is not None:
+            return store
+        with self._lock:
+            if self._store is None:
+                # The processes of a node of a fleet count together, unless configured otherwise.
+                if self.fleet is not None and self._fallback.store == _MEMORY:
+                    self._store = self.fleet.store
+                self._owns_store = self._store is None
+                if self._store is None:
+                    self._store = open_fallback_store(self._fallback.store, self._clock)
+            return self._store
+
+    def close(self) -> None:
+        """Close the local store, if it was opened."""
+        with self._lock:
+            if self._store is not None:
+                if self._owns_store:
+                    self._store.close()
+                self._store = self._shared = None
+                self._gates.clear()
+
+
+class SharedOutage:
+    """The age of an outage, for the workers that share a local store.
+
+    A store keeps counts, so the age is kept as two buckets that refill by one unit a second. A
+    worker that notices the outage empties the first. When it is full again, SHARED_GAP_S later, the
+    outage is over. The second is emptied at the start: the units that it has refilled are the age.
+    """
+
+    def __init__(self, store: Store) -> None:
+        # Twice the longest time after which emergency limits can apply.
+        self._seconds = 2 * _AFTER_S_MAX
+        self._noticed = store.gate([Limit(1, per=1, capacity=SHARED_GAP_S)], _NOTICED)
+        self._age = store.gate([Limit(1, per=1, capacity=self._seconds)], _AGE)
+
+    def note(self, own_ns: int) -> None:
+        """Note that the outage goes on, and how long this worker has known of it."""
+        with suppress(StoreError):
+            own_s = min(own_ns // NS_PER_SECOND, self._seconds)
+            if own_s * NS_PER_SECOND > self.age_ns() or not self._goes_on():
+                self._age.reset(_EVERYONE)
+                self._age.check(_EVERYONE, self._seconds - own_s)
+            # It refills slowly enough that most failed checks only peek.
+            if self._noticed.peek(_EVERYONE, 2).allowed:
+                self._noticed.reset(_EVERYONE)
+                self._noticed.check(_EVERYONE, SHARED_GAP_S)
+
+    def age_ns(self) -> int:
+        """Return how long the workers have known of the outage; 0 if there is none."""
+        with suppress(StoreError):
+            if self._goes_on():
+                left_ns = self._age.peek(_EVERYONE, self._seconds).retry_after_ns
+                return self._seconds * NS_PER_SECOND - left_ns
+        return 0
+
+    def _goes_on(self) -> bool:
+        return not self._noticed.peek(_EVERYONE, SHARED_GAP_S).allowed
+
+
+def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[Decision]:
+    if not charges:
+        return []
+    if spend:
+        decisions: list[Decision] = []
+        for answer in store.check_together(charges):
+            if isinstance(answer, StoreError):
+                raise answer
+            decisions.append(answer)
+        return decisions
+    return [gate.peek(subject, units) for gate, subject, units in charges]
+
+
+def _reported(decisions: Sequence[Decision], count: int) -> list[Decision]:
+    """Return the decisions to report: a client is not interested in a ceiling that admits it."""
+    return [
+        _degraded(decision)
+        for position, decision in enumerate(decisions)
+        if position < count or not decision.allowed
+    ]
+
+
+def _degraded(decision: Decision) -> Decision:
+    # The time of a charge is that of the local store: a refund in the other one has none.
+    return decision_with(decision, degraded=True, charged_ns=None)
+
+
+def _refund(charges: Sequence[GateCheck], decisions: Sequence[Decision]) -> None:
+    """Undo charges of this machine's own counts."""
+    for (gate, subject, units), decision in zip(charges, decisions, strict=True):
+        if decision.charged_ns is not None:
+            with suppress(StoreError):
+                gate.refund(subject, units, decision.charged_ns)
+
+
+def _denied(error: Exception, limit: Limit, rule: str) -> Decision:
+    known = error if isinstance(error, StoreError) else StoreError(str(error))
+    return decision_on_failure(known, "closed", limit, rule)

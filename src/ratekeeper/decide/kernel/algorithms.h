@@ -1,0 +1,95 @@
+/* The five algorithms in C. Every decision equals that of the Python reference
+ * (decide/algorithms/). They are pure: no clock, no lock, no state. */
+#ifndef RK_ALGORITHMS_H
+#define RK_ALGORITHMS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { RK_MICROS_PER_UNIT = 1000000, RK_UNITS_MAX = 1000000000 };
+
+/* The range of times, 1938 to 2096: within it, no sum of a time, a window and a refill overflows.
+ * The caller rejects other times; those read from a file are clamped. */
+#define RK_NOW_NS_MIN INT64_C(-1000000000000000000)
+#define RK_NOW_NS_MAX INT64_C(4000000000000000000)
+
+/* The time of a charge that was not made, or that is not known. */
+#define RK_NO_TIME INT64_MIN
+
+static inline int64_t rk_time_in_range(int64_t time_ns)
+{
+    return time_ns < RK_NOW_NS_MIN   ? RK_NOW_NS_MIN
+           : time_ns > RK_NOW_NS_MAX ? RK_NOW_NS_MAX
+                                     : time_ns;
+}
+
+typedef enum {
+    RK_TOKEN_BUCKET,
+    RK_LEAKY_BUCKET,
+    RK_SLIDING_WINDOW_LOG,
+    RK_SLIDING_WINDOW_COUNTER,
+    RK_FIXED_WINDOW,
+} rk_algorithm;
+
+/* A limit's numbers. The refill is numerator / denominator micro-units per nanosecond. */
+typedef struct {
+    rk_algorithm algorithm;
+    int64_t limit;
+    int64_t capacity;
+    int64_t window_ns;
+    int64_t numerator;
+    int64_t denominator;
+    int64_t step_ns;  /* token bucket: the time between two refills; at most 1: continuous */
+    uint64_t salt[2]; /* hash of the rule and the limit's identity, which locates its states */
+    uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
+} rk_limit;
+
+/* A ring of admission times, oldest first. */
+typedef struct {
+    int64_t *times;
+    uint32_t capacity;
+    uint32_t head;
+    uint32_t count;
+} rk_ring;
+
+static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
+{
+    uint32_t place = ring->head + index;
+    return rk_time_in_range(ring->times[place < ring->capacity ? place : place - ring->capacity]);
+}
+
+/* One limit's state of one subject. `value` is
+ *   token_bucket, leaky_bucket   micro-units used as of last_ns
+ *   fixed_window                 the count of last_ns's window
+ *   sliding_window_counter       the previous window's count << 32 | the count of last_ns's window
+ *   sliding_window_log           unused; the ring has all times */
+typedef struct {
+    bool present;
+    int64_t last_ns; /* of the last admission or, in a bucket, of the last refill */
+    uint64_t value;
+    rk_ring ring;
+} rk_state;
+
+typedef struct {
+    bool allowed;
+    int64_t remaining;
+    int64_t retry_after_ns;
+    int64_t reset_after_ns;
+    int64_t delay_ns;
+    int64_t charged_ns; /* the time that the units were charged at; RK_NO_TIME if none were */
+} rk_outcome;
+
+/* Decide, and set `after` to the state to write. For the log, `after->ring` has the new head and
+ * count; the caller must still write the last `cost` entries, each with the time after->last_ns.
+ * If the request is denied or its cost is 0, `after` equals `before`. Return false if the cost can
+ * never fit. */
+bool rk_decide(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t cost,
+               rk_outcome *outcome, rk_state *after);
+
+/* Set `after` to the state without the `units` that were charged at `charged_ns`, or RK_NO_TIME.
+ * after->present is false if no state is needed. For the log, return the number of entries that are
+ * newer than the removed ones: unless it is 0, the caller must close the gap before them. */
+uint32_t rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
+                   int64_t charged_ns, rk_state *after);
+
+#endif

@@ -1,0 +1,1005 @@
+/* The binding of the table for Python. It is thin: one C call from `Limiter.check` to the decision
+ * and back. A check takes this fast path only if everything about it is ordinary (a plain str key,
+ * a small cost, real time). All other checks, and every error, go to the Python path (`slow`),
+ * which validates, explains and applies the failure policy. So special cases are handled once, in
+ * Python. */
+#include "module.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+#include <structmember.h>
+#include <unistd.h>
+
+/* Longer than a preempted owner waits to be scheduled again, and short enough to be noticed. */
+static const int64_t LOCK_WAIT_NS = 1000000000;
+enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
+
+PyObject *rk_error_unavailable;
+static PyObject *error_capacity, *error_full, *error_timeout, *error_config;
+static PyObject *decision_repr, *decision_fields, *python_decision, *seconds_from_ns;
+static int bypass; /* a test has replaced the clock or switched limiting off */
+
+/* ---- Decision ---- */
+
+typedef struct {
+    PyObject_HEAD PyObject *policy, *rule, *source;
+    int64_t remaining, retry_after_ns, reset_after_ns, delay_ns, charged_ns, decided_ns, granted;
+    bool allowed;
+} decision_object;
+
+static PyTypeObject decision_type;
+
+/* Decisions live for microseconds; keeping a few for reuse saves allocations. */
+enum { SPARE_MAX = 64 };
+static decision_object *spare[SPARE_MAX];
+static int spare_count;
+
+PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *decided)
+{
+    decision_object *self;
+    if (spare_count > 0) {
+        self = spare[--spare_count];
+        PyObject_Init((PyObject *)self, &decision_type);
+    } else if ((self = PyObject_New(decision_object, &decision_type)) == NULL) {
+        return NULL;
+    }
+    self->policy = Py_NewRef(PyTuple_GET_ITEM(limits, decided->speaker));
+    self->rule = Py_NewRef(rule);
+    self->source = NULL;
+    self->allowed = decided->allowed;
+    self->remaining = decided->remaining;
+    self->retry_after_ns = decided->retry_after_ns;
+    self->reset_after_ns = decided->reset_after_ns;
+    self->delay_ns = decided->delay_ns;
+    self->charged_ns = decided->charged_ns;
+    self->decided_ns = decided->decided_ns;
+    self->granted = decided->granted;
+    return (PyObject *)self;
+}
+
+static void decision_dealloc(decision_object *self)
+{
+    Py_DECREF(self->policy);
+    Py_DECREF(self->rule);
+    Py_XDECREF(self->source);
+    if (spare_count < SPARE_MAX)
+        spare[spare_count++] = self;
+    else
+        PyObject_Free(self);
+}
+
+static PyObject *get_allowed(decision_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->allowed);
+}
+
+static PyObject *get_degraded(decision_object *self, void *unused)
+{
+    (void)self, (void)unused;
+    Py_RETURN_FALSE; /* the kernel's decisions are never degraded */
+}
+
+static PyObject *get_penalty(decision_object *self, void *unused)
+{
+    (void)self, (void)unused;
+    Py_RETURN_NONE; /* rules give penalties, and the kernel decides limits only */
+}
+
+static PyObject *get_policy(decision_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->policy);
+}
+
+static PyObject *get_rule(decision_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->rule);
+}
+
+static PyObject *get_limit(decision_object *self, void *unused)
+{
+    (void)unused;
+    PyObject *capacity = PyObject_GetAttrString(self->policy, "capacity");
+    if (capacity == NULL || self->granted == 0)
+        return capacity;
+    long long units = PyLong_AsLongLong(capacity);
+    Py_DECREF(capacity);
+    return units == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(units + self->granted);
+}
+
+/* The closure is the field's offset. */
+static PyObject *get_integer(decision_object *self, void *offset)
+{
+    return PyLong_FromLongLong(*(int64_t *)((char *)self + (size_t)offset));
+}
+
+static PyObject *get_charged_ns(decision_object *self, void *unused)
+{
+    (void)unused;
+    if (self->charged_ns == RK_NO_TIME)
+        Py_RETURN_NONE;
+    return PyLong_FromLongLong(self->charged_ns);
+}
+
+static int64_t ns_from_seconds(double seconds)
+{
+    int64_t whole = (int64_t)seconds;
+    return whole * 1000000000 + (int64_t)nearbyint((seconds - (double)whole) * 1e9);
+}
+
+/* As clock.seconds_from_ns: never rounded down. Above 2**53, nanoseconds do not fit a double, so
+ * Python divides the exact number. */
+static PyObject *get_seconds(decision_object *self, void *offset)
+{
+    int64_t ns = *(int64_t *)((char *)self + (size_t)offset);
+    if (ns > (int64_t)1 << 53)
+        return PyObject_CallFunction(seconds_from_ns, "L", (long long)ns);
+    double seconds = (double)ns / 1e9;
+    while (ns_from_seconds(seconds) < ns)
+        seconds += fabs(seconds) * 0x1p-52;
+    return PyFloat_FromDouble(seconds);
+}
+
+#define FIELD(name) ((void *)offsetof(decision_object, name))
+static PyGetSetDef decision_attributes[] = {
+    {"allowed", (getter)get_allowed, NULL, "Whether the request may proceed.", NULL},
+    {"policy", (getter)get_policy, NULL, "The tightest limit.", NULL},
+    {"limit", (getter)get_limit, NULL, "The tightest limit's capacity, and granted units.", NULL},
+    {"remaining", (getter)get_integer, NULL, "Requests of cost 1 that would be allowed now.",
+     FIELD(remaining)},
+    {"retry_after_ns", (getter)get_integer, NULL, "Nanoseconds until this cost would be allowed.",
+     FIELD(retry_after_ns)},
+    {"retry_after", (getter)get_seconds, NULL, "Seconds until this cost would be allowed.",
+     FIELD(retry_after_ns)},
+    {"reset_after_ns", (getter)get_integer, NULL, "Nanoseconds until the whole quota is available.",
+     FIELD(reset_after_ns)},
+    {"reset_after", (getter)get_seconds, NULL, "Seconds until the whole quota is available.",
+     FIELD(reset_after_ns)},
+    {"delay_ns", (getter)get_integer, NULL, "Nanoseconds to hold the request.", FIELD(delay_ns)},
+    {"delay", (getter)get_seconds, NULL, "Seconds to hold the request.", FIELD(delay_ns)},
+    {"rule", (getter)get_rule, NULL, "The limiter's name, or the rule's id.", NULL},
+    {"degraded", (getter)get_degraded, NULL, "Always false here.", NULL},
+    {"charged_ns", (getter)get_charged_ns, NULL, "The time of the charge; None if there is none.",
+     NULL},
+    {"decided_ns", (getter)get_integer, NULL, "The table's time of the decision.",
+     FIELD(decided_ns)},
+    {"granted", (getter)get_integer, NULL, "Granted units that are left.", FIELD(granted)},
+    {"penalty", (getter)get_penalty, NULL, "Always None here.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* Set by the rule engine; None before. */
+static PyMemberDef decision_members[] = {
+    {"source", T_OBJECT, offsetof(decision_object, source), 0, "What a refund of it needs."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static int decision_bool(PyObject *self) { return ((decision_object *)self)->allowed; }
+
+static PyObject *decision_to_repr(PyObject *self)
+{
+    return PyObject_CallOneArg(decision_repr, self);
+}
+
+static PyObject *decision_compare(PyObject *self, PyObject *other, int operation)
+{
+    if (operation != Py_EQ && operation != Py_NE)
+        Py_RETURN_NOTIMPLEMENTED;
+    int comparable = PyObject_IsInstance(other, python_decision);
+    if (comparable < 0)
+        return NULL;
+    if (!comparable)
+        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *result = NULL, *mine = PyObject_CallOneArg(decision_fields, self);
+    PyObject *theirs = mine ? PyObject_CallOneArg(decision_fields, other) : NULL;
+    if (theirs)
+        result = PyObject_RichCompare(mine, theirs, operation);
+    Py_XDECREF(mine);
+    Py_XDECREF(theirs);
+    return result;
+}
+
+static Py_hash_t decision_hash(PyObject *self)
+{
+    PyObject *fields = PyObject_CallOneArg(decision_fields, self);
+    Py_hash_t hash = fields ? PyObject_Hash(fields) : -1;
+    Py_XDECREF(fields);
+    return hash;
+}
+
+static PyObject *decision_reduce(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *fields = PyObject_CallOneArg(decision_fields, self);
+    return fields ? Py_BuildValue("(ON)", python_decision, fields) : NULL;
+}
+
+static PyMethodDef decision_methods[] = {
+    {"__reduce__", decision_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyNumberMethods decision_number = {.nb_bool = decision_bool};
+
+static PyTypeObject decision_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Decision",
+    .tp_doc = "A decision made by the kernel; see ratekeeper.Decision.",
+    .tp_basicsize = sizeof(decision_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)decision_dealloc,
+    .tp_getset = decision_attributes,
+    .tp_members = decision_members,
+    .tp_methods = decision_methods,
+    .tp_as_number = &decision_number,
+    .tp_repr = decision_to_repr,
+    .tp_richcompare = decision_compare,
+    .tp_hash = decision_hash,
+};
+
+/* ---- Table ---- */
+
+static PyTypeObject table_type;
+
+/* Open the table with the interpreter's lock released. Return NULL with an exception, or the table
+ * with a text that says why a damaged file was created again, which is usually empty. */
+static rk_table *open_table(const rk_options *options, PyObject **notice)
+{
+    rk_status status;
+    char error[RK_ERROR_BYTES] = "";
+    rk_table *table;
+    Py_BEGIN_ALLOW_THREADS table = rk_open(options, &status, error);
+    Py_END_ALLOW_THREADS *notice = PyUnicode_DecodeFSDefault(error);
+    if (table != NULL && *notice != NULL)
+        return table;
+    if (table != NULL)
+        rk_close(table);
+    if (*notice != NULL)
+        PyErr_SetObject(status == RK_MISMATCH ? error_config : rk_error_unavailable, *notice);
+    Py_CLEAR(*notice);
+    return NULL;
+}
+
+PyObject *rk_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path",    "capacity", "log_bytes", "mode", "epoch_offset_ns",
+                            "on_loss", NULL};
+    PyObject *path = Py_None, *on_loss = Py_None;
+    rk_options options = {.path = NULL};
+    unsigned long long capacity = 0, log_bytes = 0;
+    long long epoch_offset_ns = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKILO", names, &path, &capacity, &log_bytes,
+                                     &options.mode, &epoch_offset_ns, &on_loss))
+        return NULL;
+    rk_table_object *self = (rk_table_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->on_loss = Py_NewRef(on_loss);
+    if (path != Py_None && !PyUnicode_FSConverter(path, &self->path)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    options.path = self->path ? PyBytes_AS_STRING(self->path) : NULL;
+    options.capacity = capacity;
+    options.log_bytes = log_bytes;
+    options.epoch_offset_ns = epoch_offset_ns;
+    options.allowances = type == &rk_allowances_type;
+    self->options = options;
+    self->table = open_table(&options, &self->notice);
+    if (self->table == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* Between leave and back the interpreter's lock is released; a close() meanwhile is deferred. */
+PyThreadState *rk_leave(rk_table_object *self)
+{
+    if (self->away_in != getpid())
+        self->away = 0;
+    self->away_in = getpid();
+    self->away++;
+    return PyEval_SaveThread();
+}
+
+/* Close the memory that is no longer in use, once no thread is in it. */
+static void close_unused(rk_table_object *self)
+{
+    if (self->away > 0 && self->away_in == getpid())
+        return;
+    if (self->retired != NULL)
+        rk_close(self->retired);
+    self->retired = NULL;
+    if (self->closing && self->table != NULL) {
+        rk_close(self->table);
+        self->table = NULL;
+    }
+}
+
+void rk_back(rk_table_object *self, PyThreadState *thread)
+{
+    PyEval_RestoreThread(thread);
+    self->away--;
+    close_unused(self);
+}
+
+bool rk_table_is_open(rk_table_object *self)
+{
+    if (self->table != NULL && !self->closing)
+        return true;
+    PyErr_SetString(rk_error_unavailable, "the store is closed; open another one");
+    return false;
+}
+
+/* Raise StoreUnavailable for a lost file. Before that, `on_loss` may open it again for the next
+ * call, or raise an error that says why it cannot. */
+static PyObject *raise_lost(rk_table_object *self)
+{
+    char text[RK_ERROR_BYTES];
+    bool lost = rk_loss_text(self->table, text);
+    PyObject *result = NULL, *message = PyUnicode_DecodeFSDefault(text);
+    if (message != NULL && lost && self->on_loss != Py_None)
+        result = PyObject_CallFunctionObjArgs(self->on_loss, self, message, NULL);
+    if (message != NULL && !PyErr_Occurred())
+        PyErr_SetObject(rk_error_unavailable, message);
+    Py_XDECREF(result);
+    Py_XDECREF(message);
+    return NULL;
+}
+
+PyObject *rk_raise_status(rk_table_object *self, rk_status status)
+{
+    if (!rk_table_is_open(self))
+        return NULL;
+    if (status == RK_LOST)
+        return raise_lost(self);
+    if (status == RK_FULL)
+        PyErr_SetString(error_full, "every slot for this key holds a key that is still limited; "
+                                    "choose a larger ?capacity=");
+    else if (status == RK_LOG_FULL)
+        PyErr_SetString(error_full, "the rule has used up its part of the memory for sliding "
+                                    "window logs; choose a larger ?log_bytes=");
+    else if (status == RK_BUSY)
+        PyErr_SetString(error_timeout, "another process has held the table's lock for 1 s; "
+                                       "is it stopped?");
+    else
+        PyErr_SetString(rk_error_unavailable,
+                        "this process was forked and could not open the file again: it is out of "
+                        "descriptors, or has no permission");
+    return NULL;
+}
+
+PyObject *rk_table_close(rk_table_object *self, PyObject *unused)
+{
+    (void)unused;
+    self->closing = true;
+    close_unused(self);
+    Py_RETURN_NONE;
+}
+
+PyObject *rk_table_reopen(rk_table_object *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *notice;
+    if (!rk_table_is_open(self))
+        return NULL;
+    rk_table *opened = open_table(&self->options, &notice);
+    if (opened == NULL)
+        return NULL;
+    if (self->retired != NULL ||
+        !rk_table_is_open(self)) { /* another thread was faster, or closed it */
+        rk_close(opened);
+        Py_DECREF(notice);
+        return PyErr_Occurred() ? NULL : PyUnicode_FromString("");
+    }
+    self->retired = self->table;
+    self->table = opened;
+    close_unused(self);
+    return notice;
+}
+
+void rk_table_dealloc(rk_table_object *self)
+{
+    if (self->retired != NULL)
+        rk_close(self->retired);
+    if (self->table != NULL)
+        rk_close(self->table);
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->notice);
+    Py_XDECREF(self->on_loss);
+    Py_TYPE(self)->tp_free(self);
+}
+
+PyObject *rk_table_now_ns(rk_table_object *self, PyObject *unused)
+{
+    (void)unused;
+    return rk_table_is_open(self) ? PyLong_FromLongLong(rk_now_ns(self->table)) : NULL;
+}
+
+bool rk_parse_now(rk_table_object *self, PyObject *value, int64_t *now_ns)
+{
+    int64_t real_ns = rk_now_ns(self->table); /* examines the file, whatever the clock */
+    if (value == Py_None) {
+        *now_ns = real_ns;
+        return true;
+    }
+    *now_ns = PyLong_AsLongLong(value);
+    if (*now_ns == -1 && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
+        return false;
+    if (PyErr_Occurred() || *now_ns < RK_NOW_NS_MIN || *now_ns > RK_NOW_NS_MAX) {
+        PyErr_Clear();
+        PyErr_SetString(error_config, "the clock's time is not between 1938 and 2096");
+        return false;
+    }
+    return true;
+}
+
+static PyObject *table_sweep(rk_table_object *self, PyObject *now)
+{
+    int64_t now_ns;
+    uint64_t dropped;
+    if (!rk_table_is_open(self) || !rk_parse_now(self, now, &now_ns))
+        return NULL;
+    if (!rk_table_is_open(self)) /* again: reading `now` may have run any code */
+        return NULL;
+    PyThreadState *thread = rk_is_shared(self->table) ? rk_leave(self) : NULL;
+    rk_status status = rk_sweep(self->table, now_ns, &dropped);
+    if (thread != NULL)
+        rk_back(self, thread);
+    return status == RK_OK ? PyLong_FromUnsignedLongLong(dropped) : rk_raise_status(self, status);
+}
+
+static PyObject *table_stats(rk_table_object *self, PyObject *unused)
+{
+    (void)unused;
+    rk_stats stats;
+    if (!rk_table_is_open(self))
+        return NULL;
+    rk_now_ns(self->table); /* examines the file */
+    PyThreadState *thread = rk_is_shared(self->table) ? rk_leave(self) : NULL;
+    rk_status status = rk_read_stats(self->table, &stats);
+    if (thread != NULL)
+        rk_back(self, thread);
+    if (status != RK_OK)
+        return rk_raise_status(self, status);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "states", stats.states, "states_max",
+                         stats.states_max, "bytes", stats.bytes, "expired", stats.expired,
+                         "refused", stats.refused, "repaired", stats.repaired, "log_bytes_used",
+                         stats.log_bytes_used, "log_bytes_max", stats.log_bytes_max);
+}
+
+static PyObject *table_busiest(rk_table_object *self, PyObject *argument)
+{
+    rk_busy found[RK_BUSIEST_MAX];
+    long most = PyLong_AsLong(argument);
+    if ((most == -1 && PyErr_Occurred()) || !rk_table_is_open(self))
+        return NULL;
+    PyThreadState *thread = rk_is_shared(self->table) ? rk_leave(self) : NULL;
+    int count = rk_busiest(self->table, found,
+                           (int)(most < 0                ? 0
+                                 : most < RK_BUSIEST_MAX ? most
+                                                         : RK_BUSIEST_MAX));
+    if (thread != NULL)
+        rk_back(self, thread);
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list != NULL && i < count; i++) {
+        PyObject *name = PyUnicode_DecodeUTF8(found[i].name, found[i].length, "replace");
+        PyObject *pair = name ? Py_BuildValue("(NK)", name, found[i].checks) : NULL;
+        if (pair == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, pair);
+    }
+    return list;
+}
+
+static PyMethodDef table_methods[] = {
+    {"close", (PyCFunction)rk_table_close, METH_NOARGS, "Unmap the memory."},
+    {"reopen", (PyCFunction)rk_table_reopen, METH_NOARGS,
+     "Open a lost file again; return why it was created again, or an empty text."},
+    {"now_ns", (PyCFunction)rk_table_now_ns, METH_NOARGS, "Return the table's time."},
+    {"sweep", (PyCFunction)table_sweep, METH_O, "Drop expired states; return their number."},
+    {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
+    {"busiest", (PyCFunction)table_busiest, METH_O,
+     "Return the busiest subjects and their checks."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyMemberDef rk_table_members[] = {
+    {"notice", T_OBJECT, offsetof(rk_table_object, notice), READONLY,
+     "Why a damaged file was created again; usually empty."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject table_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Table",
+    .tp_doc = "Quotas in one block of memory, of this process or of a file.",
+    .tp_basicsize = sizeof(rk_table_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = rk_table_new,
+    .tp_dealloc = (destructor)rk_table_dealloc,
+    .tp_methods = table_methods,
+    .tp_members = rk_table_members,
+};
+
+/* ---- Gate ---- */
+
+typedef struct {
+    PyObject_HEAD rk_table_object *table;
+    PyObject *limits, *rule, *slow;
+    int count;
+    int64_t allowed, denied; /* by `check`; the interpreter's lock protects them */
+    rk_limit numbers[RK_LIMITS_MAX];
+} gate_object;
+
+static const char *const ALGORITHMS[] = {
+    "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
+};
+
+static bool read_number(PyObject *limit, const char *name, int64_t *number)
+{
+    PyObject *value = PyObject_GetAttrString(limit, name);
+    *number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return !PyErr_Occurred();
+}
+
+static bool read_algorithm(PyObject *limit, rk_limit *numbers)
+{
+    PyObject *name = PyObject_GetAttrString(limit, "algorithm");
+    if (name == NULL)
+        return false;
+    for (int i = 0; i < 5; i++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, ALGORITHMS[i]) == 0) {
+            numbers->algorithm = (rk_algorithm)i;
+            Py_DECREF(name);
+            return true;
+        }
+    PyErr_Format(error_config, "the kernel has no algorithm %R", name);
+    Py_DECREF(name);
+    return false;
+}
+
+/* The location of a limit's states depends on the rule's name and the limit's identity, and not on
+ * numbers that may change. */
+static bool read_identity(gate_object *self, PyObject *limit, rk_limit *numbers)
+{
+    PyObject *identity = PyObject_GetAttrString(limit, "identity");
+    PyObject *full =
+        identity ? PyUnicode_FromFormat("%U%c%U", self->rule, SEPARATOR, identity) : NULL;
+    Py_ssize_t length = 0;
+    const char *text = full ? PyUnicode_AsUTF8AndSize(full, &length) : NULL;
+    if (text != NULL) {
+        rk_hash hash = rk_limit_salt(text, (size_t)length);
+        numbers->salt[0] = hash.low;
+        numbers->salt[1] = hash.high;
+        const char *rule = PyUnicode_AsUTF8AndSize(self->rule, &length);
+        if (rule != NULL)
+            numbers->rule = rk_limit_salt(rule, (size_t)length).low;
+        else
+            text = NULL;
+    }
+    Py_XDECREF(identity);
+    Py_XDECREF(full);
+    return text != NULL;
+}
+
+static bool fits_slab(gate_object *self, PyObject *limit, const rk_limit *numbers)
+{
+    if (numbers->algorithm != RK_SLIDING_WINDOW_LOG)
+        return true;
+    if (!rk_table_is_open(self->table)) /* reading attributes may have run any code */
+        return false;
+    unsigned long long needed = rk_log_bytes_needed(numbers->limit);
+    unsigned long long there = rk_log_bytes(self->table->table);
+    if (needed <= there)
+        return true;
+    PyErr_Format(error_config,
+                 "%R needs up to %llu bytes for one key's log, and the store has %llu for all; "
+                 "make it with a larger ?log_bytes=, or choose another algorithm",
+                 limit, needed, there);
+    return false;
+}
+
+static bool read_limit(gate_object *self, PyObject *limit, rk_limit *numbers)
+{
+    return read_algorithm(limit, numbers) && read_number(limit, "limit", &numbers->limit) &&
+           read_number(limit, "capacity", &numbers->capacity) &&
+           read_number(limit, "window_ns", &numbers->window_ns) &&
+           read_number(limit, "micros_numerator", &numbers->numerator) &&
+           read_number(limit, "ns_denominator", &numbers->denominator) &&
+           read_number(limit, "refill_step_ns", &numbers->step_ns) &&
+           read_identity(self, limit, numbers) && fits_slab(self, limit, numbers);
+}
+
+static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"table", "limits", "rule", "slow", NULL};
+    PyObject *table, *limits, *rule, *slow = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U|O", names, &table_type, &table,
+                                     &PyTuple_Type, &limits, &rule, &slow))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(limits);
+    if (count < 1 || count > RK_LIMITS_MAX) {
+        PyErr_Format(error_config, "a gate has 1 to %d limits, not %zd", RK_LIMITS_MAX, count);
+        return NULL;
+    }
+    if (!rk_table_is_open((rk_table_object *)table))
+        return NULL;
+    gate_object *self = (gate_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->table = (rk_table_object *)Py_NewRef(table);
+    self->limits = Py_NewRef(limits);
+    self->rule = Py_NewRef(rule);
+    self->slow = Py_NewRef(slow);
+    self->count = (int)count;
+    for (int i = 0; i < self->count; i++)
+        if (!read_limit(self, PyTuple_GET_ITEM(limits, i), &self->numbers[i])) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    return (PyObject *)self;
+}
+
+static int gate_traverse(gate_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->table);
+    Py_VISIT(self->limits);
+    Py_VISIT(self->rule);
+    Py_VISIT(self->slow);
+    return 0;
+}
+
+static int gate_clear(gate_object *self)
+{
+    Py_CLEAR(self->slow);
+    return 0;
+}
+
+static void gate_dealloc(gate_object *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->table);
+    Py_XDECREF(self->limits);
+    Py_XDECREF(self->rule);
+    Py_XDECREF(self->slow);
+    Py_TYPE(self)->tp_free(self);
+}
+
+bool rk_try_again(rk_table_object *self, rk_wait_function wait, rk_hash hash, rk_status *status)
+{
+    if (*status != RK_BUSY || self->waited)
+        return false;
+    const rk_table *before = self->table;
+    PyThreadState *thread = rk_leave(self);
+    *status = wait(self->table, hash, LOCK_WAIT_NS);
+    rk_back(self, thread);
+    if (self->table == NULL)
+        *status = RK_UNAVAILABLE;
+    else if (self->table != before) /* another seed, for which the hash is wrong */
+        *status = RK_LOST;
+    return *status == RK_OK;
+}
+
+static bool try_again(gate_object *self, rk_hash hash, rk_status *status)
+{
+    return rk_try_again(self->table, rk_wait, hash, status);
+}
+
+static rk_status check_hash(gate_object *self, rk_hash hash, int64_t now_ns, int64_t cost,
+                            bool spend, rk_decision *decision)
+{
+    rk_status status;
+    do {
+        status = rk_check(self->table->table, hash, self->numbers, self->count, now_ns, cost, spend,
+                          decision);
+    } while (__builtin_expect(status == RK_BUSY, 0) && try_again(self, hash, &status));
+    return status;
+}
+
+/* Return the bytes of a plain key: a str of 1 to 512 characters without the separator. */
+static const char *plain_key(PyObject *key, Py_ssize_t *length)
+{
+    if (!PyUnicode_CheckExact(key))
+        return NULL;
+    Py_ssize_t characters = PyUnicode_GET_LENGTH(key);
+    if (characters < 1 || characters > KEY_LENGTH_MAX)
+        return NULL;
+    const char *bytes;
+    if (PyUnicode_IS_COMPACT_ASCII(key)) {
+        bytes = (const char *)PyUnicode_1BYTE_DATA(key);
+        *length = characters;
+    } else {
+        bytes = PyUnicode_AsUTF8AndSize(key, length);
+        if (bytes == NULL) {
+            PyErr_Clear(); /* half of a surrogate pair: the slow path raises the error */
+            return NULL;
+        }
+    }
+    return memchr(bytes, SEPARATOR, (size_t)*length) ? NULL : bytes;
+}
+
+const char *rk_plain_check(rk_table_object *table, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames, Py_ssize_t *length, int64_t *cost)
+{
+    *cost = 1;
+    if (nargs < 1 || bypass || table->table == NULL || table->closing)
+        return NULL;
+    if (nargs + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0) == 2) {
+        /* The second argument is the cost, keyword or not: the slow path rejects a wrong keyword.
+         */
+        if (kwnames && !(nargs == 1 && PyUnicode_CompareWithASCIIString(
+                                           PyTuple_GET_ITEM(kwnames, 0), "cost") == 0))
+            return NULL;
+        if (!PyLong_CheckExact(args[1]))
+            return NULL;
+        int overflow;
+        *cost = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        if (overflow || *cost < 0 || *cost > RK_UNITS_MAX)
+            return NULL;
+    } else if (nargs != 1 || kwnames) {
+        return NULL;
+    }
+    return plain_key(args[0], length);
+}
+
+/* check(key, cost=1), the fast path. */
+static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames)
+{
+    int64_t cost;
+    Py_ssize_t length;
+    const char *bytes = rk_plain_check(self->table, args, nargs, kwnames, &length, &cost);
+    if (bytes == NULL)
+        goto slow;
+    rk_decision decision;
+    rk_table *table = self->table->table;
+    rk_hash hash = rk_subject_hash(table, bytes, (size_t)length);
+    rk_status status = check_hash(self, hash, rk_now_ns(table), cost, true, &decision);
+    if (status != RK_OK) {
+        self->table->waited = status == RK_BUSY;
+        goto slow;
+    }
+    if (rk_sample_due(table))
+        rk_note_busy(table, hash, bytes, (size_t)length);
+    if (decision.allowed)
+        self->allowed++;
+    else
+        self->denied++;
+    return rk_make_decision(self->limits, self->rule, &decision);
+slow:
+    if (self->slow == NULL) { /* cleared by the garbage collector */
+        PyErr_SetString(rk_error_unavailable, "the limiter was deleted");
+        return NULL;
+    }
+    return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
+}
+
+typedef struct {
+    rk_hash hash;
+    const char *bytes;
+    Py_ssize_t length;
+    int64_t units, now_ns;
+} call;
+
+/* The arguments that decide, refund and grant share. */
+static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
+                       call *parsed)
+{
+    parsed->bytes = PyUnicode_AsUTF8AndSize(subject, &parsed->length);
+    if (parsed->bytes == NULL)
+        return false;
+    int overflow;
+    parsed->units = PyLong_AsLongLongAndOverflow(units, &overflow);
+    if (parsed->units == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow || parsed->units > (int64_t)RK_UNITS_MAX * 2)
+        parsed->units = (int64_t)RK_UNITS_MAX * 2 + 1; /* above any capacity with any credit */
+    /* Last, because the conversions may have run any code, including close(). */
+    if (!rk_table_is_open(self->table) || !rk_parse_now(self->table, now, &parsed->now_ns) ||
+        !rk_table_is_open(self->table))
+        return false;
+    parsed->hash = rk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
+    return true;
+}
+
+static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    call c;
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "decide(subject, cost, now_ns, spend)");
+        return NULL;
+    }
+    if (!parse_call(self, args[0], args[1], args[2], &c))
+        return NULL;
+    rk_decision decision;
+    bool spend = args[3] == Py_True;
+    rk_status status = check_hash(self, c.hash, c.now_ns, c.units, spend, &decision);
+    self->table->waited = false;
+    if (status == RK_CAPACITY) {
+        PyObject *limit = PyTuple_GET_ITEM(self->limits, decision.speaker);
+        PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, args[1], limit, NULL);
+        if (error != NULL)
+            PyErr_SetObject(error_capacity, error);
+        Py_XDECREF(error);
+        return NULL;
+    }
+    if (status == RK_FULL || status == RK_LOG_FULL)
+        rk_note_refused(self->table->table, c.hash);
+    if (status != RK_OK)
+        return rk_raise_status(self->table, status);
+    if (spend && rk_sample_due(self->table->table))
+        rk_note_busy(self->table->table, c.hash, c.bytes, (size_t)c.length);
+    return rk_make_decision(self->limits, self->rule, &decision);
+}
+
+/* The time of a charge: None if it is not known. One outside of the range is clamped. */
+static bool parse_charged(PyObject *value, int64_t *charged_ns)
+{
+    *charged_ns = RK_NO_TIME;
+    if (value == Py_None)
+        return true;
+    int overflow;
+    *charged_ns = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (*charged_ns == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow)
+        *charged_ns = overflow > 0 ? RK_NOW_NS_MAX : RK_NOW_NS_MIN;
+    *charged_ns = rk_time_in_range(*charged_ns);
+    return true;
+}
+
+static PyObject *gate_refund(gate_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *charged, *now;
+    int64_t charged_ns;
+    call c;
+    rk_status status;
+    if (!PyArg_ParseTuple(args, "UOOO", &subject, &units, &charged, &now) ||
+        !parse_charged(charged, &charged_ns) || !parse_call(self, subject, units, now, &c))
+        return NULL;
+    do {
+        status = rk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
+                              c.units, charged_ns);
+    } while (try_again(self, c.hash, &status));
+    if (status != RK_OK)
+        return rk_raise_status(self->table, status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gate_grant(gate_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *now;
+    long long ttl_ns;
+    call c;
+    rk_status status;
+    if (!PyArg_ParseTuple(args, "UOLO", &subject, &units, &ttl_ns, &now) ||
+        !parse_call(self, subject, units, now, &c))
+        return NULL;
+    if (c.units > RK_UNITS_MAX)
+        c.units = RK_UNITS_MAX;
+    do {
+        status = rk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units,
+                          ttl_ns);
+    } while (try_again(self, c.hash, &status));
+    if (status == RK_FULL)
+        rk_note_refused(self->table->table, c.hash);
+    if (status != RK_OK)
+        return rk_raise_status(self->table, status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gate_reset(gate_object *self, PyObject *subject)
+{
+    call c;
+    rk_status status;
+    PyObject *zero = PyLong_FromLong(0);
+    bool parsed = zero != NULL && parse_call(self, subject, zero, Py_None, &c);
+    Py_XDECREF(zero);
+    if (!parsed)
+        return NULL;
+    do {
+        status = rk_reset(self->table->table, c.hash, self->numbers, self->count);
+    } while (try_again(self, c.hash, &status));
+    if (status != RK_OK)
+        return rk_raise_status(self->table, status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gate_counted(gate_object *self, PyObject *unused)
+{
+    (void)unused;
+    return Py_BuildValue("(LL)", (long long)self->allowed, (long long)self->denied);
+}
+
+static PyMethodDef gate_methods[] = {
+    {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL | METH_KEYWORDS,
+     "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
+    {"decide", (PyCFunction)(void (*)(void))gate_decide, METH_FASTCALL,
+     "decide($self, subject, cost, now_ns, spend, /)\n--\n\nDecide on a subject; raises errors."},
+    {"refund", (PyCFunction)gate_refund, METH_VARARGS,
+     "refund(subject, units, charged_ns, now_ns)"},
+    {"grant", (PyCFunction)gate_grant, METH_VARARGS, "grant(subject, units, ttl_ns, now_ns)"},
+    {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
+    {"counted", (PyCFunction)gate_counted, METH_NOARGS,
+     "How many calls `check` has allowed and denied itself."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject gate_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Gate",
+    .tp_doc = "One rule's limits on one table.",
+    .tp_basicsize = sizeof(gate_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = gate_new,
+    .tp_dealloc = (destructor)gate_dealloc,
+    .tp_traverse = (traverseproc)gate_traverse,
+    .tp_clear = (inquiry)gate_clear,
+    .tp_methods = gate_methods,
+};
+
+/* ---- the module ---- */
+
+static PyObject *set_bypass(PyObject *module, PyObject *on)
+{
+    (void)module;
+    bypass = PyObject_IsTrue(on);
+    if (bypass < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"set_bypass", set_bypass, METH_O, "Send every check through the Python path."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "ratekeeper.decide.kernel._kernel",
+    .m_doc = "The table of quotas in C.",
+    .m_size = -1,
+    .m_methods = module_methods,
+};
+
+static bool import_names(const char *module_name, const char *const *names, PyObject ***places)
+{
+    PyObject *module = PyImport_ImportModule(module_name);
+    for (int i = 0; module != NULL && names[i] != NULL; i++)
+        if ((*places[i] = PyObject_GetAttrString(module, names[i])) == NULL)
+            Py_CLEAR(module);
+    Py_XDECREF(module);
+    return module != NULL;
+}
+
+PyMODINIT_FUNC PyInit__kernel(void)
+{
+    static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
+                                         "StoreUnavailable", "ConfigError", NULL};
+    static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
+                                        &rk_error_unavailable, &error_config};
+    static const char *const models[] = {"decision_repr", "decision_fields", "Decision",
+                                         "seconds_from_ns", NULL};
+    static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision,
+                                        &seconds_from_ns};
+    if (!import_names("ratekeeper.core.errors", errors, error_places) ||
+        !import_names("ratekeeper.core.model", models, model_places))
+        return NULL;
+    if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
+        PyType_Ready(&gate_type) < 0 || PyType_Ready(&rk_allowances_type) < 0 ||
+        PyType_Ready(&rk_allowance_gate_type) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&module_definition);
+    if (module == NULL ||
+        PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
+        PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
+        PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
+        PyModule_AddObjectRef(module, "Allowances", (PyObject *)&rk_allowances_type) < 0 ||
+        PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&rk_allowance_gate_type) < 0)
+        Py_CLEAR(module);
+    return module;
+}

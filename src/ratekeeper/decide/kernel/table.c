@@ -1,0 +1,1034 @@
+/* The table.
+ *
+ * Problem. Every check reads and writes a few words per limit, for all limits of a subject together
+ * or not at all. Many processes check at once, and each may be killed between two instructions. A
+ * check must take tens of nanoseconds, a state tens of bytes.
+ *
+ * Layout. A subject's 128-bit keyed hash selects a segment. All its limits are there, so one lock
+ * covers a whole check. Within the segment, hash and limit determine a 48-bit tag and two buckets
+ * of eight slots. A state is in one of the two. A new state goes to the first bucket while that is
+ * at most half full, and otherwise to the emptier one. There are no chains to follow or to repair:
+ * a slot whose state has expired is free. If both buckets are full of live states, one of the
+ * sixteen moves to its other bucket, which follows from its tag. A slot has 24 bytes: 8 of metadata
+ * (tag, flags, time to live) and 16 of state.
+ *
+ * Two keys are confused only if they agree in segment, bucket and tag. For ten million keys in one
+ * table, the probability that any two of them do is below one in a million, and an attacker without
+ * the seed cannot choose such keys.
+ *
+ * Time to live. A slot must expire without knowledge of its limit. 14 bits hold the time from
+ * last_ns to its expiry, as a float with 8 bits of precision, rounded up: a state is kept at most
+ * 0.4 % too long.
+ *
+ * Locks. One word per segment: 0, or the owner's number. It is taken by compare-and-swap and held
+ * for about 30 ns. A process that holds it may take only the slab's lock in addition, and waits for
+ * that at most a few milliseconds. `locks.c` explains how a dead owner is detected.
+ *
+ * Killed during a check. A check first writes its changes to the segment's journal. Then it sets
+ * the number of journal entries, and from that moment the check has happened. Then it applies the
+ * changes and clears the number. A process that takes a dead owner's lock applies the journal again
+ * if the number is not zero; applying it twice has the same effect as once. So a check is charged
+ * completely or not at all. Blocks of the slab are taken before and returned afterwards. A kill in
+ * between leaks the block, and the next process that opens the file alone reclaims it.
+ *
+ * Data is not trusted. After a power cut the file may contain anything, so every time, count and
+ * reference is clamped when it is loaded: the worst result is a wrong count, not a crash.
+ *
+ * What may look wrong. An expired slot that is still found by its tag is used as it is: under the
+ * limit that wrote it, it is equivalent to an absent one, and under a limit that was changed since,
+ * it is correct while it exists. `filled` is not journaled: recovery counts it again. */
+#include "layout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "numbers.h"
+
+#define META_TTL_MASK 0x3fffu
+#define META_CREDIT 0x4000u /* a credit slot exists for this state */
+#define META_LOG 0x8000u    /* the value refers to a block of the slab */
+#define META_TAG_SHIFT 16
+
+/* The maximum of a bucket in micro-units. We never write a higher value. */
+static const uint64_t VALUE_MAX = (uint64_t)RK_UNITS_MAX * RK_MICROS_PER_UNIT;
+static const uint64_t CREDIT_SALT = 0x637265646974u;
+
+/* ---- time to live: 6 bits of exponent, 8 of mantissa ---- */
+
+static uint64_t ttl_encode(int64_t ttl_ns)
+{
+    uint64_t ttl = ttl_ns > 0 ? (uint64_t)ttl_ns : 0;
+    if (ttl < 256)
+        return ttl;
+    int shift = 55 - __builtin_clzll(ttl);
+    uint64_t mantissa = (ttl + ((uint64_t)1 << shift) - 1) >> shift;
+    if (mantissa == 512)
+        mantissa = 256, shift++;
+    return (uint64_t)(shift + 1) << 8 | (mantissa - 256);
+}
+
+static int64_t ttl_decode(uint64_t code)
+{
+    uint64_t exponent = code >> 8, mantissa = code & 255;
+    if (exponent == 0)
+        return (int64_t)mantissa;
+    if (exponent > 54) /* never written; keeps the shift in range for any file content */
+        return INT64_MAX / 4;
+    return (int64_t)((256 + mantissa) << (exponent - 1));
+}
+
+static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
+{
+    last_ns = rk_time_in_range(last_ns);
+    return now_ns >= last_ns && now_ns - last_ns >= ttl_decode(meta & META_TTL_MASK);
+}
+
+/* ---- finding slots ---- */
+
+rk_segment *rk_segment_at(const rk_table *table, uint32_t index)
+{
+    return (rk_segment *)(table->segments + table->segment_bytes * index);
+}
+
+static rk_bucket *buckets_of(rk_segment *segment)
+{
+    return (rk_bucket *)((uint8_t *)segment + ((sizeof(rk_segment) + 63) & ~(size_t)63));
+}
+
+static uint64_t *tag_at(rk_segment *segment, uint32_t slot)
+{
+    return &buckets_of(segment)[slot / RK_SLOTS_PER_BUCKET].tags[slot % RK_SLOTS_PER_BUCKET];
+}
+
+static rk_cell *cell_at(rk_segment *segment, uint32_t slot)
+{
+    return &buckets_of(segment)[slot / RK_SLOTS_PER_BUCKET].cells[slot % RK_SLOTS_PER_BUCKET];
+}
+
+static rk_segment *segment_of(const rk_table *table, rk_hash subject)
+{
+    /* The upper half of the product is always below `segments`. */
+    uint64_t index = (uint64_t)((rk_u128)subject.low * table->format.segments >> 64);
+    return rk_segment_at(table, (uint32_t)index);
+}
+
+/* The location of a subject's state for a limit: the upper 48 bits are its tag, the lower bits its
+ * bucket. */
+static uint64_t place_of(rk_hash subject, const uint64_t salt[2])
+{
+    uint64_t place = rk_mix((subject.high ^ salt[0]) + rk_mix(subject.low ^ salt[1]));
+    return place >> META_TAG_SHIFT ? place : place | (uint64_t)1 << META_TAG_SHIFT;
+}
+
+static uint64_t credit_place(uint64_t place)
+{
+    uint64_t other = rk_mix(place ^ CREDIT_SALT);
+    return other >> META_TAG_SHIFT ? other : other | (uint64_t)1 << META_TAG_SHIFT;
+}
+
+static uint32_t other_bucket(const rk_table *table, uint32_t bucket, uint64_t tag)
+{
+    return bucket ^ ((uint32_t)((tag * 0x9e3779b97f4a7c15u >> 56) | 1) & table->bucket_mask);
+}
+
+static int find(const rk_table *table, rk_segment *segment, uint64_t place)
+{
+    uint64_t tag = place >> META_TAG_SHIFT;
+    uint32_t bucket = (uint32_t)place & table->bucket_mask;
+    for (int choice = 0; choice < 2; choice++) {
+        const rk_bucket *searched = &buckets_of(segment)[bucket];
+        /* The states are two cache lines further on. Prefetched now, they arrive together with
+         * the tags instead of after them. */
+        __builtin_prefetch(&searched->cells[0], 1);
+        __builtin_prefetch(&searched->cells[RK_SLOTS_PER_BUCKET / 2], 1);
+        for (uint32_t i = 0; i < RK_SLOTS_PER_BUCKET; i++)
+            if (searched->tags[i] >> META_TAG_SHIFT == tag)
+                return (int)(bucket * RK_SLOTS_PER_BUCKET + i);
+        bucket = other_bucket(table, bucket, tag);
+    }
+    return -1;
+}
+
+/* ---- the journal ---- */
+
+/* Read the slot of a write once: the file may change at any time. Return false if it has no such
+ * slot. */
+static bool slot_of(const rk_table *table, const rk_write *write, uint32_t *slot)
+{
+    *slot = *(const volatile uint32_t *)&write->slot;
+    return *slot < table->slots;
+}
+
+static void apply_journal(const rk_table *table, rk_segment *segment, uint32_t count)
+{
+    for (uint32_t i = 0; i < segment->push_count && i < RK_LIMITS_MAX; i++) {
+        const rk_push *push = &segment->pushes[i];
+        rk_block block;
+        if (!rk_block_at(table, push->block, &block))
+            continue;
+        for (uint32_t k = 0, at = push->first; k < push->count && k < block.capacity; k++, at++)
+            block.times[at % block.capacity] = push->at_ns;
+    }
+    for (uint32_t i = 0; i < count && i < RK_WRITES_MAX; i++) {
+        const rk_write *write = &segment->writes[i];
+        uint32_t slot;
+        if (!slot_of(table, write, &slot))
+            continue;
+        *cell_at(segment, slot) = (rk_cell){.last_ns = write->last_ns, .value = write->value};
+        /* The tag is usually unchanged. Then the cache line stays shared, and another processor
+         * that looks this key up still has it. */
+        if (*tag_at(segment, slot) != write->meta)
+            *tag_at(segment, slot) = write->meta;
+    }
+}
+
+/* Once journal_count is stored, the writes will be applied, by us or by the process that recovers.
+ * The fences keep the three steps in order for a process that reads them after we were killed. */
+static void commit(const rk_table *table, rk_segment *segment, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t slot;
+        if (!slot_of(table, &segment->writes[i], &slot))
+            continue;
+        uint64_t before = *tag_at(segment, slot), after = segment->writes[i].meta;
+        segment->filled += (before == 0) - (after == 0);
+        segment->expired += before && after && before >> META_TAG_SHIFT != after >> META_TAG_SHIFT;
+    }
+    atomic_store_explicit(&segment->journal_count, count, memory_order_release);
+    atomic_thread_fence(memory_order_release);
+    apply_journal(table, segment, count);
+    atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
+    /* The next transaction must not enter the journal before this one has ended. After a kill,
+     * every earlier store is visible and no later one, so a compiler barrier is enough. */
+    atomic_signal_fence(memory_order_seq_cst);
+    segment->push_count = 0;
+}
+
+static void count_filled(const rk_table *table, rk_segment *segment)
+{
+    uint32_t filled = 0;
+    for (uint32_t slot = 0; slot < table->slots; slot++)
+        filled += *tag_at(segment, slot) != 0;
+    segment->filled = filled;
+}
+
+/* Complete what a dead owner left unfinished. Call with the lock held. */
+void rk_recover(rk_table *table, rk_segment *segment)
+{
+    uint32_t count = atomic_load_explicit(&segment->journal_count, memory_order_acquire);
+    if (count > 0) {
+        apply_journal(table, segment, count);
+        atomic_store_explicit(&segment->journal_count, 0, memory_order_release);
+    }
+    segment->push_count = 0;
+    count_filled(table, segment);
+    segment->repaired++;
+}
+
+rk_status rk_wait(rk_table *table, rk_hash subject, int64_t timeout_ns)
+{
+    rk_segment *segment = segment_of(table, subject);
+    bool repaired = false;
+    rk_status status = rk_lock_wait(table, &segment->lock, timeout_ns, &repaired);
+    if (status != RK_OK)
+        return status;
+    if (repaired)
+        rk_recover(table, segment);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, rk_slab_wait(table, timeout_ns));
+}
+
+/* ---- one limit's part in a check ---- */
+
+typedef struct {
+    const rk_limit *limit;
+    uint64_t place;
+    int slot;               /* -1: not in the table */
+    int credit_slot;        /* -1: none granted */
+    uint32_t block;         /* the log's ring before, if `before.ring.capacity` */
+    bool wants_credit_slot; /* a grant needs a slot for it */
+    int64_t credit_units, credit_until_ns;
+    int64_t credit_left; /* units left after `after` is written */
+    int64_t own;         /* the part of the cost that the limit itself pays */
+    rk_state before, after;
+    rk_outcome outcome;
+} part;
+
+/* A log's value: block << 40 | head << 20 | count. */
+static uint64_t log_value(uint32_t block, const rk_ring *ring)
+{
+    return (uint64_t)block << 40 | (uint64_t)ring->head << 20 | ring->count;
+}
+
+static bool load_ring(const rk_table *table, uint64_t value, uint32_t *block, rk_ring *ring)
+{
+    rk_block found;
+    *block = (uint32_t)(value >> 40);
+    if (!rk_block_at(table, *block, &found))
+        return false;
+    ring->times = found.times;
+    ring->capacity = found.capacity;
+    ring->head = (uint32_t)(value >> 20) & 0xfffff;
+    ring->count = (uint32_t)value & 0xfffff;
+    /* A ring that a power cut damaged is dropped, so that it is never read out of bounds. */
+    return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
+}
+
+static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
+                 part *p)
+{
+    p->limit = limit;
+    p->place = place_of(subject, limit->salt);
+    p->slot = find(table, segment, p->place);
+    p->credit_slot = -1;
+    p->wants_credit_slot = false;
+    p->credit_units = p->credit_until_ns = 0;
+    p->before = (rk_state){.present = false};
+    if (p->slot < 0)
+        return;
+    uint64_t meta = *tag_at(segment, p->slot);
+    rk_cell cell = *cell_at(segment, p->slot);
+    p->before.last_ns = rk_time_in_range(cell.last_ns);
+    p->before.value = cell.value;
+    if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
+        p->before.present =
+            (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
+    } else {
+        p->before.present = cell.value != 0; /* 0: present only to refer to a credit */
+        if (limit->algorithm != RK_SLIDING_WINDOW_COUNTER && cell.value > VALUE_MAX)
+            p->before.value = VALUE_MAX;
+    }
+    if (meta & META_CREDIT) {
+        p->credit_slot = find(table, segment, credit_place(p->place));
+        if (p->credit_slot >= 0) {
+            rk_cell credit = *cell_at(segment, p->credit_slot);
+            p->credit_units = (int64_t)(credit.value & INT64_MAX) % (RK_UNITS_MAX + 1);
+            p->credit_until_ns = rk_time_in_range(credit.last_ns);
+        }
+    }
+}
+
+/* As decide/credit.py: granted units pay only the part of the cost that the limit cannot. */
+static bool decide_with_credit(part *p, int64_t now_ns, int64_t cost)
+{
+    rk_outcome look;
+    rk_state unchanged;
+    rk_decide(p->limit, &p->before, now_ns, 0, &look, &unchanged);
+    int64_t own = rk_min(cost, look.remaining);
+    int64_t left = p->credit_units - (cost - own);
+    if (left >= 0) {
+        rk_decide(p->limit, &p->before, now_ns, own, &p->outcome, &p->after);
+        p->outcome.remaining += left;
+        p->credit_left = left;
+        p->own = own;
+        return true;
+    }
+    p->credit_left = p->credit_units;
+    if (rk_decide(p->limit, &p->before, now_ns, cost - p->credit_units, &p->outcome, &p->after) &&
+        now_ns + p->outcome.retry_after_ns < p->credit_until_ns) {
+        p->outcome.remaining += p->credit_units;
+        return true;
+    }
+    if (!rk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after))
+        return false;
+    p->outcome.remaining += p->credit_units;
+    return true;
+}
+
+static bool decide(part *p, int64_t now_ns, int64_t cost)
+{
+    p->credit_left = 0;
+    p->own = cost;
+    if (p->credit_units > 0 && now_ns < p->credit_until_ns)
+        return decide_with_credit(p, now_ns, cost);
+    return rk_decide(p->limit, &p->before, now_ns, cost, &p->outcome, &p->after);
+}
+
+/* ---- free slots ---- */
+
+/* Slots that the current transaction uses, so that nothing else is put there. */
+typedef struct {
+    int slots[RK_WRITES_MAX];
+    int count;
+    uint32_t freed[RK_WRITES_MAX]; /* blocks of expired logs whose slots are reused */
+    int freed_count;
+} claims;
+
+static bool claimed(const claims *claim, uint32_t slot)
+{
+    for (int i = 0; i < claim->count; i++)
+        if (claim->slots[i] == (int)slot)
+            return true;
+    return false;
+}
+
+static void claim_slot(claims *claim, int slot) { claim->slots[claim->count++] = slot; }
+
+/* Find the best free slot of a bucket (empty before expired), and the number of free ones. */
+static int free_in(rk_segment *segment, uint32_t bucket, int64_t now_ns, const claims *claim,
+                   int *found)
+{
+    int empty = -1, reusable = -1;
+    *found = 0;
+    uint32_t first = bucket * RK_SLOTS_PER_BUCKET;
+    for (uint32_t slot = first; slot < first + RK_SLOTS_PER_BUCKET; slot++) {
+        bool is_empty = *tag_at(segment, slot) == 0;
+        if (!is_empty && !expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
+            continue;
+        if (claimed(claim, slot))
+            continue;
+        ++*found;
+        if (is_empty)
+            empty = (int)slot;
+        else
+            reusable = (int)slot;
+    }
+    return empty >= 0 ? empty : reusable;
+}
+
+/* Move one live state of a full bucket to its other bucket; return the slot it left, or -1. */
+static int make_room_in(rk_table *table, rk_segment *segment, uint32_t bucket, int64_t now_ns,
+                        claims *claim)
+{
+    uint32_t first = bucket * RK_SLOTS_PER_BUCKET;
+    for (uint32_t slot = first; slot < first + RK_SLOTS_PER_BUCKET; slot++) {
+        if (claimed(claim, slot))
+            continue;
+        uint32_t other = other_bucket(table, bucket, *tag_at(segment, slot) >> META_TAG_SHIFT);
+        int found;
+        int target = free_in(segment, other, now_ns, claim, &found);
+        if (target < 0)
+            continue;
+        bool had_block = *tag_at(segment, target) & META_LOG;
+        uint32_t block = (uint32_t)(cell_at(segment, target)->value >> 40);
+        segment->writes[0] = (rk_write){.slot = (uint32_t)target,
+                                        .meta = *tag_at(segment, slot),
+                                        .last_ns = cell_at(segment, slot)->last_ns,
+                                        .value = cell_at(segment, slot)->value};
+        segment->writes[1] = (rk_write){.slot = slot};
+        segment->push_count = 0;
+        commit(table, segment, 2);
+        if (had_block)
+            rk_block_give(table, block);
+        return (int)slot;
+    }
+    return -1;
+}
+
+/* Return a slot for a state that has none; -1 if both buckets are full and no state can move. */
+static int choose_slot(rk_table *table, rk_segment *segment, uint64_t place, int64_t now_ns,
+                       claims *claim)
+{
+    uint32_t one = (uint32_t)place & table->bucket_mask;
+    uint32_t two = other_bucket(table, one, place >> META_TAG_SHIFT);
+    int free_one, free_two;
+    int slot_one = free_in(segment, one, now_ns, claim, &free_one);
+    int slot_two = free_in(segment, two, now_ns, claim, &free_two);
+    /* The first bucket, unless it is half full. So a look-up rarely needs the second one, which is
+     * another cache miss. While the segment is at most 90 % full, this fills the buckets as evenly
+     * as always taking the emptier one. */
+    int slot = free_one >= RK_SLOTS_PER_BUCKET / 2 || free_one >= free_two ? slot_one : slot_two;
+    if (slot < 0)
+        slot = make_room_in(table, segment, one, now_ns, claim);
+    if (slot < 0)
+        slot = make_room_in(table, segment, two, now_ns, claim);
+    if (slot < 0)
+        return -1;
+    if (*tag_at(segment, slot) & META_LOG)
+        claim->freed[claim->freed_count++] = (uint32_t)(cell_at(segment, slot)->value >> 40);
+    claim_slot(claim, slot);
+    return slot;
+}
+
+/* Empty up to `most` expired slots; return their number. Each is one store, so no journal is
+ * needed. */
+static uint32_t sweep_segment(rk_table *table, rk_segment *segment, int64_t now_ns, uint32_t most)
+{
+    uint32_t dropped = 0, filled = 0;
+    for (uint32_t slot = 0; slot < table->slots; slot++) {
+        if (*tag_at(segment, slot) == 0)
+            continue;
+        filled++;
+        if (dropped == most ||
+            !expired(*tag_at(segment, slot), cell_at(segment, slot)->last_ns, now_ns))
+            continue;
+        uint32_t block = (uint32_t)(cell_at(segment, slot)->value >> 40);
+        bool has_block = *tag_at(segment, slot) & META_LOG;
+        *tag_at(segment, slot) = 0;
+        if (has_block)
+            rk_block_give(table, block);
+        dropped++;
+    }
+    segment->filled = filled - dropped;
+    segment->expired += dropped;
+    return dropped;
+}
+
+/* ---- writing ---- */
+
+static void journal(rk_segment *segment, uint32_t *count, int slot, uint64_t meta, int64_t last_ns,
+                    uint64_t value)
+{
+    segment->writes[(*count)++] =
+        (rk_write){.slot = (uint32_t)slot, .meta = meta, .last_ns = last_ns, .value = value};
+}
+
+/* Take a block for a ring of `count` entries. */
+static rk_status take_block(rk_table *table, const rk_limit *limit, uint32_t count, bool replaces,
+                            uint32_t *block, rk_block *found)
+{
+    rk_status status = rk_block_take(table, limit->rule, count, replaces, block);
+    if (status != RK_OK)
+        return status;
+    bool intact = rk_block_at(table, *block, found) && found->capacity >= count;
+    return intact ? RK_OK : RK_LOG_FULL; /* the file was overwritten since */
+}
+
+/* The ring for `after`: the current one, or a larger one with the live entries copied. */
+static rk_status fit_ring(rk_table *table, part *p, uint32_t *block)
+{
+    rk_ring *ring = &p->after.ring;
+    *block = p->block;
+    if (p->before.present && ring->count <= ring->capacity)
+        return RK_OK;
+    rk_block larger;
+    rk_status status = take_block(table, p->limit, ring->count, false, block, &larger);
+    if (status != RK_OK)
+        return status;
+    for (uint32_t i = 0; i < ring->count - (uint32_t)p->own; i++)
+        larger.times[i] = rk_ring_at(ring, i);
+    ring->times = larger.times;
+    ring->capacity = larger.capacity;
+    ring->head = 0;
+    return RK_OK;
+}
+
+/* Prepare the rings of all parts that log something, and the entries to push into them. Blocks that
+ * became too small are remembered, and returned once nothing refers to them. */
+static rk_status prepare_rings(rk_table *table, rk_segment *segment, part *parts, int count,
+                               claims *claim)
+{
+    uint32_t taken[RK_LIMITS_MAX];
+    int taken_count = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        if (p->limit->algorithm != RK_SLIDING_WINDOW_LOG || p->own == 0)
+            continue;
+        uint32_t block;
+        rk_status status = fit_ring(table, p, &block);
+        if (status != RK_OK) {
+            while (taken_count > 0)
+                rk_block_give(table, taken[--taken_count]);
+            return status;
+        }
+        if (!p->before.present || block != p->block) {
+            taken[taken_count++] = block;
+            if (p->before.present)
+                claim->freed[claim->freed_count++] = p->block;
+        }
+        rk_ring *ring = &p->after.ring;
+        segment->pushes[segment->push_count++] = (rk_push){
+            .block = block,
+            .first = (ring->head + ring->count - (uint32_t)p->own) % ring->capacity,
+            .count = (uint32_t)p->own,
+            .at_ns = p->after.last_ns,
+        };
+        p->after.value = log_value(block, ring);
+    }
+    return RK_OK;
+}
+
+/* Write the part's new state and the rest of its credit to the journal. */
+static void journal_part(rk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
+                         int64_t expires_ns)
+{
+    uint64_t meta = p->place >> META_TAG_SHIFT << META_TAG_SHIFT;
+    if (p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->after.present)
+        meta |= META_LOG;
+    if (p->credit_left > 0) {
+        meta |= META_CREDIT;
+        expires_ns = rk_max(expires_ns, p->credit_until_ns);
+    }
+    int64_t last_ns = p->after.present ? p->after.last_ns : now_ns;
+    meta |= ttl_encode(rk_max(expires_ns - last_ns, 1)); /* 0 marks a credit */
+    journal(segment, count, p->slot, meta, last_ns, p->after.present ? p->after.value : 0);
+    if (p->credit_slot >= 0 && p->credit_left != p->credit_units) {
+        uint64_t tag = credit_place(p->place) >> META_TAG_SHIFT << META_TAG_SHIFT;
+        if (p->credit_left > 0)
+            journal(segment, count, p->credit_slot, tag, p->credit_until_ns,
+                    (uint64_t)p->credit_left);
+        else
+            journal(segment, count, p->credit_slot, 0, 0, 0);
+    }
+}
+
+static uint32_t slots_wanted(const part *parts, int count)
+{
+    uint32_t wanted = 0;
+    for (int i = 0; i < count; i++)
+        wanted += (parts[i].slot < 0) + (parts[i].wants_credit_slot && parts[i].credit_slot < 0);
+    return wanted;
+}
+
+/* Find a slot for each state and credit that has none; RK_FULL if there is none. RK_SWEPT if the
+ * segment had to be swept: that may have emptied our own slots, so the caller starts over, once. */
+static rk_status place_parts(rk_table *table, rk_segment *segment, part *parts, int count,
+                             int64_t now_ns, bool may_sweep, claims *claim)
+{
+    uint32_t wanted = slots_wanted(parts, count);
+    uint32_t limit = table->format.segment_limit;
+    claim->count = claim->freed_count = 0;
+    if (wanted == 0)
+        return RK_OK;
+    if (segment->filled + wanted > limit && may_sweep) {
+        sweep_segment(table, segment, now_ns, RK_SWEEP_SLOTS);
+        return RK_SWEPT;
+    }
+    bool placed = segment->filled + wanted <= limit;
+    for (int i = 0; i < count; i++) {
+        if (parts[i].slot >= 0)
+            claim_slot(claim, parts[i].slot);
+        if (parts[i].credit_slot >= 0)
+            claim_slot(claim, parts[i].credit_slot);
+    }
+    for (int i = 0; i < count && placed; i++) {
+        part *p = &parts[i];
+        if (p->slot < 0)
+            p->slot = choose_slot(table, segment, p->place, now_ns, claim);
+        if (p->wants_credit_slot && p->credit_slot < 0)
+            p->credit_slot = choose_slot(table, segment, credit_place(p->place), now_ns, claim);
+        placed = p->slot >= 0 && !(p->wants_credit_slot && p->credit_slot < 0);
+    }
+    return placed ? RK_OK : RK_FULL;
+}
+
+static void give_blocks(rk_table *table, const claims *claim)
+{
+    for (int i = 0; i < claim->freed_count; i++)
+        rk_block_give(table, claim->freed[i]);
+}
+
+static rk_status spend_parts(rk_table *table, rk_segment *segment, part *parts, int count,
+                             int64_t now_ns, bool may_sweep)
+{
+    claims claim;
+    rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
+    if (status == RK_OK)
+        status = prepare_rings(table, segment, parts, count, &claim);
+    if (status != RK_OK)
+        return status;
+    uint32_t writes = 0;
+    for (int i = 0; i < count; i++)
+        journal_part(segment, &writes, &parts[i], now_ns, now_ns + parts[i].outcome.reset_after_ns);
+    commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return RK_OK;
+}
+
+/* ---- the verbs ---- */
+
+static bool tighter(const rk_outcome *a, const rk_outcome *b)
+{
+    if (a->remaining != b->remaining)
+        return a->remaining < b->remaining;
+    if (a->retry_after_ns != b->retry_after_ns)
+        return a->retry_after_ns > b->retry_after_ns;
+    return a->reset_after_ns > b->reset_after_ns;
+}
+
+/* As decide/combine.py: report the tightest of the limits that denied, or of all if none did. */
+static void combine(const part *parts, int count, bool allowed, int64_t now_ns,
+                    rk_decision *decision)
+{
+    int speaker = -1;
+    int64_t retry_ns = 0, delay_ns = 0, charged_ns = INT64_MAX;
+    for (int i = 0; i < count; i++) {
+        const rk_outcome *outcome = &parts[i].outcome;
+        if (outcome->charged_ns != RK_NO_TIME)
+            charged_ns = rk_min(charged_ns, outcome->charged_ns);
+        retry_ns = rk_max(retry_ns, outcome->retry_after_ns);
+        delay_ns = rk_max(delay_ns, outcome->delay_ns);
+        if (outcome->allowed == allowed &&
+            (speaker < 0 || tighter(outcome, &parts[speaker].outcome)))
+            speaker = i;
+    }
+    *decision = (rk_decision){
+        .allowed = allowed,
+        .speaker = speaker,
+        .remaining = parts[speaker].outcome.remaining,
+        .retry_after_ns = retry_ns,
+        .reset_after_ns = parts[speaker].outcome.reset_after_ns,
+        .delay_ns = allowed ? delay_ns : 0,
+        .charged_ns = allowed && charged_ns < INT64_MAX ? charged_ns : RK_NO_TIME,
+        .decided_ns = now_ns,
+        .granted = parts[speaker].credit_left,
+    };
+}
+
+/* As credit.wait_together: other limits that pass now may depend on a credit that will have expired
+ * by then. Return false if the cost can never fit without it; decision->speaker is that limit. */
+static bool wait_together(const part *parts, int count, int64_t now_ns, int64_t cost,
+                          rk_decision *decision)
+{
+    bool any_credit = false;
+    for (int i = 0; i < count; i++)
+        any_credit = any_credit || parts[i].credit_units > 0;
+    if (!any_credit || count == 1)
+        return true;
+    for (int i = 0; i < count; i++) {
+        part then = parts[i];
+        if (!decide(&then, now_ns + decision->retry_after_ns, cost)) {
+            decision->speaker = i;
+            return false;
+        }
+        if (!then.outcome.allowed) {
+            decision->retry_after_ns += then.outcome.retry_after_ns;
+            i = -1; /* decide all of them again, at that time */
+        }
+    }
+    return true;
+}
+
+static rk_status check_locked(rk_table *table, rk_segment *segment, rk_hash subject,
+                              const rk_limit *limits, int count, int64_t now_ns, int64_t cost,
+                              bool spend, bool may_sweep, rk_decision *decision)
+{
+    part parts[RK_LIMITS_MAX];
+    bool allowed = true;
+    for (int i = 0; i < count; i++) {
+        load(table, segment, subject, &limits[i], &parts[i]);
+        if (!decide(&parts[i], now_ns, cost)) {
+            decision->speaker = i;
+            return RK_CAPACITY;
+        }
+        allowed = allowed && parts[i].outcome.allowed;
+    }
+    if (allowed && cost > 0) {
+        if (spend) {
+            rk_status status = spend_parts(table, segment, parts, count, now_ns, may_sweep);
+            if (status != RK_OK)
+                return status;
+        } else {
+            for (int i = 0; i < count; i++)
+                decide(&parts[i], now_ns, 0);
+        }
+    }
+    combine(parts, count, allowed, now_ns, decision);
+    if (!allowed && !wait_together(parts, count, now_ns, cost, decision))
+        return RK_CAPACITY;
+    return RK_OK;
+}
+
+static rk_status check_once(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                            int64_t now_ns, int64_t cost, bool spend, rk_decision *decision)
+{
+    rk_segment *segment = segment_of(table, subject);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    status =
+        check_locked(table, segment, subject, limits, count, now_ns, cost, spend, true, decision);
+    if (status == RK_SWEPT)
+        status = check_locked(table, segment, subject, limits, count, now_ns, cost, spend, false,
+                              decision);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, status);
+}
+
+/* Expired logs keep their blocks until their slots are reused. So a check that finds the slab full,
+ * or nearly so, sweeps a few segments, and the next check the next ones. */
+static void sweep_for_blocks(rk_table *table, int64_t now_ns, uint32_t segments)
+{
+    uint32_t left = RK_SWEEP_BLOCKS;
+    for (uint32_t i = 0; i < segments && i < table->format.segments && left > 0; i++) {
+        rk_segment *segment = rk_segment_at(table, table->sweep_next % table->format.segments);
+        if (segment->filled > 0 && rk_lock_try(table, &segment->lock) == RK_OK) {
+            left -= sweep_segment(table, segment, now_ns, left);
+            rk_unlock(table, &segment->lock);
+        }
+        table->sweep_next += left > 0; /* otherwise there may be more in this one */
+    }
+}
+
+rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                   int64_t now_ns, int64_t cost, bool spend, rk_decision *decision)
+{
+    rk_status status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    if (status == RK_LOG_FULL) {
+        sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
+        status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
+    }
+    if (__builtin_expect(table->slab_filling, 0)) {
+        table->slab_filling = false;
+        sweep_for_blocks(table, now_ns, 1);
+    }
+    return status;
+}
+
+void rk_note_refused(rk_table *table, rk_hash subject)
+{
+    atomic_fetch_add_explicit(&segment_of(table, subject)->refused, 1, memory_order_relaxed);
+}
+
+/* The latest expiry of any state: a century after the latest time. */
+static const int64_t EXPIRY_NS_MAX = RK_NOW_NS_MAX + INT64_C(3200000000000000000);
+
+/* The time at which the slot's state expires. */
+static int64_t expiry_of(rk_segment *segment, int slot)
+{
+    int64_t last_ns = rk_time_in_range(cell_at(segment, slot)->last_ns);
+    return rk_min(last_ns + ttl_decode(*tag_at(segment, slot) & META_TTL_MASK), EXPIRY_NS_MAX);
+}
+
+/* Close the gap that a refund left in a log before its `newer` entries. The entries move to another
+ * block, so that a process killed meanwhile leaves the log as it was. */
+static rk_status close_gap(rk_table *table, part *p, uint32_t newer, uint32_t *block)
+{
+    rk_ring *ring = &p->after.ring;
+    rk_block other;
+    rk_status status = take_block(table, p->limit, ring->count, true, block, &other);
+    if (status != RK_OK)
+        return status;
+    uint32_t removed = p->before.ring.count - ring->count;
+    for (uint32_t i = 0; i < ring->count; i++)
+        other.times[i] = rk_ring_at(&p->before.ring, i < ring->count - newer ? i : i + removed);
+    ring->times = other.times;
+    ring->capacity = other.capacity;
+    ring->head = 0;
+    return RK_OK;
+}
+
+/* Refund one limit, and set `block` to that of the log after it. */
+static rk_status refund_part(rk_table *table, part *p, int64_t now_ns, int64_t units,
+                             int64_t charged_ns, uint32_t *block)
+{
+    uint32_t newer = rk_refund(p->limit, &p->before, now_ns, units, charged_ns, &p->after);
+    *block = p->block;
+    p->credit_left = p->credit_units;
+    if (p->limit->algorithm != RK_SLIDING_WINDOW_LOG || !p->after.present)
+        return RK_OK;
+    if (newer > 0 && p->after.ring.count < p->before.ring.count) {
+        rk_status status = close_gap(table, p, newer, block);
+        if (status != RK_OK)
+            return status;
+    }
+    p->after.value = log_value(*block, &p->after.ring);
+    return RK_OK;
+}
+
+static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash subject,
+                                  const rk_limit *limits, int count, int64_t now_ns, int64_t units,
+                                  int64_t charged_ns)
+{
+    claims claim = {.count = 0};
+    uint32_t writes = 0, taken[RK_LIMITS_MAX];
+    int taken_count = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part p;
+        uint32_t block;
+        load(table, segment, subject, &limits[i], &p);
+        if (p.slot < 0 || units == 0)
+            continue;
+        rk_status status = refund_part(table, &p, now_ns, units, charged_ns, &block);
+        if (status != RK_OK) {
+            while (taken_count > 0)
+                rk_block_give(table, taken[--taken_count]);
+            return status;
+        }
+        bool had_block = p.limit->algorithm == RK_SLIDING_WINDOW_LOG && p.before.present;
+        if (had_block && (!p.after.present || block != p.block))
+            claim.freed[claim.freed_count++] = p.block;
+        if (had_block && block != p.block)
+            taken[taken_count++] = block;
+        rk_state unchanged;
+        rk_decide(p.limit, &p.after, now_ns, 0, &p.outcome, &unchanged);
+        if (p.after.present || p.credit_left > 0)
+            journal_part(segment, &writes, &p, now_ns, now_ns + p.outcome.reset_after_ns);
+        else
+            journal(segment, &writes, p.slot, 0, 0, 0);
+    }
+    if (writes > 0)
+        commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return RK_OK;
+}
+
+static rk_status give_back_once(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                                int64_t now_ns, int64_t units, int64_t charged_ns)
+{
+    rk_segment *segment = segment_of(table, subject);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    status = give_back_locked(table, segment, subject, limits, count, now_ns, units, charged_ns);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, status);
+}
+
+rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                       int64_t now_ns, int64_t units, int64_t charged_ns)
+{
+    rk_status status = give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
+    if (status != RK_LOG_FULL)
+        return status;
+    sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
+    return give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
+}
+
+static rk_status grant_locked(rk_table *table, rk_segment *segment, rk_hash subject,
+                              const rk_limit *limits, int count, int64_t now_ns, int64_t units,
+                              int64_t ttl_ns, bool may_sweep)
+{
+    part parts[RK_LIMITS_MAX];
+    claims claim;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        load(table, segment, subject, &limits[i], p);
+        p->wants_credit_slot = true;
+        /* A credit whose state is gone may still exist, expired. It must not get a second slot:
+         * either could be found first. */
+        if (p->credit_slot < 0)
+            p->credit_slot = find(table, segment, credit_place(p->place));
+    }
+    rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
+    if (status != RK_OK)
+        return status;
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        int64_t until_ns = now_ns + (ttl_ns < 0 ? p->limit->window_ns : ttl_ns);
+        int64_t held = p->credit_units;
+        bool live = held > 0 && now_ns < p->credit_until_ns;
+        p->credit_left = live ? rk_min(held + units, RK_UNITS_MAX) : units;
+        p->credit_until_ns = live ? rk_max(p->credit_until_ns, until_ns) : until_ns;
+        p->credit_units = -1; /* always written: the time may have changed */
+        p->after = p->before;
+        bool known = *tag_at(segment, p->slot) >> META_TAG_SHIFT == p->place >> META_TAG_SHIFT;
+        journal_part(segment, &writes, p, now_ns, known ? expiry_of(segment, p->slot) : until_ns);
+    }
+    commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return RK_OK;
+}
+
+rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                   int64_t now_ns, int64_t units, int64_t ttl_ns)
+{
+    if (units == 0)
+        return RK_OK;
+    rk_segment *segment = segment_of(table, subject);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, true);
+    if (status == RK_SWEPT)
+        status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, false);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, status);
+}
+
+rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int count)
+{
+    rk_segment *segment = segment_of(table, subject);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    claims claim = {.count = 0};
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part p;
+        load(table, segment, subject, &limits[i], &p);
+        if (p.slot < 0)
+            continue;
+        if (limits[i].algorithm == RK_SLIDING_WINDOW_LOG && p.before.present)
+            claim.freed[claim.freed_count++] = p.block;
+        journal(segment, &writes, p.slot, 0, 0, 0);
+        if (p.credit_slot >= 0)
+            journal(segment, &writes, p.credit_slot, 0, 0, 0);
+    }
+    if (writes > 0)
+        commit(table, segment, writes);
+    give_blocks(table, &claim);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, RK_OK);
+}
+
+/* ---- the whole table ---- */
+
+/* How long the functions on the whole table wait for each lock. */
+static const int64_t WHOLE_TABLE_WAIT_NS = 1000000000;
+
+static rk_status lock_for_whole(rk_table *table, rk_segment *segment)
+{
+    bool repaired = false;
+    rk_status status = rk_lock_wait(table, &segment->lock, WHOLE_TABLE_WAIT_NS, &repaired);
+    if (status == RK_OK && repaired)
+        rk_recover(table, segment);
+    return status;
+}
+
+rk_status rk_sweep(rk_table *table, int64_t now_ns, uint64_t *dropped)
+{
+    *dropped = 0;
+    for (uint32_t i = 0; i < table->format.segments; i++) {
+        rk_segment *segment = rk_segment_at(table, i);
+        if (segment->filled == 0) /* avoids touching pages that were never used */
+            continue;
+        rk_status status = lock_for_whole(table, segment);
+        if (status != RK_OK)
+            return status;
+        *dropped += sweep_segment(table, segment, now_ns, UINT32_MAX);
+        rk_unlock(table, &segment->lock);
+    }
+    return rk_settled(table, RK_OK);
+}
+
+rk_status rk_read_stats(rk_table *table, rk_stats *stats)
+{
+    *stats = (rk_stats){
+        .states_max = (uint64_t)table->format.segments * table->format.segment_limit,
+        .log_bytes_used = rk_log_bytes_taken(table),
+        .log_bytes_max = rk_log_bytes(table),
+    };
+    stats->bytes = table->bytes - stats->log_bytes_max + stats->log_bytes_used;
+    for (uint32_t i = 0; i < table->format.segments; i++) {
+        rk_segment *segment = rk_segment_at(table, i);
+        stats->expired += segment->expired;
+        stats->refused += segment->refused;
+        stats->repaired += segment->repaired;
+        if (segment->filled == 0)
+            continue;
+        rk_status status = lock_for_whole(table, segment);
+        if (status != RK_OK)
+            return status;
+        for (uint32_t slot = 0; slot < table->slots; slot++)
+            stats->states += (*tag_at(segment, slot) & META_TTL_MASK) != 0; /* 0: none, a credit */
+        rk_unlock(table, &segment->lock);
+    }
+    return rk_settled(table, RK_OK);
+}
+
+void rk_each_log(const rk_table *table, void (*visit)(void *context, uint32_t block), void *context)
+{
+    for (uint32_t i = 0; i < table->format.segments; i++) {
+        rk_segment *segment = rk_segment_at(table, i);
+        for (uint32_t slot = 0; segment->filled > 0 && slot < table->slots; slot++)
+            if (*tag_at(segment, slot) & META_LOG)
+                visit(context, (uint32_t)(cell_at(segment, slot)->value >> 40));
+    }
+}
+
+rk_hash rk_limit_salt(const void *name, size_t length)
+{
+    static const uint64_t KEY[2] = {0x746f6c6c6b656570u, 0x6c696d6974u};
+    return rk_siphash(KEY, name, length);
+}
+
+rk_hash rk_subject_hash(const rk_table *table, const void *subject, size_t length)
+{
+    return rk_siphash(table->format.seed, subject, length);
+}

@@ -1,0 +1,114 @@
+/* The table: quotas in one block of memory, of this process or of a file that many processes map.
+ * Plain C without Python, so that sanitizers and fuzzers can run it alone. */
+#ifndef RK_TABLE_H
+#define RK_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "algorithms.h"
+#include "siphash.h"
+
+enum {
+    RK_LIMITS_MAX = 16,   /* of one check */
+    RK_BUSIEST_MAX = 128, /* keys remembered as busy */
+    RK_ERROR_BYTES = 512,
+};
+
+#define RK_CAPACITY_MAX 1000000000u
+
+typedef enum {
+    RK_OK,
+    RK_FULL,        /* no room for another state */
+    RK_LOG_FULL,    /* no room for a log's entries */
+    RK_SWEPT,       /* internal: start over after a sweep */
+    RK_BUSY,        /* the lock stayed taken for some microseconds: rk_wait, then retry */
+    RK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
+    RK_UNAVAILABLE, /* the file cannot be used; the message says why */
+    RK_LOST,        /* the file was removed, replaced or damaged while in use: rk_loss_text */
+    RK_DAMAGED,     /* internal: create the file again */
+    RK_MISMATCH,    /* the file is valid, but was created with other options */
+} rk_status;
+
+typedef struct {
+    const char *path;        /* NULL: memory of this process */
+    uint64_t capacity;       /* the number of states; 0: that of the file, or the default */
+    uint64_t log_bytes;      /* the bytes for sliding window logs; 0: likewise */
+    int64_t epoch_offset_ns; /* memory only: epoch time minus the boot clock */
+    unsigned mode;           /* who may open the file: 0600 (also 0), 0660 or 0666 */
+    bool allowances;         /* a table of allowances, and `capacity` of them */
+} rk_options;
+
+typedef struct rk_table rk_table;
+
+/* Open the table, and create it if necessary. On failure, NULL with a status and a message. With
+ * RK_OK, a message that is not empty says why a damaged file was created again. */
+rk_table *rk_open(const rk_options *options, rk_status *status, char error[RK_ERROR_BYTES]);
+void rk_close(rk_table *table);
+
+/* The table's time. It also examines the file, at most every 20 ms. */
+int64_t rk_now_ns(rk_table *table);
+/* After RK_LOST: what happened to the file. Return whether the table is still lost. */
+bool rk_loss_text(const rk_table *table, char text[RK_ERROR_BYTES]);
+bool rk_is_shared(const rk_table *table);
+/* The bytes that a log of this many entries needs at most while its ring grows. */
+uint64_t rk_log_bytes_needed(int64_t entries);
+uint64_t rk_log_bytes(const rk_table *table);
+/* The salt of a limit: the location of its states follows from it and from the subject's hash. */
+rk_hash rk_limit_salt(const void *name, size_t length);
+rk_hash rk_subject_hash(const rk_table *table, const void *subject, size_t length);
+
+typedef struct {
+    bool allowed;
+    int speaker; /* index of the tightest limit */
+    int64_t remaining;
+    int64_t retry_after_ns;
+    int64_t reset_after_ns;
+    int64_t delay_ns;
+    int64_t decided_ns; /* the time from which the waits count */
+    int64_t granted;    /* granted units that the tightest limit has left */
+    int64_t charged_ns; /* the earliest time that a limit was charged at, or RK_NO_TIME */
+} rk_decision;
+
+/* Decide on all limits at once. With `spend`, charge all of them if all allow. */
+rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                   int64_t now_ns, int64_t cost, bool spend, rk_decision *decision);
+/* Count a request that the table finally rejected with RK_FULL. */
+void rk_note_refused(rk_table *table, rk_hash subject);
+/* Refund `units` that were charged at `charged_ns`; RK_NO_TIME if that is not known. */
+rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                       int64_t now_ns, int64_t units, int64_t charged_ns);
+/* A ttl_ns below 0 means one window of each limit. */
+rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                   int64_t now_ns, int64_t units, int64_t ttl_ns);
+rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int count);
+
+/* Sleep until the subject's lock is free or a dead owner's work is repaired. Return RK_BUSY if
+ * neither happens within timeout_ns. Call without the interpreter's lock. */
+rk_status rk_wait(rk_table *table, rk_hash subject, int64_t timeout_ns);
+
+typedef struct {
+    uint64_t states, states_max, bytes, expired, refused, repaired;
+    uint64_t log_bytes_used, log_bytes_max;
+} rk_stats;
+
+/* Both take every lock in turn and wait for each; they return RK_BUSY if one stays taken. */
+rk_status rk_sweep(rk_table *table, int64_t now_ns, uint64_t *dropped);
+rk_status rk_read_stats(rk_table *table, rk_stats *stats);
+
+/* On average one in this many checks of a process is sampled for `rk_busiest`. */
+enum { RK_SAMPLE_EVERY = 64 };
+bool rk_sample_due(rk_table *table);
+void rk_note_busy(rk_table *table, rk_hash subject, const char *name, size_t length);
+
+typedef struct {
+    uint64_t checks; /* an estimate: samples times RK_SAMPLE_EVERY, halved over time */
+    uint16_t length;
+    char name[236]; /* truncated, never within a character */
+} rk_busy;
+
+/* Write the busiest subjects to `found`, most checks first; return their number. */
+int rk_busiest(rk_table *table, rk_busy *found, int most);
+
+#endif

@@ -1,0 +1,536 @@
+"""The seam between the limiter and the stores that keep counts.
+
+A store is opened once. A *gate* is one rule's limits prepared on one store, so that a check has
+nothing left to look up: it is one call, with a subject and a cost. Every store passes the same
+conformance suite (`tests/conformance/`).
+
+Some stores can do more than others. A store declares each optional capability as a property that is
+None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
+cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
+(several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
+admit itself), `authority` (nodes can lease units from it), `regional` (it can be the store of one
+region, and count limits that regions share) and `regions` (it knows the other regions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+
+from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.model import Consistency, Decision, Limit
+
+if TYPE_CHECKING:
+    from ratekeeper.decide.allowances import Allowances
+    from ratekeeper.decide.fleet_monitor import FleetMonitor
+    from ratekeeper.decide.leasing import Authority
+    from ratekeeper.decide.region_monitor import RegionMonitor
+    from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+
+BreakerPosition = Literal["closed", "open", "half_open"]
+
+# One rule gets at most four fifths of the memory for logs. This warns before that.
+LOG_FULLNESS_HIGH: Final = 0.7
+# Of one topic; see Channel.register.
+REGISTERED_MAX: Final = 1_000
+# Of a cell; see Cells. A rule's name and a subject fit into a name.
+CELL_NAME_BYTES_MAX: Final = 4_096
+CELL_BYTES_MAX: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The statistics of a store. A *state* is one limit's count of one subject."""
+
+    states: int
+    """States held now. Some may have expired and wait to be reused. A large Redis estimates."""
+    states_max: int
+    """How many states fit; 0 if the store has no bound of its own."""
+    bytes: int
+    """Memory in use for the states; an estimate where the store cannot know."""
+    expired: int
+    """States reclaimed so far, because they no longer differed from an untouched quota."""
+    refused: int
+    """Times a new state, or the log of one, found no room. Each of them raised StoreFull."""
+    log_bytes: int = 0
+    """Memory that sliding window logs hold; part of `bytes`."""
+    log_bytes_max: int = 0
+    """Memory for the logs of all rules; 0 if the store has no separate memory for logs."""
+    lost_s: float | None = None
+    """The Unix time when this process found the file of `shared://` lost; 0.0 if it never did."""
+
+    @property
+    def fullness(self) -> float:
+        """From 0.0 to 1.0; always 0.0 where the store has no bound."""
+        return self.states / self.states_max if self.states_max else 0.0
+
+    @property
+    def log_fullness(self) -> float:
+        """The part of the memory for logs that is in use, from 0.0 to 1.0.
+
+        From 0.8 on, the rule that uses most of it may be rejected: see LOG_FULLNESS_HIGH.
+        """
+        return self.log_bytes / self.log_bytes_max if self.log_bytes_max else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerState:
+    """The state of one server's circuit breaker."""
+
+    address: str
+    state: BreakerPosition
+    since_s: float
+    """Seconds since the last change."""
+    failures: int
+    """Failed calls in the window; while it is open, those that opened it."""
+    opened_times: int
+    next_probe_s: float | None
+    """Seconds until the next probe; None while it is closed."""
+    reason: str
+    """The last failure; empty if there was none."""
+    failed_calls: int = 0
+    """All failed calls so far, without probes."""
+    failing_s: float = 0.0
+    """Seconds since the first of the failed calls that no success has followed; 0.0 if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The status that one server of a remote store reports; None where it reports nothing."""
+
+    address: str
+    clock_offset_ns: int | None
+    """The server's clock minus this machine's, exact to half a round trip."""
+    evicted_keys: int | None
+    """Keys of any application that the server dropped to free memory, since it started."""
+    kept_since_s: float | None
+    """The Unix time since when it has kept its keys: it has lost none of them as a whole since."""
+
+
+class Gate(Protocol):
+    """One rule's limits on one store. All limits pass together or none is charged."""
+
+    @property
+    def limits(self) -> Sequence[Limit]:
+        """The limits that a check must pass."""
+        ...
+
+    def check(self, subject: str, cost: int, /) -> Decision:
+        """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
+        ...
+
+    def peek(self, subject: str, cost: int, /) -> Decision:
+        """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
+        ...
+
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
+        """Return units to every limit, as far as time has not returned them already.
+
+        `charged_ns` is that of the decision that charged them. None: the time is not known, and
+        the caller answers for the correction. Never returns more than an untouched quota.
+        """
+        ...
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
+        """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
+        ...
+
+    def reset(self, subject: str, /) -> None:
+        """Forget the spent and granted units of the subject."""
+        ...
+
+    def fast_check(self, fallback: Callable[..., Decision], /) -> FastCheck | None:
+        """Return a compiled check, or None if the store has none.
+
+        It calls `fallback` with the same arguments for anything but a plain key and cost.
+        """
+        ...
+
+
+NEEDS_AUTHORITY: Final = (
+    "leased and eventual limits are shared by several machines, which take units from one store "
+    'that all of them reach, for example store="redis://localhost"; with memory:// and shared:// '
+    "every check is decided here already, so write strict"
+)
+
+
+def require_strict(consistency: Consistency) -> None:
+    """Raise ConfigError unless a store that decides every check itself can do what is asked."""
+    if consistency != "strict":
+        raise ConfigError(f"consistency={consistency!r} does not work here: {NEEDS_AUTHORITY}")
+
+
+NEEDS_REGIONS: Final = (
+    "a global limit is shared by several regions, each with its own Redis; "
+    'for example regions=Regions("eu", {"eu": "redis://eu.internal", "us": "redis://us.internal"})'
+    ", or for a service --region and --regions"
+)
+
+
+def require_strict_across(consistency: Consistency, across: AcrossRegions | None) -> None:
+    """Raise ConfigError for a global limit that a node shall decide itself."""
+    if across is not None and consistency != "strict":
+        raise ConfigError(
+            f'consistency={consistency!r} does not work with scope="global": the Redis of the '
+            f'region decides every check of a global limit; write consistency="strict", or '
+            f'scope="region"'
+        )
+
+
+def require_regional(across: AcrossRegions | None) -> None:
+    """Raise ConfigError if a limit is global: the store knows no regions."""
+    if across is not None:
+        raise ConfigError(f'scope="global" does not work without regions: {NEEDS_REGIONS}')
+
+
+class FastCheck(Protocol):
+    """A gate's check, compiled."""
+
+    def check(self, key: Any, cost: int = 1) -> Decision:
+        """Check a key, or call the fallback."""
+        ...
+
+    def counted(self) -> tuple[int, int]:
+        """Return how many checks it has allowed and denied itself, without the fallback."""
+        ...
+
+
+class AsyncGate(Protocol):
+    """A gate whose calls are awaited, for a store on another machine."""
+
+    @property
+    def limits(self) -> Sequence[Limit]:
+        """The limits that a check must pass."""
+        ...
+
+    async def check(self, subject: str, cost: int, /) -> Decision:
+        """See Gate.check."""
+        ...
+
+    async def peek(self, subject: str, cost: int, /) -> Decision:
+        """See Gate.peek."""
+        ...
+
+    async def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
+        """See Gate.refund."""
+        ...
+
+    async def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
+        """See Gate.grant."""
+        ...
+
+    async def reset(self, subject: str, /) -> None:
+        """See Gate.reset."""
+        ...
+
+
+AnyGate = Gate | AsyncGate
+
+# One check of `check_together`: gate, subject and cost.
+GateCheck = tuple[Gate, str, int]
+AsyncGateCheck = tuple[AsyncGate, str, int]
+# The answer to one of them: the error says why it could not be decided.
+Answer = Decision | StoreError
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where counts are kept."""
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers, of which one can be down alone."""
+        ...
+
+    @property
+    def as_async(self) -> AsyncStore | None:
+        """The awaited calls of a store that does I/O; None if it answers at once from memory."""
+        ...
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of a store on another machine; None in memory."""
+        ...
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages between the processes that use this store; None if it carries none."""
+        ...
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """The nodes that share the store and answer checks themselves; None: each check asks it."""
+        ...
+
+    @property
+    def allowances(self) -> Allowances | None:
+        """The node's table of allowances, made on first use; None in a store on another machine."""
+        ...
+
+    @property
+    def authority(self) -> Authority | None:
+        """Leases and late charges, for nodes that share the counts; None if it has none."""
+        ...
+
+    @property
+    def cells(self) -> Cells | None:
+        """Values that nodes change by compare-and-set; None in a store of one machine."""
+        ...
+
+    @property
+    def regional(self) -> RegionalCounts | None:
+        """The counts of one region, of limits that regions share; None if it has none."""
+        ...
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions that share global limits, as an operator sees them; None without regions."""
+        ...
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Gate:
+        """Prepare a rule's limits. The same rule and limits share their counts.
+
+        `across` says how regions share a global limit; None is a limit of this region. Raises
+        ConfigError for a consistency that the store does not have, and for a global limit if the
+        store knows no regions.
+        """
+        ...
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects: one answer for each, in order; all pass or none is charged.
+
+        A check that cannot be decided has a StoreError as its answer. Then nothing is charged,
+        unless its position is `optional`: the checks without an error are charged if all of them
+        pass. Raises CapacityError; nothing is charged then.
+        """
+        ...
+
+    def sweep(self) -> int:
+        """Drop every state that no longer differs from an untouched quota; return how many."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Return the statistics of the store."""
+        ...
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects checked most lately, and about how often; up to 128 are known."""
+        ...
+
+    def close(self) -> None:
+        """Close the store. Every later call raises StoreUnavailable."""
+        ...
+
+
+@runtime_checkable
+class ForgettingStore(Store, Protocol):
+    """A store that can forget everything, as every store that a URI names."""
+
+    def forget_all(self) -> int:
+        """Forget the counts of all limiters in this store; return how many states there were.
+
+        On Redis, those under the store's prefix. Checks that run at the same time count before or
+        after it. On Redis it may take seconds, and other processes answer from their denial caches
+        for up to `denied_cache_ms` more.
+        """
+        ...
+
+
+class StoreWrapper:
+    """The calls that a wrapping store passes on to the wrapped one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def is_private(self) -> bool:
+        """True if no other process sees the counts."""
+        return self._store.is_private
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if subjects are on several servers."""
+        return self._store.is_sharded
+
+    @property
+    def monitor(self) -> StoreMonitor | None:
+        """The counters and circuit breakers of the wrapped store."""
+        return self._store.monitor
+
+    @property
+    def channel(self) -> Channel | None:
+        """The messages of the wrapped store."""
+        return self._store.channel
+
+    @property
+    def authority(self) -> Authority | None:
+        """The authority of the wrapped store."""
+        return self._store.authority
+
+    @property
+    def cells(self) -> Cells | None:
+        """The cells of the wrapped store."""
+        return self._store.cells
+
+    def sweep(self) -> int:
+        """See Store.sweep."""
+        return self._store.sweep()
+
+    def stats(self) -> StoreStats:
+        """See Store.stats."""
+        return self._store.stats()
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects that this process asked the wrapped store about most."""
+        return self._store.busiest(count)
+
+
+class AsyncStore(Protocol):
+    """The awaited calls of a store on another machine."""
+
+    def async_gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AsyncGate:
+        """Prepare a rule's limits for asyncio. See Store.gate."""
+        ...
+
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """See Store.check_together. A caller that is cancelled has spent nothing."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the store and the connections of this event loop."""
+        ...
+
+
+class StoreMonitor(Protocol):
+    """The counters of a remote store. Reading them costs no round trip, but for server_status."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Return counters of this process: `denied_cache_hits` and `coalesced_checks`."""
+        ...
+
+    def denied_by_rule(self) -> Mapping[str, int]:
+        """Return the denials that the denial cache answered, by rule."""
+        ...
+
+    def breakers(self) -> Sequence[BreakerState]:
+        """Return the state of each server's circuit breaker."""
+        ...
+
+    def latencies(self) -> Mapping[str, list[int]]:
+        """Return the data of a histogram for each server: how long calls took (`Histogram`)."""
+        ...
+
+    def server_status(self) -> Sequence[ServerStatus]:
+        """Query each server that answers. Unlike the other methods, it takes round trips."""
+        ...
+
+    def on_breaker(self, listener: Callable[[BreakerState], None]) -> None:
+        """Call `listener` with the new state after each change. It must not block."""
+        ...
+
+
+class Subscription(Protocol):
+    """One thread's subscription to a topic."""
+
+    def wait(self, seconds: float) -> str | None:
+        """Wait up to `seconds` for a message; return its text, or None if none came."""
+        ...
+
+    def close(self) -> None:
+        """End the subscription."""
+        ...
+
+
+class Channel(Protocol):
+    """Messages between all processes that use a store, and a list of those that are there."""
+
+    def publish(self, topic: str, text: str) -> None:
+        """Send `text` to every current subscriber. Blocks for a round trip. Raises StoreError."""
+        ...
+
+    def subscribe(self, topic: str) -> Subscription:
+        """Subscribe to a topic. Blocks for a round trip. Raises StoreError."""
+        ...
+
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = REGISTERED_MAX
+    ) -> Sequence[str]:
+        """Keep the text of `name` for a time, and return the texts of all names of the topic.
+
+        If they are more than `at_most`, returns those of as many, this one and others chosen at
+        random. Blocks for some round trips. Raises StoreError.
+        """
+        ...
+
+    def count_names(self, topic: str, name: str, lasts_ns: int) -> int:
+        """Keep `name` for a time, and return how many names the topic has, this one included.
+
+        With a time of 0, forget the name. No other name is read, however many there are. Blocks for
+        two round trips. Raises StoreError.
+        """
+        ...
+
+    def unregister(self, topic: str, name: str) -> None:
+        """Forget the text of `name`. Blocks for a round trip. Raises StoreError."""
+        ...
+
+
+class Cells(Protocol):
+    """Small values that several nodes change: read one, compute the next, write it if no other did.
+
+    They are for a state that is too rich for a script, and changes a few times a second.
+    """
+
+    async def read(self, name: str) -> tuple[bytes | None, int]:
+        """Return the value of a cell, None if it has none, and the store's time in nanoseconds.
+
+        Raises StoreError; ValueError for a name that is empty or too long.
+        """
+        ...
+
+    async def write(self, name: str, expected: bytes | None, value: bytes, lasts_ns: int) -> bool:
+        """Replace the value if it still is `expected`; return False if it is another one.
+
+        The value expires after `lasts_ns`. Raises ValueError for a value or a name that is too
+        long. Raises StoreError: after a StoreTimeout, the value may have been written.
+        """
+        ...
+
+
+def require_cell_name(name: str) -> None:
+    """Raise ValueError for a name that no cell can have."""
+    size = len(name.encode())
+    if not 0 < size <= CELL_NAME_BYTES_MAX:
+        raise ValueError(f"a cell's name has 1 to {CELL_NAME_BYTES_MAX} bytes, and this {size}")
+
+
+def require_cell_value(name: str, value: bytes, lasts_ns: int) -> None:
+    """Raise ValueError for a value that is too long, or that would expire at once."""
+    if len(value) > CELL_BYTES_MAX:
+        raise ValueError(
+            f"a cell has at most {CELL_BYTES_MAX} bytes, and the new value of {name!r} {len(value)}"
+        )
+    if lasts_ns <= 0:
+        raise ValueError(f"the value of the cell {name!r} would last {lasts_ns} ns; at least 1")

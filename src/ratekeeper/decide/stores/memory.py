@@ -1,0 +1,541 @@
+"""The in-process store in pure Python: the reference for the kernel.
+
+Each limit of a rule has a table from subject to entry (state, expires_ns, credit). From expires_ns
+on, an entry means the same as no entry, and may be dropped at any time. Three bounds hold without a
+background thread:
+
+- A heap beside each table orders the entries by expiry. It has an item for each entry, whose time
+  may be too early: an item that comes up before its entry has expired is put back. Each new entry
+  removes up to two items, so expired entries go faster than new ones come. Items of entries that
+  were reset stay behind; when they outnumber the entries, the heap is rebuilt.
+- A full store first drops all expired entries. If there are none, it rejects the new key with
+  StoreFull. It never evicts: otherwise a client that fills the store with throw-away keys could
+  evict its own limited key.
+- One lock protects everything. No code under it blocks or calls other modules' hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Container, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final, cast
+
+from ratekeeper.core.clock import Clock
+from ratekeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
+from ratekeeper.core.model import Consistency, Decision, Limit, decision_with
+from ratekeeper.decide import credit as credits_
+from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
+from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
+from ratekeeper.decide.busiest import Busiest
+from ratekeeper.decide.combine import check_in_turn, combine
+from ratekeeper.decide.credit import Credit
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.leasing import (
+    LATE_KEPT_NS,
+    NO_LEASE,
+    Authority,
+    GiveBack,
+    LateCharge,
+    Lease,
+    LeaseCheck,
+    LeasedAnswer,
+    Report,
+    may_be_given_back,
+    size_of,
+)
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+from ratekeeper.decide.store import (
+    Answer,
+    AsyncStore,
+    Cells,
+    Channel,
+    GateCheck,
+    StoreMonitor,
+    StoreStats,
+    require_regional,
+    require_strict,
+)
+
+STATES_MAX_DEFAULT: Final = 1_000_000
+# Two items off for each one on: the heap's backlog of expired entries shrinks with every insert.
+_RECLAIM_PER_INSERT: Final = 2
+# Rebuilding the heap pays off from here on; fewer left-over items do not matter.
+_LEFT_OVER_ITEMS_MIN: Final = 64
+
+Entry = tuple[State, int, Credit | None]
+_ABSENT: Final[Entry] = (None, 0, None)
+
+
+class _Table:
+    """One limit's states by subject, and the order in which they may expire."""
+
+    __slots__ = ("entries", "expiries")
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.expiries: list[tuple[int, str]] = []
+
+    def insert(self, subject: str, entry: Entry) -> None:
+        """Add an entry whose expiry the heap does not know yet."""
+        self.entries[subject] = entry
+        if len(self.expiries) < 2 * len(self.entries) + _LEFT_OVER_ITEMS_MIN:
+            heappush(self.expiries, (entry[1], subject))
+        else:
+            self.expiries = [(entry[1], subject) for subject, entry in self.entries.items()]
+            heapify(self.expiries)
+
+    def reclaim(self, now_ns: int, count: int) -> int:
+        """Drop up to `count` expired entries; return how many were dropped."""
+        entries, expiries = self.entries, self.expiries
+        dropped = 0
+        while count and expiries and expiries[0][0] <= now_ns:
+            count -= 1
+            _, subject = heappop(expiries)
+            entry = entries.get(subject)
+            if entry is None:
+                continue  # reset, or refunded to nothing
+            if entry[1] <= now_ns:
+                del entries[subject]
+                dropped += 1
+            else:
+                heappush(expiries, (entry[1], subject))
+        return dropped
+
+
+class PythonMemoryStore:
+    """Quotas of this process, for up to `states_max` states and `allowances_max` allowances."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        states_max: int = STATES_MAX_DEFAULT,
+        allowances_max: int = ALLOWANCES_MAX_DEFAULT,
+    ) -> None:
+        self._clock = clock
+        self.is_private = True
+        self.is_sharded = False
+        self.as_async: AsyncStore | None = None
+        self.monitor: StoreMonitor | None = None
+        self.channel: Channel | None = None
+        self.fleet: FleetMonitor | None = None
+        self._allowances = PythonAllowances(clock, allowances_max)
+        self.authority: Authority | None = self
+        self.cells: Cells | None = None
+        self.regional: RegionalCounts | None = None
+        self.regions: RegionMonitor | None = None
+        self._states_max = states_max
+        self._states = 0
+        self._expired = 0
+        self._refused = 0
+        self._closed = False
+        self.checks = Busiest()
+        self._tables: dict[tuple[str, str], _Table] = {}
+        # Reentrant: `check_together` holds it while it calls gates.
+        self._lock = threading.RLock()
+
+    @property
+    def allowances(self) -> PythonAllowances:
+        return self._allowances
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> MemoryGate:
+        require_strict(consistency)
+        require_regional(across)
+        with self._lock:
+            self.require_open()
+            tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
+        return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        with self._lock:  # in one step: no other thread sees a charge that is refunded
+            return check_in_turn(checks, optional)
+
+    # The reference of an authority: see decide/leasing.py.
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        # They are gates of this store.
+        gates = [cast("MemoryGate", check.gate) for check in checks]
+        with self._lock:
+            answers = check_in_turn(
+                [
+                    (gate, check.subject, check.cost)
+                    for gate, check in zip(gates, checks, strict=True)
+                ],
+                optional,
+            )
+            # A failed check counts as true: the others are charged only if it is optional.
+            charged = all(answers) and not any(
+                isinstance(answer, StoreError) and at not in optional
+                for at, answer in enumerate(answers)
+            )
+            return [
+                answer
+                if isinstance(answer, StoreError)
+                else (answer, gate.lease(check, answer) if charged else NO_LEASE)
+                for gate, check, answer in zip(gates, checks, answers, strict=True)
+            ]
+
+    async def lease_async(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        return self.lease(checks, optional)
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        answers: list[Answer] = []
+        with self._lock:
+            for each in reports:
+                try:
+                    answers.append(cast("MemoryGate", each.gate).report(each))
+                except StoreError as error:
+                    answers.append(error)
+        return answers
+
+    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
+        return self.report(reports)
+
+    def sweep(self) -> int:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self.require_open()
+            return self._reclaim_all(now_ns)
+
+    def forget_all(self) -> int:
+        self.sweep()  # so that only states that still counted are counted
+        with self._lock:
+            forgotten, self._states = self._states, 0
+            for table in self._tables.values():
+                table.entries.clear()
+                table.expiries.clear()
+            return forgotten
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            self.require_open()
+            size = sum(
+                sys.getsizeof(table.entries) + sys.getsizeof(table.expiries)
+                for table in self._tables.values()
+            )
+            return StoreStats(
+                states=self._states,
+                states_max=self._states_max,
+                bytes=size + self._states * _ENTRY_BYTES,
+                expired=self._expired,
+                refused=self._refused,
+            )
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        with self._lock:
+            self.require_open()
+            return self.checks.top(count)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for table in self._tables.values():
+                table.entries.clear()
+                table.expiries.clear()
+            self._states = 0
+        self._allowances.close()
+
+    # Below: called by gates, with the lock held.
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
+
+    def count_check(self, subject: str) -> None:
+        """Count a check for `busiest`. Raises StoreUnavailable if the store is closed."""
+        if self._closed:
+            self.require_open()
+        self.checks.note(subject)
+
+    def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
+        """Make room for an entry of `subject` in each of the tables. Raises StoreFull."""
+        wanted = 0
+        for table in tables:
+            if subject not in table.entries:
+                wanted += 1
+                dropped = table.reclaim(now_ns, _RECLAIM_PER_INSERT)
+                self._expired += dropped
+                self._states -= dropped
+        if self._states + wanted <= self._states_max:
+            return
+        self._reclaim_all(now_ns)
+        # Counted again: expired entries of this subject may have been dropped.
+        wanted = sum(subject not in table.entries for table in tables)
+        if self._states + wanted > self._states_max:
+            self._refused += 1
+            raise StoreFull(
+                f"all {self._states_max:,} states are of keys that are still limited; "
+                f'make room with store="memory://?capacity={2 * self._states_max}"'
+            )
+
+    def write(self, table: _Table, subject: str, entry: Entry) -> None:
+        """Write an entry that `reserve` made room for."""
+        before = table.entries.get(subject)
+        if before is None:
+            self._states += 1
+            table.insert(subject, entry)
+        elif entry[1] < before[1]:  # after a changed limit or a refund: it expires sooner
+            table.insert(subject, entry)
+        else:
+            table.entries[subject] = entry
+
+    def drop(self, table: _Table, subject: str) -> None:
+        """Forget a subject; its item in the heap is dropped when it comes up."""
+        if table.entries.pop(subject, None) is not None:
+            self._states -= 1
+
+    def _reclaim_all(self, now_ns: int) -> int:
+        dropped = sum(table.reclaim(now_ns, len(table.expiries)) for table in self._tables.values())
+        self._expired += dropped
+        self._states -= dropped
+        return dropped
+
+
+# An entry's tuple, a bucket's state, its expiry and its heap item, with their integers.
+_ENTRY_BYTES: Final = sum(
+    sys.getsizeof(part) for part in ((None, 0, None), (0, 0), (0, ""), 1 << 60, 1 << 60, 1 << 60)
+)
+
+
+class MemoryGate:
+    """One rule's limits in a PythonMemoryStore."""
+
+    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "_tables", "limits")
+
+    def __init__(
+        self,
+        store: PythonMemoryStore,
+        clock: Clock,
+        limits: tuple[Limit, ...],
+        tables: list[_Table],
+        rule: str,
+        lock: threading.RLock,
+    ) -> None:
+        self.limits = limits
+        self._store = store
+        self._clock = clock
+        self._tables = tables
+        self._rule = rule
+        self._lock = lock
+        self._parts = tuple(
+            (limit, ALGORITHMS[limit.algorithm], table)
+            for limit, table in zip(limits, tables, strict=True)
+        )
+
+    def check(self, subject: str, cost: int) -> Decision:
+        now_ns = self._clock.now_ns()
+        if len(self._parts) == 1:
+            return self._check_one(subject, cost, now_ns)
+        with self._lock:
+            self._store.count_check(subject)
+            outcomes, entries = self._decide(subject, cost, now_ns)
+            decision = self._combine(subject, cost, now_ns, outcomes, entries)
+            if cost and decision.allowed:
+                self._store.reserve(self._tables, subject, now_ns)
+                for table, entry in zip(self._tables, entries, strict=True):
+                    self._store.write(table, subject, entry)
+        return decision
+
+    def _check_one(self, subject: str, cost: int, now_ns: int) -> Decision:
+        """Check a gate with one limit, the usual case, in half the time."""
+        limit, algorithm, table = self._parts[0]
+        with self._lock:
+            self._store.count_check(subject)
+            entry = table.entries.get(subject)
+            state, _, credit = entry or _ABSENT
+            if credit is None:
+                after, outcome = algorithm.decide(state, limit, now_ns, cost)
+            else:
+                after, credit, outcome = credits_.decide(
+                    algorithm, state, credit, limit, now_ns, cost
+                )
+            allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = outcome
+            if allowed and cost:
+                if entry is None:
+                    self._store.reserve(self._tables, subject, now_ns)
+                expires_ns = now_ns + reset_ns
+                if credit is not None and credit[1] > expires_ns:
+                    expires_ns = credit[1]
+                if entry is None or expires_ns < entry[1]:
+                    self._store.write(table, subject, (after, expires_ns, credit))
+                else:
+                    table.entries[subject] = (after, expires_ns, credit)
+        return Decision(
+            allowed,
+            limit,
+            remaining,
+            retry_ns,
+            reset_ns,
+            delay_ns,
+            self._rule,
+            False,
+            charged_ns,
+            now_ns,
+            credit[0] if credit else 0,
+        )
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: pure Python has no compiled check."""
+
+    def peek(self, subject: str, cost: int) -> Decision:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            outcomes, entries = self._decide(subject, cost, now_ns)
+            if all(outcome.allowed for outcome in outcomes):
+                outcomes, entries = self._decide(subject, 0, now_ns)
+            return self._combine(subject, cost, now_ns, outcomes, entries)
+
+    def _combine(
+        self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome], entries: list[Entry]
+    ) -> Decision:
+        granted = [credit[0] if credit else 0 for _, _, credit in entries]
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
+        if decision.allowed or len(self._parts) == 1:
+            return decision
+        held = [
+            (algorithm, *table.entries.get(subject, _ABSENT)[::2], limit)
+            for limit, algorithm, table in self._parts
+        ]
+        if all(credit is None for _, _, credit, _ in held):
+            return decision
+        wait_ns = credits_.wait_together(held, now_ns, cost, decision.retry_after_ns)
+        return decision_with(decision, retry_after_ns=wait_ns)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            for limit, algorithm, table in self._parts:
+                entry = table.entries.get(subject)
+                if entry is None:
+                    continue
+                state, _, credit = entry
+                state = algorithm.refund(state, limit, now_ns, units, charged_ns)
+                self._write(table, subject, (limit, algorithm, state, credit), now_ns)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            if units == 0:
+                return
+            self._store.reserve(self._tables, subject, now_ns)
+            for limit, _, table in self._parts:
+                state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
+                until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
+                credit = credits_.granted(credit, units, now_ns, until_ns)
+                self._store.write(table, subject, (state, max(expires_ns, credit[1]), credit))
+
+    def reset(self, subject: str) -> None:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self._store.require_open()
+            for limit, algorithm, table in self._parts:
+                state = table.entries.get(subject, _ABSENT)[0]
+                after = algorithm.reset(state, limit, now_ns)
+                self._write(table, subject, (limit, algorithm, after, None), now_ns)
+
+    def lease(self, check: LeaseCheck, decision: Decision) -> Lease:
+        """Lease units with a check that was just charged. The store's lock is held."""
+        if not check.cost:
+            return NO_LEASE
+        subject, now_ns = check.subject, decision.decided_ns
+        entries = [table.entries.get(subject, _ABSENT) for table in self._tables]
+        parts = [
+            (limit, algorithm, entry[0])
+            for (limit, algorithm, _), entry in zip(self._parts, entries, strict=True)
+        ]
+        units, ends_ns = size_of(parts, now_ns, check.terms)
+        if units:
+            for (limit, algorithm, table), (state, _, credit) in zip(
+                self._parts, entries, strict=True
+            ):
+                after = algorithm.lease(state, limit, now_ns, units, ends_ns)
+                self._write(table, subject, (limit, algorithm, after, credit), now_ns)
+        denied_ns = 0 if units >= check.cost else self._denied_ns(subject, check.cost, now_ns)
+        return Lease(units, ends_ns if units else 0, ends_ns - now_ns, denied_ns)
+
+    def _denied_ns(self, subject: str, cost: int, now_ns: int) -> int:
+        try:
+            outcomes, entries = self._decide(subject, cost, now_ns)
+        except CapacityError:  # it used granted units; no wait would help
+            return 0
+        return self._combine(subject, cost, now_ns, outcomes, entries).retry_after_ns
+
+    def report(self, report: Report) -> Decision:
+        """Give units back, or charge late. The store's lock is held."""
+        self._store.require_open()
+        subject, units, now_ns = report.subject, report.units, self._clock.now_ns()
+        if isinstance(report, LateCharge):
+            self._store.reserve(self._tables, subject, now_ns)
+        elif not may_be_given_back(report.ends_ns, now_ns):
+            units = 0
+        if units:
+            for limit, algorithm, table in self._parts:
+                state, _, credit = table.entries.get(subject, _ABSENT)
+                if isinstance(report, GiveBack):
+                    kept_ns = 0
+                    after = algorithm.give_back(state, limit, now_ns, units, report.ends_ns)
+                else:
+                    kept_ns = LATE_KEPT_NS
+                    charged_ns = max(now_ns - report.age_ns, 0)
+                    after = algorithm.charge(state, limit, now_ns, units, charged_ns)
+                self._write(table, subject, (limit, algorithm, after, credit), now_ns, kept_ns)
+        return self.peek(subject, 0)
+
+    def _write(
+        self,
+        table: _Table,
+        subject: str,
+        part: tuple[Limit, Algorithm, State, Credit | None],
+        now_ns: int,
+        kept_ns: int = 0,
+    ) -> None:
+        """Write a state that was not made by a check; drop it if nothing is left.
+
+        It is kept for `kept_ns` at least.
+        """
+        limit, algorithm, state, credit = part
+        if state is None and credit is None:
+            self._store.drop(table, subject)
+            return
+        _, look = algorithm.decide(state, limit, now_ns, 0)
+        lasts_ns = max(look.reset_after_ns, kept_ns)
+        expires_ns = max(now_ns + lasts_ns, credit[1] if credit else 0)
+        self._store.write(table, subject, (state, expires_ns, credit))
+
+    def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
+        """Return the outcome of each limit, and the entries to write if all of them allow."""
+        outcomes = []
+        entries: list[Entry] = []
+        for limit, algorithm, table in self._parts:
+            entry = table.entries.get(subject)
+            if entry is None:
+                after, outcome = algorithm.decide(None, limit, now_ns, cost)
+                entries.append((after, now_ns + outcome.reset_after_ns, None))
+            elif entry[2] is None:
+                after, outcome = algorithm.decide(entry[0], limit, now_ns, cost)
+                entries.append((after, now_ns + outcome.reset_after_ns, None))
+            else:
+                after, left, outcome = credits_.decide(
+                    algorithm, entry[0], entry[2], limit, now_ns, cost
+                )
+                expires_ns = max(now_ns + outcome.reset_after_ns, left[1] if left else 0)
+                entries.append((after, expires_ns, left))
+            outcomes.append(outcome)
+        return outcomes, entries

@@ -1,0 +1,582 @@
+"""Carry out script calls: find the server, send the call, and handle a refusal.
+
+The first attempt is straight: the server that has the key, one round trip. Only a refusal takes the
+long way. A *refusal* is an answer that says that the call did not run (a redirection, an unknown
+script, a server that loads its data), or NotSent.
+
+A call must never be charged twice. So it is sent again only after a refusal. After a timeout or a
+broken connection it is unknown whether the call ran: the caller gets an error that says that it
+may have been counted once. Whatever happens, a call ends by its deadline.
+
+`RedisDriver` has the logic, once, as steps without I/O (see `core/steps.py`). `ThreadDriver` and
+`AsyncioDriver` carry the steps out: they know how to send, to sleep and to wait. `RedisServers` is
+the part that all drivers of a store share: where the servers are, and their circuit breakers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from random import random
+from typing import Any, Final
+
+from hiredis import ReplyError
+
+from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
+from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
+from ratekeeper.core.model import Limit
+from ratekeeper.core.steps import Call, Steps, Together, run, run_async
+from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
+from ratekeeper.decide.stores.redis.coalescing import Coalescer
+from ratekeeper.decide.stores.redis.config import Address, RedisConfig
+from ratekeeper.decide.stores.redis.connections import (
+    BlockingConnection,
+    ConnectBackoff,
+    ConnectionPool,
+    NotSent,
+    PipelinedConnection,
+    ReplyFuture,
+    refusal_error,
+)
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
+from ratekeeper.decide.stores.redis.scripts import SERVER_TIME, RuleScripts, ScriptCall, pack
+from ratekeeper.decide.stores.redis.topology import Topology, slot_of
+
+Refusal = ReplyError | NotSent
+
+# A refused call is sent at most this often. A slot on the move takes two or three attempts.
+ATTEMPTS_MAX: Final = 16
+# The first pause before a call is sent again; each pause doubles, up to the longest.
+PAUSE_S_MIN: Final = 0.001
+PAUSE_S_MAX: Final = 0.032
+PROBES_MAX: Final = 16
+# While there are calls, the driver asks the Sentinels for the primary this often.
+LOOK_NS: Final = 2_000_000_000
+
+ASKING: Final = pack("ASKING")
+# Refusals that end by themselves: a cluster elects, keys of a slot move, a server reads its file,
+# another client's script takes long.
+_TEMPORARY: Final = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "BUSY", "MASTERDOWN"})
+
+
+# ── The servers of a store ─────────────────────────────────────────────────────────────────────
+
+
+class RedisServers:
+    """Where a store's servers are, their breakers, and threads for slow work."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self.config = config
+        self.tls = config.tls.context() if config.tls is not None else None
+        self.topology = Topology(config)
+        self.clustered = config.mode == "cluster"
+        # When to look for the primary again. Never, unless there are Sentinels: in a cluster, a
+        # primary that was replaced says so itself.
+        self._look_ns = 0 if config.mode == "sentinel" else sys.maxsize
+        self.closed = False
+        # Number of calls that a server refused for lack of memory. Counted without a lock, so
+        # approximate.
+        self.refused = 0
+        self.breakers = ServerBreakers(config)
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        # Probing and finding servers may take longer than a call. They have separate threads,
+        # because probes of dead hosts may occupy all of theirs.
+        self._probers = ThreadPoolExecutor(PROBES_MAX, "ratekeeper-redis-probes")
+        self._finder = ThreadPoolExecutor(1, "ratekeeper-redis-find")
+        self._finding: Future[None] | None = None
+        self._backoff = ConnectBackoff()
+        single = self.config.mode == "standalone"
+        self._prober = BreakerProber(
+            self.breakers,
+            lambda address: probe(address, self.config, self.tls),
+            self._probers,
+            None if single else self.find,
+            None if single else self.topology.known,
+        )
+
+    def slot(self, key: bytes) -> int:
+        """Return the slot of a key; 0 outside a cluster."""
+        return slot_of(key) if self.clustered else 0
+
+    def address_of(self, slot: int) -> Address:
+        """Return the server of a slot. Raises NotSent while it is unknown."""
+        if self.closed:
+            raise _closed()
+        if self._look_ns != sys.maxsize and time.monotonic_ns() > self._look_ns:
+            self._look()
+        address = self.topology.slots[slot]
+        if address is None:
+            raise NotSent(f"no primary is known for {self.config.shown()}")
+        return address
+
+    def without_slots(self, addresses: Iterable[Address]) -> list[Address]:
+        """Return the servers that have no slot any more; their connections may be closed."""
+        known = self.topology.known()
+        return [each for each in addresses if known and each not in known]
+
+    def require_closed(self, key: bytes) -> None:
+        """Raise StoreUnavailable if the breaker of the key's server is open.
+
+        For a caller that knows that some breaker is open, before it does anything in vain.
+        """
+        self.breakers.require_closed(self.topology.slots[self.slot(key)])
+
+    def _look(self) -> None:
+        """Ask the Sentinels for the primary, in the background.
+
+        A manual fail-over leaves the old primary running. With Sentinel's defaults it accepts
+        writes for eight seconds beside the new primary, and those are lost. So calls do not wait
+        until the old primary refuses.
+        """
+        self._look_ns = time.monotonic_ns() + LOOK_NS
+        with suppress(StoreError):
+            self.find()
+
+    def find(self) -> Future[None]:
+        """Look up where the servers are, in the background; concurrent callers share a lookup.
+
+        While lookups fail, most callers get the last failure at once.
+        """
+        with self._lock:
+            if self._finding is not None and not self._finding.done():
+                return self._finding
+            if self._finding is None or self._backoff.may_try(time.monotonic_ns()):
+                try:
+                    self._finding = self._finder.submit(self._find)
+                except RuntimeError as error:  # the store is closed, or the process exits
+                    raise _closed() from error
+            return self._finding
+
+    def _find(self) -> None:
+        began_ns = time.monotonic_ns()
+        try:
+            self.topology.refresh()
+        except StoreError as error:
+            self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
+            raise
+        self._backoff.succeeded()
+
+    def forked(self) -> None:
+        """In a forked child: start again, without the parent's threads and locks."""
+        self._lock = threading.Lock()
+        self.topology = Topology(self.config)
+        self.breakers.forked()
+        self._start()
+
+    def close(self) -> None:
+        """Stop the threads; every later call raises StoreUnavailable."""
+        self._prober.close()
+        with self._lock:
+            self.closed = True
+            self._probers.shutdown(wait=False, cancel_futures=True)
+            self._finder.shutdown(wait=False)
+        self.topology.close()
+
+
+def _closed() -> StoreUnavailable:
+    return StoreUnavailable("the store is closed; open another one")
+
+
+def probe(address: Address, config: RedisConfig, tls: ssl.SSLContext | None) -> None:
+    """Do what a call does, on a new connection. Raises StoreError if there is no reply in time."""
+    scripts = RuleScripts((Limit(1, per=1),), "probe", config, SystemClock())
+    call = scripts.peek("probe", 1, SERVER_TIME)
+    connection = BlockingConnection(address, config, tls)
+    try:
+        # Any reply will do. In a cluster it is most likely that the key is elsewhere.
+        connection.exchange(pack("PING") + call.by_sha(), 2, config.deadline_ns, warning="")
+    finally:
+        connection.close()
+
+
+# ── The logic, without I/O ─────────────────────────────────────────────────────────────────────
+
+
+class RedisDriver(ABC):
+    """Runs script calls. A subclass does the I/O, in threads or in asyncio.
+
+    The abstract methods return their result (threads) or an awaitable of it (asyncio).
+    """
+
+    def __init__(self, servers: RedisServers) -> None:
+        self.servers = servers
+
+    @abstractmethod
+    def send(self, key: bytes, payload: bytes) -> Any:
+        """Send a call to the server of a key; return its reply. Raises NotSent."""
+
+    @abstractmethod
+    def _send_all(self, calls: Sequence[ScriptCall], due_ns: int, /) -> Any:
+        """Send several calls; return their replies and StoreErrors, in order."""
+
+    @abstractmethod
+    def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
+        """Send to a server; return the reply after `discarded` others. Raises NotSent."""
+
+    @abstractmethod
+    def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
+        """Return a valid reply itself; if it is a refusal, the final reply. See `settling`."""
+
+    @abstractmethod
+    def _sleep(self, seconds: float) -> Any:
+        """Sleep."""
+
+    @abstractmethod
+    def _wait(self, finding: Future[None], seconds: float) -> Any:
+        """Wait up to `seconds`; return whether `finding` is done."""
+
+    def due_ns(self) -> int:
+        """Return the deadline of a call that starts now."""
+        return time.monotonic_ns() + self.servers.config.deadline_ns
+
+    def running(self, call: ScriptCall) -> Steps[Any]:
+        """Send a call and return its reply. Raises StoreError."""
+        due_ns = self.due_ns()
+        try:
+            reply = yield Call(self.send, call.key, call.by_sha())
+        except NotSent as error:
+            reply = error
+        return (yield from self.settling(call, due_ns, reply))
+
+    def running_all(self, calls: Sequence[ScriptCall]) -> Steps[list[Any]]:
+        """Send several calls together; return their replies and StoreErrors, in order."""
+        due_ns = self.due_ns()
+        replies = yield Call(self._send_all, calls, due_ns)
+        if all(type(reply) is list for reply in replies):
+            return list(replies)
+        settled = yield Together(
+            [
+                Call(self.settle, call, due_ns, reply)
+                for call, reply in zip(calls, replies, strict=True)
+            ]
+        )
+        return _only_store_errors(settled)
+
+    def settling(self, call: ScriptCall, due_ns: int, reply: Any) -> Steps[Any]:
+        """Return a valid reply; after a refusal, send the call again until it is not refused.
+
+        Raises StoreError, by `due_ns`.
+        """
+        if not isinstance(reply, Refusal):
+            return _valid(call, reply)
+        servers, refusal = self.servers, reply
+        slot = servers.slot(call.key)
+        refused_by = servers.topology.slots[slot]
+        pause_s, by_text, refreshed = PAUSE_S_MIN, False, False
+        for _ in range(ATTEMPTS_MAX):
+            target, asking = None, False
+            word, _, rest = str(refusal).partition(" ")
+            if isinstance(refusal, NotSent):
+                # Once: another server may have taken its place, or it may just be down.
+                if refreshed or servers.config.mode == "standalone":
+                    raise refusal
+                refreshed = True
+                yield from self._finding(due_ns, refusal)
+            elif word == "NOSCRIPT":
+                by_text = True
+            elif word in {"MOVED", "ASK"}:
+                target = _redirection(rest, refusal, refused_by, servers.config)
+                asking = word == "ASK"
+                if not asking:
+                    _left_ns(due_ns, refusal)
+                    servers.topology.moved(slot, target)
+                    servers.find()
+            elif _is_temporary(word, servers.config):
+                # Partly random, so that calls that were refused together do not return together.
+                pause = pause_s * (0.5 + random())  # noqa: S311 - it protects no secret
+                yield Call(self._sleep, min(pause, _left_ns(due_ns, refusal) / NS_PER_SECOND))
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                if word != "TRYAGAIN":
+                    yield from self._finding(due_ns, refusal)
+            else:
+                raise self.error_of(refusal)
+            payload = call.by_text() if by_text else call.by_sha()
+            left_ns = _left_ns(due_ns, refusal)
+            try:
+                refused_by = target or servers.address_of(slot)
+                payload = ASKING + payload if asking else payload
+                reply = yield Call(self._send_to, refused_by, payload, int(asking), left_ns)
+            except NotSent as error:
+                reply = error
+            if not isinstance(reply, Refusal):
+                return _valid(call, reply)
+            refusal = reply
+        raise refusal if isinstance(refusal, NotSent) else self.error_of(refusal)
+
+    def _finding(self, due_ns: int, refusal: Refusal) -> Steps[None]:
+        """Look up where the servers are, and wait for it until the deadline."""
+        # Started even if no time is left, for the next caller.
+        finding = self.servers.find()
+        left_s = _left_ns(due_ns, refusal) / NS_PER_SECOND
+        if (yield Call(self._wait, finding, left_s)):
+            error = finding.exception()
+            if isinstance(error, StoreError):
+                # A new one, because each caller adds its own traceback.
+                raise type(error)(str(error)) from error
+            if error is not None:
+                raise error
+
+    def error_of(self, refusal: ReplyError) -> StoreError:
+        """Return our error for a server's error."""
+        error = refusal_error(refusal, self.servers.config)
+        if isinstance(error, StoreFull):
+            self.servers.refused += 1
+        return error
+
+
+def _is_temporary(word: str, config: RedisConfig) -> bool:
+    return word in _TEMPORARY or (word == "READONLY" and config.mode != "standalone")
+
+
+def _left_ns(due_ns: int, refusal: Refusal) -> int:
+    """Return the time left. Raises StoreUnavailable if there is none."""
+    left_ns = due_ns - time.monotonic_ns()
+    if left_ns <= 0:
+        raise StoreUnavailable(
+            f"refused until the deadline, and not counted: {refusal}"
+        ) from refusal
+    return left_ns
+
+
+def _redirection(
+    rest: str, refusal: ReplyError, refused_by: Address | None, config: RedisConfig
+) -> Address:
+    """Return the server that a redirection such as `MOVED 3999 10.0.0.7:6381` names.
+
+    A node that does not know its own name omits the host. Then it is the host that redirected.
+    """
+    if config.mode != "cluster":
+        raise StoreUnavailable(
+            f"{config.shown()} is a node of a cluster; use redis+cluster://"
+        ) from refusal
+    host, colon, port = rest.rpartition(" ")[2].rpartition(":")
+    if not colon or not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        raise StoreUnavailable(
+            f"{config.shown()} sent an invalid redirection: {show(str(refusal))}"
+        ) from refusal
+    return Address(host.strip("[]") or (refused_by.host if refused_by else ""), int(port))
+
+
+def _valid(call: ScriptCall, reply: Any) -> Any:
+    """Return a reply that the script can give, or a StoreError. Raises for any other reply."""
+    if type(reply) is not call.script.reply and not isinstance(reply, StoreError):
+        raise StoreUnavailable(
+            f"not a reply of Redis: {show(reply)}; the call may have been counted once"
+        )
+    return reply
+
+
+def _only_store_errors(results: list[Any]) -> list[Any]:
+    """Return the results; raise an exception among them that is a defect, not a StoreError."""
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, StoreError | ReplyError):
+            raise each
+    return results
+
+
+# ── Threads ────────────────────────────────────────────────────────────────────────────────────
+
+
+class ThreadDriver(RedisDriver):
+    """Calls from threads, each of which blocks until its reply."""
+
+    def __init__(self, servers: RedisServers) -> None:
+        super().__init__(servers)
+        self._pools: dict[Address, ConnectionPool] = {}
+        self._lock = threading.Lock()
+
+    def run(self, call: ScriptCall) -> Any:
+        """Send a call and return its reply. Raises StoreError."""
+        return run(self.running(call))
+
+    def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
+        return run(self.settling(call, due_ns, reply))
+
+    def send(self, key: bytes, payload: bytes) -> Any:
+        servers = self.servers
+        address = servers.address_of(slot_of(key) if servers.clustered else 0)
+        pool = self._pools.get(address) or self._pool(address)
+        return pool.exchange(payload, 1, servers.config.deadline_ns)[0]
+
+    def _send_all(self, calls: Sequence[ScriptCall], due_ns: int, /) -> list[Any]:
+        """Send the calls of each server in one round trip, one server after another."""
+        servers = self.servers
+        replies: list[Any] = [None] * len(calls)
+        by_address: dict[Address, list[int]] = {}
+        for index, call in enumerate(calls):
+            try:
+                address = servers.address_of(servers.slot(call.key))
+                by_address.setdefault(address, []).append(index)
+            except StoreError as error:
+                replies[index] = error
+        for address, indexes in by_address.items():
+            payload = b"".join(calls[index].by_sha() for index in indexes)
+            left_ns = due_ns - time.monotonic_ns()
+            found: Sequence[Any]
+            try:
+                if left_ns <= 0:
+                    raise NotSent("the calls to other servers took until the deadline")
+                found = self._pool(address).exchange(payload, len(indexes), left_ns)
+            except StoreError as error:
+                found = [error] * len(indexes)
+            for index, reply in zip(indexes, found, strict=True):
+                replies[index] = reply
+        return replies
+
+    def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
+        return self._pool(address).exchange(payload, 1 + discarded, left_ns)[-1]
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _wait(self, finding: Future[None], seconds: float) -> bool:
+        return bool(wait([finding], seconds).done)
+
+    def _pool(self, address: Address) -> ConnectionPool:
+        pool = self._pools.get(address)
+        if pool is None:
+            servers = self.servers
+            breaker = servers.breakers.of(address)
+            with self._lock:
+                for gone in servers.without_slots(self._pools):
+                    self._pools.pop(gone).retire()
+                made = ConnectionPool(address, servers.config, servers.tls, breaker)
+                pool = self._pools.setdefault(address, made)
+        return pool
+
+    def forked(self) -> None:
+        """In a forked child: drop the parent's connections."""
+        self._lock = threading.Lock()
+        parents, self._pools = self._pools, {}
+        for pool in parents.values():
+            pool.retire()
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
+
+
+# ── asyncio ────────────────────────────────────────────────────────────────────────────────────
+
+
+class AsyncioDriver(RedisDriver):
+    """Calls from the tasks of one event loop."""
+
+    def __init__(
+        self, servers: RedisServers, loop: asyncio.AbstractEventLoop, cache: DenialCache
+    ) -> None:
+        super().__init__(servers)
+        deadline_ns = servers.config.deadline_ns
+        self.coalescer = Coalescer(deadline_ns, cache, self.run, self._unconnected)
+        # None after closing, so that the store keeps no reference to a loop that has ended.
+        self.loop: asyncio.AbstractEventLoop | None = loop
+        self._connections: dict[Address, PipelinedConnection] = {}
+        self._closing: asyncio.Task[None] | None = None
+        self._until_loop_ends = self._end_with_loop()
+        with suppress(StopIteration):
+            self._until_loop_ends.__anext__().send(None)  # run it to its yield
+
+    async def _end_with_loop(self) -> AsyncGenerator[None, None]:
+        """Close the connections at the end of `asyncio.run`, which closes suspended generators.
+
+        A program may run several loops one after another with one store, and asyncio has no other
+        notification of their ends.
+        """
+        try:
+            yield
+        finally:
+            await self.close()
+            del self._until_loop_ends  # it refers to the loop
+
+    async def run(self, call: ScriptCall) -> Any:
+        """Send a call and return its reply. Raises StoreError."""
+        return await run_async(self.running(call))
+
+    async def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
+        return await run_async(self.settling(call, due_ns, reply))
+
+    def send(self, key: bytes, payload: bytes) -> ReplyFuture:
+        servers = self.servers
+        address = servers.address_of(slot_of(key) if servers.clustered else 0)
+        connection = self._connections.get(address) or self._connection(address)
+        return connection.submit(payload)
+
+    async def _send_all(self, calls: Sequence[ScriptCall], _due_ns: int, /) -> list[Any]:
+        """Send all calls at once, so that they leave in one batch."""
+        replies: list[Any] = []
+        for call in calls:
+            try:
+                replies.append(self.send(call.key, call.by_sha()))
+            except StoreError as error:
+                replies.append(error)
+        in_flight = [each for each in replies if isinstance(each, asyncio.Future)]
+        received = iter(
+            _only_store_errors(await asyncio.gather(*in_flight, return_exceptions=True))
+        )
+        return [next(received) if isinstance(each, asyncio.Future) else each for each in replies]
+
+    async def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
+        try:
+            async with asyncio.timeout(left_ns / NS_PER_SECOND):
+                return await self._connection(address).submit(payload, discarded)
+        except TimeoutError:
+            raise StoreTimeout(
+                "no answer by the deadline; the call may have been counted once"
+            ) from None
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _wait(self, finding: Future[None], seconds: float) -> bool:
+        awaited = asyncio.wrap_future(finding)
+        # Mark its exception as retrieved: perhaps no other call reads it.
+        awaited.add_done_callback(lambda each: each.cancelled() or each.exception())
+        # `wait` does not cancel it at the timeout: other calls wait for the same lookup.
+        return bool((await asyncio.wait({awaited}, timeout=seconds))[0])
+
+    def _unconnected(self, key: bytes) -> str | None:
+        """Return the server that a call of the key would wait for; None if it is connected."""
+        address = self.servers.topology.slots[self.servers.slot(key)]
+        connection = self._connections.get(address) if address is not None else None
+        if connection is not None and connection.connected:
+            return None
+        return str(address or self.servers.config.shown())
+
+    def _connection(self, address: Address) -> PipelinedConnection:
+        connection = self._connections.get(address)
+        if connection is None:
+            if self.loop is None:
+                raise _closed()
+            servers = self.servers
+            for gone in servers.without_slots(self._connections):
+                if self._connections[gone].retire():
+                    del self._connections[gone]
+            breaker = servers.breakers.of(address)
+            connection = PipelinedConnection(
+                self.loop, address, servers.config, servers.tls, breaker
+            )
+            self._connections[address] = connection
+        return connection
+
+    def close_soon(self) -> None:
+        """Close from outside the event loop."""
+        if self.loop is not None:
+            self._closing = self.loop.create_task(self.close())
+
+    async def close(self) -> None:
+        """Close every connection; calls in flight fail. May be called again."""
+        self.loop = None
+        while self._connections:
+            await self._connections.popitem()[1].close()

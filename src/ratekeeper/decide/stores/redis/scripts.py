@@ -1,0 +1,392 @@
+"""The scripts that run inside Redis, and the calls of them.
+
+Each script is a `.lua` file behind the functions that it shares with others (`lua/arithmetic.lua`,
+`lua/state.lua`; for limits that regions share, `lua/regional.lua`). A server identifies a script
+by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
+scripts.
+
+The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
+there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
+
+`RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
+one check on its way: the call, and when it was made. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import Final, NamedTuple, cast
+
+from hiredis import pack_command
+
+from ratekeeper.core import switches
+from ratekeeper.core.clock import Clock, SystemClock
+from ratekeeper.core.model import UNITS_MAX, Decision, Limit
+from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
+from ratekeeper.decide.stores.redis.codec import (
+    NS_PER_US,
+    BucketPlaces,
+    ReplyDecoder,
+    encode_limits,
+    encode_numbers,
+    field_of,
+    fits_bucket,
+)
+from ratekeeper.decide.stores.redis.config import RedisConfig
+
+# The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
+ScriptTime = bytes | int
+SERVER_TIME: Final = b""
+UNKNOWN_TIME: Final = b""
+_SERVER_NOW: Final = (SERVER_TIME, 0)
+_PEEK: Final = b"look"
+_SPEND: Final = b""
+# In Lua: no text of a script contains such an operator between spaces.
+_SPACED: Final = re.compile(rb" ?([=+*/<>~,]+) ?")
+# A line of a script that names numbers, all of them in capitals.
+_CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
+# The payloads of a check are prepared for costs below this.
+_PREPARED_COSTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LuaScript:
+    """A script's text, and the SHA-1 that a server knows it by."""
+
+    text: bytes
+    sha: bytes
+    reply: type[list[object] | int] = int
+    """What it replies with: an array or a number."""
+
+
+def _text_of(name: str) -> bytes:
+    """Return a Lua file without comments, indentation and spaces around operators.
+
+    A line `--@ name` stands for another file: functions that only one branch needs.
+
+    A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
+    connection after a longer one, and the client would not see that it must log in (NOAUTH).
+    """
+    folder = files("ratekeeper.decide.stores.redis").joinpath("lua")
+    lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
+    included = (_text_of(line[4:].decode()) if line[:4] == b"--@ " else line for line in lines)
+    code = (line.partition(b" -- ")[0] for line in included if line and line[:2] != b"--")
+    return b"\n".join(_SPACED.sub(rb"\1", line) for line in code)
+
+
+def _without_constants(text: bytes) -> bytes:
+    """Return a script with the numbers instead of their names: shorter, and faster to run."""
+    values: dict[bytes, bytes] = {}
+    for found in _CONSTANTS.finditer(text):
+        values.update(zip(found[1].split(b","), found[2].split(b","), strict=True))
+    text = _CONSTANTS.sub(b"", text)
+    return re.sub(rb"\b[A-Z_]+\b", lambda name: values.get(name[0], name[0]), text)
+
+
+def _script_of(*parts: bytes, reply: type[list[object] | int] = int) -> LuaScript:
+    text = _without_constants(b"\n".join(parts))
+    # Redis identifies scripts by SHA-1; it protects no secret.
+    return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode(), reply)
+
+
+def _script_named(*names: str, reply: type[list[object] | int] = int) -> LuaScript:
+    return _script_of(*map(_text_of, names), reply=reply)
+
+
+_STATE: Final = ("arithmetic", "state")
+CHECK: Final = _script_named(*_STATE, "holds", "check", reply=list)
+REFUND: Final = _script_named(*_STATE, "holds", "refund")
+GRANT: Final = _script_named(*_STATE, "grant")
+RESET: Final = _script_named(*_STATE, "holds", "reset")
+
+
+def _function_of(name: bytes, script: LuaScript) -> bytes:
+    return b"\n".join((b"local function %b(redis, KEYS, ARGV)" % name, script.text, b"end"))
+
+
+JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"), reply=list)
+REPORT: Final = _script_of(
+    _function_of(b"check", CHECK),
+    _function_of(b"refund", REFUND),
+    _text_of("report"),
+    reply=list,
+)
+
+# Of limits that regions share.
+_CHECK: Final = ("arithmetic", "regional", "regional_check")
+REGIONAL_CHECK: Final = _script_named(*_CHECK, reply=list)
+_REGIONAL: Final = ("arithmetic", "regional", "regional_state")
+_GIVE: Final = ("regional_back", "regional_give")
+REGIONAL_CHANGE: Final = _script_named(*_REGIONAL, *_GIVE, "regional_change", reply=list)
+REGIONAL_USAGE: Final = _script_named(*_REGIONAL, "regional_back", "regional_usage", reply=list)
+REGIONAL_LEARN: Final = _script_named(*_REGIONAL, *_GIVE, "regional_learn", reply=list)
+REGIONAL_ACCEPT: Final = _script_named(*_REGIONAL, "regional_back", "regional_accept", reply=list)
+REGIONAL_REPORT: Final = _script_named(*_REGIONAL, "regional_back", "regional_report", reply=list)
+REGIONAL_GROUP: Final = _script_named("regional_group", reply=list)
+REGIONAL_LEADER: Final = _script_named("regional_leader", reply=list)
+
+CELL: Final = _script_named("cell", reply=list)
+
+
+def pack(*parts: str | bytes | int) -> bytes:
+    """Return the bytes of one command in the Redis protocol."""
+    return cast("bytes", pack_command(parts))  # type: ignore[arg-type]  # its stub takes no tuples
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """A script to run on the hash of one subject, or on several hashes of one slot."""
+
+    script: LuaScript
+    key: bytes
+    arguments: tuple[bytes | int, ...]
+    more_keys: tuple[bytes, ...] = ()
+
+    def by_sha(self) -> bytes:
+        """Return the command that names the script."""
+        return pack("EVALSHA", self.script.sha, *self._keys_and_arguments())
+
+    def by_text(self) -> bytes:
+        """Return the command that contains the script, for a server that does not know it yet."""
+        return pack("EVAL", self.script.text, *self._keys_and_arguments())
+
+    def size(self) -> int:
+        """Return about how many bytes the command has that names the script."""
+        parts = (self.key, *self.more_keys, *self.arguments)
+        return 80 + sum(6 + (len(each) if isinstance(each, bytes) else 8) for each in parts)
+
+    def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
+        return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)
+
+
+class RuleScripts:
+    """The script calls of one rule's limits.
+
+    Redis decides by its own clock, which is the same for all nodes. A `clock` that is not the
+    system's is a test's, and its time is sent along.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_key_head",
+        "by_server_clock",
+        "decoder",
+        "encoded",
+        "field",
+        "middle",
+        "place",
+        "tails",
+    )
+
+    place: Callable[[str], tuple[bytes, bytes]]
+    """Return the key of a subject's states, and the gate: the first argument of a script."""
+
+    def __init__(
+        self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
+    ) -> None:
+        self.decoder = ReplyDecoder(limits, rule)
+        self._clock = clock
+        self.by_server_clock = type(clock) is SystemClock
+        self._key_head = config.prefix.encode() + b":{"
+        # In the subject's own hash, all limits that the rule has or ever had keep their states in
+        # this field.
+        self.field = field_of(rule)
+        self.encoded = encode_limits(limits, rule)
+        self.place = self._place_in_own_hash
+        if config.layout == "packed" and fits_bucket(limits):
+            self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
+        # Of a check's payload: the bytes between the key and the gate, and those after the gate.
+        # The gates of all subjects have the same length.
+        self.middle = b"\r\n$%d\r\n" % len(self.place("")[1])
+        self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
+
+    @staticmethod
+    def tail(cost: int) -> bytes:
+        """Return the end of a check's payload: the cost."""
+        digits = b"%d" % cost
+        return b"\r\n$%d\r\n%b\r\n" % (len(digits), digits)
+
+    def now(self) -> tuple[ScriptTime, int]:
+        """Return the time argument of a script, and the caller's nanoseconds past it."""
+        if self.by_server_clock and switches.clock is None:
+            return _SERVER_NOW
+        now_ns = max(self._clock.now_ns(), 0)
+        return now_ns // NS_PER_US, now_ns % NS_PER_US
+
+    def _place_in_own_hash(self, subject: str) -> tuple[bytes, bytes]:
+        # The hash tag is the subject. Redis ignores an empty tag, so a subject that begins with a
+        # brace gets an escape. No subject's tag begins with one % alone: those are the buckets'.
+        if subject[:1] in {"}", "%"}:
+            subject = "%" + subject
+        return b"%b%b}" % (self._key_head, subject.encode()), self.encoded
+
+    def key(self, subject: str) -> bytes:
+        """Return the key of a subject's states."""
+        return self.place(subject)[0]
+
+    def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
+        key, gate = self.place(subject)
+        return ScriptCall(script, key, (gate, *arguments))
+
+    def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
+        """Return the call that decides as `check` would, and spends nothing."""
+        return self._call(CHECK, subject, cost, now, _PEEK)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
+        """Return the call that gives units back, charged at this time of the server's clock."""
+        charged: ScriptTime = (
+            UNKNOWN_TIME if charged_ns is None else max(charged_ns, 0) // NS_PER_US
+        )
+        return self._call(REFUND, subject, units, self.now()[0], charged)
+
+    def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
+        """Return the call that gives back exactly the units that a check took."""
+        spent = encode_numbers(self.decoder.spent(reply, cost))
+        return self._call(REFUND, subject, 0, self.now()[0], UNKNOWN_TIME, spent)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
+        """Return the call that adds extra units."""
+        # Rounded up: a grant never ends before the promised time.
+        ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
+        return self._call(GRANT, subject, units, self.now()[0], ttl, UNITS_MAX)
+
+    def reset(self, subject: str) -> ScriptCall:
+        """Return the call that deletes what the subject spent and was granted."""
+        return self._call(RESET, subject, 0, self.now()[0])
+
+
+@lru_cache(maxsize=256)
+def _check_head(key_bytes: int) -> bytes:
+    """Return the payload of a check, EVALSHA <sha> 1 <key> <gate> <cost>, up to the key."""
+    return b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$%d\r\n" % (CHECK.sha, key_bytes)
+
+
+# The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
+CheckKey = tuple[RuleScripts, str, int]
+
+
+class CheckAttempt:
+    """One call of the check script: its subject, its cost and its time.
+
+    `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
+    start: it shows whether a denial in the reply is still up to date.
+    """
+
+    __slots__ = (
+        "cost",
+        "count",
+        "early_ns",
+        "gate",
+        "key",
+        "mark",
+        "now",
+        "scripts",
+        "sent_ns",
+        "subject",
+        "terms",
+    )
+
+    def __init__(
+        self,
+        check: CheckKey,
+        mark: int,
+        count: int = 1,
+        moment: tuple[ScriptTime, int] | None = None,
+        terms: LeaseTerms | None = None,
+    ) -> None:
+        """`moment` is the time of several checks that are decided together.
+
+        With `terms`, the check leases units.
+        """
+        scripts, self.subject, self.cost = self.scripts, _, _ = check
+        if moment is not None:
+            self.now, self.early_ns = moment
+        elif scripts.by_server_clock and switches.clock is None:
+            self.now, self.early_ns = _SERVER_NOW
+        else:
+            self.now, self.early_ns = scripts.now()
+        self.mark = mark
+        self.count = count
+        self.terms = terms
+        self.key, self.gate = scripts.place(self.subject)
+        self.sent_ns = time.monotonic_ns()
+
+    def payload(self) -> bytes:
+        """Return the bytes to send."""
+        cost = self.count * self.cost
+        if self.now != SERVER_TIME:
+            return self.call().by_sha()
+        scripts, key = self.scripts, self.key
+        tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
+        return b"".join((_check_head(len(key)), key, scripts.middle, self.gate, tail))
+
+    def call(self) -> ScriptCall:
+        """Return the call, to send it again after a refusal."""
+        arguments = (self.gate, self.count * self.cost, self.now)
+        if self.terms is not None:
+            lease = self._lease_arguments(self.terms)
+            return ScriptCall(CHECK, self.key, (*arguments, _SPEND, *lease))
+        return ScriptCall(CHECK, self.key, arguments)
+
+    def lease_arguments(self) -> tuple[int, ...]:
+        """Return the further arguments of a check that leases; none without terms."""
+        return () if self.terms is None else self._lease_arguments(self.terms)
+
+    def _lease_arguments(self, terms: LeaseTerms) -> tuple[int, int, int]:
+        """Return the units to lease, twice the nodes, and how long, in microseconds."""
+        lasts_us = lifetime_ns(self.scripts.decoder.limits, terms.lifetime_ns) // NS_PER_US
+        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and self.cost else 0
+        return wanted, 2 * terms.nodes, lasts_us
+
+    def decision(self, reply: list[int]) -> Decision:
+        """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
+        return self.scripts.decoder.check(reply, self.cost, self.early_ns)
+
+    def denied_with_others(self, reply: list[int]) -> Decision:
+        """Return the decision of a check that was not charged because another one denies."""
+        return self.scripts.decoder.peek(reply, self.cost, self.early_ns)
+
+
+def joint_call(
+    attempts: Sequence[CheckAttempt], optional: Sequence[bool], *, spend: bool
+) -> ScriptCall:
+    """Return the call that decides several checks of one slot, all or none.
+
+    `optional` says for each check whether the others are charged even if it fails.
+    """
+    first, *others = attempts
+    arguments: list[bytes | int] = [first.now, _SPEND if spend else _PEEK]
+    for attempt, may_fail in zip(attempts, optional, strict=True):
+        arguments += [attempt.gate, attempt.cost, int(may_fail)]
+        if spend:
+            arguments += attempt.lease_arguments()
+    keys = tuple([attempt.key for attempt in others])
+    return ScriptCall(JOINT_CHECK, first.key, tuple(arguments), keys)
+
+
+class ReportAttempt(NamedTuple):
+    """One report of a node: units of a lease that it gives back, or units that it has admitted."""
+
+    scripts: RuleScripts
+    subject: str
+    units: int
+    is_late: bool
+    time_us: int
+    """The end of the lease, or the age of the units."""
+
+
+def report_call(reports: Sequence[ReportAttempt], now: ScriptTime) -> ScriptCall:
+    """Return the call for several reports whose keys are in one slot."""
+    keys: list[bytes] = []
+    arguments: list[bytes | int] = [now]
+    for scripts, subject, units, is_late, time_us in reports:
+        key, gate = scripts.place(subject)
+        keys.append(key)
+        arguments += [gate, b"late" if is_late else b"back", min(units, UNITS_MAX), time_us]
+    return ScriptCall(REPORT, keys[0], tuple(arguments), tuple(keys[1:]))

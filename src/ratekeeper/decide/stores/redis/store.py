@@ -1,0 +1,552 @@
+"""RedisStore: counts in Redis, shared by every machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from typing import Self, cast
+
+from ratekeeper.core.clock import Clock, SystemClock
+from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.model import Consistency, Limit
+from ratekeeper.core.steps import run, run_async
+from ratekeeper.decide.busiest import Busiest
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.leasing import (
+    NO_LEASE,
+    LateCharge,
+    LeaseCheck,
+    LeasedAnswer,
+    Report,
+)
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import (
+    REGISTERED_MAX,
+    Answer,
+    AsyncGateCheck,
+    BreakerState,
+    GateCheck,
+    ServerStatus,
+    StoreStats,
+    require_regional,
+    require_strict,
+)
+from ratekeeper.decide.stores.redis.breakers import BreakerListener
+from ratekeeper.decide.stores.redis.cells import RedisCells
+from ratekeeper.decide.stores.redis.codec import NS_PER_US, fits_bucket
+from ratekeeper.decide.stores.redis.config import Layout, RedisConfig
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
+from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
+from ratekeeper.decide.stores.redis.gates import (
+    AsyncMovingGate,
+    AsyncRedisGate,
+    JointCheck,
+    MovingGate,
+    RedisGate,
+    reporting,
+    tighter,
+)
+from ratekeeper.decide.stores.redis.health import (
+    RedisHealth,
+    count_states,
+    forget_states,
+    health,
+    server_status,
+)
+from ratekeeper.decide.stores.redis.pubsub import (
+    RedisSubscription,
+    count_names,
+    publish,
+    register,
+    registry_key,
+    unregister,
+)
+from ratekeeper.decide.stores.redis.regional import RedisRegional
+from ratekeeper.decide.stores.redis.scripts import ReportAttempt, RuleScripts
+
+
+class RedisStore:
+    """Counts in Redis or Valkey: one server, Sentinel or Cluster; for threads and asyncio.
+
+    It connects at the first call. The server's clock decides. A `clock` that is not the system's is
+    for tests, and its time is sent along.
+    """
+
+    is_private = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """True in a cluster."""
+        return self._servers.clustered
+
+    @property
+    def as_async(self) -> Self:
+        """The awaited calls."""
+        return self
+
+    @property
+    def monitor(self) -> Self:
+        """The counters and circuit breakers."""
+        return self
+
+    @property
+    def allowances(self) -> None:
+        """None: they are in the memory of the node, not in Redis."""
+
+    @property
+    def channel(self) -> Self:
+        """The messages between processes."""
+        return self
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """None: a node that answers checks itself wraps this store."""
+
+    @property
+    def authority(self) -> Self:
+        """Leases and late charges."""
+        return self
+
+    @property
+    def cells(self) -> RedisCells:
+        """Values that nodes change by compare-and-set."""
+        return self._cells
+
+    @property
+    def regional(self) -> RedisRegional:
+        """The counts of one region, of limits that regions share."""
+        return self._regional
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """None: a store that knows the other regions wraps this one."""
+
+    def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._checks = Busiest()
+        self._cache = DenialCache(config.denied_cache_ns)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._servers = RedisServers(config)
+        self._threads = ThreadDriver(self._servers)
+        # The driver of each event loop. A loop that is garbage-collected takes its driver along.
+        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._regional = RedisRegional(
+            config, self._clock, self._threads, self._driver_of_loop, self._checks, self._sample
+        )
+        self._cells = RedisCells(config, self._clock, self._driver_of_loop)
+        _stores.add(self)
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> RedisGate | MovingGate:
+        """Prepare a rule's limits for threads."""
+        require_strict(consistency)
+        require_regional(across)
+        self._require_open()
+        gates = tuple(
+            [
+                RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
+                for scripts in self._scripts(limits, rule)
+            ]
+        )
+        return gates[0] if len(gates) == 1 else MovingGate(gates, self.check_together)
+
+    def async_gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AsyncRedisGate | AsyncMovingGate:
+        """Prepare a rule's limits for asyncio."""
+        require_strict(consistency)
+        require_regional(across)
+        self._require_open()
+        servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
+        gates = tuple(
+            [
+                AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
+                for scripts in self._scripts(limits, rule)
+            ]
+        )
+        return gates[0] if len(gates) == 1 else AsyncMovingGate(gates, self.check_together_async)
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects; all pass or none is charged.
+
+        One round trip, in one atomic step. In a cluster two round trips; see JointCheck. If a round
+        trip fails, a subject may stay charged, never twice; see `docs/redis.md`.
+        """
+        if not checks:
+            return []
+        joint, places = self._joint_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = run(joint.deciding(self._threads))
+        return _by_check(answers, places)
+
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
+        if not checks:
+            return []
+        joint, places = self._joint_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = await self._shielded(joint)
+        return _by_check(answers, places)
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """Check several subjects, all or none, and lease units with those that are charged.
+
+        Round trips and errors are those of `check_together`. With `layout=both` there are no
+        leases, because two places would lease different units.
+        """
+        if not checks:
+            return []
+        joint, places = self._leased_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = run(joint.deciding(self._threads))
+        return _with_leases(_by_check(answers, places), joint)
+
+    async def lease_async(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        """`lease`, awaited. A caller that is cancelled has spent and leased nothing."""
+        if not checks:
+            return []
+        joint, places = self._leased_check(checks, optional)
+        answers = joint.decided_locally(self._servers)
+        if answers is None:
+            answers = await self._shielded(joint)
+        return _with_leases(_by_check(answers, places), joint)
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        """Give units back and charge late: one batch of calls for each server.
+
+        With `layout=both`, late charges count in both places, and no units are given back.
+        """
+        attempts, places = self._report_attempts(reports)
+        answers = run(reporting(self._threads, self._cache, attempts)) if attempts else []
+        return _by_check(answers, places)
+
+    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
+        """`report`, awaited."""
+        attempts, places = self._report_attempts(reports)
+        driver = self._driver_of_loop()
+        answers = []
+        if attempts:
+            answers = await run_async(reporting(driver, self._cache, attempts))
+        return _by_check(answers, places)
+
+    def _leased_check(
+        self, checks: Sequence[LeaseCheck], optional: Container[int]
+    ) -> tuple[JointCheck, list[int]]:
+        gates = [cast("_AnyGate", check.gate) for check in checks]
+        plain = [
+            (gate, check.subject, check.cost) for gate, check in zip(gates, checks, strict=True)
+        ]
+        if self.config.layout == "both":
+            return self._joint_check(cast("Sequence[GateCheck]", plain), optional)
+        parts = [(gate.gates[0].scripts, subject, cost) for gate, subject, cost in plain]
+        # Two checks of one counter: the lease of the first could deny the second.
+        once = len({(scripts.encoded, subject) for scripts, subject, _ in parts}) == len(parts)
+        terms = [check.terms for check in checks] if once else []
+        return JointCheck(parts, self._cache, optional, terms), []
+
+    def _report_attempts(self, reports: Sequence[Report]) -> tuple[list[ReportAttempt], list[int]]:
+        """Return the reports of all places, and the number of places of each report."""
+        attempts: list[ReportAttempt] = []
+        places: list[int] = []
+        for each in reports:
+            is_late = isinstance(each, LateCharge)
+            time_ns = each.age_ns if isinstance(each, LateCharge) else each.ends_ns
+            gates = cast("_AnyGate", each.gate).gates
+            units = each.units if is_late or len(gates) == 1 else 0
+            attempts += [
+                ReportAttempt(gate.scripts, each.subject, units, is_late, time_ns // NS_PER_US)
+                for gate in gates
+            ]
+            places.append(len(gates))
+        return attempts, places
+
+    async def _shielded(self, joint: JointCheck) -> list[Answer]:
+        """Decide checks that go on if the caller is cancelled, because they must be undone then.
+
+        A call that was sent is charged even if its caller is cancelled.
+        """
+        driver = self._driver_of_loop()
+        deciding = asyncio.ensure_future(run_async(joint.deciding(driver)))
+        try:
+            return await asyncio.shield(deciding)
+        except asyncio.CancelledError:
+            joint.cancelled = True
+            if deciding.done() and not deciding.cancelled() and deciding.exception() is None:
+                await run_async(joint.undoing_late(driver))
+            raise
+
+    def _joint_check(
+        self,
+        checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
+        optional: Container[int],
+    ) -> tuple[JointCheck, list[int]]:
+        """Return the checks of all places, and with `layout=both` the number of each check's."""
+        # They are gates of this store.
+        if self.config.layout != "both":
+            own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
+            parts = [(gate.scripts, subject, cost) for gate, subject, cost in own]
+            return JointCheck(parts, self._cache, optional), []
+        moving = cast("Sequence[tuple[_AnyGate, str, int]]", checks)
+        parts = []
+        places: list[int] = []
+        optional_parts: set[int] = set()
+        for number, (gate, subject, cost) in enumerate(moving):
+            for each in gate.gates:
+                if number in optional:
+                    optional_parts.add(len(parts))
+                parts.append((each.scripts, subject, cost))
+            places.append(len(gate.gates))
+        return JointCheck(parts, self._cache, optional_parts), places
+
+    def _scripts(self, limits: Sequence[Limit], rule: str) -> list[RuleScripts]:
+        """Return the calls for each place where the states are counted: one, or two."""
+        moving = self.config.layout == "both" and fits_bucket(limits)
+        layouts: tuple[Layout, ...] = ("packed", "subject") if moving else (self.config.layout,)
+        return [
+            RuleScripts(tuple(limits), rule, replace(self.config, layout=layout), self._clock)
+            for layout in layouts
+        ]
+
+    def _driver_of_loop(self) -> AsyncioDriver:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            driver = self._drivers.get(loop)
+            if driver is None:
+                # The connections of a closed loop keep it alive, so drop it here.
+                for closed in [each for each in self._drivers if each.is_closed()]:
+                    del self._drivers[closed]
+                driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
+            return driver
+
+    def _sample(self, subject: str) -> None:
+        with self._lock:
+            self._checks.sample(subject)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed; open another one")
+
+    def sweep(self) -> int:
+        """Return 0: Redis drops expired keys itself."""
+        self._require_open()
+        return 0
+
+    def forget_all(self) -> int:
+        """Forget all counts under this store's prefix. See ForgettingStore.forget_all.
+
+        Blocks for a round trip for each thousand keys, and two more; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable or StoreTimeout.
+        """
+        self._require_open()
+        forgotten = forget_states(self._servers.topology, self.config.prefix)
+        for subject in list(self._cache.subjects):
+            self._cache.drop_subject(subject)
+        return forgotten
+
+    def stats(self) -> StoreStats:
+        """Count the states under this store's prefix; exact while there are few.
+
+        With more than a thousand keys the number of states is an estimate, and with more than ten
+        thousand the number of keys too. Blocks for a few round trips, at most
+        `connect_ms` each; from asyncio, call it with `asyncio.to_thread`. Raises StoreUnavailable
+        or StoreTimeout.
+        """
+        self._require_open()
+        found = count_states(self._servers.topology, self.config.prefix)
+        return StoreStats(
+            states=found.states,
+            states_max=0,
+            bytes=found.bytes,
+            expired=found.expired_keys,
+            refused=self._servers.refused,
+        )
+
+    def health(self) -> RedisHealth:
+        """Return the health of every server, the problems, and their remedies.
+
+        Blocks for about thirty round trips, to all servers at once; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable if no server at all answers.
+        """
+        self._require_open()
+        found = health(self._servers.topology, self.config)
+        return replace(found, breakers=tuple(self.breakers()))
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of this process since the store was opened. No round trip.
+
+        `denied_cache_hits`  denials that the denial cache answered
+        `coalesced_checks`   checks that waited for a batch, in the current event loops
+        """
+        drivers = list(self._drivers.values())
+        coalesced = sum(driver.coalescer.coalesced for driver in drivers)
+        return {"denied_cache_hits": self._cache.hits, "coalesced_checks": coalesced}
+
+    def denied_by_rule(self) -> dict[str, int]:
+        """Return the cache hits by rule; a denial by several rules counts for each of them."""
+        return dict(self._cache.by_rule)
+
+    def breakers(self) -> list[BreakerState]:
+        """Return the breaker of each server that was called so far. No round trip."""
+        return [breaker.state() for breaker in self._servers.breakers.all()]
+
+    def latencies(self) -> dict[str, list[int]]:
+        """Return how long calls to each server took in this process. No round trip.
+
+        From sending a call to its reply, without the wait for a connection; a call that timed out
+        counts with its deadline. Calls that the denial cache answers are not counted.
+        """
+        return {str(each.address): each.seconds.data() for each in self._servers.breakers.all()}
+
+    def server_status(self) -> list[ServerStatus]:
+        """Return the clock, the evictions and the age of the keys of each primary that answers.
+
+        Blocks for about five round trips, to all servers at once; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreUnavailable if no server can name the others.
+        """
+        self._require_open()
+        return server_status(self._servers.topology, self.config.prefix)
+
+    def on_breaker(self, listener: BreakerListener) -> None:
+        """Call `listener` with the state after each change: open, half_open, closed.
+
+        It runs in the thread that saw the change, which may be a check's or an event loop's, so it
+        must not block. Its exceptions are ignored. Only the last sixteen listeners are kept.
+        """
+        self._servers.breakers.listen(listener)
+
+    def busiest(self, count: int) -> list[tuple[str, int]]:
+        """Return the subjects that this process checked most."""
+        self._require_open()
+        with self._lock:
+            return self._checks.top(count)
+
+    def publish(self, topic: str, text: str) -> None:
+        """Send a message to all current subscribers of a topic, on channel `<prefix>:<topic>`.
+
+        Blocks for a round trip; from asyncio, call it with `asyncio.to_thread`. Raises StoreError.
+        """
+        self._require_open()
+        publish(self._servers.topology, self.config, f"{self.config.prefix}:{topic}", text)
+
+    def subscribe(self, topic: str) -> RedisSubscription:
+        """Subscribe to a topic, for one thread. Raises StoreError."""
+        self._require_open()
+        channel = f"{self.config.prefix}:{topic}"
+        return RedisSubscription(self._servers.topology, self.config, channel)
+
+    def register(
+        self, topic: str, name: str, text: str, lasts_ns: int, at_most: int = REGISTERED_MAX
+    ) -> list[str]:
+        """Keep a text for a time, in `<prefix>:<topic>:{names}`; return those of all names.
+
+        If they are more than `at_most`, return those of as many, chosen at random.
+        Blocks for three round trips; from asyncio, call it with `asyncio.to_thread`. Raises
+        StoreError.
+        """
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        return register(self._servers.topology, self.config, key, name, text, lasts_ns, at_most)
+
+    def count_names(self, topic: str, name: str, lasts_ns: int) -> int:
+        """Keep a name for a time, in `<prefix>:<topic>:{names}`; return how many there are.
+
+        With a time of 0, forget it. Blocks for two round trips; from asyncio, call it with
+        `asyncio.to_thread`. Raises StoreError.
+        """
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        return count_names(self._servers.topology, self.config, key, name, lasts_ns)
+
+    def unregister(self, topic: str, name: str) -> None:
+        """Forget the text of a name. Blocks for a round trip. Raises StoreError."""
+        self._require_open()
+        key = registry_key(self.config.prefix, topic)
+        unregister(self._servers.topology, self.config, key, name)
+
+    def close(self) -> None:
+        """Close the connections of threads now, and those of event loops in their loops."""
+        self._closed = True
+        self._cache.reset()
+        self._servers.close()
+        self._threads.close()
+        for loop, driver in list(self._drivers.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(driver.close_soon)
+
+    async def aclose(self) -> None:
+        """Close the store, and wait until this loop's connections are closed."""
+        driver = self._drivers.pop(asyncio.get_running_loop(), None)
+        self.close()
+        if driver is not None:
+            await driver.close()
+
+    def forked(self) -> None:
+        """In a forked child: drop the parent's connections; its threads do not exist here."""
+        self._lock = threading.Lock()
+        self._cache.reset()
+        self._servers.forked()
+        self._threads.forked()
+        self._drivers.clear()
+
+
+_AnyGate = RedisGate | AsyncRedisGate | MovingGate | AsyncMovingGate
+
+
+def _by_check(answers: list[Answer], places: list[int]) -> list[Answer]:
+    """Return one answer for each check from those of its places; each has one without `places`."""
+    if not places:
+        return answers
+    found, start = [], 0
+    for count in places:
+        found.append(tighter(answers[start : start + count]))
+        start += count
+    return found
+
+
+def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]:
+    return [
+        answer if isinstance(answer, StoreError) else (answer, joint.leases.get(at, NO_LEASE))
+        for at, answer in enumerate(answers)
+    ]
+
+
+_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores):
+        store.forked()
+
+
+# Without this, the workers of a server that loads the application before it forks would share one
+# socket, and read each other's replies.
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,178 @@
+"""Rate limits for FastAPI: for the whole application, and for single routes as a dependency.
+
+    app = FastAPI()
+    limit = RateLimit(app, "100/minute", store="shared:///run/api.limits")
+
+    @app.get("/search", dependencies=[limit("5/second")])
+    def search(): ...
+
+    @app.post("/complete")
+    async def complete(charge: Annotated[Charge, limit("1000/minute", cost=100)]):
+        charge.settle(37)
+
+`RateLimit` installs the ASGI middleware, which sends the headers and answers denied requests. A
+dependency adds its charge to the request's charges (`web/charges.py`). So an endpoint needs no
+`request` argument, and a Response that it returns itself gets the headers too. The application's
+exception handlers may answer denied requests (`web/handlers.py`).
+
+Each route has its own count, named after its methods and template: "GET /search". Limits with the
+same `name` share one count. All counts are in one store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Unpack
+
+from ratekeeper import asgi
+from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.model import check_name
+from ratekeeper.limiter.arguments import explains
+from ratekeeper.web.answers import Denial
+from ratekeeper.web.charges import charges_of
+from ratekeeper.web.enforcer import AsyncEnforcer, Charge
+from ratekeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
+from ratekeeper.web.options import (
+    LimitsSource,
+    OptionArguments,
+    RouteArguments,
+    options_of,
+    route_options_of,
+)
+from ratekeeper.web.overrides import calls_of
+from ratekeeper.web.requests import AsgiRequest, WebRequest
+
+try:
+    from fastapi import Depends, FastAPI, routing
+    from starlette.requests import HTTPConnection
+except ImportError as error:
+    raise ConfigError(
+        "ratekeeper.fastapi needs FastAPI: pip install 'ratekeeper[fastapi]'"
+    ) from error
+
+__all__ = ["Charge", "Denial", "LimiterUnavailable", "RateLimit", "RateLimitExceeded", "WebRequest"]
+
+_TOO_MANY: Final = {
+    "description": "Too many requests",
+    "headers": {
+        "Retry-After": {
+            "description": "Seconds until the same request would be allowed.",
+            "schema": {"type": "integer", "minimum": 1},
+        }
+    },
+    "content": {
+        "application/problem+json": {
+            "schema": {
+                "type": "object",
+                "required": ["type", "title", "status", "detail"],
+                "properties": {
+                    "type": {"type": "string", "format": "uri"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string"},
+                },
+            }
+        }
+    },
+}
+
+
+class RateLimit:
+    """The limits of a FastAPI application.
+
+    Takes `app`, the limits of all its routes (or `rules`, or none), and the options of
+    `EnforcerOptions` by name. Add it before other middleware: middleware that is added later wraps
+    it, and sees the denials too.
+    """
+
+    @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
+    def __init__(
+        self, app: FastAPI, limits: LimitsSource | None = None, **options: Unpack[OptionArguments]
+    ) -> None:
+        if not isinstance(app, FastAPI):
+            raise ConfigError(
+                f"{show(app)} is not a FastAPI application; write RateLimit(app, …). "
+                f"For app.add_middleware(RateLimit, …) use ratekeeper.asgi.RateLimit"
+            )
+        self.enforcer = AsyncEnforcer(options_of("RateLimit(…)", {"limits": limits, **options}))
+        self._dependencies: set[Callable[..., Any]] = set()
+        app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
+        self._describe_in(app)
+
+    @explains("limit(…)", 'limit("5/minute", name="login")')
+    def __call__(
+        self, limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
+    ) -> Any:
+        """Return a dependency that charges the request by further limits; its value is the Charge.
+
+        Use it in `dependencies=[…]` of a route, a router or the application, or as
+        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip`, `on_limit`, `on_unavailable`
+        and `on_failure` default to those of the application.
+        """
+        check_name("name", name)
+        route_options = route_options_of("limit(…)", "RateLimit(app, {}=…)", limits, options)
+        outer, overrides = self.enforcer, route_options.override_defaults
+
+        async def charged(connection: HTTPConnection) -> Charge:
+            scope = connection.scope
+            charges = charges_of(scope)
+            request = AsgiRequest(scope, connection)
+            route, context = scope.get("route"), _context_of(scope)
+            # By id, since routes are not hashable. They are kept alive, so that no id is reused.
+            key = route_options, id(route), id(context), scope.get("root_path")
+            enforcer = outer.known_route(key)
+            if enforcer is None:
+                count_name = name or charges.name_for(_route_name(route, request))
+                enforcer = outer.route_enforcer(route_options, count_name, request.route)
+                outer.remember_route(key, enforcer, alive=(route, context))
+            charge = await charges.charge(enforcer, request)
+            if overrides:
+                await charges.replace_default(outer, charge, scope)
+            return charge
+
+        self._dependencies.add(charged)
+        if overrides:
+            outer.expect_overrides().add(charged)
+        return Depends(charged)
+
+    # ── OpenAPI ────────────────────────────────────────────────────────────────────────────────
+
+    def _describe_in(self, app: FastAPI) -> None:
+        """Add a 429 to every limited operation of the application's OpenAPI document."""
+        described = app.openapi
+
+        def openapi() -> dict[str, Any]:
+            document = described()
+            for path, method in self._limited(app):
+                operation = document.get("paths", {}).get(path, {}).get(method)
+                if operation is not None:
+                    operation.setdefault("responses", {}).setdefault("429", _TOO_MANY)
+            return document
+
+        app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this
+
+    def _limited(self, app: FastAPI) -> Iterator[tuple[str, str]]:
+        """Yield the path and the method of every limited operation."""
+        everywhere = self.enforcer.options.has_limits
+        # Recent versions of FastAPI keep included routers whole, and list all routes with this.
+        listed: Callable[..., Iterator[Any]] = getattr(routing, "iter_route_contexts", iter)
+        for route in listed(app.routes):
+            dependant = getattr(route, "dependant", None)
+            if dependant is None:
+                continue
+            if everywhere or not self._dependencies.isdisjoint(calls_of(dependant)):
+                for method in getattr(route, "methods", None) or ():
+                    yield route.path_format, method.lower()
+
+
+def _context_of(scope: Any) -> object:
+    """Return where a route is included: with recent versions of FastAPI in several places."""
+    included = scope.get("fastapi")
+    return included.get("effective_route_context") if isinstance(included, dict) else None
+
+
+def _route_name(route: object, request: WebRequest) -> str:
+    """Return the name of a route's count: "GET /users/{id}"."""
+    methods = getattr(route, "methods", None) or ()
+    path = request.route or request.path
+    return f"{','.join(sorted(methods))} {path}" if methods else path

@@ -1,0 +1,443 @@
+"""FleetStore: a store that answers checks in the node where the rules allow it.
+
+It wraps the store that is the authority. Strict rules use the gates of that store directly, without
+extra cost. The other rules use the gates of `gates.py`.
+
+`check_together` decides rules of different consistency: all pass or none is charged. It first
+spends the units that the node has, then asks the authority for the rest in one call. If the
+authority denies, the node's units are put back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from ratekeeper.core.clock import Clock
+from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.model import Consistency, Decision, Limit
+from ratekeeper.core.steps import Call, Steps, Together, run, run_async
+from ratekeeper.decide.allowances import Allowances
+from ratekeeper.decide.combine import uncharged
+from ratekeeper.decide.failure import SharedCounts
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.leasing import (
+    NO_LEASE,
+    LeaseCheck,
+    LeasedAnswer,
+    LeaseTerms,
+    lifetime_ns,
+)
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts
+from ratekeeper.decide.store import (
+    NEEDS_AUTHORITY,
+    Answer,
+    AsyncGate,
+    AsyncGateCheck,
+    AsyncStore,
+    Gate,
+    GateCheck,
+    Store,
+    StoreWrapper,
+    require_strict_across,
+)
+from ratekeeper.decide.stores import open_fallback_store
+from ratekeeper.fleet.agent import NodeAgent
+from ratekeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing, reporting
+from ratekeeper.fleet.node import Node
+from ratekeeper.fleet.outage import NodeTotals
+from ratekeeper.fleet.reports import ReportThread
+from ratekeeper.fleet.settings import Fleet
+
+_STRICT: Final = LeaseTerms(0, 1, 0)
+
+# Position, gate of the node, decision of the node.
+_Spent = tuple[int, NodeGate, Decision]
+
+
+class FleetStore(StoreWrapper):
+    """The store of a node: limiters can share it.
+
+    The table of the node is opened for the first gate that is not strict, or at once if the node
+    gossips. `owns_store` is True if closing this store also closes the one that it wraps.
+    """
+
+    def __init__(
+        self, store: Store, fleet: Fleet, clock: Clock, *, owns_store: bool = True
+    ) -> None:
+        self.fleet_settings = fleet
+        super().__init__(store)
+        self._async_store = store.as_async
+        self._clock = clock
+        self._owns_store = owns_store
+        self._lock = threading.Lock()
+        _stores.add(self)
+        self._node: Node | None = None
+        self._table_store: Store | None = None
+        self._thread: ReportThread | None = None
+        self._agent: NodeAgent | None = None
+        self._totals: NodeTotals | None = None
+        if fleet.gossip is not None:
+            self.open_node()
+
+    @property
+    def node(self) -> Node | None:
+        """The state that the gates share; None until a limit that is not strict is prepared."""
+        return self._node
+
+    @property
+    def shared_counts(self) -> SharedCounts | None:
+        """The counts of all nodes, for limits whose authority is away; None without gossip."""
+        return self._totals
+
+    def open_node(self) -> Node:
+        """Open the table of the node, unless it is open. Raises ConfigError, StoreUnavailable."""
+        if self._node is not None:
+            return self._node
+        with self._lock:
+            if self._node is None:
+                authority = self._store.authority
+                if authority is None:
+                    raise ConfigError(NEEDS_AUTHORITY)
+                self._table_store = open_fallback_store(self.fleet_settings.store, self._clock)
+                table = self._table_store.allowances
+                if table is None:
+                    raise ConfigError(
+                        f"Fleet(store={self.fleet_settings.store!r}) has no table of allowances"
+                    )
+                node = Node(self.fleet_settings, self._clock, table, authority)
+                node.make_gate = self._store.gate
+                self._agent = self._started_agent(node)
+                self._thread = ReportThread(node)
+                self._node = node  # last: it is read without the lock
+            return self._node
+
+    def forked(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+    def _started_agent(self, node: Node) -> NodeAgent:
+        """Connect the node with the others. Raises ConfigError, and closes the table then."""
+        regions = self._store.regions
+        region = "" if regions is None else regions.region
+        agent = NodeAgent(node, region=region, registry=self._store.channel)
+        if node.fleet.gossip is not None:
+            totals = NodeTotals(
+                agent, node.now_ns, node.fleet.nodes, node.note_admitted, self._table_store
+            )
+            agent.on_lead, agent.on_turn, agent.on_question = (
+                totals.lead,
+                totals.publish,
+                totals.answer,
+            )
+            agent.on_changes, agent.on_payloads = totals.on_changes, totals.on_payloads
+            self._totals = totals
+        try:
+            agent.start()
+        except ConfigError:
+            assert self._table_store is not None, "open_node has opened it"  # noqa: S101 - ours
+            self._table_store.close()
+            raise
+        node.hints, node.live_nodes = agent, agent.sharing_nodes
+        node.hears_hints = agent.hears_hints
+        return agent
+
+    # ── The wrapped store ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def wrapped(self) -> Store:
+        """The authority, or the store of a region that wraps it."""
+        return self._store
+
+    @property
+    def as_async(self) -> AsyncStore | None:
+        """The awaited calls, if the wrapped store has them."""
+        return None if self._async_store is None else self
+
+    @property
+    def regional(self) -> RegionalCounts | None:
+        """The counts of the region, if the wrapped store has them."""
+        return self._store.regional
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions, if the wrapped store knows them."""
+        return self._store.regions
+
+    @property
+    def allowances(self) -> Allowances | None:
+        """The node's table; None until a limit that is not strict is prepared."""
+        return None if self._node is None else self._node.table
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """The counters and the nodes; None until a limit that is not strict is prepared."""
+        return self._agent
+
+    # ── Gates ──────────────────────────────────────────────────────────────────────────────────
+
+    def gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> Gate:
+        """Prepare a rule's limits for threads."""
+        require_strict_across(consistency, across)
+        gate = self._store.gate(limits, rule, across=across)
+        if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
+            return gate
+        return FleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
+
+    def async_gate(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AsyncGate:
+        """Prepare a rule's limits for asyncio."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        require_strict_across(consistency, across)
+        gate = self._async_store.async_gate(limits, rule, across=across)
+        if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
+            return gate
+        return AsyncFleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
+
+    # ── Several subjects ───────────────────────────────────────────────────────────────────────
+
+    def check_together(
+        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """Check several subjects; all pass or none is charged."""
+        if not _has_node_gate(checks):
+            return self._store.check_together(checks, optional)
+        spent = _spent(checks)
+        if all(spent):  # without a generator: the node has answered all of them
+            return spent  # type: ignore[return-value]  # all are decisions
+        authority = self.open_node().authority
+        calls = JointCalls(self._store.check_together, authority.lease, authority.report)
+        return run(deciding(calls, checks, optional, spent))
+
+    async def check_together_async(
+        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
+    ) -> list[Answer]:
+        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
+        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
+        if not _has_node_gate(checks):
+            return await self._async_store.check_together_async(checks, optional)
+        spent = _spent(checks)
+        if all(spent):
+            return spent  # type: ignore[return-value]  # all are decisions
+        authority = self.open_node().authority
+        calls = JointCalls(
+            self._async_store.check_together_async, authority.lease_async, authority.report_async
+        )
+        return await run_async(deciding(calls, checks, optional, spent))
+
+    # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give all leases back, flush all charges, and close the table and an owned store."""
+        self._close_node()
+        if self._owns_store:
+            self._store.close()
+
+    async def aclose(self) -> None:
+        """See `close`."""
+        await asyncio.to_thread(self._close_node)
+        if self._owns_store:
+            if self._async_store is None:
+                self._store.close()
+            else:
+                await self._async_store.aclose()
+
+    def _close_node(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if self._agent is not None:
+            self._agent.close()
+        if self._table_store is not None:
+            self._table_store.close()
+
+
+def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
+    """Spend the node's units for each check; None where the authority has to decide."""
+    return [
+        gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
+        for gate, subject, cost in checks
+    ]
+
+
+def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> Store:
+    """Return the store of a limiter: a FleetStore if several machines can share the counts.
+
+    `owned` is True if the limiter has opened the store. A store that belongs to another limiter
+    keeps that limiter's fleet.
+    """
+    if isinstance(store, FleetStore):
+        if fleet not in (Fleet(), store.fleet_settings):
+            raise ConfigError(
+                "this store belongs to a limiter with other Fleet settings; "
+                "omit fleet, or pass the URI of the store"
+            )
+        return store
+    if store.is_private or store.authority is None:
+        if fleet.gossip is not None:
+            raise ConfigError(
+                f"gossip={fleet.gossip!r} is for nodes that share a store, and no other machine "
+                f'shares this one; for example store="redis://localhost", or leave gossip out'
+            )
+        return store
+    return FleetStore(store, fleet, clock, owns_store=owned)
+
+
+def shared_counts_of(store: Store) -> SharedCounts | None:
+    """Return the counts of all nodes, if the store is that of a node that gossips."""
+    return store.shared_counts if isinstance(store, FleetStore) else None
+
+
+def _has_node_gate(checks: Sequence[tuple[Any, str, int]]) -> bool:
+    for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(gate, NodeGate):
+            return True
+    return False
+
+
+class JointCalls(NamedTuple):
+    """The calls that a check of several subjects makes, for threads or for asyncio."""
+
+    check_together: Callable[..., Any]
+    lease: Callable[..., Any]
+    report: Callable[..., Any]
+
+
+def deciding(
+    calls: JointCalls,
+    checks: Sequence[tuple[Any, str, int]],
+    optional: Container[int],
+    decided: Sequence[Decision | None],
+) -> Steps[list[Answer]]:
+    """Decide checks of any consistency: all pass, or none is charged.
+
+    `decided` has the decisions of the node. The authority decides the others.
+    """
+    rest = [at for at, decision in enumerate(decided) if decision is None]
+    spent = [(at, checks[at][0], each) for at, each in enumerate(decided) if each is not None]
+    answers: dict[int, Answer] = {}
+    try:
+        denier = next((gate for _, gate, decision in spent if not decision), None)
+        if denier is not None:
+            answers = yield from _looking(denier.node, checks, rest)
+            passes = False
+        else:
+            answers = yield from _asking(calls, checks, rest, optional)
+            passes = all(
+                at in optional if isinstance(answer, StoreError) else answer.allowed
+                for at, answer in answers.items()
+            )
+    except BaseException:
+        yield from _putting_back(checks, spent)
+        raise
+    if not passes:
+        yield from _putting_back(checks, spent)
+    for at, _, decision in spent:
+        answers[at] = decision if passes else uncharged(decision, checks[at][2])
+    return [answers[at] for at in range(len(checks))]
+
+
+def _asking(
+    calls: JointCalls,
+    checks: Sequence[tuple[Any, str, int]],
+    rest: Sequence[int],
+    optional: Container[int],
+) -> Steps[dict[int, Answer]]:
+    """Let the authority decide the checks at these positions; keep its answers in the table."""
+    if not rest:
+        return {}
+    gates = [(gate, subject) for gate, subject, _ in (checks[at] for at in rest)]
+    own = [(gate, subject) for gate, subject in gates if isinstance(gate, NodeGate)]
+    with suppress(StoreError):  # then the checks fail too
+        yield from reporting(calls.report, own)
+    asked: list[tuple[NodeGate | None, LeaseCheck]] = []
+    for at in rest:
+        gate, subject, cost = checks[at]
+        if isinstance(gate, NodeGate):
+            gate.known.asked += bool(cost)
+            asked.append((gate, LeaseCheck(gate.gate, subject, cost, gate.terms(subject))))
+        else:
+            asked.append((None, LeaseCheck(gate, subject, cost, _STRICT)))
+    may_fail = [place for place, at in enumerate(rest) if at in optional]
+    clock = next((gate.node.now_ns for gate, _ in asked if gate is not None), None)
+    asked_ns = 0 if clock is None else clock()
+    # A request with a global rule asks the authority in any case, and takes no lease.
+    is_global = any(isinstance(check.gate, GlobalGate) for _, check in asked)
+    if not is_global and any(check.terms.wanted for _, check in asked):
+        found: list[LeasedAnswer] = yield from leasing(calls.lease, asked, may_fail)
+    else:
+        plain = [check[:3] for _, check in asked]
+        looked: list[Answer] = yield Call(calls.check_together, plain, may_fail)
+        found = [each if isinstance(each, StoreError) else (each, NO_LEASE) for each in looked]
+    passes = all(
+        place in may_fail if isinstance(each, StoreError) else each[0].allowed
+        for place, each in enumerate(found)
+    )
+    answers: dict[int, Answer] = {}
+    for at, (gate, check), each in zip(rest, asked, found, strict=True):
+        answers[at] = each if isinstance(each, StoreError) else each[0]
+        # The request is denied, so a check that would pass was not charged.
+        if gate is not None and not isinstance(each, StoreError) and passes | (not each[0]):
+            gate.keep(check.subject, check.cost, each, asked_ns)
+    return answers
+
+
+def _looking(
+    node: Node, checks: Sequence[tuple[Any, str, int]], rest: Sequence[int]
+) -> Steps[dict[int, Answer]]:
+    """Return the answers to the checks at these positions, without a charge: the request is denied.
+
+    The caller shows these answers, and waits for the longest of them. None of them can let the
+    request pass, so the node caches them for a second, like the denial itself.
+    """
+    answers: dict[int, Answer] = {}
+    for at in rest:
+        known = node.look_of(tuple(checks[at]))
+        if known is not None:
+            answers[at] = known
+    asked = [at for at in rest if at not in answers]
+    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in asked]
+    looked: list[Any] = (yield Together(calls)) if calls else []
+    for at, each in zip(asked, looked, strict=True):
+        answers[at] = each
+        if not isinstance(each, BaseException):
+            node.keep_look(tuple(checks[at]), each)
+        elif not isinstance(each, StoreError):
+            raise each
+    return answers
+
+
+def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent]) -> Steps[None]:
+    """Put back the units that the node has spent for a request that is denied."""
+    for at, gate, decision in spent:
+        if decision.charged_ns is not None:
+            _, subject, cost = checks[at]
+            with suppress(StoreError):
+                yield from gate.undoing(subject, cost, decision.charged_ns)
+
+
+_stores: weakref.WeakSet[FleetStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores):
+        store.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,6 @@
+"""The limiter: the path of a check, for threads and for asyncio."""
+
+from ratekeeper.limiter.async_limiter import AsyncLimiter
+from ratekeeper.limiter.limiter import Limiter
+
+__all__ = ["AsyncLimiter", "Limiter"]

@@ -1,0 +1,306 @@
+"""The limiter for asyncio: the verbs of the path, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+from ratekeeper.core import switches
+from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.model import CheckResult, Decision, Limits, Request, units_of
+from ratekeeper.core.steps import Call, Steps, run_async
+from ratekeeper.core.subjects import Key
+from ratekeeper.decide.regional import RegionalUsage
+from ratekeeper.decide.store import AsyncGate, AsyncStore
+from ratekeeper.limiter.arguments import (
+    CostSource,
+    KeySource,
+    cost_of,
+    key_of,
+    kind_of,
+    name_of,
+    request_of,
+)
+from ratekeeper.limiter.path import Duration
+from ratekeeper.limiter.setup import LimiterSetup
+from ratekeeper.rules.compiled import RuleCheck
+from ratekeeper.rules.engine import RepeatedCheck, RuleCharge, RuleEngine
+from ratekeeper.rules.explain import Explanation
+from ratekeeper.rules.splitting import usage_of_parts
+
+if TYPE_CHECKING:
+    from ratekeeper.control.follow import LoadedRules
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AsyncLimiter(LimiterSetup):
+    """Checks keys and requests against limits, for asyncio: the methods of `Limiter`, awaited.
+
+    With `memory://` and `shared://` a check does no I/O. Only a process that is stopped while it
+    holds a lock of `shared://` can block the event loop: for a second, then the failure policy
+    answers. With Redis a check awaits the reply, until the store's deadline at the latest.
+
+    >>> import asyncio
+    >>> async def main():
+    ...     limiter = AsyncLimiter("2/minute")
+    ...     return [bool(await limiter.check("user:42")) for _ in range(3)]
+    >>> asyncio.run(main())
+    [True, True, False]
+    """
+
+    # Of a store that is awaited; None if the store answers at once.
+    _async_store: AsyncStore | None = None
+    _async_gate: AsyncGate
+
+    def _prepare_limits(self, limits: Limits) -> None:
+        self._async_store = self._store.as_async
+        if self._async_store is None:
+            super()._prepare_limits(limits)
+        else:
+            self._gate = self._async_gate = self._async_store.async_gate(
+                limits, self._name, self._consistency, self._across
+            )
+            self._limits = limits
+
+    def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
+        self._async_store = self._store.as_async
+        super()._prepare_rules(loaded, async_store or self._async_store)
+
+    def _bind(self) -> None:
+        self._sleep = self._clock.sleep_async
+        self._check_together = (
+            self._store.check_together
+            if self._async_store is None
+            else self._async_store.check_together_async
+        )
+        self._make_gate = (
+            self._store.gate if self._async_store is None else self._async_store.async_gate
+        )
+
+    async def check(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
+        if self._async_store is None:
+            return self._check(key, cost)
+        if self._engine is not None:
+            request, units = request_of(key), units_of(cost, "cost")
+            if switches.limiting_off:
+                return self._unlimited()
+            return await self._engine.check_async(request, units)
+        subject, units = self._subject_of(key), units_of(cost, "cost")
+        if switches.limiting_off:
+            return self._unlimited()
+        try:
+            return self._counted(await self._async_gate.check(subject, units))
+        except StoreError as error:
+            return self._failed(error, key, subject, units, spend=True)
+
+    async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Return the decision that `check` would make now. Spends nothing."""
+        if self._engine is None and self._async_store is None:
+            return self._peek_limits(key, cost)
+        return await run_async(self._peek(key, cost))
+
+    async def evaluate(
+        self, key: Key | Request, cost: int = 1, *, spend: bool = True
+    ) -> CheckResult:
+        """Check (or, without `spend`, peek) and return a result. See Limiter.evaluate."""
+        engine = self._engine
+        if engine is None or switches.limiting_off:
+            return self.result_of(await (self.check if spend else self.peek)(key, cost))
+        if type(key) is not Request or type(cost) is not int or cost < 0:
+            key, cost = request_of(key), units_of(cost, "cost")
+        if self._async_store is None:
+            return engine.evaluate(key, cost, spend=spend)
+        return await engine.evaluate_async(key, cost, spend=spend)
+
+    async def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
+        """Evaluate a request that is checked often. See Limiter.evaluate_repeated."""
+        engine = self._engine
+        if engine is None or switches.limiting_off:
+            return await self.evaluate(repeated.request, repeated.cost)
+        if self._async_store is None:
+            return engine.evaluate_repeated(repeated)
+        return await engine.evaluate_repeated_async(repeated)
+
+    @property
+    def immediate_engine(self) -> RuleEngine | None:
+        """The rule engine, if its store answers at once: then no caller needs to await a check.
+
+        None for a remote store, for a limiter without rules, and while `evaluate` is replaced on
+        this limiter, for example to trace it. A caller of the engine must check
+        `switches.limiting_off` first.
+        """
+        is_replaced = "evaluate" in vars(self)
+        return None if self._async_store is not None or is_replaced else self._engine
+
+    async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
+        """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
+        return await run_async(self._evaluate_all(checks))
+
+    async def settle(
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
+    ) -> int:
+        """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
+        return await run_async(self._settle(key, reserved, actual, decision, reservation))
+
+    async def once(self, reservation: Key, settle: Callable[[], Awaitable[int]]) -> int | None:
+        """Await `settle`, unless a settlement of this reservation was made within the last hour.
+
+        Returns its result, or None if it was not called. If `settle` raises, a later call tries
+        again.
+        """
+
+        def settling() -> Steps[int]:
+            result: int = yield Call(settle)
+            return result
+
+        return await run_async(self._once(reservation, settling()))
+
+    async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
+        """Return units to each of these rules, as of the times of their charges.
+
+        Raises StoreError, after all rules were tried.
+        """
+        if not switches.limiting_off:
+            await run_async(self._rules().refund_charges_steps(charges, units_of(cost, "cost")))
+
+    async def explain(self, request: Request, cost: int = 1) -> Explanation:
+        """Explain which rules apply and why, and the decision of each. Spends nothing."""
+        steps = self._rules().explain_steps(request_of(request), units_of(cost, "cost"))
+        return await run_async(steps)
+
+    async def peek_rule(self, check: RuleCheck) -> Decision:
+        """Return the decision of one rule of a plan. Spends nothing.
+
+        Raises StoreError, and CapacityError for a cost that never fits.
+        """
+        return await run_async(self._rules().peek_rule_steps(check))
+
+    async def usage_of(self, check: RuleCheck) -> RegionalUsage | None:
+        """Return the usage of a global rule in all regions; None for a rule of one region.
+
+        The numbers come from this region's store; no other region is called. Raises StoreError.
+        """
+        counts = self._store.regional
+        if self._regions is None or counts is None or check.rule.across is None:
+            return None
+        found = [
+            await counts.usage(tuple(gate.limits), check.rule.id, subject)
+            for gate, subject in check.parts
+        ]
+        return usage_of_parts(found, self._regions.region)
+
+    async def penalty_of(self, check: RuleCheck) -> Decision | None:
+        """Return the denial of a cool-down or block that a rule has in force; None if it has none.
+
+        Raises StoreError.
+        """
+        return await run_async(self._rules().penalty_steps(check))
+
+    async def is_barred(self, rule: str, subject: str) -> bool:
+        """Return True if a cool-down of this rule is in force for a subject.
+
+        For penalties that another process reported. A reset reaches the store at once, and the
+        process that gave the cool-down at its next check of the subject. Also True if the store is
+        unavailable, or private to one process.
+        """
+        return await run_async(self._rules().is_barred_steps(rule, subject))
+
+    async def refund(
+        self, key: Key | Request, cost: int = 1, decision: Decision | None = None
+    ) -> None:
+        """Undo a decision that spent `cost` units. Raises StoreError. See Limiter.refund."""
+        await run_async(self._refund(key, cost, decision))
+
+    async def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
+        """Add extra units for `ttl` seconds (by default one window). Raises StoreError."""
+        await run_async(self._grant(key, units, ttl))
+
+    async def reset(self, key: Key | Request) -> None:
+        """Forget the spent and granted units of the key. Raises StoreError."""
+        await run_async(self._reset(key))
+
+    async def grant_rules(self, checks: Sequence[RuleCheck], ttl: Duration | None = None) -> None:
+        """Add the units of each check on top of the limits of its rule. Raises StoreError."""
+        await run_async(self._grant_rules(self._rules(), checks, ttl))
+
+    async def reset_rules(self, checks: Sequence[RuleCheck]) -> None:
+        """Forget the units under each of these rules, and end penalties. Raises StoreError."""
+        await run_async(self._rules().reset_rules_steps(checks))
+
+    async def wait(
+        self, key: Key | Request, cost: int = 1, timeout: Duration | None = None
+    ) -> Decision:
+        """Spend `cost` units, sleeping until they fit. See Limiter.wait."""
+        return await run_async(self._wait(key, cost, timeout))
+
+    @asynccontextmanager
+    async def hold(
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        *,
+        wait: Duration = 0,
+        refund_on_error: bool = False,
+    ) -> AsyncIterator[Decision]:
+        """Spend before the block runs, or raise LimitExceeded. See Limiter.hold."""
+        decision = await run_async(self._pass(key, cost, wait))
+        try:
+            yield decision
+        except BaseException:
+            if refund_on_error:
+                await run_async(self._take_back(key, cost, decision))
+            raise
+
+    def limit(
+        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
+    ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
+        """Decorate an async function: each call spends, or raises LimitExceeded."""
+
+        def decorate(
+            function: Callable[P, Awaitable[R]],
+        ) -> Callable[P, Coroutine[Any, Any, R]]:
+            kind = kind_of(function)
+            if kind == "plain":
+                raise ConfigError(f"{name_of(function)} is not async; decorate it with Limiter")
+            if kind == "async generator":
+                raise ConfigError(
+                    f"{name_of(function)} is an async generator, which is not awaited; put "
+                    f"`async with limiter.hold(key)` inside it"
+                )
+
+            @wraps(function)
+            async def limited(*args: P.args, **kwargs: P.kwargs) -> R:
+                subject = key_of(key, function, args, kwargs)
+                await run_async(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                return await function(*args, **kwargs)
+
+            return limited
+
+        return decorate
+
+    async def close(self) -> None:
+        """Close the store, if this limiter opened it."""
+        if self._follower is not None:
+            await asyncio.to_thread(self._follower.stop)
+        if self._async_store is not None and self._owns_store:
+            self._local.close()
+            await self._async_store.aclose()
+        else:
+            self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

@@ -1,0 +1,204 @@
+"""The limiter for threads: the verbs of the path, carried out in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, Self, TypeVar
+
+from ratekeeper.core import switches
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import CheckResult, Decision, Request, units_of
+from ratekeeper.core.steps import run
+from ratekeeper.core.subjects import Key
+from ratekeeper.limiter.arguments import (
+    CostSource,
+    KeySource,
+    cost_of,
+    key_of,
+    kind_of,
+    name_of,
+    request_of,
+)
+from ratekeeper.limiter.path import Duration
+from ratekeeper.limiter.setup import LimiterSetup
+from ratekeeper.rules.engine import RepeatedCheck
+from ratekeeper.rules.explain import Explanation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Limiter(LimiterSetup):
+    """Checks keys and requests against limits, for threads.
+
+    >>> limiter = Limiter("2/minute")
+    >>> [bool(limiter.check("user:42")) for _ in range(3)]
+    [True, True, False]
+
+    Threads can share it. With `memory://` and `shared://` a check does no I/O.
+    """
+
+    def _bind(self) -> None:
+        self._sleep = self._clock.sleep
+        self._check_together = self._store.check_together
+        self._make_gate = self._store.gate
+        # On the instance: `limiter.check` is the store's own compiled callable, and no Python code
+        # runs in between. A subclass that overrides `check` keeps its own.
+        if type(self).check is _CHECK:
+            self.check = self._check  # type: ignore[method-assign]  # see above
+
+    def check(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Spend `cost` units of the key's quota if all limits have room; else spend nothing.
+
+        Raises InvalidKey and InvalidCost for an invalid key or cost, and CapacityError for a cost
+        that never fits.
+        """
+        return self._check(key, cost)
+
+    def peek(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Return the decision that `check` would make now. Spends nothing."""
+        if self._engine is None:  # without a generator, in half the time
+            return self._peek_limits(key, cost)
+        return run(self._peek(key, cost))
+
+    def evaluate(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> CheckResult:
+        """Check (or, without `spend`, peek) and return a result, for an answer to a client."""
+        if self._engine is None or switches.limiting_off:
+            return self.result_of((self.check if spend else self.peek)(key, cost))
+        return self._engine.evaluate(request_of(key), units_of(cost, "cost"), spend=spend)
+
+    def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
+        """Evaluate a request that is checked often; its matching rules are looked up once."""
+        if self._engine is None or switches.limiting_off:
+            return self.evaluate(repeated.request, repeated.cost)
+        return self._engine.evaluate_repeated(repeated)
+
+    def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
+        """Return a result for each (key, cost), in order; if any is denied, nothing is spent.
+
+        Raises the errors of `check`, and spends nothing then.
+        """
+        return run(self._evaluate_all(checks))
+
+    def settle(
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
+    ) -> int:
+        """Make a request that was charged `reserved` units cost `actual`.
+
+        Surplus units are refunded, as far as time has not returned them: `decision` is that of the
+        reservation, as in `refund`. Missing units are charged to each limit as far as it has room,
+        because the request was served: a limit that is full stays full, and the others are charged
+        all of them. Returns the units that did not fit the fullest limit, or could not be charged.
+
+        `reservation` is a text that names this reservation, such as the id of the request. With it,
+        a second settlement within an hour changes nothing and returns 0. Raises StoreError if units
+        could not be refunded; then the settlement can be repeated.
+        """
+        return run(self._settle(key, reserved, actual, decision, reservation))
+
+    def explain(self, request: Request, cost: int = 1) -> Explanation:
+        """Explain which rules apply and why, and the decision of each. Spends nothing."""
+        return run(self._rules().explain_steps(request_of(request), units_of(cost, "cost")))
+
+    def refund(self, key: Key | Request, cost: int = 1, decision: Decision | None = None) -> None:
+        """Undo a decision that spent `cost` units, or a part of them. Raises StoreError.
+
+        `decision` is the one that `check` returned for this key. It has the time of the charge, and
+        the refund returns only units that time has not returned meanwhile. So other requests stay
+        within the limits, however late the refund comes. A decision that spent nothing, such as a
+        denial or one of the failure policy, returns nothing. Refund a decision once: a second
+        refund returns units of other requests.
+
+        Without a decision it is an operator's correction: nothing is known about the charge, so
+        requests may exceed the limits by the refunded units. It returns units of the current
+        window, the oldest entries of a log, or units in use of a bucket; never more than an
+        untouched quota. Units that were drawn from a grant stay spent.
+        """
+        run(self._refund(key, cost, decision))
+
+    def grant(self, key: Key | Request, units: int, ttl: Duration | None = None) -> None:
+        """Add extra units on top of every limit for `ttl` seconds (by default one window).
+
+        A check draws on them only if the limit itself has no room. Raises StoreError.
+        """
+        run(self._grant(key, units, ttl))
+
+    def reset(self, key: Key | Request) -> None:
+        """Forget the spent and granted units of the key. Raises StoreError."""
+        run(self._reset(key))
+
+    def wait(self, key: Key | Request, cost: int = 1, timeout: Duration | None = None) -> Decision:
+        """Spend `cost` units, sleeping until they fit; at most `timeout` seconds in all.
+
+        Returns a denial at once if the wait would be longer than the timeout. It also sleeps a
+        leaky bucket's delay, so the caller can proceed at once after an allowed decision. While the
+        store is unavailable and `on_failure` is "open", it limits by the counts of this machine,
+        as `hold` and the decorator do: an outage does not lift the limit.
+        """
+        return run(self._wait(key, cost, timeout))
+
+    @contextmanager
+    def hold(
+        self,
+        key: Key | Request,
+        cost: int = 1,
+        *,
+        wait: Duration = 0,
+        refund_on_error: bool = False,
+    ) -> Iterator[Decision]:
+        """Spend before the block runs; raise LimitExceeded instead of running it if denied.
+
+        `wait` is how many seconds to wait for room. With `refund_on_error` a block that raises
+        costs nothing.
+        """
+        decision = run(self._pass(key, cost, wait))
+        try:
+            yield decision
+        except BaseException:
+            if refund_on_error:
+                run(self._take_back(key, cost, decision))
+            raise
+
+    def limit(
+        self, key: KeySource = None, cost: CostSource = 1, *, wait: Duration = 0
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorate a function: each call spends, and raises LimitExceeded when denied.
+
+        `key` is a key, or a function of the call's arguments that returns one; by default the
+        decorated function itself is the key. `cost` likewise. `wait` as in `hold`.
+        """
+
+        def decorate(function: Callable[P, R]) -> Callable[P, R]:
+            if kind_of(function) != "plain":
+                raise ConfigError(f"{name_of(function)} is async; decorate it with AsyncLimiter")
+
+            @wraps(function)
+            def limited(*args: P.args, **kwargs: P.kwargs) -> R:
+                subject = key_of(key, function, args, kwargs)
+                run(self._pass(subject, cost_of(cost, args, kwargs), wait))
+                return function(*args, **kwargs)
+
+            return limited
+
+        return decorate
+
+    def close(self) -> None:
+        """Close the store, if this limiter opened it."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+# The method as defined here: a test may replace it on the class.
+_CHECK = Limiter.check

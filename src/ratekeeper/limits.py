@@ -1,0 +1,575 @@
+"""Storages for `limits`, and so for Flask-Limiter and slowapi.
+
+    storage_uri="ratekeeper+shared:///run/app.limits"
+
+The schemes are those of `open_store` with `ratekeeper+` in front, and `async+ratekeeper+` for
+`limits.aio`. Importing this module registers them. An installed package needs no import: its
+start-up hook registers them when a program imports `limits` (docs/adr/0021).
+
+The strategies of `limits` decide by calls of a storage. Each call that acquires is one atomic
+decision of a store, so a limit holds exactly over all threads, processes and machines of the store:
+
+`fixed-window`            A token bucket of a billion units that is refilled whole, one window after
+                          its first unit was taken: a counter that starts at the first hit. As in
+                          all storages of `limits`, a denied hit is counted too.
+`moving-window`           The sliding window log: exact, up to 1,000,000 units in a window.
+`sliding-window-counter`  The sliding window counter in thousandths of a unit. `limits` rounds the
+                          weighted count down, Ratekeeper up. With thousandths, both admit the same
+                          requests, but for the last thousandth of a unit, where this is stricter.
+
+`limits` reads a counter by its key alone, without the window. The keys of its strategies end with
+the limit (`…/10/1/minute`), which names the window. For any other key, the first hit of a window
+also stores the window's length, which takes a second state and a second call.
+
+Differences to the storages of `limits` are listed in docs/limits-storage.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, cast
+from urllib.parse import parse_qs
+
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import ConfigError, StoreError, show
+from ratekeeper.core.model import (
+    LOG_UNITS_MAX,
+    UNITS_MAX,
+    WINDOW_NS_MAX,
+    AlgorithmName,
+    Limit,
+    units_of,
+)
+from ratekeeper.core.steps import Call, Steps, run, run_async
+from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR
+from ratekeeper.decide.store import AnyGate, ForgettingStore, Store
+from ratekeeper.decide.stores import SCHEMES as STORE_SCHEMES
+from ratekeeper.decide.stores import open_store
+
+try:
+    from limits.aio.storage import MovingWindowSupport as AsyncMovingWindowSupport
+    from limits.aio.storage import SlidingWindowCounterSupport as AsyncSlidingWindowCounterSupport
+    from limits.aio.storage import Storage as AsyncStorage
+    from limits.errors import ConfigurationError
+    from limits.limits import GRANULARITIES
+    from limits.storage import MovingWindowSupport, SlidingWindowCounterSupport, Storage
+    from limits.storage.base import TimestampedSlidingWindow
+except ImportError as error:
+    raise ConfigError(
+        f"ratekeeper.limits needs limits 5 ({error}); install it with: "
+        f"pip install 'ratekeeper[limits]'"
+    ) from error
+
+__all__ = ["AsyncRatekeeperStorage", "RatekeeperStorage", "open_storage"]
+
+PREFIX: Final = "ratekeeper+"
+ASYNC_PREFIX: Final = "async+"
+SCHEMES: Final = tuple(f"{PREFIX}{scheme}" for scheme in STORE_SCHEMES)
+ASYNC_SCHEMES: Final = tuple(f"{ASYNC_PREFIX}{scheme}" for scheme in SCHEMES)
+
+EXAMPLE: Final = "ratekeeper+shared:///run/app.limits"
+
+# The default of `limits`. On Redis it begins every key, so that `reset` removes no others.
+KEY_PREFIX_DEFAULT: Final = "LIMITS"
+# The result of `incr` if the counter is full and the hit was not counted: it is above every limit.
+NOT_COUNTED: Final = 2**63 - 1
+# Parts of a unit that a sliding window counts. Limits above LARGE would not fit: they count in
+# whole units, which is stricter by less than one of a million.
+PARTS: Final = 1_000
+LARGE: Final = UNITS_MAX // PARTS
+# Prepared gates; one for each limit and window that is in use.
+GATES_MAX: Final = 1_024
+# Another process may change a log between two looks. After this many, a look is good enough.
+LOOKS_MAX: Final = 3
+WINDOW_SECONDS_MAX: Final = WINDOW_NS_MAX // NS_PER_SECOND
+
+# A timeout is an error response here, because a storage of `limits` has no failure policy. So a
+# call waits longer for Redis than a Limiter does, and through the set-up of a connection.
+DEADLINE_MS_DEFAULT: Final = 1_000
+
+# Options of the Redis storages of `limits`, which passes them to redis-py, as options of our store.
+_RENAMED: Final = {
+    "socket_timeout": "deadline_ms",
+    "socket_connect_timeout": "connect_ms",
+    "ssl_ca_certs": "tls_ca",
+    "ssl_certfile": "tls_cert",
+    "ssl_keyfile": "tls_key",
+}
+_SECONDS: Final = frozenset({"socket_timeout", "socket_connect_timeout"})
+# The options of a storage that no store has.
+_OWN: Final = ("key_prefix", "wrap_exceptions")
+# How similar an unknown option is to the one that was meant; `prefix` is an option of its own.
+_SIMILAR: Final = 0.8
+
+
+def open_storage(uri: str, /, **options: Any) -> RatekeeperStorage | AsyncRatekeeperStorage:
+    """Open the storage that a URI names, as `limits.storage.storage_from_string` does.
+
+    >>> storage = open_storage("ratekeeper+memory://")
+    >>> storage.incr("job", 60), storage.incr("job", 60)
+    (1, 2)
+
+    Raises `limits.errors.ConfigurationError`, which names the next step.
+    """
+    scheme = uri.partition("://")[0].lower()
+    if "uri" in options:
+        raise ConfigurationError("storage_options has a uri; give it as storage_uri only")
+    if scheme in SCHEMES:
+        return RatekeeperStorage(uri, **options)
+    if scheme in ASYNC_SCHEMES:
+        return AsyncRatekeeperStorage(uri, **options)
+    close = get_close_matches(scheme, (*SCHEMES, *ASYNC_SCHEMES), n=1, cutoff=0.0)[0]
+    problem = f"{_shown(scheme)} is not a scheme" if "://" in uri else 'there is no "://"'
+    raise ConfigurationError(
+        f"storage_uri: {problem}; the closest is {close}://, and a complete "
+        f'example is "{EXAMPLE}"; there are {", ".join(f"{each}://" for each in SCHEMES)}, '
+        f"and each with {ASYNC_PREFIX} in front for limits.aio"
+    )
+
+
+def _shown(scheme: str) -> str:
+    """Return a scheme for a message; not if it may contain a part of a password."""
+    return show(scheme) if scheme.replace("+", "_").isidentifier() else "…"
+
+
+def _unix_time(from_now_ns: int) -> float:
+    """Return a time by the clock that callers of `limits` compare it with."""
+    return time.time() + from_now_ns / NS_PER_SECOND
+
+
+def _subject_of(key: str) -> str:
+    """Return the subject of a key of `limits`, which may be any text.
+
+    A key that no subject can be is replaced by a digest. It begins with a separator, which is in no
+    other subject, so no two keys share a subject.
+    """
+    if 0 < len(key) <= KEY_LENGTH_MAX and key.isascii() and SEPARATOR not in key:
+        return key
+    digest = blake2b(key.encode(errors="surrogatepass"), digest_size=20)
+    return SEPARATOR + digest.hexdigest()
+
+
+def _window_in(key: str) -> int | None:
+    """Return the seconds of the window that a key of a strategy ends with.
+
+    >>> _window_in("LIMITER/10.0.0.1/10/2/minute"), _window_in("job")
+    (120, None)
+    """
+    parts = key.rsplit("/", 2)
+    return _window_of(parts[1], parts[2]) if len(parts) == 3 else None
+
+
+@lru_cache(GATES_MAX)
+def _window_of(multiples: str, name: str) -> int | None:
+    item = GRANULARITIES.get(name)
+    if item is None or len(multiples) > 9 or not multiples.isascii() or not multiples.isdigit():
+        return None
+    seconds = item.GRANULARITY.seconds * int(multiples)
+    return seconds if 1 <= seconds <= WINDOW_SECONDS_MAX else None
+
+
+class _Gates:
+    """The gates of one store, each prepared once. For asyncio, those that are awaited."""
+
+    def __init__(self, store: Store, rule: str, *, awaited: bool) -> None:
+        self._rule = rule
+        self._open = store.gate
+        if awaited and store.as_async is not None:
+            self._open = cast("Any", store.as_async.async_gate)
+        self.counter = lru_cache(GATES_MAX)(self._counter)
+        self.window = lru_cache(GATES_MAX)(self._window)
+        self.moving = lru_cache(GATES_MAX)(self._moving)
+        self.sliding = lru_cache(GATES_MAX)(self._sliding)
+
+    # A named bucket or log has an identity without a window, so that it can be cleared without it.
+
+    def _counter(self, seconds: float) -> AnyGate:
+        """Return the gate that counts hits in a window from the first hit on."""
+        return self._gate("fixed", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
+
+    def _window(self, seconds: float) -> AnyGate:
+        """Return the gate whose used units are the seconds of a counter's window."""
+        return self._gate("window", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
+
+    def _moving(self, limit: int, seconds: float) -> AnyGate:
+        if limit > LOG_UNITS_MAX:
+            raise ConfigurationError(
+                f"a moving window of {limit:,} is above {LOG_UNITS_MAX:,}: it keeps the time of "
+                f"each unit; use the strategy sliding-window-counter for this limit"
+            )
+        return self._gate("moving", limit, seconds, "sliding_window_log")
+
+    def _sliding(self, parts: int, limit: int, seconds: float) -> AnyGate:
+        return self._gate(f"sliding/{parts}", limit, seconds, "sliding_window_counter")
+
+    def _gate(
+        self,
+        name: str,
+        limit: int,
+        seconds: float,
+        algorithm: AlgorithmName,
+        refill_every: float = 0,
+    ) -> AnyGate:
+        if seconds > WINDOW_SECONDS_MAX:
+            raise ConfigurationError(
+                f"a window of {seconds / 86_400:g} days is longer than "
+                f"{WINDOW_SECONDS_MAX // 86_400} days; use a shorter one"
+            )
+        try:
+            made = Limit(limit, seconds, algorithm, name=name, refill_every=refill_every)
+            return self._open([made], f"{self._rule}:{name}")
+        except ConfigError as error:
+            raise ConfigurationError(str(error)) from error
+
+
+class _StorageCalls:
+    """The calls of a storage, written once for threads and asyncio (`core/steps.py`)."""
+
+    def __init__(self, uri: str | None, options: Mapping[str, Any], *, awaited: bool) -> None:
+        scheme, _, rest = (uri or "").partition("://")
+        store_scheme = scheme.lower().removeprefix(ASYNC_PREFIX).removeprefix(PREFIX)
+        if store_scheme == scheme.lower():
+            raise ConfigurationError(
+                f"storage_uri: {_shown(scheme)} does not begin with {PREFIX}; for example "
+                f'"{EXAMPLE}"'
+            )
+        self._awaited = awaited
+        try:
+            prefix, given = _store_options(store_scheme, rest, options)
+            # Every store that a URI names can forget.
+            self.store = cast("ForgettingStore", open_store(f"{store_scheme}://{rest}", **given))
+        except (
+            ConfigError,
+            StoreError,
+        ) as error:  # a file that cannot be opened; Redis comes later
+            raise ConfigurationError(
+                f'{error} (with {PREFIX} in front as storage_uri, for example "{EXAMPLE}")'
+            ) from error
+        self._gates = _Gates(self.store, prefix, awaited=awaited)
+
+    def incr(self, key: str, seconds: float, amount: int) -> Steps[int]:
+        amount = units_of(amount, "amount")
+        if amount > UNITS_MAX:
+            return NOT_COUNTED
+        subject = _subject_of(key)
+        decision = yield Call(self._gates.counter(seconds).check, subject, amount)
+        if not decision.allowed:
+            return NOT_COUNTED
+        count: int = UNITS_MAX - decision.remaining
+        if count == amount and _window_in(key) is None:
+            # The first hit of a window, and its key does not name the window.
+            window = self._gates.window(seconds)
+            yield Call(window.reset, subject)
+            yield Call(window.check, subject, math.ceil(seconds))
+        return count
+
+    def look(self, key: str) -> Steps[tuple[int, int]]:
+        """Return a counter's value, and the nanoseconds until its window ends."""
+        subject = _subject_of(key)
+        seconds = _window_in(key)
+        if seconds is None:
+            # The longest window reads the units of any shorter one.
+            stored = yield Call(self._gates.window(WINDOW_SECONDS_MAX).peek, subject, 0)
+            seconds = UNITS_MAX - stored.remaining
+            if not seconds:
+                return 0, 0
+        seen = yield Call(self._gates.counter(seconds).peek, subject, 0)
+        return UNITS_MAX - seen.remaining, seen.reset_after_ns
+
+    def clear(self, key: str) -> Steps[None]:
+        subject = _subject_of(key)
+        gates = [self._gates.counter(1), self._gates.moving(1, 1)]
+        if _window_in(key) is None:
+            gates.append(self._gates.window(1))
+        for gate in gates:
+            yield Call(gate.reset, subject)
+
+    def check(self) -> Steps[bool]:
+        try:
+            yield Call(self._gates.counter(1).peek, "", 0)
+        except StoreError:
+            return False
+        return True
+
+    def reset(self) -> Steps[int]:
+        forget = self.store.forget_all
+        blocks = self._awaited and self.store.as_async is not None
+        forgotten: int = yield Call(asyncio.to_thread, forget) if blocks else Call(forget)
+        return forgotten
+
+    def acquire_entry(self, key: str, limit: int, seconds: float, amount: int) -> Steps[bool]:
+        amount = units_of(amount, "amount")
+        if amount > limit or not amount:
+            return amount <= limit
+        decision = yield Call(self._gates.moving(limit, seconds).check, _subject_of(key), amount)
+        return bool(decision.allowed)
+
+    def moving_window(self, key: str, limit: int, seconds: float) -> Steps[tuple[float, int]]:
+        """Return when the oldest unit of the window was acquired, and the number of units.
+
+        The wait until one unit more than the remaining ones fits is the time until the oldest one
+        leaves the window.
+        """
+        if limit < 1:
+            return time.time(), 0
+        gate, subject, cost, start_ns = self._gates.moving(limit, seconds), _subject_of(key), 1, 0
+        for _ in range(LOOKS_MAX):
+            seen = yield Call(gate.peek, subject, cost)
+            if seen.remaining == limit:
+                return time.time(), 0
+            start_ns = seen.retry_after_ns or seen.reset_after_ns
+            if cost == seen.remaining + 1:
+                break
+            cost = seen.remaining + 1
+        return _unix_time(start_ns) - seconds, limit - seen.remaining
+
+    def acquire_sliding(self, key: str, limit: int, seconds: float, amount: int) -> Steps[bool]:
+        """Acquire if the weighted count, rounded down, leaves room.
+
+        In parts of a unit, a count that is rounded down to n is below (n + 1) × parts.
+        """
+        amount = units_of(amount, "amount")
+        if amount > limit or not amount:
+            return amount <= limit
+        parts = PARTS if limit < LARGE else 1
+        gate = self._gates.sliding(parts, limit * parts + parts - 1, seconds)
+        decision = yield Call(gate.check, _subject_of(key), amount * parts)
+        return bool(decision.allowed)
+
+    def sliding_window(self, key: str, seconds: float) -> Steps[tuple[int, float, int, float]]:
+        """Return numbers from which the strategy derives the remaining units and the reset time.
+
+        A store answers with the weighted count, not with the counts of both windows. So the current
+        window has the whole units of it. The previous window has one unit, which leaves when the
+        next unit becomes free: a part of a unit is left of it, and the strategy rounds that down.
+        """
+        subject, parts, used = _subject_of(key), PARTS, 0
+        for parts in (PARTS, 1):
+            gate = self._gates.sliding(parts, UNITS_MAX, seconds)
+            seen = yield Call(gate.peek, subject, 0)
+            used = UNITS_MAX - seen.remaining
+            if used:
+                break
+        window_ns = gate.limits[0].window_ns
+        left_ns = window_ns - seen.decided_ns % window_ns
+        current_seconds = left_ns / NS_PER_SECOND + seconds
+        if not used:
+            return 0, 0.0, 0, current_seconds
+        whole, free_ns = used // parts, seen.reset_after_ns
+        if whole:
+            # The cost that fits once less than `whole` units are used.
+            later = yield Call(gate.peek, subject, UNITS_MAX - whole * parts + 1)
+            free_ns = later.retry_after_ns
+        return 1, min(free_ns, left_ns, window_ns - 1_000) / NS_PER_SECOND, whole, current_seconds
+
+    def clear_sliding(self, key: str, seconds: float) -> Steps[None]:
+        for parts in (PARTS, 1):
+            gate = self._gates.sliding(parts, UNITS_MAX, seconds)
+            yield Call(gate.reset, _subject_of(key))
+
+
+def _store_options(
+    scheme: str, rest: str, options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return the name that counts are kept under, and the options of the store."""
+    given = dict(options)
+    prefix = given.pop("key_prefix", KEY_PREFIX_DEFAULT)
+    if not isinstance(prefix, str) or not prefix.isprintable() or not 0 < len(prefix) <= 32:
+        raise ConfigError(
+            f"key_prefix={show(prefix)} is not printable text of 1 to 32 characters; "
+            f'for example key_prefix="shop"'
+        )
+    in_uri = parse_qs(rest.partition("?")[2], keep_blank_values=True)
+    on_redis = scheme.startswith(("redis", "valkey"))
+    _check_own_options(given, in_uri, (*_OWN, *_RENAMED) if on_redis else _OWN)
+    if not on_redis:
+        return prefix, given
+    for name in [name for name in _RENAMED if name in given]:
+        value, ours = given.pop(name), _RENAMED[name]
+        if ours in given or ours in in_uri:
+            raise ConfigError(f"{name} and {ours} are names of one option; give one of them")
+        given[ours] = _milliseconds(name, value) if name in _SECONDS else value
+    if "deadline_ms" not in in_uri:
+        given.setdefault("deadline_ms", DEADLINE_MS_DEFAULT)
+    if "prefix" in in_uri or "prefix" in given:
+        return prefix, given  # applications that share this prefix still count separately
+    return "limits", {**given, "prefix": prefix}
+
+
+def _check_own_options(
+    given: Mapping[str, Any], in_uri: Mapping[str, Any], own: Sequence[str]
+) -> None:
+    """Raise ConfigError for a misspelt option of a storage, or one in the URI.
+
+    The store rejects all other unknown options, and lists its own.
+    """
+    for name in given:
+        close = get_close_matches(name, own, n=1, cutoff=_SIMILAR)
+        if close and close[0] != name:
+            raise ConfigError(f"storage_options has no {name}; did you mean {close[0]}?")
+    for name in own:
+        if name in in_uri:
+            raise ConfigError(f"{name} belongs in storage_options, and not in the URI")
+
+
+def _milliseconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{name}={show(value)} is not a number of seconds above 0; for example {name}=1"
+        )
+    return round(value * 1_000, 3)
+
+
+class RatekeeperStorage(
+    Storage, MovingWindowSupport, SlidingWindowCounterSupport, TimestampedSlidingWindow
+):
+    """A storage of `limits` that counts in a Ratekeeper store.
+
+    `uri` is one of `SCHEMES`; `options` are those of `open_store`, and `key_prefix` (default
+    "LIMITS"). Of redis-py's options, `socket_timeout`, `socket_connect_timeout`, `ssl_ca_certs`,
+    `ssl_certfile` and `ssl_keyfile` work, too. Errors of the store are StoreErrors, or with
+    `wrap_exceptions` StorageErrors of `limits`.
+    """
+
+    STORAGE_SCHEME = list(SCHEMES)  # noqa: RUF012 - `limits` declares it so
+
+    def __init__(
+        self, uri: str | None = None, wrap_exceptions: bool = False, **options: Any
+    ) -> None:
+        super().__init__(uri, wrap_exceptions=wrap_exceptions)
+        self._calls = _StorageCalls(uri, options, awaited=False)
+
+    @property
+    def store(self) -> Store:
+        """The store, for its statistics, and to close it; a storage of `limits` has no close."""
+        return self._calls.store
+
+    @property
+    def base_exceptions(self) -> type[Exception]:
+        """The errors of the store."""
+        return StoreError
+
+    def incr(self, key: str, expiry: int, amount: int = 1) -> int:
+        """Count a hit in the window that the first hit started; return the count with it."""
+        return run(self._calls.incr(key, expiry, amount))
+
+    def get(self, key: str) -> int:
+        """Return the count of a key; 0 once its window has ended."""
+        return run(self._calls.look(key))[0]
+
+    def get_expiry(self, key: str) -> float:
+        """Return the Unix time at which the window of a key ends; now if none has started."""
+        return _unix_time(run(self._calls.look(key))[1])
+
+    def clear(self, key: str) -> None:
+        """Forget the hits of a key, of the fixed window and of the moving window."""
+        run(self._calls.clear(key))
+
+    def check(self) -> bool:
+        """Return True if the store answers."""
+        return run(self._calls.check())
+
+    def reset(self) -> int:
+        """Forget all counts of the store, on Redis all under the prefix; return how many."""
+        return run(self._calls.reset())
+
+    def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
+        """Acquire `amount` units if at most `limit` are in the moving window with them."""
+        return run(self._calls.acquire_entry(key, limit, expiry, amount))
+
+    def get_moving_window(self, key: str, limit: int, expiry: int) -> tuple[float, int]:
+        """Return when the oldest unit in the window was acquired, and the number of units."""
+        return run(self._calls.moving_window(key, limit, expiry))
+
+    def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        """Acquire `amount` units if the weighted count of two windows leaves room for them."""
+        return run(self._calls.acquire_sliding(key, limit, expiry, amount))
+
+    def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        """Return numbers that have the weighted count; see `_StorageCalls.sliding_window`."""
+        return run(self._calls.sliding_window(key, expiry))
+
+    def clear_sliding_window(self, key: str, expiry: int) -> None:
+        """Forget the units of a key in the sliding window."""
+        run(self._calls.clear_sliding(key, expiry))
+
+
+class AsyncRatekeeperStorage(
+    AsyncStorage,
+    AsyncMovingWindowSupport,
+    AsyncSlidingWindowCounterSupport,
+    TimestampedSlidingWindow,
+):
+    """RatekeeperStorage for `limits.aio`. Calls to Redis are awaited; others return at once."""
+
+    STORAGE_SCHEME = list(ASYNC_SCHEMES)  # noqa: RUF012 - see above
+
+    def __init__(
+        self, uri: str | None = None, wrap_exceptions: bool = False, **options: Any
+    ) -> None:
+        super().__init__(uri, wrap_exceptions=wrap_exceptions)
+        self._calls = _StorageCalls(uri, options, awaited=True)
+
+    @property
+    def store(self) -> Store:
+        """See RatekeeperStorage.store."""
+        return self._calls.store
+
+    @property
+    def base_exceptions(self) -> type[Exception]:
+        """The errors of the store."""
+        return StoreError
+
+    async def incr(self, key: str, expiry: int, amount: int = 1) -> int:
+        """See RatekeeperStorage.incr."""
+        return await run_async(self._calls.incr(key, expiry, amount))
+
+    async def get(self, key: str) -> int:
+        """See RatekeeperStorage.get."""
+        return (await run_async(self._calls.look(key)))[0]
+
+    async def get_expiry(self, key: str) -> float:
+        """See RatekeeperStorage.get_expiry."""
+        return _unix_time((await run_async(self._calls.look(key)))[1])
+
+    async def clear(self, key: str) -> None:
+        """See RatekeeperStorage.clear."""
+        await run_async(self._calls.clear(key))
+
+    async def check(self) -> bool:
+        """See RatekeeperStorage.check."""
+        return await run_async(self._calls.check())
+
+    async def reset(self) -> int:
+        """See RatekeeperStorage.reset."""
+        return await run_async(self._calls.reset())
+
+    async def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
+        """See RatekeeperStorage.acquire_entry."""
+        return await run_async(self._calls.acquire_entry(key, limit, expiry, amount))
+
+    async def get_moving_window(self, key: str, limit: int, expiry: int) -> tuple[float, int]:
+        """See RatekeeperStorage.get_moving_window."""
+        return await run_async(self._calls.moving_window(key, limit, expiry))
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:
+        """See RatekeeperStorage.acquire_sliding_window_entry."""
+        return await run_async(self._calls.acquire_sliding(key, limit, expiry, amount))
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        """See RatekeeperStorage.get_sliding_window."""
+        return await run_async(self._calls.sliding_window(key, expiry))
+
+    async def clear_sliding_window(self, key: str, expiry: int) -> None:
+        """See RatekeeperStorage.clear_sliding_window."""
+        await run_async(self._calls.clear_sliding(key, expiry))

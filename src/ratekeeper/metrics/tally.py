@@ -1,0 +1,140 @@
+"""The counters of a rule engine: plain fields and dictionaries.
+
+A check and its rules are counted apart. A check that three rules apply to is one check (Tally) and
+three decisions of rules (RuleCounts).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from weakref import WeakSet
+
+from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout
+from ratekeeper.decide.busiest import BUSIEST_MAX, Busiest
+
+_ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
+
+
+# The shortest time over which the rate of a subject is measured.
+RATE_SECONDS: Final = 30.0
+# One check in so many is sampled: at 100 checks a second, a subject has 47 samples. It is a prime
+# number, so that clients which take turns are all sampled.
+RATE_SAMPLE_EVERY: Final = 61
+# Subjects whose rates are reported to the other workers of the machine.
+RATES_MAX: Final = 16
+
+
+_all_rates: Final[WeakSet[SubjectRates]] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """Replace the locks in a forked process: the thread that held one does not exist there."""
+    for rates in _all_rates:
+        rates.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+class SubjectRates:
+    """The checks per second of the busiest subjects, from a sample of the checks.
+
+    Each period has a sketch of its own, so a rate is of that period alone. A check is sampled once
+    for each of its subjects, however many rules count it.
+    """
+
+    __slots__ = ("__weakref__", "_began_s", "_rates", "_sketch", "lock")
+
+    def __init__(self) -> None:
+        _all_rates.add(self)
+        self._sketch = Busiest()
+        self._began_s: float | None = None
+        self._rates: dict[str, float] = {}
+        self.lock = threading.Lock()
+
+    def sample(self, subjects: Iterable[str]) -> None:
+        """Note the subjects of a check that is sampled."""
+        with self.lock:
+            for subject in subjects:
+                self._sketch.add(subject)
+
+    def rates(self, now_s: float) -> Mapping[str, float]:
+        """Return the rates in the last whole period, and begin the next one if it is time.
+
+        A name that replaced another in the full sketch inherited its count. That part is left out,
+        so that many rare subjects do not look like a busy one.
+        """
+        with self.lock:
+            if self._began_s is None:  # it is not known when the samples began
+                self._sketch, self._began_s = Busiest(), now_s
+            taken_s = now_s - self._began_s
+            if taken_s >= RATE_SECONDS:
+                found = self._sketch.samples(BUSIEST_MAX)
+                inherited = found[-1][1] if len(found) == BUSIEST_MAX else 0
+                self._rates = {
+                    subject: (samples - inherited) * RATE_SAMPLE_EVERY / taken_s
+                    for subject, samples in found[:RATES_MAX]
+                    if samples > inherited
+                }
+                self._sketch, self._began_s = Busiest(), now_s
+            return self._rates
+
+
+@dataclass(slots=True)
+class RuleCounts:
+    """The decisions of a rule in this process. Counted without a lock, so slightly inexact."""
+
+    allowed: int = 0
+    denied: int = 0
+    """Denied by a limit."""
+    penalty_denied: int = 0
+    """Denied by a cool-down or a block."""
+    shadow_denied: int = 0
+    failed: int = 0
+    """Checks that the store could not decide. The next fields say how they were answered."""
+    local_allowed: int = 0
+    local_denied: int = 0
+    """Answered by the counts of this machine."""
+    policy_allowed: int = 0
+    policy_denied: int = 0
+    """Answered because the rule's failure policy is open or closed."""
+    raised: int = 0
+    """Not answered: the error was raised to the caller."""
+    cooldowns: int = 0
+    blocks: int = 0
+    """Penalties that this process gave."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The checks of this process, each counted once. Counted without a lock, as RuleCounts are."""
+
+    allowed: int = 0
+    """Checks that limits allowed."""
+    denied: int = 0
+    """Checks that a limit or a penalty denied."""
+    unavailable: int = 0
+    """Checks that were denied because the store failed and a rule is `on_failure: closed`."""
+    raised: int = 0
+    """Checks without a decision: the error of the store was raised to the caller."""
+    degraded: int = 0
+    """Checks that the store did not decide alone: a failure policy took part, or raised."""
+    subjects: SubjectRates = field(default_factory=SubjectRates)
+    unruled: dict[str, int] = field(default_factory=dict)
+    """Checks without a limit, by reason: unlimited, exempt or blocked."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """Checks that the store could not decide: timeout, unavailable or full."""
+
+    def failed(self, error: StoreError) -> None:
+        """Count an error of the store by its kind."""
+        note_error(self.errors, error)
+
+
+def note_error(errors: dict[str, int], error: StoreError) -> None:
+    """Count an error of the store by its kind: timeout, full or unavailable."""
+    kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
+    errors[kind] = errors.get(kind, 0) + 1

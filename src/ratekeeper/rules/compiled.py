@@ -1,0 +1,693 @@
+"""A rule document, compiled and prepared on a store: the limits that a request has to pass.
+
+CompiledRules never change. A new document is compiled into a new object, which replaces the old one
+in one step. A request uses the same object from start to end.
+
+The limits of a rule, from the general to the specific: its own `limits` (or, if it has none, the
+document's limits for the request's tier), its `tiers`, its `keys`, and an override that is in force
+now. Consumption carries over between limits that differ only in their numbers.
+
+A gate is made when it is first needed and kept with the choice of limits it belongs to. The number
+of gates is bounded by the document, not by its callers: one choice for each set of limits in the
+document, times the overrides that multiply them, and for each choice at most one gate for each
+step of the factor (times the parts of a rule that splits its limits). Overrides outside the
+document share the gates of equal terms, and at most TERMS_MAX terms are kept.
+
+Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
+place. After each change, `with_entries` makes a new CompiledRules that shares everything else, so
+that a plan made before the change is not used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from hashlib import blake2b
+from operator import attrgetter
+from random import random
+from typing import Final, Literal, NamedTuple, Protocol
+
+from ratekeeper.core.model import REQUEST_FIELDS, AppliedRule, Consistency, Limits, Request
+from ratekeeper.core.rates import scaled
+from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import AnyGate
+from ratekeeper.rules.document.model import (
+    DEFAULT_TIER,
+    FACTOR_MAX,
+    OWNERS,
+    Document,
+    Override,
+    Rule,
+)
+from ratekeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
+from ratekeeper.rules.matching.lists import Lists, Verdict
+from ratekeeper.rules.matching.patterns import Network, normalised, spellings
+from ratekeeper.rules.matching.table import CompiledRule, RuleTable
+from ratekeeper.rules.splitting import part_count, part_limits, part_subject
+
+LimitSource = Literal["default", "tier", "key", "override"]
+
+
+class MakeGate(Protocol):
+    """Prepares limits under a rule's id on a store: `store.gate`, or the awaited one."""
+
+    def __call__(
+        self,
+        limits: Limits,
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> AnyGate:
+        """Return the gate."""
+        ...
+
+
+# Limits follow the load in this many steps up to a factor of 1. Each step has a gate.
+FACTOR_STEPS: Final = 100
+# The subject of rules that count all requests together.
+_EVERYONE: Final = "*"
+# For each choice of limits, the number of different overrides whose gates are kept.
+TERMS_MAX: Final = 1_000
+# Fields that are normalised before they are counted: see CompiledRules.subject_of.
+_NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
+# A longer path is counted by its digest, and so is one with %1F: a client may send any path.
+_PATH_LENGTH_MAX: Final = 256
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# Twice as fast as calling a NamedTuple, whose constructor is written in Python.
+_new: Final = tuple.__new__
+
+
+class PreparedLimits:
+    """Limits on a store: one gate, or one for each part if the rule splits its limits."""
+
+    __slots__ = ("applied", "gates", "limits")
+
+    def __init__(
+        self,
+        limits: Limits,
+        rule: str,
+        split: int,
+        make_gate: MakeGate,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> None:
+        self.limits = limits
+        self.applied = AppliedRule(rule, limits)
+        parts = part_count(limits, split)
+        shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
+        self.gates = [make_gate(share, rule, consistency, across) for share in shares]
+
+
+class LimitChoice:
+    """Limits that a rule has for some requests, and where in the document they come from."""
+
+    __slots__ = (
+        "by_override",
+        "by_step",
+        "by_terms",
+        "consistency",
+        "detail",
+        "limits",
+        "of_tiers",
+        "override",
+        "source",
+    )
+
+    def __init__(
+        self,
+        limits: Limits,
+        consistency: Consistency,
+        source: LimitSource,
+        detail: str = "",
+        override: Override | None = None,
+    ) -> None:
+        self.limits = limits
+        self.consistency: Consistency = consistency
+        self.source: LimitSource = source
+        self.detail = detail
+        self.override = override
+        self.by_step: dict[int, PreparedLimits] = {}
+        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
+        """The same limits multiplied, by the position of the override in the document."""
+        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
+        """The same for overrides beside the document, by their terms."""
+        self.of_tiers: dict[Consistency, LimitChoice] | None = None
+        """Of a key without a consistency of its own: the same limits with that of a tier."""
+
+    def with_consistency(self, consistency: Consistency) -> LimitChoice:
+        """Return the limits of a key, with the consistency of the request's tier."""
+        if self.of_tiers is None or consistency == self.consistency:
+            return self
+        found = self.of_tiers.get(consistency)
+        if found is None:
+            found = LimitChoice(self.limits, consistency, self.source, self.detail)
+            self.of_tiers[consistency] = found
+        return found
+
+    def of_owner(self, owner: str, packed: PackedOverride) -> LimitChoice:
+        """Return the same limits and gates, as those of an override of one owner."""
+        override = packed.override(owner, self.override)
+        found = LimitChoice(self.limits, self.consistency, "override", owner, override)
+        found.by_step = self.by_step
+        return found
+
+
+class RuleCheck(NamedTuple):
+    """One rule's part in a request: the gate, the subject and the units to check."""
+
+    gate: AnyGate
+    gate_subject: str
+    """The subject that the gate counts: `subject`, or one part of it if the rule is split."""
+    units: int
+    rule: Rule
+    choice: LimitChoice
+    step: int
+    """The factor of the limits at this load, in steps of 1 / FACTOR_STEPS."""
+    prepared: PreparedLimits
+    subject: str
+    cost: int
+    """The cost of the request; the rule may charge several units for each unit of it."""
+
+    def units_of(self, cost: int) -> int:
+        """Return the units for another cost of the same request."""
+        return self.units * cost // self.cost if self.cost else 0
+
+    @property
+    def applied(self) -> AppliedRule:
+        """The rule with its limits; the same object for all requests that have them."""
+        return self.prepared.applied
+
+    @property
+    def parts(self) -> list[tuple[AnyGate, str]]:
+        """Every gate and subject that the counts are kept under."""
+        gates = self.prepared.gates
+        if len(gates) == 1:
+            return [(self.gate, self.gate_subject)]
+        return [(gate, part_subject(self.subject, at)) for at, gate in enumerate(gates)]
+
+
+class CheckPlan(NamedTuple):
+    """The rules that a request has to pass; or only a verdict, if the request is on a list."""
+
+    enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
+    shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
+    verdict: Verdict | None = None
+    joint: tuple[tuple[AnyGate, str, int], ...] | list[tuple[AnyGate, str, int]] = ()
+    """Gate, subject and units of each enforced rule, for `check_together`; empty if it is one."""
+
+    @property
+    def checks(self) -> list[RuleCheck]:
+        """Every rule that charges the request: the enforced ones and those in shadow mode."""
+        return [*self.enforced, *self.shadowed]
+
+
+class PreparedRule:
+    """A rule, and the part of its preparation that does not depend on the request."""
+
+    __slots__ = (
+        "by_override",
+        "by_terms",
+        "by_tier",
+        "default",
+        "factor",
+        "id",
+        "keys",
+        "names",
+        "prefix",
+        "read",
+        "rule",
+    )
+
+    def __init__(self, rule: CompiledRule, factor: Callable[[], float] | None) -> None:
+        written = rule.rule
+        self.rule = rule
+        self.id = written.id
+        self.names = (written.id, written.replaces)
+        """The rules whose overrides apply: this one, and the one whose place it takes."""
+        self.factor = factor
+        own = written.consistency
+        self.default = LimitChoice(written.limits, own, "default") if written.limits else None
+        self.by_tier = {
+            tier: LimitChoice(limits, written.tier_consistency.get(tier, own), "tier", tier)
+            for tier, limits in written.tiers.items()
+        }
+        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
+        """Limits of overrides, by their position in the document and the rule's consistency."""
+        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
+        """Limits of overrides beside the document, by their terms, likewise."""
+        self.keys = tuple((matches, _choice_of_key(written, text)) for text, matches in rule.keys)
+        # Most rules count by one field as the request has it, which has a short cut.
+        field = written.by[0] if len(written.by) == 1 else ""
+        plain = field in REQUEST_FIELDS and field not in _NORMALISED
+        self.read = attrgetter(field) if plain else None
+        self.prefix = f"{field}:"
+
+    def consistency_of(self, choice: LimitChoice | None) -> Consistency:
+        """Return the consistency of limits that override `choice`: the same."""
+        return self.rule.rule.consistency if choice is None else choice.consistency
+
+    def subject_of(self, request: Request, tier: str | None) -> str:
+        """Return the subject that the rule counts the request under."""
+        if self.read is not None:
+            value = self.read(request)
+            if type(value) is str:
+                subject = self.prefix + value
+                # The other conditions on keys hold for every string that passes these three.
+                if (
+                    len(subject) <= KEY_LENGTH_MAX
+                    and subject.isascii()
+                    and SEPARATOR not in subject
+                ):
+                    return subject
+        by = self.rule.rule.by
+        if not by:
+            return _EVERYONE
+        if not _NORMALISED.isdisjoint(by):
+            request = _as_counted(request, tier)
+        return subject_of_request(request, by)
+
+
+def _choice_of_key(rule: Rule, text: str) -> LimitChoice:
+    consistency = rule.key_consistency.get(text)
+    found = LimitChoice(rule.keys[text], consistency or rule.consistency, "key", text)
+    if consistency is None:
+        found.of_tiers = {}
+    return found
+
+
+def _as_counted(request: Request, tier: str | None) -> Request:
+    """Return the request as it is counted, with endpoint and method in their one spelling.
+
+    `tier` is the assigned one, for a request without a tier.
+    """
+    path = request.endpoint
+    if isinstance(path, str):
+        path = normalised(path)
+        if len(path) > _PATH_LENGTH_MAX or SEPARATOR in path:
+            path = "#" + blake2b(path.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    method = request.method.upper() if isinstance(request.method, str) else request.method
+    tier = tier if request.tier is None else request.tier
+    return replace(request, tier=tier, endpoint=path, method=method)
+
+
+class CompiledRules:
+    """A rule document, compiled and prepared on a store."""
+
+    __slots__ = (
+        "_assign",
+        "_assigned",
+        "_has_overrides",
+        "_lists",
+        "_make_gate",
+        "_now_ns",
+        "_orders",
+        "_overrides",
+        "_rules",
+        "document",
+        "entries",
+        "is_steady",
+        "table",
+        "version",
+    )
+
+    def __init__(
+        self,
+        document: Document,
+        make_gate: MakeGate,
+        now_ns: Callable[[], int],
+        version: str = "",
+        factors: Mapping[str, Callable[[], float]] | None = None,
+        entries: EntryTable | None = None,
+    ) -> None:
+        """Compile a document.
+
+        `make_gate`  prepares limits under a rule's id on the store.
+        `now_ns`     the time by which overrides end.
+        `factors`    by rule id, the factor of rules whose limits follow the load.
+        `entries`    the assignments, overrides and list entries beside the document.
+        """
+        self.document = document
+        self.version = version
+        self.table = RuleTable(document.rules)
+        self._lists: tuple[Lists, ...] = ()
+        self._assign = document.assign
+        self._make_gate = make_gate
+        self._now_ns = now_ns
+        factors = factors or {}
+        self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        # The places of the rules, if a rule in shadow mode tries to take the place of another.
+        trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
+        self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
+        # The end (None: no end), the position in the document, and the override.
+        self._overrides: OwnerTable[tuple[int | None, int, Override]] = OwnerTable()
+        # The first of the document applies, and the table puts the newest item first.
+        for position, override in reversed(list(enumerate(document.overrides))):
+            item = (_ns(override.until), position, override)
+            self._overrides.add(override.attribute, override.value, item)
+        self.is_steady = not any(
+            prepared.factor is not None or prepared.rule.rule.split > 1 for prepared in self._rules
+        )
+        """True if no rule has a split or a factor: see `is_steady_for`."""
+        self._use_entries(entries or EntryTable())
+
+    def _use_entries(self, entries: EntryTable) -> None:
+        document = self.document
+        self.entries = entries
+        # None if there are none, so that requests without entries pay nothing for them.
+        self._assigned = entries.assigned or None
+        self._has_overrides = bool(self._overrides or entries.overrides)
+        found = [entries.lists] if entries.lists else []
+        if document.allow or document.deny:
+            known = self._lists[-1] if self._lists else None
+            found.append(known or Lists.compile(document.allow, document.deny))
+        self._lists = tuple(found)
+
+    def with_entries(self, entries: EntryTable) -> CompiledRules:
+        """Return the same rules after a change of the entries."""
+        found = copy(self)
+        found._use_entries(entries)  # noqa: SLF001 - of the copy
+        return found
+
+    def is_steady_for(self, request: Request) -> bool:
+        """Return True if requests equal to this one have the same plan until the rules change.
+
+        The plan may change if a rule has a split or a factor, or if an override may end.
+        """
+        if not self.is_steady or not self._has_overrides:
+            return self.is_steady
+        matched = request if request.digests is None else request.matched_as
+        found = next(self._overrides.find(matched), None)
+        return found is None and next(self.entries.overrides.find(matched), None) is None
+
+    def plan(self, request: Request, cost: int) -> CheckPlan:
+        """Return the rules that a request has to pass, with the gates to check."""
+        matched = request if request.digests is None else request.matched_as
+        if self._lists:
+            verdict = self._listed(matched)[0]
+            if verdict is not None:
+                return CheckPlan(verdict=verdict)
+        tier = self.tier_of(matched) if self._assign or self._assigned else matched.tier
+        enforced: list[RuleCheck] = []
+        shadowed: list[RuleCheck] = []
+        rules = self._rules
+        partial = False
+        for candidates in self.table.match(matched, tier):
+            for rule in candidates:
+                prepared = rules[rule.order]
+                subject = prepared.subject_of(request, tier)
+                if rule.rule.rollout < 100:
+                    partial = True
+                    if not rule.in_force_for(subject):
+                        continue
+                choice = self._choose(prepared, matched, tier)
+                if choice is not None:
+                    check = self._check_of(prepared, subject, choice, request, cost)
+                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
+                break
+        if partial:
+            enforced, shadowed = _different(enforced), _different(shadowed)
+        if shadowed and self._orders:
+            shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
+        joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
+        return _new(CheckPlan, (enforced, shadowed, None, joint))
+
+    def checks_of_subject(self, request: Request, cost: int, most: int) -> list[RuleCheck]:
+        """Return at most `most` rules that count a subject, whatever its other attributes are.
+
+        A rule is among them if the request has all attributes that the rule counts by, and if the
+        rule can apply to a request that has more than those: `user:42` is counted by the rules for
+        users of all endpoints. The lists are ignored. It tests every rule, so it is slow.
+        """
+        tier = self.tier_of(request)
+        matched = request.matched_as
+        paths = () if request.endpoint is None else spellings(request.endpoint)
+        found: list[RuleCheck] = []
+        # Once a rule applies to all requests of the subject, no later one of its group does.
+        settled: set[int] = set()
+        for prepared in self._rules:
+            rule = prepared.rule
+            by = rule.rule.by
+            if rule.rule.mode == "off" or rule.group in settled or not by:
+                continue
+            if any(value_of(matched, name, tier) is None for name in by):
+                continue
+            excluded = rule.excludes(paths, lambda name: value_of(matched, name, tier))
+            subject = prepared.subject_of(request, tier)
+            if excluded or not rule.in_force_for(subject):
+                continue
+            if excluded is False:
+                settled.add(rule.group)
+            choice = self._choose(prepared, matched, tier)
+            if choice is not None:
+                found.append(self._check_of(prepared, subject, choice, request, cost))
+            if len(found) == most:
+                break
+        return found
+
+    def goes_first(self, trial: Rule, enforced: Sequence[RuleCheck]) -> str:
+        """Return the enforced rule that would apply instead of a promoted trial; "" if none would.
+
+        A rule in shadow mode that replaces another counts only the requests that it would decide
+        in the place of the other.
+        """
+        if trial.replaces is None or trial.mode != "shadow":
+            return ""
+        rivals = [check.rule.id for check in enforced if check.rule.by == trial.by]
+        order = self._orders[trial.id]
+        return rivals[0] if rivals and all(self._orders[each] < order for each in rivals) else ""
+
+    def _check_of(
+        self, prepared: PreparedRule, subject: str, choice: LimitChoice, request: Request, cost: int
+    ) -> RuleCheck:
+        rule = prepared.rule
+        written = rule.rule
+        step = FACTOR_STEPS
+        if prepared.factor is not None:
+            step = factor_step(prepared.factor())
+        limits = choice.by_step.get(step)
+        if limits is None:
+            # Two threads may both prepare these limits; both gates have the same counts.
+            limits = choice.by_step[step] = PreparedLimits(
+                at_step(choice.limits, step),
+                prepared.id,
+                written.split,
+                self._make_gate,
+                choice.consistency,
+                written.across,
+            )
+        units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
+        gates = limits.gates
+        if len(gates) == 1:
+            return _new(
+                RuleCheck,
+                (gates[0], subject, units, written, choice, step, limits, subject, cost),
+            )
+        part = int(random() * len(gates))  # noqa: S311 - spreads load, protects no secret
+        gate_subject = part_subject(subject, part)
+        return RuleCheck(
+            gates[part], gate_subject, units, written, choice, step, limits, subject, cost
+        )
+
+    def cost_of(self, rule: CompiledRule, request: Request) -> int:
+        """Return the units that the rule charges for each unit of the request's cost."""
+        return rule.cost(() if request.endpoint is None else spellings(request.endpoint))
+
+    def subject_of(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
+        """Return the subject that a rule counts the request under.
+
+        An endpoint is counted as `matching/patterns.py` normalises it and a method in capitals;
+        otherwise each spelling would have a separate count. The tier is the assigned one.
+        """
+        return self._rules[rule.order].subject_of(request, tier)
+
+    def tier_of(self, request: Request) -> str | None:
+        """Return the request's tier: its own, or the one assigned to its user, key or tenant."""
+        request = request if request.digests is None else request.matched_as
+        if request.tier is not None or not (self._assign or self._assigned):
+            return request.tier
+        assigned, assign = self.entries.assigned, self._assign
+        for attribute in OWNERS:
+            value = getattr(request, attribute)
+            if value is not None:
+                owner = f"{attribute}:{value}"
+                tier = assigned.get(owner) or assign.get(owner)
+                if tier is not None:
+                    return tier
+        return None
+
+    def choose(self, rule: CompiledRule, request: Request, tier: str | None) -> LimitChoice | None:
+        """Return the limits of a rule for a request; None if the rule has none for its tier."""
+        return self._choose(self._rules[rule.order], request.matched_as, tier)
+
+    def _choose(
+        self, prepared: PreparedRule, request: Request, tier: str | None
+    ) -> LimitChoice | None:
+        choice = prepared.default
+        if choice is None or tier is not None:
+            tiers = self.document.tiers
+            known = tier in prepared.by_tier or tier in tiers
+            if tier is None or (choice is None and not known):
+                tier = DEFAULT_TIER
+            choice = prepared.by_tier.get(tier, choice)
+            if choice is None and tier in tiers:
+                consistency = self.document.tier_consistency.get(
+                    tier, prepared.rule.rule.consistency
+                )
+                choice = LimitChoice(tiers[tier], consistency, "tier", tier)
+                prepared.by_tier[tier] = choice
+        if prepared.keys:
+            value = value_of(request, prepared.rule.rule.by[0], tier)
+            if value is not None:
+                for matches, of_key in prepared.keys:
+                    if matches(value):
+                        tiers_own = choice.consistency if choice else of_key.consistency
+                        choice = of_key.with_consistency(tiers_own)
+                        break
+        return self._overridden(prepared, request, choice) if self._has_overrides else choice
+
+    def _overridden(
+        self, prepared: PreparedRule, request: Request, choice: LimitChoice | None
+    ) -> LimitChoice | None:
+        """Return the limits of the first override that applies, or `choice`.
+
+        Entries go before the document, and user, API key, tenant and address in this order.
+        """
+        if self.entries.overrides:
+            now_us = self._now_ns() // 1_000
+            for owner, item in self.entries.overrides.find(request):
+                packed = unpacked(item)
+                named = not packed.rule or packed.rule in prepared.names
+                if named and packed.until_us > now_us:
+                    return _choice_of_entry(prepared, choice, owner, packed)
+        for owner, (until_ns, position, override) in self._overrides.find(request):
+            if override.rule is not None and override.rule not in prepared.names:
+                continue
+            if until_ns is not None and self._now_ns() >= until_ns:
+                continue
+            if override.limits:
+                known = prepared.by_override
+            elif choice is not None:
+                known = choice.by_override
+            else:
+                return None
+            consistency = prepared.consistency_of(choice)
+            found = known.get((position, consistency))
+            if found is None:
+                limits = override.limits or _multiplied(choice, override.multiply)
+                found = LimitChoice(limits, consistency, "override", owner, override)
+                known[position, consistency] = found
+            return found
+        return choice
+
+    def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
+        """Return why a rule does not apply to a request, in words; empty if it does."""
+        if rule.rule.mode == "off":
+            return "it is off"
+        paths = () if request.endpoint is None else spellings(request.endpoint)
+        matched = request.matched_as
+        why = rule.failing(paths, lambda name: value_of(matched, name, tier))
+        if not why and not rule.in_force_for(self.subject_of(rule, request, tier)):
+            why = f"its rollout of {rule.rule.rollout} % does not reach this subject"
+        return why
+
+    def listed(self, request: Request) -> tuple[Verdict | None, str]:
+        """Return the verdict of the allow and deny lists, and the entry that matched."""
+        verdict, lists = self._listed(request.matched_as)
+        return verdict, "" if lists is None else str(lists.why(request.matched_as))
+
+    def allowed_networks(self) -> Iterator[Network]:
+        """Yield the networks on the allow lists, of the entries and of the document."""
+        for lists in self._lists:
+            yield from lists.allowed_networks()
+
+    def _listed(self, request: Request) -> tuple[Verdict | None, Lists | None]:
+        """Return the verdict of the lists, a deny before an allow, and the list that decides."""
+        found: tuple[Verdict | None, Lists | None] = None, None
+        for lists in self._lists:
+            verdict = lists.verdict(request)
+            if verdict == "deny":
+                return verdict, lists
+            if verdict is not None and found[0] is None:
+                found = verdict, lists
+        return found
+
+
+def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
+    """Return the checks without repetitions.
+
+    If a path has several spellings, rules that are not rolled out to all subjects may lead from
+    each spelling to the same rule.
+    """
+    return list({check.rule.id: check for check in checks}.values())
+
+
+def _choice_of_entry(
+    prepared: PreparedRule, choice: LimitChoice | None, owner: str, packed: PackedOverride
+) -> LimitChoice | None:
+    """Return the limits of an override beside the document; None if it multiplies nothing."""
+    terms = packed.terms
+    has_limits = terms.startswith("[")
+    if not has_limits and choice is None:
+        return None
+    known = prepared.by_terms if has_limits or choice is None else choice.by_terms
+    consistency = prepared.consistency_of(choice)
+    found = known.get((terms, consistency))
+    if found is None:
+        # Imported here: rules without such overrides do not need the document reader.
+        from ratekeeper.rules.entries import parse_override  # noqa: PLC0415 - see above
+
+        override = parse_override(packed.data(owner))
+        limits = override.limits or _multiplied(choice, override.multiply)
+        if len(known) >= TERMS_MAX:
+            known.clear()
+        found = LimitChoice(limits, consistency, "override", override=override)
+        known[terms, consistency] = found
+    return found.of_owner(owner, packed)
+
+
+def _multiplied(choice: LimitChoice | None, factor: float | None) -> Limits:
+    return () if choice is None else scaled(choice.limits, 1.0 if factor is None else factor)
+
+
+def factor_step(factor: float) -> int:
+    """Return a factor in whole steps, rounded towards 1: a slightly busy machine keeps its limits.
+
+    >>> factor_step(0.55), factor_step(0.551), factor_step(0.0), factor_step(1.259)
+    (55, 56, 1, 125)
+    """
+    # As a float, 0.55 * 100 is slightly more than 55.
+    if factor <= 1.0:
+        return max(math.ceil(factor * FACTOR_STEPS - 1e-6), 1)
+    return math.floor(min(factor, FACTOR_MAX) * FACTOR_STEPS + 1e-6)
+
+
+def highest_step(rule: Rule) -> int:
+    """Return the highest factor that the rule's limits can have, in steps."""
+    return factor_step(min((scale.most for scale in rule.scale), default=1.0))
+
+
+def at_step(limits: Limits, step: int) -> Limits:
+    """Return limits multiplied by a factor, given in steps."""
+    return limits if step == FACTOR_STEPS else scaled(limits, Fraction(step, FACTOR_STEPS))
+
+
+def value_of(request: Request, name: str, tier: str | None) -> str | None:
+    """Return the value of a request's field or attribute, as rules match it."""
+    if name == "tier":
+        return tier
+    if name == "method":
+        return None if request.method is None else request.method.upper()
+    if name in REQUEST_FIELDS:
+        value: str | None = getattr(request, name)
+        return value
+    return request.attributes.get(name)
+
+
+def _ns(time: datetime | None) -> int | None:
+    """Return exact nanoseconds since the epoch. A float would be off by a microsecond."""
+    return None if time is None else (time - _EPOCH) // timedelta(microseconds=1) * 1_000

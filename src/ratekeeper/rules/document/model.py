@@ -1,0 +1,215 @@
+"""The values that a rule document consists of. All are frozen, so a compiled table never changes.
+
+A *rule* says which requests get which limits: the requests that it matches (`match`), the
+attributes that it counts by (`by`), and the limits, which may differ by tier and by key. A
+*document* holds all rules of a service, with its tiers, lists and overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from os import PathLike
+from typing import Any, Final, Literal, get_args
+
+from ratekeeper.core.model import Consistency, Limits
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.regions.settings import Scope
+
+Mode = Literal["enforce", "shadow", "off"]
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+OnFailure = Literal["open", "closed", "local"]
+ON_FAILURES: Final[tuple[OnFailure, ...]] = get_args(OnFailure)
+EnvoyQuota = Literal["rate", "grants"]
+ENVOY_QUOTAS: Final[tuple[EnvoyQuota, ...]] = get_args(EnvoyQuota)
+Owner = Literal["user", "api_key", "tenant"]
+OWNERS: Final[tuple[Owner, ...]] = get_args(Owner)
+"""The attributes whose tier assignments and overrides apply, in order of precedence."""
+OverrideOwner = Literal[Owner, "ip"]
+# The sources whose loads are from 0.0 to 1.0: two probes of this machine, and a pushed one. The
+# protected system pushes the load of any other source, in a unit of its own.
+SHARE_SOURCES: Final = ("cpu", "memory", "pushed")
+
+# The tier of requests that have no tier, or one that the document does not know.
+DEFAULT_TIER: Final = "default"
+RULES_MAX: Final = 20_000
+PATTERNS_MAX: Final = 1_000  # of one condition of one rule
+BY_MAX: Final = 8
+COST_MAX: Final = 1_000_000
+SPLIT_MAX: Final = 64
+SCALES_MAX: Final = 8  # of one rule
+PUSHED_SOURCES_MAX: Final = 32  # of one document, besides `pushed`
+LOAD_MAX: Final = 1e15
+FACTOR_MAX: Final = 1.5
+PENALTY_COUNT_MAX: Final = 10_000
+COOLDOWNS_MAX: Final = 100  # before a block
+PENALTY_S_MAX: Final = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The requests that a rule applies to: those that meet all conditions.
+
+    A rule without conditions applies to every request. A condition is met if one of its patterns
+    matches (`matching/patterns.py`). Endpoints are route templates, globs or `re:` patterns,
+    addresses are networks, and all others are globs.
+    """
+
+    endpoint: tuple[str, ...] = ()
+    method: tuple[str, ...] = ()
+    user: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    ip: tuple[str, ...] = ()
+    tenant: tuple[str, ...] = ()
+    tier: tuple[str, ...] = ()
+    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Limits that follow one load.
+
+    They are multiplied by `most` up to the load `idle`, by 1 at `low` and by `least` from `high`
+    on, and by a straight line in between. `source` is the built-in probe of CPU or memory, or a
+    number that the protected system pushes.
+    """
+
+    source: str = "cpu"
+    low: float = 0.7
+    high: float = 0.95
+    least: float = 0.2
+    smoothing_s: float = 10.0
+    """The time in which two thirds of a change take effect."""
+    most: float = 1.0
+    idle: float | None = None
+    """None: half of `low`."""
+    stale_after_s: float = 30.0
+    """A load that is older counts as `low`: the limits return to the base limits."""
+
+    @property
+    def idle_load(self) -> float:
+        """The load up to which the limits are multiplied by `most`."""
+        return self.low / 2 if self.idle is None else self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltySettings:
+    """Cool-downs for clients that keep sending after a denial and ignore Retry-After.
+
+    Each cool-down is twice as long as the one before, up to `cooldown_max_s`. After `block_after`
+    cool-downs the client is blocked. One cool-down is forgotten every `decay_s`.
+    """
+
+    after: int = 10
+    """The number of requests without waiting that starts a cool-down."""
+    within_s: float = 60.0
+    """The time in which these requests are counted."""
+    cooldown_s: float = 10.0
+    cooldown_max_s: float = 600.0
+    block_after: int = 5
+    block_s: float = 3600.0
+    decay_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which requests get which limits. `limits` is empty if the document's tiers apply."""
+
+    id: str
+    by: tuple[str, ...]
+    limits: Limits = ()
+    match: Match = field(default_factory=Match)
+    tiers: Mapping[str, Limits] = field(default_factory=dict)
+    """The limits of some tiers, instead of `limits`."""
+    keys: Mapping[str, Limits] = field(default_factory=dict)
+    """The limits of some keys (globs), instead of both; for a rule that counts by one attribute."""
+    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some of `tiers`, instead of the rule's."""
+    key_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some of `keys`, instead of the rule's and the tier's."""
+    cost: int = 1
+    """The units charged for each unit of the request's cost."""
+    costs: Mapping[str, int] = field(default_factory=dict)
+    """The same for some endpoints; the first pattern that matches applies."""
+    consistency: Consistency = "strict"
+    scope: Scope = "region"
+    """`global`: all regions share the limits."""
+    across_regions: AcrossRegions | None = None
+    """How regions share the limits of a global rule; None: `eventual`."""
+    on_failure: OnFailure | None = None
+    """None: the limiter's failure policy applies."""
+    mode: Mode = "enforce"
+    rollout: int = 100
+    """The percentage of subjects that the rule applies to."""
+    scale: tuple[Scale, ...] = ()
+    """The loads that the limits follow; the smallest factor applies."""
+    split: int = 1
+    """The number of parts that each subject's limits are kept in, for very busy subjects."""
+    penalty: PenaltySettings | None = None
+    replaces: str | None = None
+    """The id of the next rule, whose place this rule takes when it is enforced."""
+    envoy_quota: EnvoyQuota | None = None
+    """How Envoys get parts of the limits in advance (experimental); None: they get none."""
+
+    @property
+    def across(self) -> AcrossRegions | None:
+        """How regions share the limits; None for a rule that is not global."""
+        return (self.across_regions or "eventual") if self.scope == "global" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Other limits for one user, API key, tenant or address, optionally until a time."""
+
+    attribute: OverrideOwner
+    value: str
+    rule: str | None = None
+    """The id of the rule that it changes; None: all rules."""
+    limits: Limits = ()
+    """The limits instead of the rule's; empty if `multiply` is given."""
+    multiply: float | None = None
+    """The factor by which the rule's limits are multiplied."""
+    until: datetime | None = None
+    """The time at which the override expires; None: never."""
+    reason: str = ""
+    author: str = ""
+    id: str = ""
+    """The name by which it is removed; every override outside the document has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """All rules of a service."""
+
+    rules: tuple[Rule, ...] = ()
+    tiers: Mapping[str, Limits] = field(default_factory=dict)
+    """The limits by tier, for rules without limits."""
+    assign: Mapping[str, str] = field(default_factory=dict)
+    """The tier of `user:42`, `api_key:sk_1` or `tenant:acme`, for requests that name no tier."""
+    allow: tuple[str, ...] = ()
+    """Entries that are never limited: exact values, globs, networks; see `matching/lists.py`."""
+    deny: tuple[str, ...] = ()
+    """Entries that are always denied. `deny` takes precedence over `allow`."""
+    overrides: tuple[Override, ...] = ()
+    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
+    """The consistency of some tiers, instead of the consistency of a rule that uses them."""
+
+    def not_strict(self) -> Iterator[tuple[str, Consistency]]:
+        """Yield the place and the consistency of limits that a node may decide itself."""
+        for rule in self.rules:
+            for place, found in (
+                (f"rule {rule.id}", {"": rule.consistency}),
+                (f"rule {rule.id}: tier ", rule.tier_consistency),
+                (f"rule {rule.id}: key ", rule.key_consistency),
+            ):
+                for name, each in found.items():
+                    if each != "strict":
+                        yield f"{place}{name}", each
+        for name, each in self.tier_consistency.items():
+            if each != "strict":
+                yield f"tier {name}", each
+
+
+Rules = str | PathLike[str] | Mapping[str, Any] | Document
+"""Rules as callers pass them: a path, a document's text, plain data, or a Document."""

@@ -1,0 +1,603 @@
+"""Find valid documents that most likely do not do what their author wants, before they go live.
+
+A finding is not an error: the document could be used. But a document that denies everyone, exempts
+everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
+rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
+that no rule uses is only advice: an author may add it before the rule that uses it. So is an exact
+global rule whose window is too short for regions to share it well, or that admits without counting
+while it cannot be decided.
+
+Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
+counts as covered only if another certainly matches everything that it matches.
+
+**Rules that can never match.** A rule covers a later one if each of its conditions is also a
+condition of the later rule and matches everything that the later rule's condition matches. The
+test is sound but not complete: some covered rules are not found (two `re:` patterns, or a glob with
+a star inside). Comparing each rule with all earlier ones would take minutes for 20,000 rules.
+Instead, each rule is indexed by the literal start of its patterns, where a pattern that it covers
+finds it: `/v1/*` under `/v1`, a network under its prefix. A covered rule is not indexed, because
+the earlier rule also covers everything that it covers. COMPARISONS_MAX bounds the rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from fractions import Fraction
+from itertools import chain, islice
+from math import ceil, floor
+from typing import Final
+
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
+from ratekeeper.core.model import REQUEST_FIELDS, Limit, Limits
+from ratekeeper.rules.document.model import DEFAULT_TIER, Document, Match, Override, Rule
+from ratekeeper.rules.document.tree import below
+from ratekeeper.rules.matching.patterns import (
+    EndpointPattern,
+    Glob,
+    Network,
+    Segment,
+    Wildcard,
+    compile_endpoint,
+    compile_glob,
+    compile_methods,
+    compile_network,
+)
+
+FINDINGS_MAX: Final = 1_000
+# The least number of regions that share a global rule.
+REGIONS_MIN: Final = 2
+# An exact limit with a shorter window than this for each region delivers little beyond the shares.
+EXACT_NS_PER_REGION: Final = 2 * NS_PER_SECOND
+# Networks with a prefix this short are combined, to see whether together they cover all addresses.
+_WIDE_BITS: Final = 8
+# Fields that usually have more values than an Envoy should have buckets.
+_MANY_VALUES: Final = frozenset({"user", "api_key", "ip", "endpoint"})
+
+
+def findings(document: Document, before: Document | None = None) -> tuple[SafetyFinding, ...]:
+    """Return the findings of a document that replaces `before` (the document in force, if any)."""
+    found = chain(
+        _everyone(document),
+        _never_fits(document),
+        _override_never_fits(document),
+        _nothing_enforced(document, before),
+        _orphaned_tiers(document, before),
+        _no_limits(document),
+        _no_default_tier(document),
+        advice(document),
+        _unreachable(document, before),
+    )
+    return tuple(islice(found, FINDINGS_MAX))
+
+
+def entry_findings(document: Document) -> Iterator[SafetyFinding]:
+    """Yield the findings about the list entries and overrides of a document."""
+    return chain(_everyone(document), _override_never_fits(document))
+
+
+def _in_force(rule: Rule) -> bool:
+    return rule.mode == "enforce" and rule.rollout > 0
+
+
+# ----------------------------------------------------------------------------------------- lists
+
+
+def _everyone(document: Document) -> Iterator[SafetyFinding]:
+    """Find list entries that match everyone."""
+    lists: tuple[tuple[FindingCode, str, tuple[str, ...], str], ...] = (
+        ("denies-all", "deny", document.deny, "is denied"),
+        ("allows-all", "allow", document.allow, "is never limited"),
+    )
+    for code, name, entries, outcome in lists:
+        remedy = f"use a narrower entry, for example {name}: [sk_internal_*]"
+        wide: set[Network] = set()
+        for place, text in enumerate(entries):
+            network = _network(text)
+            who = _everyone_with(text)
+            if network is not None and network.prefix_length == 0:
+                who = f"every IPv{network.version} address"
+            if who:
+                yield SafetyFinding(
+                    code, below(name, place), quoted(text), f"{who} {outcome}", remedy
+                )
+            elif network is not None and network.prefix_length <= _WIDE_BITS:
+                wide.add(network)
+        for version in (4, 6):
+            if _all_inside(Network(version, 0, 0), wide):
+                what = f"its networks cover all of IPv{version}"
+                yield SafetyFinding(code, name, what, f"every address {outcome}", remedy)
+
+
+def _everyone_with(entry: str) -> str:
+    """Describe the requests of an entry that matches every value of its attribute; else ""."""
+    attribute, colon, value = entry.partition(":")
+    if not colon:
+        attribute, value = "an api_key or a user", entry
+    only_wild = "*" in value and set(value) <= {"*", "?"}
+    return f"every request with {attribute}" if only_wild else ""
+
+
+def _network(entry: str) -> Network | None:
+    if "/" not in entry:
+        return None
+    try:
+        return compile_network(entry.removeprefix("ip:"))
+    except ConfigError:
+        return None  # a key that contains a slash
+
+
+def _all_inside(block: Network, networks: set[Network]) -> bool:
+    if block in networks:
+        return True
+    version, length, prefix = block
+    return length < _WIDE_BITS and all(
+        _all_inside(Network(version, length + 1, 2 * prefix + bit), networks) for bit in (0, 1)
+    )
+
+
+# ------------------------------------------------------------------------ costs that never fit
+
+
+def _never_fits(document: Document) -> Iterator[SafetyFinding]:
+    """Find enforced rules with a cost above the capacity of one of their limits."""
+    for place, rule in enumerate(document.rules):
+        if not _in_force(rule):
+            continue
+        path = below("rules", place)
+        costs = [("every request", rule.cost)]
+        costs += [(f"every request to {quoted(at)}", units) for at, units in rule.costs.items()]
+        for where, limits in limit_sets(document, path, rule):
+            tightest = min(limits, key=lambda limit: limit.capacity, default=None)
+            if tightest is None:
+                continue
+            for who, cost in costs:
+                if why := _why_never(cost, tightest, rule):
+                    what = f"{who} costs {cost:,}"
+                    yield SafetyFinding("never-fits", where, what, why, _raise_to(cost), rule.id)
+
+
+def limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str, Limits]]:
+    """Yield all limits that may apply under a rule, each with its path."""
+    if rule.limits:
+        yield below(path, "limits"), rule.limits
+    else:
+        for tier, limits in document.tiers.items():
+            if tier not in rule.tiers:
+                yield below("tiers", tier), limits
+    for name, by_name in (("tiers", rule.tiers), ("keys", rule.keys)):
+        for key, limits in by_name.items():
+            yield below(below(path, name), key), limits
+
+
+def _why_never(cost: int, limit: Limit, rule: Rule) -> str:
+    if cost > limit.capacity:
+        return f"{limit} holds at most {limit.capacity:,}, so every such request is denied"
+    # Rounded up, because this module does not know the steps in which limits follow the load.
+    least = min((scale.least for scale in rule.scale), default=1.0)
+    if cost > ceil(least * limit.capacity):
+        return f"under load {limit} shrinks to {least:g} of it and denies every request"
+    return ""
+
+
+def _raise_to(cost: int) -> str:
+    return f"raise the limit or its burst so that {cost:,} fit, or lower the cost"
+
+
+def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
+    """Find overrides under which an enforced rule could never allow its usual cost."""
+    in_force = {rule.id: rule for rule in document.rules if _in_force(rule) and rule.cost}
+    dearest = max(in_force.values(), key=lambda rule: rule.cost, default=None)
+    room = {rule.id: _room(document, rule) for rule in in_force.values()}
+    tightest = min(
+        (rule for rule in in_force.values() if room[rule.id]),
+        key=lambda rule: Fraction(room[rule.id], rule.cost),
+        default=None,
+    )
+    for place, override in enumerate(document.overrides):
+        rule = dearest if override.limits else tightest
+        if override.rule is not None:
+            rule = in_force.get(override.rule)
+        if rule is None or not (override.limits or room[rule.id]):
+            continue
+        left = _left(override, room[rule.id])
+        if left < rule.cost:
+            who = f"{override.attribute} {quoted(override.value)}"
+            what = f"{who} gets at most {left:,}"
+            why = f"each request costs {rule.cost:,}, so every request is denied"
+            where = below("overrides", place)
+            yield SafetyFinding("never-fits", where, what, why, _raise_to(rule.cost), rule.id)
+
+
+def _room(document: Document, rule: Rule) -> int:
+    """Return the highest cost that fits the widest limits: the client's tier is not known here."""
+    sets = (limits for _, limits in limit_sets(document, "", rule) if limits)
+    return max((min(limit.capacity for limit in limits) for limits in sets), default=0)
+
+
+def _left(override: Override, room: int) -> int:
+    """Return the highest cost that fits under an override."""
+    if override.limits:
+        return min(limit.capacity for limit in override.limits)
+    return max(1, floor((override.multiply or 1) * room))
+
+
+# ------------------------------------------------------------------------------- modes and tiers
+
+
+def _nothing_enforced(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
+    if before is None or not any(map(_in_force, before.rules)):
+        return
+    if not any(map(_in_force, document.rules)):
+        what = "no rule is enforced any more" if document.rules else "no rule is left"
+        why = "rules were enforced before, and now no client is limited"
+        yield SafetyFinding("nothing-enforced", "rules", what, why, "leave one with mode: enforce")
+
+
+def _orphaned_tiers(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
+    """Find tiers that the document names but does not define."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for owner, tier in document.assign.items():
+        named[tier].append(below("assign", owner))
+    for place, rule in enumerate(document.rules):
+        path = below("rules", place)
+        for tier in rule.tiers:
+            named[tier].append(below(path, "tiers"))
+        # A request may name a tier that no document defines. But if the document before defined
+        # it, the rule was written for that tier.
+        for tier in filter(None, (compile_glob(text).exact for text in rule.match.tier)):
+            if before is not None and tier in before.tiers:
+                named[tier].append(f"{path}.match.tier")
+    for tier, places in named.items():
+        if tier not in document.tiers:
+            what = f"there is no tier {quoted(tier)}"
+            count = len(places)
+            why = f"it is used here{f' and at {count - 1:,} more places' if count > 1 else ''}"
+            remedy = "keep the tier, or name another"
+            yield SafetyFinding("orphaned-tier", places[0], what, why, remedy)
+
+
+def _no_limits(document: Document) -> Iterator[SafetyFinding]:
+    """Find tiers and rules without any limit."""
+    elsewhere = {tier for rule in document.rules for tier in rule.tiers if rule.tiers[tier]}
+    remedy = "give it limits, for example [100/minute]"
+    for tier, limits in document.tiers.items():
+        if not limits and tier not in elsewhere:
+            why = "no rule has limits for it either, so its clients are not limited"
+            yield SafetyFinding("no-limits", below("tiers", tier), "it has no limits", why, remedy)
+    for place, rule in enumerate(document.rules):
+        if rule.limits or rule.mode == "off":
+            continue
+        path = below("rules", place)
+        if not document.tiers and not rule.tiers and not rule.keys:
+            why = "the document defines no tiers"
+            yield SafetyFinding("no-limits", path, "it has no limits", why, remedy, rule.id)
+        for tier in filter(None, (compile_glob(text).exact for text in rule.match.tier)):
+            if not (rule.tiers.get(tier) or document.tiers.get(tier)):
+                what = f"it matches the tier {quoted(tier)}"
+                why = "neither the rule nor the document has limits for that tier"
+                yield SafetyFinding("no-limits", f"{path}.match.tier", what, why, remedy, rule.id)
+
+
+def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules that take their limits from tiers and leave requests without a tier unlimited."""
+    tiers = f"[{', '.join(islice(document.tiers, 3))}]"
+    for place, rule in enumerate(document.rules):
+        by_tier = not rule.limits and (document.tiers or rule.tiers) and rule.mode != "off"
+        has_default = DEFAULT_TIER in document.tiers or DEFAULT_TIER in rule.tiers
+        # A rule that matches tiers says which requests it is for; the key "*" is for every client.
+        if not by_tier or has_default or rule.match.tier or "*" in rule.keys:
+            continue
+        yield SafetyFinding(
+            "no-default-tier",
+            below("rules", place),
+            "it has no limits for requests without a tier, or with an unknown one",
+            "it takes its limits from the tiers, so it does not limit these requests",
+            f"add the tier {DEFAULT_TIER}, or give the rule limits and tiers of its own; if this "
+            f"is intended, write match: {{tier: {tiers}}}",
+            rule.id,
+        )
+
+
+def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFinding]:
+    """Yield the findings that do not reject a change.
+
+    `on_failure` is the failure policy of rules that have none, if it is known.
+    """
+    return chain(
+        _hidden_tiers(document),
+        short_windows(document, REGIONS_MIN),
+        open_exact(document, on_failure),
+        _many_buckets(document),
+    )
+
+
+def _many_buckets(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules whose subjects are too many for Envoys, each of which keeps a bucket for each."""
+    for place, rule in enumerate(document.rules):
+        many = [name for name in rule.by if name in _MANY_VALUES]
+        if rule.envoy_quota is not None and rule.mode != "off" and many:
+            yield SafetyFinding(
+                "many-buckets",
+                below(below("rules", place), "by"),
+                f"it counts by {many[0]}",
+                "an Envoy keeps a bucket for each subject; above 2,000 buckets, the failure policy "
+                "of the rule answers",
+                "count by a tenant, plan or service, or remove envoy_quota",
+                rule.id,
+            )
+
+
+def _hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
+    """Find tiers that no rule uses, because every rule has limits of its own."""
+    rules = [rule for rule in document.rules if rule.mode != "off"]
+    if not rules or not all(rule.limits for rule in rules):
+        return
+    patterns = [compile_glob(text) for text in {text for rule in rules for text in rule.match.tier}]
+    used = {tier for rule in rules for tier in rule.tiers}
+    hiding = quoted(rules[0].id)
+    others = f" and {len(rules) - 1:,} more" if len(rules) > 1 else ""
+    for tier in document.tiers:
+        if tier in used or any(pattern.matches(tier) for pattern in patterns):
+            continue
+        yield SafetyFinding(
+            "hidden-tier",
+            below("tiers", tier),
+            "no rule uses it",
+            f"the limits of rule {hiding}{others} apply to every tier and hide the limits here",
+            f"remove `limits` from rule {hiding}, give it tiers: {{{tier}: …}}, or remove the tier",
+        )
+
+
+def short_windows(document: Document, regions: int) -> Iterator[SafetyFinding]:
+    """Find exact global rules whose windows are too short for this number of regions."""
+    least_ns = regions * EXACT_NS_PER_REGION
+    for place, rule in enumerate(document.rules):
+        if rule.across != "exact" or rule.mode == "off":
+            continue
+        for where, limits in limit_sets(document, below("rules", place), rule):
+            if any(limit.window_ns < least_ns for limit in limits):
+                yield SafetyFinding(
+                    "short-window",
+                    where,
+                    f"a window is shorter than {least_ns // NS_PER_SECOND} s",
+                    f"a region needs about 2 s to learn the units that another has admitted, so "
+                    f"each of {regions} or more regions gets little beyond its share",
+                    "write scope: region with a part of the limit, across_regions: eventual, or a "
+                    "longer window",
+                    rule.id,
+                )
+
+
+def open_exact(document: Document, on_failure: str) -> Iterator[SafetyFinding]:
+    """Find exact global rules that admit without counting while their region cannot decide."""
+    for place, rule in enumerate(document.rules):
+        if rule.across != "exact" or rule.mode == "off":
+            continue
+        if (rule.on_failure or on_failure) == "open":
+            yield SafetyFinding(
+                "open-exact",
+                below("rules", place),
+                f"its failure policy is open{'' if rule.on_failure else ' by default'}",
+                "while the region has no share (it starts, or was removed) or its Redis fails, it "
+                "admits every request without counting, so the limit is exceeded",
+                "write on_failure: closed, or on_failure: local, which limits by the region's "
+                "share",
+                rule.id,
+            )
+
+
+def _unreachable(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
+    """Find rules that can never match. Moving one of two that match the same helps neither."""
+    was_shadow = {rule.id for rule in before.rules if rule.mode == "shadow"} if before else set()
+    for place, earlier in covered_rules(document.rules):
+        rule, other = document.rules[place], document.rules[earlier]
+        name = quoted(other.id)
+        remedy = f"move it before {name}, or remove it"
+        if other.id in was_shadow or _covers(_conditions(rule.match), _conditions(other.match)):
+            remedy = (
+                f"if rule {name} is meant to take its place, write replaces: {quoted(rule.id)} in "
+                f"rule {name} and put that directly before it; otherwise remove one of them"
+            )
+        yield SafetyFinding(
+            "unreachable",
+            below("rules", place),
+            "it can never match",
+            f"the earlier rule {name} counts by the same and matches all its requests",
+            remedy,
+            rule.id,
+        )
+
+
+def new_findings(document: Document, before: Document | None) -> tuple[SafetyFinding, ...]:
+    """Return the findings that reject a change.
+
+    Findings that the document in force has too are left out: its author forced them.
+    """
+    found = tuple(each for each in findings(document, before) if not each.is_advice)
+    if not found or before is None:
+        return found
+    known = {_finding_key(finding) for finding in findings(before)}
+    return tuple(finding for finding in found if _finding_key(finding) not in known)
+
+
+def _finding_key(finding: SafetyFinding) -> tuple[str, str, str, str]:
+    """Return the identity of a finding. Its path changes when a rule is added before it."""
+    return finding.code, finding.rule, finding.what, finding.why
+
+
+COMPARISONS_MAX: Final = 1_000_000
+# The attributes that distinguish most rules come first.
+_FILED_BY: Final = ("api_key", "user", "tenant", "ip", "endpoint", "tier", "method")
+
+Pattern = EndpointPattern | Glob | Network | str
+Conditions = dict[str, tuple[Pattern, ...]]
+
+
+def covered_rules(rules: Sequence[Rule]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions: a rule that can never match, and the earlier rule that covers it.
+
+    Only a rule that counts by the same attributes and has the same mode can cover another. A rule
+    that is off, or rolled out to a part of the subjects, covers nothing.
+    """
+    indexes: dict[Hashable, _CoverIndex] = {}
+    comparisons = iter(range(COMPARISONS_MAX))
+    for place, rule in enumerate(rules):
+        if rule.mode == "off":
+            continue
+        index = indexes.setdefault((rule.by, rule.mode), _CoverIndex())
+        conditions = _conditions(rule.match)
+        is_covered = False
+        for earlier, others in index.candidates(conditions):
+            if next(comparisons, None) is None:
+                return
+            if _covers(others, conditions):
+                is_covered = True
+                # A rule that was replaced stays in the document for a return to it.
+                if rules[earlier].replaces != rule.id:
+                    yield place, earlier
+                    break
+        if not is_covered and rule.rollout == 100:
+            index.add(place, conditions)
+
+
+def _conditions(match: Match) -> Conditions:
+    """Return the compiled patterns by attribute; a method stays text."""
+    found: Conditions = {}
+    for name in REQUEST_FIELDS:
+        if name == "method" and match.method:
+            found[name] = compile_methods(match.method)
+        elif texts := getattr(match, name):
+            found[name] = tuple(_compiled(name, text) for text in texts)
+    for name, texts in match.attributes.items():
+        found[name] = tuple(compile_glob(text) for text in texts)
+    return found
+
+
+def _compiled(name: str, text: str) -> Pattern:
+    if name == "endpoint":
+        return compile_endpoint(text)
+    if name == "ip":
+        return compile_network(text)
+    return compile_glob(text)
+
+
+class _CoverIndex:
+    """Rules by one of their conditions and the literal start of its patterns."""
+
+    def __init__(self) -> None:
+        self._for_all: list[tuple[int, Conditions]] = []
+        self._by_start: dict[Hashable, list[tuple[int, Conditions]]] = {}
+
+    def add(self, place: int, conditions: Conditions) -> None:
+        named = (name for name in _FILED_BY if name in conditions)
+        name = next(named, next(iter(conditions), None))
+        if name is None:
+            self._for_all.append((place, conditions))
+            return
+        for pattern in conditions[name]:
+            start = next(_starts(pattern))
+            self._by_start.setdefault((name, start), []).append((place, conditions))
+
+    def candidates(self, conditions: Conditions) -> Iterator[tuple[int, Conditions]]:
+        """Yield the rules that may cover these conditions."""
+        yield from self._for_all
+        for name, patterns in conditions.items():
+            # A rule must cover every pattern, so looking up one of them finds all candidates.
+            for start in _starts(patterns[0]):
+                yield from self._by_start.get((name, start), ())
+
+
+def _starts(pattern: Pattern) -> Iterator[Hashable]:
+    """Yield the pattern's own index key, then the keys of the patterns that may cover it."""
+    if isinstance(pattern, str):
+        yield pattern
+    elif isinstance(pattern, Network):
+        for shift in range(pattern.prefix_length + 1):
+            yield pattern.version, pattern.prefix_length - shift, pattern.prefix >> shift
+    elif isinstance(pattern, Glob):
+        if pattern.exact is not None:
+            yield "exact", pattern.exact
+        for length in range(len(pattern.prefix), -1, -1):
+            yield pattern.prefix[:length]
+    else:
+        head = _literal_head(pattern)
+        if pattern.exact is not None:
+            yield "exact", pattern.exact
+        for length in range(len(head), -1, -1):
+            yield head[:length]
+
+
+def _literal_head(endpoint: EndpointPattern) -> tuple[str, ...]:
+    if endpoint.exact is not None:
+        return tuple(endpoint.exact.split("/")[1:])
+    head: list[str] = []
+    for segment in endpoint.segments:
+        if not isinstance(segment, str):
+            break
+        head.append(segment)
+    return tuple(head)
+
+
+def _covers(wide: Conditions, narrow: Conditions) -> bool:
+    """Return whether every request that meets `narrow` also meets `wide`."""
+    return all(
+        name in narrow
+        and all(any(covers(one, other) for one in patterns) for other in narrow[name])
+        for name, patterns in wide.items()
+    )
+
+
+def covers(wide: Pattern, narrow: Pattern) -> bool:
+    """Return whether `wide` certainly matches everything that `narrow` matches.
+
+    >>> covers(compile_endpoint("/v1/*"), compile_endpoint("/v1/orders/{id}"))
+    True
+    """
+    if isinstance(wide, Network) and isinstance(narrow, Network):
+        shift = narrow.prefix_length - wide.prefix_length
+        return (
+            wide.version == narrow.version and shift >= 0 and narrow.prefix >> shift == wide.prefix
+        )
+    if isinstance(wide, Glob) and isinstance(narrow, Glob):
+        return _glob_covers(wide, narrow)
+    if isinstance(wide, EndpointPattern) and isinstance(narrow, EndpointPattern):
+        if wide.text == narrow.text:
+            return True
+        if narrow.exact is not None:
+            return wide.matches_normalised(narrow.exact)
+        return _segments_cover(wide.segments, narrow.segments)
+    return wide == narrow
+
+
+def _glob_covers(wide: Glob, narrow: Glob) -> bool:
+    if wide.text == narrow.text:
+        return True
+    if narrow.exact is not None:
+        return wide.matches(narrow.exact)
+    return wide.is_prefix and narrow.prefix.startswith(wide.prefix)
+
+
+def _segments_cover(wide: tuple[Segment, ...], narrow: tuple[Segment, ...]) -> bool:
+    if not wide or not narrow:  # one of them is a re: pattern
+        return False
+    goes_on = wide[-1] is Wildcard.MANY
+    one_by_one = wide[:-1] if goes_on else wide
+    if Wildcard.MANY in one_by_one or Wildcard.MANY in narrow[: len(one_by_one)]:
+        return False
+    if len(narrow) < len(one_by_one) or (len(narrow) > len(one_by_one) and not goes_on):
+        return False
+    return all(map(_segment_covers, one_by_one, narrow))
+
+
+def _segment_covers(wide: Segment, narrow: Segment) -> bool:
+    if wide is Wildcard.ONE or wide == narrow:
+        return True
+    if not isinstance(wide, Glob):
+        return False
+    return wide.matches(narrow) if isinstance(narrow, str) else _glob_covers_segment(wide, narrow)
+
+
+def _glob_covers_segment(wide: Glob, narrow: Segment) -> bool:
+    return isinstance(narrow, Glob) and _glob_covers(wide, narrow)

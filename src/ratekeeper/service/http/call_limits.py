@@ -1,0 +1,151 @@
+"""POST /v1/limit: limits that are given with the call.
+
+    {"name": "emails", "key": "user:42", "limits": "10/minute", "cost": 1}
+
+A caller without a rule document can use the service with this one request. It gives the limits, a
+name for them (`name`) and the key that is counted (`key`). Counts belong to the name and the key,
+as those of `Limiter("10/minute", name="emails").check("user:42")`: the next call may give other
+numbers, and units that were spent stay spent.
+
+**Apart from rules.** No rule applies to such a call, and its counts are never those of a rule, even
+of one with the ID `emails`: the subject begins with a part that no rule's subject has. A token with
+a scope counts under its scope, so that two customers cannot spend each other's units.
+
+**The right to call it** is not part of the role `check`: a caller that chooses its own limits could
+choose very high ones. The role `limit` has it.
+
+Limits are parsed once for each name and text, and kept.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import NAME_LENGTH_MAX, Limits, Request
+from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, subject_of
+from ratekeeper.limiter import AsyncLimiter
+from ratekeeper.rules.document.reading import DocumentError, from_data
+from ratekeeper.service.http.bodies import body_reader, problem_at
+from ratekeeper.service.http.checks import Units, check_reply
+from ratekeeper.service.http.context import (
+    Handler,
+    Routes,
+    ServiceContext,
+    ServiceReply,
+    ServiceRequest,
+    ServiceRoute,
+)
+from ratekeeper.service.http.tokens import Token
+
+# Limiters that are kept, each a few kilobytes; when there are more, all are dropped. Their counts
+# are in the store.
+LIMITERS_MAX: Final = 1_024
+# The first part of every subject. The parts of a rule's subject have a colon.
+SUBJECT: Final = "(limit)"
+
+# The recorder takes the subject from the result.
+_NO_REQUEST: Final = Request()
+_KeyPart = Annotated[str, Meta(min_length=1, max_length=KEY_LENGTH_MAX)]
+
+
+class LimitBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A key, and the limits that it is checked by."""
+
+    name: Annotated[
+        str, Meta(min_length=1, max_length=NAME_LENGTH_MAX, description="The name of the limits.")
+    ]
+    key: Annotated[
+        _KeyPart | Annotated[list[_KeyPart], Meta(min_length=1, max_length=PARTS_MAX // 2)],
+        Meta(description="The key that is counted, or its parts."),
+    ]
+    limits: Annotated[
+        msgspec.Raw,
+        Meta(
+            description="One or several limits, as in a rule document.",
+            extra_json_schema={"x-rules": "limits"},
+        ),
+    ]
+    cost: Annotated[Units, Meta(description="Units that the call spends.")] = 1
+
+
+def routes(context: ServiceContext) -> Routes:
+    """Return the route of limits that are given with the call."""
+    route = ServiceRoute(_limit(context), "limit", context.settings.body_bytes_max)
+    return {"/v1/limit": {"POST": route}}
+
+
+def _limit(context: ServiceContext) -> Handler:
+    read = body_reader(LimitBody)
+    limiters = _CallLimiters(context)
+
+    async def limit(http_request: ServiceRequest) -> ServiceReply:
+        body = read(http_request.body)
+        key = _key_of(http_request.token, body.key)
+        limiter = limiters.of(body.name, bytes(body.limits))
+        started_ns = perf_counter_ns()
+        result = await limiter.evaluate(key, body.cost)
+        context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
+        context.counters.note_check(result)
+        result = result._replace(counted=((subject_of(key), body.cost),))
+        decided_ns = context.now_ns()
+        if context.recorder is not None:
+            context.recorder.note(
+                _NO_REQUEST, result, body.cost, decided_ns, http_request.request_id
+            )
+        return check_reply(result, decided_ns, context.settings.style)
+
+    return limit
+
+
+def _key_of(token: Token, key: str | list[str]) -> tuple[str, ...]:
+    """Return the key that is counted: apart from rules, and apart from other scopes."""
+    scope = (f"{name}:{value}" for name, value in sorted(token.scope.items()))
+    return (SUBJECT, *scope, *([key] if isinstance(key, str) else key))
+
+
+class _CallLimiters:
+    """The limiters of names and limits that were given with calls."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._limiters: dict[tuple[str, bytes], AsyncLimiter] = {}
+
+    def of(self, name: str, limits: bytes) -> AsyncLimiter:
+        """Return the limiter of a name and limits in JSON. Raises ConfigError."""
+        limiter = self._limiters.get((name, limits))
+        if limiter is not None:
+            return limiter
+        settings = self._context.settings
+        limiter = AsyncLimiter(
+            limits_of_data(msgspec.json.decode(limits)),
+            store=self._context.limiter.store,
+            name=name,
+            on_failure=settings.on_failure,
+            local_fallback=settings.local_fallback,
+        )
+        if len(self._limiters) >= LIMITERS_MAX:
+            self._limiters.clear()
+        self._limiters[name, limits] = limiter
+        return limiter
+
+
+def limits_of_data(data: Any) -> Limits:
+    """Return limits that are given as in a rule document. Raises ConfigError.
+
+    >>> limits_of_data(["10/second", {"limit": 5, "per": "1m", "algorithm": "fixed_window"}])
+    (Limit(10, per=1), Limit(5, per=60, algorithm='fixed_window'))
+    """
+    path = "tiers.limits"
+    try:
+        return from_data({"version": 1, "tiers": {"limits": data}}).tiers["limits"]
+    except DocumentError as error:
+        problems = (
+            problem_at("the body", each.where.replace(path, "limits", 1), each.message)
+            for each in error.problems
+        )
+        raise ConfigError("; ".join(problems)) from None

@@ -1,0 +1,761 @@
+"""Turn a CheckResult into headers, a status and a body. Pure: no clock, no I/O.
+
+This is the only module that knows the names of the headers. The middleware, the service and Envoy's
+replies all use it.
+
+**Headers.** `X-RateLimit-Limit`, `-Remaining` and `-Reset` describe the tightest limit, because
+that limit decides what the client may do next. `RateLimit-Policy` lists every limit that applied,
+and `RateLimit` gives the state of the tightest, in the syntax of the IETF draft (structured
+fields):
+
+    X-RateLimit-Limit: 100                 RateLimit-Policy: "orders.1s";q=10;w=1,
+    X-RateLimit-Remaining: 73                                "orders.60s";q=100;w=60
+    X-RateLimit-Reset: 1767225636          RateLimit: "orders.60s";r=73;t=36
+
+`X-RateLimit-Limit` and `limit` in every body are `decision.limit`, the most that can remain.
+`quota` and `window_seconds` in a body, and `q` and `w` in a header, are the rate. docs/answers.md
+defines all numbers.
+
+A rule with one limit is named by its id. A rule with several limits adds the name or the window of
+each limit. Names are unique in a response, and they are valid structured fields for any rule id.
+
+**Rounding.** Every time is rounded up to whole seconds, so a client that waits for the whole
+Retry-After is allowed. A reset time counts from the decision's own time (`decided_ns`): a clock
+that is read later is past it, and the end of a fixed window, a whole second, would be rounded up to
+the next one. `now_ns` is used only for a decision that no store made, in an outage.
+
+**Bodies.** A denial is problem JSON (RFC 9457): the members of the standard (`type`, `title`,
+`status`, `detail`) and `error`, with a stable code, a message and details in numbers. `detail` is a
+sentence that the reader can act on. The body is ASCII, whatever a rule or a key is called.
+
+**Speed.** This runs on every request. Everything that depends only on the applied rules is computed
+once and cached by them, in a dict that is emptied when it is full; four numbers are left to print.
+An application with one limit sends the same five headers on every response, with three numbers that
+change: `PreparedHeaders` prints those in less than half the time. A property test holds both forms
+to the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Final, Literal, NamedTuple
+
+from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, StoreTimeout, show
+from ratekeeper.core.model import (
+    DEFAULT_NAME,
+    AppliedRule,
+    CheckResult,
+    Decision,
+    Limit,
+    PenaltyKind,
+)
+
+__all__ = [
+    "Denial",
+    "Header",
+    "HttpAnswer",
+    "PreparedHeaders",
+    "RawHeader",
+    "Style",
+    "capacity_answer",
+    "denial_answer",
+    "error_answer",
+    "headers_beside",
+    "headers_of",
+    "invalid_request_answer",
+    "is_over_limit",
+    "problem",
+    "problem_answer",
+    "problem_of",
+    "raw_headers_beside",
+    "raw_headers_of",
+    "retry_after_seconds_of",
+    "status_of",
+    "unavailable_answer",
+]
+
+# Sets of applied rules whose headers are cached. A rule document has about as many as it has rules,
+# tiers and overrides. Each takes about 1 kB.
+KNOWN_MAX: Final = 4_096
+# Servers and clients reject headers of 8 kB and more. Limits that do not fit are not listed.
+POLICY_BYTES_MAX: Final = 4_096
+# PreparedHeaders caches answers with fewer remaining units than this, about 500 bytes each. Larger
+# numbers rarely repeat, and caching them would take longer than printing them.
+PREPARED_MAX: Final = 1_024
+DETAIL_LENGTH_MAX: Final = 1_000
+# Retry-After of a failure that is not about a limit.
+UNAVAILABLE_SECONDS: Final = 1
+_RESET_SECONDS_MAX: Final = 253_402_300_799  # the last second of the year 9999
+# Larger integers lose precision in readers whose numbers are doubles.
+_NUMBER_MAX: Final = 2**53
+_ALMOST_A_SECOND_NS: Final = NS_PER_SECOND - 1
+
+Header = tuple[str, str]
+RawHeader = tuple[bytes, bytes]
+
+RETRY_AFTER: Final = "Retry-After"
+NODE: Final = "X-Ratekeeper-Node"
+_LIMIT_HEADERS: Final = (
+    "X-RateLimit-Limit",
+    "X-RateLimit-Remaining",
+    "X-RateLimit-Reset",
+    "X-RateLimit-Policy",
+    "RateLimit",
+    "RateLimit-Policy",
+    "RateLimit-Limit",
+    "RateLimit-Remaining",
+    "RateLimit-Reset",
+)
+# From the raw form, which has lower-case names as ASGI requires.
+_NAMES: Final = {name.lower().encode(): name for name in (*_LIMIT_HEADERS, RETRY_AFTER, NODE)}
+_LOWER_LIMIT_HEADERS: Final = frozenset(name.lower() for name in _LIMIT_HEADERS)
+# The usual spellings of all these names, so that an ASGI response is searched without lower().
+SPELLINGS: Final = frozenset(
+    spelling.encode() for name in _NAMES.values() for spelling in (name, name.lower(), name.title())
+)
+
+PROBLEM_CONTENT_TYPE: Final = "application/problem+json"
+# The problem types that the draft of the RateLimit headers registers, and the default type.
+QUOTA_EXCEEDED: Final = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+ABNORMAL_USAGE: Final = "https://iana.org/assignments/http-problem-types#abnormal-usage-detected"
+REDUCED_CAPACITY: Final = (
+    "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
+)
+BLANK: Final = "about:blank"
+
+DRAFTS: Final = (10, 7, 6, None)
+_NODE: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The headers to send.
+
+    `draft`   the revision of the IETF draft: 10 (`RateLimit: "orders";r=73;t=36`), 7 (`RateLimit:
+              limit=100, remaining=73, reset=36`), 6 (`RateLimit-Remaining: 73` and so on), or None
+              to send none of them.
+    `legacy`  True to send `X-RateLimit-…`.
+    `node`    the value of `X-Ratekeeper-Node` on every answer that a limit or a list decided; "" to
+              send none. None: an integration sends RATEKEEPER_NODE_ID, or a digest of the host
+              name, which names the node but does not tell clients what it is called.
+    """
+
+    draft: Literal[10, 7, 6] | None = 10
+    legacy: bool = True
+    node: str | None = None
+    node_headers: tuple[RawHeader, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.draft not in DRAFTS or isinstance(self.draft, bool):
+            raise ConfigError(
+                f"draft={show(self.draft)} is not a known revision; choose 10, 7, 6 or None"
+            )
+        if not isinstance(self.legacy, bool):
+            raise ConfigError(f"legacy={show(self.legacy)} is not True or False")
+        if self.node:
+            if not isinstance(self.node, str) or not _NODE.fullmatch(self.node):
+                raise ConfigError(
+                    f"node={show(self.node)} is not 1 to 64 letters, digits and . _ : -; "
+                    f'for example node="eu-1"'
+                )
+            header = (b"x-ratekeeper-node", self.node.encode("ascii"))
+            object.__setattr__(self, "node_headers", (header,))
+
+
+_STYLE: Final = Style()
+
+
+class HttpAnswer(NamedTuple):
+    """A whole response. The server adds Content-Length."""
+
+    status: int
+    headers: list[Header]
+    body: bytes
+
+    def raw_headers(self) -> list[RawHeader]:
+        """Return the headers as ASGI takes them: bytes, with lower-case names."""
+        return [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in self.headers
+        ]
+
+
+# ── Cached by the applied rules ────────────────────────────────────────────────────────────────
+
+
+class _HeaderPolicy(NamedTuple):
+    """One limit of one rule, as the headers show it."""
+
+    name: str
+    limit: Limit
+    rule: str
+    limit_header: RawHeader
+    start: bytes
+    """The start of the `RateLimit` header, up to the remaining number."""
+
+
+class _PolicyHeaders:
+    """The parts of the headers that depend only on the applied rules."""
+
+    __slots__ = ("_by_limit", "applied", "headers", "only", "policies")
+
+    def __init__(self, applied: tuple[AppliedRule, ...]) -> None:
+        self.applied = applied  # keeps the limits alive, whose ids are the keys of _by_limit
+        self.policies = tuple(_policies(applied))
+        self.only = self.policies[0] if len(self.policies) == 1 else None
+        self._by_limit = {(each.rule, id(each.limit)): each for each in self.policies}
+        self.headers: dict[int | None, RawHeader | None] = {
+            10: _listed(_item(each) for each in self.policies),
+            7: _listed(_item_without_name(each.limit) for each in self.policies),
+            None: None,
+        }
+        self.headers[6] = self.headers[7]
+
+    def tightest(self, decision: Decision) -> _HeaderPolicy | None:
+        """Return the limit that a decision describes."""
+        rule = decision.rule or DEFAULT_NAME
+        return self._by_limit.get((rule, id(decision.policy))) or self._similar(
+            rule, decision.policy
+        )
+
+    def _similar(self, rule: str, limit: Limit) -> _HeaderPolicy | None:
+        """Find a limit that is another object: an equal one, or the same with other numbers."""
+        of_rule = [each for each in self.policies if each.rule == rule] or self.policies
+        for each in of_rule:
+            if each.limit == limit:
+                return each
+        for each in of_rule:
+            if each.limit.identity == limit.identity:
+                return each
+        return of_rule[0] if of_rule else None
+
+
+_known: Final[dict[tuple[AppliedRule, ...], _PolicyHeaders]] = {}
+
+
+def _learn(applied: tuple[AppliedRule, ...]) -> _PolicyHeaders:
+    if len(_known) >= KNOWN_MAX:
+        _known.clear()
+    known = _known[applied] = _PolicyHeaders(applied)
+    return known
+
+
+def _policies(applied: tuple[AppliedRule, ...]) -> Iterator[_HeaderPolicy]:
+    taken: set[str] = set()
+    for each in applied:
+        rule = each.rule or DEFAULT_NAME
+        for limit in each.limits:
+            name = next(name for name in _candidates(rule, each.limits, limit) if name not in taken)
+            taken.add(name)
+            quoted = _quoted(name)
+            yield _HeaderPolicy(name, limit, rule, _limit_header(limit.capacity), b"%b;r=" % quoted)
+
+
+def _limit_header(limit: int) -> RawHeader:
+    return b"x-ratelimit-limit", b"%d" % limit
+
+
+def _candidates(rule: str, limits: tuple[Limit, ...], limit: Limit) -> Iterator[str]:
+    """Yield names for a limit, the best first, without end: one of them is unused."""
+    if len(limits) == 1:
+        yield _printable(rule)
+    name = f"{rule}.{limit.name or _window_text(limit.window_ns)}"
+    yield _printable(name)
+    name = f"{name}.{limit.algorithm}"
+    yield _printable(name)
+    number = 2
+    while True:
+        yield _printable(f"{name}.{number}")
+        number += 1
+
+
+def _window_text(window_ns: int) -> str:
+    """Return a window in the largest unit that it is a multiple of: 60s, 100ms, 1500us."""
+    for unit, unit_ns in (("s", NS_PER_SECOND), ("ms", 1_000_000)):
+        if window_ns % unit_ns == 0:
+            return f"{window_ns // unit_ns}{unit}"
+    return f"{window_ns // 1_000}us"
+
+
+def _printable(name: str) -> str:
+    """Return a name in the ASCII of structured fields, other characters percent-encoded.
+
+    >>> _printable("größe")
+    'gr%C3%B6%C3%9Fe'
+    """
+    if name.isascii() and name.isprintable():
+        return name
+    encoded = name.encode("utf-8", "surrogatepass")
+    return "".join(chr(byte) if 0x20 <= byte < 0x7F else f"%{byte:02X}" for byte in encoded)
+
+
+def _quoted(name: str) -> bytes:
+    return b'"%b"' % name.replace("\\", "\\\\").replace('"', '\\"').encode("ascii")
+
+
+def _item(policy: _HeaderPolicy) -> bytes:
+    window_s, rest = divmod(policy.limit.window_ns, NS_PER_SECOND)
+    item = b"%b;q=%d" % (_quoted(policy.name), policy.limit.limit)
+    return (item if rest else b"%b;w=%d" % (item, window_s)) + _capacity_parameter(policy.limit)
+
+
+def _item_without_name(limit: Limit) -> bytes:
+    # Drafts 6 and 7 need a window in whole seconds. Other limits cannot be listed.
+    window_s, rest = divmod(limit.window_ns, NS_PER_SECOND)
+    return b"" if rest else b"%d;w=%d" % (limit.limit, window_s) + _capacity_parameter(limit)
+
+
+def _capacity_parameter(limit: Limit) -> bytes:
+    """Return the parameter that says why X-RateLimit-Limit differs from the quota `q`."""
+    return b"" if limit.capacity == limit.limit else b";capacity=%d" % limit.capacity
+
+
+def _listed(items: Iterator[bytes]) -> RawHeader | None:
+    value = b""
+    for item in filter(None, items):
+        longer = b"%b, %b" % (value, item) if value else item
+        if len(longer) > POLICY_BYTES_MAX:
+            break
+        value = longer
+    return (b"ratelimit-policy", value) if value else None
+
+
+# ── Headers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
+    """Return the headers of an answer as ASGI takes them: bytes, with lower-case names."""
+    decision, applied, kind, _, _, _ = result
+    if kind != "limited" or decision.degraded or not decision.allowed or style.draft != 10:
+        return _raw_headers_in_full(result, now_ns, style)
+    known = _known.get(applied) or _learn(applied)
+    tightest = known.only or known.tightest(decision)
+    if tightest is None:
+        return _raw_headers_in_full(result, now_ns, style)
+    remaining = b"%d" % decision.remaining
+    reset_after_ns = decision.reset_after_ns
+    # -(a // -b) rounds up.
+    state = b"%b%b;t=%d" % (tightest.start, remaining, -(reset_after_ns // -NS_PER_SECOND))
+    policy = known.headers[10]
+    if not style.legacy:
+        return [*([policy] if policy else []), (b"ratelimit", state), *style.node_headers]
+    reset_s = -(((decision.decided_ns or now_ns) + reset_after_ns) // -NS_PER_SECOND)
+    headers = [
+        tightest.limit_header if not decision.granted else _limit_header(decision.limit),
+        (b"x-ratelimit-remaining", remaining),
+        (b"x-ratelimit-reset", b"%d" % reset_s),
+        (b"ratelimit", state),
+    ]
+    if policy:
+        headers.append(policy)
+    if style.node_headers:
+        headers += style.node_headers
+    return headers
+
+
+def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list[RawHeader]:
+    """Return the headers of any answer in any style. `raw_headers_of` has a shortcut."""
+    decision, applied, kind, _, _, _ = result
+    if kind == "unlimited":
+        return []
+    if kind == "blocked":
+        return [*style.node_headers]
+    if kind == "exempt":
+        exempt = [(b"x-ratelimit-policy", b"exempt")] if style.legacy else []
+        return [*exempt, *style.node_headers]
+    known = _known.get(applied) or _learn(applied)
+    is_known = kind == "limited" and not decision.degraded
+    headers = _legacy_headers(decision, now_ns, is_known) if style.legacy else []
+    if is_known:
+        headers += _state_headers(known, decision, style)
+    policy = known.headers[style.draft]
+    if policy:
+        headers.append(policy)
+    if not decision.allowed:
+        headers.append(_retry_after(retry_after_seconds_of(decision)))
+    headers += style.node_headers
+    return headers
+
+
+def _retry_after(seconds: int) -> RawHeader:
+    return b"retry-after", b"%d" % seconds
+
+
+def _legacy_headers(decision: Decision, now_ns: int, is_known: bool) -> list[RawHeader]:
+    headers = [
+        _limit_header(decision.limit),
+        (b"x-ratelimit-remaining", b"%d" % (decision.remaining if is_known else -1)),
+        (b"x-ratelimit-reset", b"%d" % _reset_seconds(decision, now_ns)),
+    ]
+    if not is_known:
+        headers.append((b"x-ratelimit-policy", b"degraded"))
+    return headers
+
+
+def _state_headers(known: _PolicyHeaders, decision: Decision, style: Style) -> list[RawHeader]:
+    """Return the state of the tightest limit in the syntax of the draft's revision."""
+    remaining = decision.remaining
+    # A client that reads only this header must wait as long as Retry-After says.
+    after_s = -(decision.reset_after_ns // -NS_PER_SECOND)
+    if not decision.allowed:
+        after_s = retry_after_seconds_of(decision)
+    if style.draft == 10:
+        tightest = known.tightest(decision)
+        if tightest is None:
+            return []
+        return [(b"ratelimit", b"%b%d;t=%d" % (tightest.start, remaining, after_s))]
+    if style.draft == 7:
+        numbers = (decision.limit, remaining, after_s)
+        return [(b"ratelimit", b"limit=%d, remaining=%d, reset=%d" % numbers)]
+    if style.draft == 6:
+        return [
+            (b"ratelimit-limit", b"%d" % decision.limit),
+            (b"ratelimit-remaining", b"%d" % remaining),
+            (b"ratelimit-reset", b"%d" % after_s),
+        ]
+    return []
+
+
+def headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[Header]:
+    """Return the headers of an answer, with Retry-After on a 429 or a 503.
+
+    `now_ns` is the Unix time, for a decision that no store made. Rules in shadow mode are not
+    shown: they do not limit the client.
+    """
+    raw = raw_headers_of(result, now_ns, style)
+    return [(_NAMES[name], value.decode("ascii")) for name, value in raw]
+
+
+def retry_after_seconds_of(decision: Decision) -> int:
+    """Return whole seconds until the same cost would be allowed, rounded up, at least 1."""
+    return max(1, -(decision.retry_after_ns // -NS_PER_SECOND))
+
+
+def _reset_seconds(decision: Decision, now_ns: int) -> int:
+    """Return the Unix time in whole seconds, rounded up, at which the quota is full again."""
+    return -(((decision.decided_ns or now_ns) + decision.reset_after_ns) // -NS_PER_SECOND)
+
+
+class PreparedHeaders:
+    """The headers of allowed requests by one limit: `raw_headers_of` in less than half the time."""
+
+    __slots__ = ("_after", "_known", "_last", "_limit", "_reset", "_start")
+
+    def __init__(self, sample: list[RawHeader]) -> None:
+        """Keep the constant parts of `sample`, the headers of one result."""
+        self._limit, _, reset, state, *self._last = sample
+        self._reset = int(reset[1]), reset
+        self._after = -1, b""
+        # By remaining units: the two times, and the headers. Concurrent requests often share them.
+        self._known: dict[int, tuple[int, int, list[RawHeader]]] = {}
+        # "name";r=73;t=36: a name may contain ;r= too, so the last one is the separator.
+        name, separator, _ = state[1].rpartition(b";r=")
+        self._start = name + separator
+
+    @classmethod
+    def of(cls, result: CheckResult, now_ns: int, style: Style) -> PreparedHeaders | None:
+        """Prepare headers from one result; None if more than the numbers may change."""
+        decision, applied, kind, _, _, _ = result
+        has_one_limit = len(applied) == 1 and len(applied[0].limits) == 1 and kind == "limited"
+        if not has_one_limit or not decision.allowed or decision.degraded:
+            return None
+        # A grant raises the limit of this result only.
+        if replace(style, node=None) != _STYLE or decision.granted:
+            return None
+        return cls(raw_headers_of(result, now_ns, style))
+
+    def headers(self, decision: Decision, now_ns: Callable[[], int]) -> list[RawHeader]:
+        """Return the headers of a decision that is allowed and not degraded.
+
+        `now_ns` is called for a decision that no store made. Requests share the list: the caller
+        must not change it.
+        """
+        remaining = decision.remaining
+        after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
+        reset_s = ((decision.decided_ns or now_ns()) + after_ns) // NS_PER_SECOND
+        after_s = after_ns // NS_PER_SECOND
+        known = self._known.get(remaining)
+        if known is not None and known[0] == reset_s and known[1] == after_s:
+            headers = known[2]
+        else:
+            # Many requests in a row share the two times, so they are cached until they change. Two
+            # threads may update them at once: each uses the value that it has read or made itself.
+            reset, after = self._reset, self._after
+            if reset_s != reset[0]:
+                reset = self._reset = (reset_s, (b"x-ratelimit-reset", b"%d" % reset_s))
+            if after_s != after[0]:
+                after = self._after = (after_s, b";t=%d" % after_s)
+            printed = b"%d" % remaining
+            headers = [
+                self._limit,
+                (b"x-ratelimit-remaining", printed),
+                reset[1],
+                (b"ratelimit", self._start + printed + after[1]),
+                *self._last,
+            ]
+            if remaining < PREPARED_MAX:
+                self._known[remaining] = reset_s, after_s, headers
+        if decision.granted:
+            return [_limit_header(decision.limit), *headers[1:]]
+        return headers
+
+
+def raw_headers_beside(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:
+    """Return those of our headers that an application does not send itself. See headers_beside."""
+    known = {name.decode("latin-1").lower() for name, _ in theirs}
+    if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
+        return []
+    return [header for header in ours if header[0].decode("ascii") not in known]
+
+
+def headers_beside(names: Iterable[str], ours: list[Header]) -> list[Header]:
+    """Return those of our headers that a response with these `names` still needs.
+
+    If the application sends any header about limits itself, none of ours is added.
+    """
+    known = {name.lower() for name in names}
+    if not known.isdisjoint(_LOWER_LIMIT_HEADERS):
+        return []
+    return [header for header in ours if header[0].lower() not in known]
+
+
+# ── Statuses and bodies ────────────────────────────────────────────────────────────────────────
+
+
+def is_over_limit(result: CheckResult) -> bool:
+    """Return True if the gRPC answer is OVER_LIMIT rather than OK."""
+    return not result.decision.allowed
+
+
+def status_of(result: CheckResult) -> int:
+    """Return 200 if the request is allowed; 429 over a limit, 403 blocked, 503 undecided."""
+    if result.decision.allowed:
+        return 200
+    return {"blocked": 403, "unavailable": 503}.get(result.kind, 429)
+
+
+def denial_answer(result: CheckResult, now_ns: int, style: Style = _STYLE) -> HttpAnswer:
+    """Return the whole response to a denied request."""
+    return problem_answer(problem_of(result, now_ns), headers_of(result, now_ns, style))
+
+
+class Denial:
+    """A denied request, as `on_limit` and `on_unavailable` receive it.
+
+    With `5/minute`, the 6th of 6 requests at one instant has `status` 429, `retry_after` 12 and
+    `rule` "default".
+    """
+
+    __slots__ = ("_now_ns", "_style", "result")
+
+    def __init__(self, result: CheckResult, now_ns: int, style: Style = _STYLE) -> None:
+        self.result = result
+        """The decision with all rules that applied."""
+        self._now_ns = now_ns
+        self._style = style
+
+    @property
+    def status(self) -> int:
+        """The status of the default response: 429 for `on_limit`, 503 for `on_unavailable`."""
+        return status_of(self.result)
+
+    @property
+    def decision(self) -> Decision:
+        """The decision: the tightest limit, `remaining`, `reset_after`, `degraded`."""
+        return self.result.decision
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until the same request would be allowed, as in the Retry-After header."""
+        return retry_after_seconds_of(self.result.decision)
+
+    @property
+    def rule(self) -> str:
+        """The name of the limit that denied the request, as in the headers."""
+        return _tightest_name(self.result)
+
+    @property
+    def message(self) -> str:
+        """A sentence for the client: which limit has no room, and when to try again."""
+        return str(problem_of(self.result, self._now_ns)["detail"])
+
+    @property
+    def answer(self) -> HttpAnswer:
+        """The default response, to return it for some requests or with changes."""
+        return denial_answer(self.result, self._now_ns, self._style)
+
+    def __repr__(self) -> str:
+        return f"<Denial {self.status}: {self.decision!r}>"
+
+
+def capacity_answer(error: CapacityError) -> HttpAnswer:
+    """Return a 422: the cost exceeds the capacity. It has no Retry-After, as no wait helps."""
+    limit = error.limit
+    details: dict[str, object] = {"limit": error.most, **_rate_details(limit)}
+    if isinstance(error.cost, int) and abs(error.cost) <= _NUMBER_MAX:
+        details["cost"] = error.cost
+    detail = (
+        f"This request costs {show(error.cost)}, but its limit holds at most {error.most}, so "
+        f"waiting does not help; split it into requests that cost at most {error.most} each."
+    )
+    return problem_answer(problem(422, "COST_EXCEEDS_CAPACITY", detail, details=details), [])
+
+
+def invalid_request_answer(error: ConfigError) -> HttpAnswer:
+    """Return a 400: the key or the cost of the request is invalid, and why."""
+    return problem_answer(problem(400, "INVALID_REQUEST", str(error)), [])
+
+
+def unavailable_answer(code: str, detail: str) -> HttpAnswer:
+    """Return a 503 for a failure that may be over in a second, with Retry-After."""
+    name, value = _retry_after(UNAVAILABLE_SECONDS)
+    return problem_answer(problem(503, code, detail), [(_NAMES[name], value.decode("ascii"))])
+
+
+def error_answer(error: Exception) -> HttpAnswer | None:
+    """Return the response to a request that raised this error; None if it has none of its own."""
+    if isinstance(error, CapacityError):
+        return capacity_answer(error)
+    if isinstance(error, ConfigError):
+        return invalid_request_answer(error)
+    if isinstance(error, StoreError):
+        code = "STORE_TIMEOUT" if isinstance(error, StoreTimeout) else "STORE_UNAVAILABLE"
+        return unavailable_answer(code, str(error))
+    return None
+
+
+def problem(
+    status: int,
+    code: str,
+    detail: str,
+    *,
+    kind: str = BLANK,
+    title: str = "",
+    details: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """Return the members of a problem, in reading order.
+
+    `kind` becomes `type`. A problem of type about:blank has the status's phrase as its title.
+
+    >>> problem(404, "NOT_FOUND", "there is no /v2; try /v1")["title"]
+    'Not Found'
+    """
+    text = _clean(detail)
+    return {
+        "type": kind,
+        "title": title or HTTPStatus(status).phrase,
+        "status": status,
+        "detail": text,
+        "error": {"code": code, "message": text, "details": dict(details or {})},
+    }
+
+
+def problem_answer(members: Mapping[str, object], headers: list[Header]) -> HttpAnswer:
+    """Return a problem as a response, with `headers` before those that every problem has."""
+    body = json.dumps(members, separators=(",", ":")).encode("ascii")
+    status = members["status"]
+    assert isinstance(status, int), "problem() puts it there"  # noqa: S101 - our own bug
+    return HttpAnswer(
+        status,
+        [*headers, ("Content-Type", PROBLEM_CONTENT_TYPE), ("Cache-Control", "no-store")],
+        body,
+    )
+
+
+def problem_of(result: CheckResult, now_ns: int) -> dict[str, object]:
+    """Return the body of a denial before it is JSON: the members of RFC 9457, and `error`."""
+    if result.kind == "blocked":
+        detail = "This client is blocked; ask the operator of the service to lift the block."
+        return problem(403, "BLOCKED", detail)
+    decision = result.decision
+    wait_s = retry_after_seconds_of(decision)
+    details: dict[str, object] = {
+        "limit": decision.limit,
+        **_rate_details(decision.policy),
+        "retry_after_seconds": wait_s,
+    }
+    if result.kind == "unavailable":
+        return problem(
+            503,
+            "LIMITER_UNAVAILABLE",
+            f"The limits of this request cannot be checked at the moment; "
+            f"try again in {_seconds(wait_s)}.",
+            kind=REDUCED_CAPACITY,
+            title="Temporarily unable to decide",
+            details=details,
+        )
+    details["reset_at"] = _reset_at(decision, now_ns)
+    if decision.penalty is not None:
+        members = _penalty_problem(decision.penalty, wait_s, details)
+    else:
+        members = problem(
+            429,
+            "RATE_LIMIT_EXCEEDED",
+            f"The limit of {_limit_text(decision.policy)} has no room for this request; "
+            f"try again in {_seconds(wait_s)}.",
+            kind=QUOTA_EXCEEDED,
+            title="Quota exceeded",
+            details=details,
+        )
+    members["violated-policies"] = [_tightest_name(result)]
+    return members
+
+
+def _penalty_problem(
+    penalty: PenaltyKind, wait_s: int, details: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the body for a client that did not wait after a denial."""
+    name = "a cool-down" if penalty == "cooldown" else "a block"
+    return problem(
+        429,
+        "RATE_LIMIT_EXCEEDED",
+        f"This client is in {name}, because it did not wait after denied requests; "
+        f"try again in {_seconds(wait_s)}.",
+        kind=ABNORMAL_USAGE,
+        title="Abnormal usage detected",
+        details={**details, "penalty": penalty},
+    )
+
+
+def _tightest_name(result: CheckResult) -> str:
+    known = _known.get(result.applied) or _learn(result.applied)
+    tightest = known.tightest(result.decision)
+    return tightest.name if tightest else _printable(result.decision.rule or DEFAULT_NAME)
+
+
+def _rate_details(limit: Limit) -> dict[str, float]:
+    """Return the rate of a limit: `quota` units every `window_seconds`."""
+    return {"quota": limit.limit, "window_seconds": _window_seconds(limit)}
+
+
+def _limit_text(limit: Limit) -> str:
+    burst = f" (at most {limit.capacity} at once)" if limit.capacity != limit.limit else ""
+    return f"{limit.limit:,} per {_seconds(_window_seconds(limit))}{burst}"
+
+
+def _window_seconds(limit: Limit) -> float:
+    """Return the window in seconds, as an integer if it is whole."""
+    whole, rest = divmod(limit.window_ns, NS_PER_SECOND)
+    return limit.window_ns / NS_PER_SECOND if rest else whole
+
+
+def _seconds(seconds: float) -> str:
+    return "1 second" if seconds == 1 else f"{seconds:,} seconds"
+
+
+def _reset_at(decision: Decision, now_ns: int) -> str:
+    seconds = min(max(_reset_seconds(decision, now_ns), 0), _RESET_SECONDS_MAX)
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _clean(text: str) -> str:
+    """Return text that every JSON reader accepts: lone surrogates are escaped."""
+    if len(text) > DETAIL_LENGTH_MAX:
+        text = f"{text[: DETAIL_LENGTH_MAX - 1]}…"
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,498 @@
+"""The options of every web integration, checked when the application starts.
+
+All integrations take the same names. A wrong option raises ConfigError where it is written, not at
+the first request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from hashlib import blake2b
+from http import HTTPMethod
+from socket import gethostname
+from typing import Any, Final, Self, TypedDict
+
+from ratekeeper.core.clock import Clock, clock_of
+from ratekeeper.core.errors import ConfigError, InvalidOption, show
+from ratekeeper.core.model import Consistency, check_consistency, check_name, units_of
+from ratekeeper.core.rates import LimitsArgument, check_cost_fits
+from ratekeeper.decide.failure import FailurePolicy, LocalFallback, check_policy, local_fallback_of
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import Store
+from ratekeeper.fleet.settings import Fleet, fleet_of
+from ratekeeper.limiter import AsyncLimiter, Limiter
+from ratekeeper.limiter.arguments import FOREIGN_NAMES, check_names, kind_of, name_of
+from ratekeeper.limiter.setup import node_store_of
+from ratekeeper.regions.settings import SCOPES, Regions, Scope, across_of, regions_of
+from ratekeeper.rules.document.model import Rules
+from ratekeeper.web.answers import Denial, Style
+from ratekeeper.web.identity import Identity, IdentitySource, KeySource
+from ratekeeper.web.requests import WebRequest
+
+# The forms in which web integrations take limits: those of Limiter, or a function that returns one.
+LimitsSource = LimitsArgument | Callable[..., LimitsArgument | Awaitable[Any] | None]
+
+# The options that may be functions of the application.
+HOOKS: Final = (
+    *("limits", "key", "cost", "skip", "exempt_when", "on_limit", "on_unavailable", "count"),
+)
+METHODS: Final = tuple(method.value for method in HTTPMethod)
+
+
+class OptionArguments(TypedDict, total=False):
+    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`."""
+
+    rules: Rules | None
+    limiter: Limiter | AsyncLimiter | None
+    store: str | Store
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
+    trusted_proxies: Sequence[str]
+    key: KeySource | None
+    per_route: bool
+    cost: int | Callable[[WebRequest], Any]
+    skip: Callable[..., Any] | None
+    exempt_when: Callable[..., Any] | None
+    on_limit: Callable[[WebRequest, Denial], Any] | None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None
+    count: Callable[[int], Any] | None
+    style: Style
+    name: str
+    on_failure: FailurePolicy | None
+    local_fallback: LocalFallback | None
+    consistency: Consistency | None
+    fleet: Fleet | None
+    regions: Regions | None
+    scope: Scope | None
+    across_regions: AcrossRegions | None
+    clock: Clock | None
+
+
+class RouteArguments(TypedDict, total=False):
+    """The keyword arguments of a route's own limits; see `EnforcerOptions`.
+
+    They are `key`, `cost`, `methods`, `skip`, `exempt_when`, `override_defaults`, `on_limit`,
+    `on_unavailable`, `count`, `on_failure`, `consistency`, `scope` and `across_regions`. All other
+    options apply to the whole application, and a route rejects them.
+    """
+
+    key: KeySource | None
+    cost: int | Callable[[WebRequest], Any]
+    methods: Collection[str] | None
+    skip: Callable[..., Any] | None
+    exempt_when: Callable[..., Any] | None
+    override_defaults: bool
+    on_limit: Callable[[WebRequest, Denial], Any] | None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None
+    count: Callable[[int], Any] | None
+    on_failure: FailurePolicy | None
+    consistency: Consistency | None
+    scope: Scope | None
+    across_regions: AcrossRegions | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnforcerOptions:
+    """The limits of requests, and how they are enforced.
+
+    At most one of these three defines the limits:
+
+    `limits`    as for `Limiter`: a rate string, a Limit, or several; or a function of the request
+                that returns one of these, or None for no limit.
+    `rules`     as for `Limiter.from_rules`; `identify` describes each request to the rules.
+    `limiter`   your own limiter, which you close yourself.
+
+    The others are optional:
+
+    `store`, `name`, `local_fallback`, `fleet`, `regions` and `clock`  as for `Limiter`.
+    `on_failure`       as for `Limiter`: by default "open"; on a route, that of the application.
+    `consistency`      as for `Limiter`: by default "strict"; on a route, that of the application.
+    `scope`, `across_regions`  as for `Limiter`: by default "region"; on a route, those of the
+                       application, unless it has a scope of its own.
+    `identify`         an Identity, or its fields: {"user": "session:user_id", …}.
+    `trusted_proxies`  the proxies whose forwarded addresses are believed, as for Identity.
+    `key`              the subject that `limits` count: the first source that finds a value; by
+                       default the address. Or a function of the request that returns a key, a
+                       Request, or None for the address.
+    `per_route`        count each route separately.
+    `cost`             units, or a function of the request.
+    `skip`             a function of the request: if it returns true, the request is not counted.
+    `exempt_when`      another name of `skip`, which users of other libraries know.
+    `methods`          on a route: the HTTP methods that its limits count. GET includes HEAD.
+    `override_defaults`  on a route: its limits replace the `limits` of the application.
+    `on_limit`         a function of the request and the Denial that returns the framework's
+                       response to a request over its limit, or None for the default 429.
+    `on_unavailable`   the same for a request that `on_failure="closed"` denied: the default is 503.
+    `count`            a function of the response's status: the request counts only if it returns
+                       true. Every request is charged before it is served and refunded afterwards,
+                       so that concurrent attempts cannot exceed the limit.
+    `style`            the headers that responses have.
+
+    Functions of the request may also have no parameter.
+    """
+
+    limits: LimitsSource | None = None
+    rules: Rules | None = None
+    limiter: Limiter | AsyncLimiter | None = None
+    store: str | Store = "memory://"
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None = None
+    trusted_proxies: Sequence[str] = ()
+    key: KeySource | None = None
+    per_route: bool = False
+    cost: int | Callable[[WebRequest], Any] = 1
+    methods: Collection[str] | None = None
+    skip: Callable[..., Any] | None = None
+    exempt_when: Callable[..., Any] | None = None
+    override_defaults: bool = False
+    on_limit: Callable[[WebRequest, Denial], Any] | None = None
+    on_unavailable: Callable[[WebRequest, Denial], Any] | None = None
+    count: Callable[[int], Any] | None = None
+    style: Style = field(default_factory=Style)
+    name: str = ""
+    on_failure: FailurePolicy | None = None
+    local_fallback: LocalFallback | None = None
+    consistency: Consistency | None = None
+    fleet: Fleet | None = None
+    regions: Regions | None = None
+    scope: Scope | None = None
+    across_regions: AcrossRegions | None = None
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("limits", "rules", "limiter") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both define the limits; give one of them")
+        check_name("name", self.name)
+        if self.on_failure is not None:
+            check_policy(self.on_failure)
+        local_fallback_of(self.local_fallback)
+        if self.consistency is not None:
+            check_consistency(self.consistency)
+        fleet_of(self.fleet)
+        regions_of(self.regions)
+        if isinstance(self.scope, str) and self.scope not in SCOPES:
+            raise ConfigError(
+                f"scope={show(self.scope)} is not known; choose one of {', '.join(SCOPES)}. "
+                f"To share one count between routes, give their limits the same name"
+            )
+        across_of(self.scope or "region", self.across_regions, self.consistency or "strict")
+        clock_of(self.clock)
+        for name in _FUNCTIONS:
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
+        self._normalise()
+        for name in HOOKS:
+            _check_parameters(name, getattr(self, name))
+        if not callable(self.cost):
+            units_of(self.cost, "cost")
+        if not isinstance(self.style, Style):
+            raise ConfigError(
+                f"style={show(self.style)} is not a Style; for example Style(draft=7)"
+            )
+        if self.limits is not None and not callable(self.limits) and not callable(self.cost):
+            check_cost_fits(self.cost, self.limits)
+        self._check_combination()
+
+    def _normalise(self) -> None:
+        """Keep one form of each option that may be written in several; checks their types."""
+        if self.skip is not None and self.exempt_when is not None:
+            raise ConfigError("skip and exempt_when are two names of one option; give one of them")
+        for name in ("override_defaults", "per_route"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={show(getattr(self, name))} is not True or False")
+        changed: dict[str, Any] = {
+            "methods": None if self.methods is None else methods_of(self.methods),
+        }
+        if isinstance(self.limits, type):
+            raise ConfigError(
+                f"limits={show(self.limits)} is a class; give a rate such as "
+                f'"100/minute", a Limit, or a function that returns one'
+            )
+        for name in ("limits", "key", "cost", "skip", "exempt_when"):
+            hook = getattr(self, name)
+            if callable(hook):
+                changed[name] = with_request(hook)
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)  # the class is frozen
+
+    def _check_combination(self) -> None:
+        if isinstance(self.identify, Identity) and self.trusted_proxies:
+            raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
+        if self.limits is None:
+            self._check_without_limits()
+        if self.rules is not None and self.key is not None and not callable(self.key):
+            raise ConfigError(
+                f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
+                f'what it counts, and identify={{"api_key": "header:X-API-Key"}} reads it'
+            )
+        if self.rules is not None and self.consistency is not None:
+            raise ConfigError(
+                f"consistency={show(self.consistency)} applies to limits only; with rules, each "
+                f"rule has its own: {{id: users, consistency: leased, …}}"
+            )
+        if self.rules is not None and self.scope is not None:
+            raise ConfigError(
+                f"scope={show(self.scope)} applies to limits only; with rules, each rule has its "
+                f"own: {{id: users, scope: global, …}}"
+            )
+        if self.limiter is not None:
+            given = (self.store, self.on_failure, self.local_fallback, self.clock)
+            others = (self.consistency, self.fleet, self.regions, self.scope)
+            if given != ("memory://", None, None, None) or any(others):
+                raise ConfigError(
+                    "the limiter that you pass already has a store, an on_failure, a "
+                    "local_fallback, a consistency, a fleet, regions, a scope and a clock; give "
+                    "them to the limiter"
+                )
+
+    def _check_without_limits(self) -> None:
+        given = [name for name in ("name", "per_route") if getattr(self, name)]
+        if not given:
+            return
+        if self.rules is not None:
+            reason = "a rule is named by its id, and its `by` says what it counts"
+        elif self.limiter is not None:
+            reason = "give name to the limiter that you pass; it decides what a key counts"
+        else:
+            reason = 'for example limits="100/minute"'
+        raise ConfigError(f"give {' and '.join(given)} only together with limits; {reason}")
+
+    @property
+    def has_limits(self) -> bool:
+        """True if `limits`, `rules` or `limiter` is given."""
+        return not (self.limits is None and self.rules is None and self.limiter is None)
+
+    def require_limits(self, where: str) -> Self:
+        """Return the options. Raises ConfigError if they define no limits."""
+        if not self.has_limits:
+            raise ConfigError(
+                f'{where} needs limits="100/minute", rules="limits.yaml" or limiter=your limiter'
+            )
+        return self
+
+    def require_plain_hooks(self) -> Self:
+        """Return the options. Raises ConfigError for an async hook, which no thread can await.
+
+        The coroutine that an async function returns is true, so that an async `skip` would let
+        every request through.
+        """
+        for name in HOOKS:
+            hook = getattr(self, name)
+            if callable(hook) and kind_of(hook) != "plain":
+                raise ConfigError(
+                    f"{name}={name_of(hook)} is async, but it is called in a thread, where it "
+                    f"cannot be awaited; write a plain function"
+                )
+        return self
+
+
+# The options that are functions and nothing else.
+_FUNCTIONS: Final = ("skip", "exempt_when", "on_limit", "on_unavailable", "count")
+_EXAMPLES: Final = {
+    "limits": "for example limits=lambda request: '100/minute'",
+    "key": "for example key=lambda request: request.header('X-API-Key')",
+    "cost": "for example cost=lambda request: 2",
+    "skip": "for example skip=lambda request: request.path == '/healthz'",
+    "exempt_when": "for example exempt_when=lambda request: request.path == '/healthz'",
+    "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
+    "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
+    "count": "for example count=lambda status: status in (401, 403)",
+}
+
+
+# The arguments of a function in a call; those of all others are the request.
+_ARGUMENTS: Final = {
+    "on_limit": ("request", "denial"),
+    "on_unavailable": ("request", "denial"),
+    "count": ("status",),
+}
+
+
+def _check_parameters(name: str, function: object) -> None:
+    """Raise ConfigError for a function that fails with the arguments of its option."""
+    if not callable(function):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C
+        return
+    arguments = _ARGUMENTS.get(name, ("request",))
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name}={name_of(function)} is called with ({', '.join(arguments)}), but its "
+            f"parameters are {signature}: {error}; {_EXAMPLES[name]}"
+        ) from None
+
+
+def methods_of(methods: object) -> frozenset[str]:
+    """Return HTTP methods in upper case. GET includes HEAD.
+
+    Frameworks serve a HEAD by the code of the GET: without HEAD, a client could do the work of a
+    GET as often as it likes.
+
+    >>> sorted(methods_of(["get", "POST"]))
+    ['GET', 'HEAD', 'POST']
+    """
+    given = [methods] if isinstance(methods, str) else methods
+    if not isinstance(given, list | tuple | set | frozenset) or not given:
+        raise ConfigError(
+            f'methods={show(methods)} is not a list of HTTP methods; for example methods=["POST"]'
+        )
+    unknown = [each for each in given if not isinstance(each, str) or each.upper() not in METHODS]
+    if unknown:
+        raise ConfigError(
+            f"methods={show(methods)}: {show(unknown[0])} is not an HTTP method; "
+            f"the methods are {', '.join(METHODS)}"
+        )
+    found = {each.upper() for each in given}
+    return frozenset(found | {"HEAD"} if "GET" in found else found)
+
+
+def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the request; one without parameters is called without it.
+
+    A function whose signature is unknown gets the request.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return function
+    if any(each.kind not in {each.KEYWORD_ONLY, each.VAR_KEYWORD} for each in parameters):
+        return function
+    if kind_of(function) == "coroutine":
+
+        @wraps(function)
+        async def called_async(_: WebRequest) -> Any:
+            return await function()
+
+        called: Callable[..., Any] = called_async
+    else:
+
+        @wraps(function)
+        def called_plainly(_: WebRequest) -> Any:
+            return function()
+
+        called = called_plainly
+    # Without this, `inspect.signature` would show the parameters of the function inside.
+    vars(called)["__signature__"] = inspect.Signature(
+        [inspect.Parameter("request", inspect.Parameter.POSITIONAL_ONLY)]
+    )
+    return called
+
+
+def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
+    """Return the store that options name, and True if the caller has to close it.
+
+    A store that several machines share is that of a node: enforcers that get it share its leases
+    and its region.
+    """
+    return node_store_of(options.store, fleet_of(options.fleet), options.regions, clock)
+
+
+def default_node(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the node that answers name by default; `Style` says why it is a digest."""
+    given = environ.get("RATEKEEPER_NODE_ID", "")
+    return given or blake2b(gethostname().encode(), digest_size=4).hexdigest()
+
+
+# The options of a whole application.
+OPTION_NAMES: Final = ("limits", *OptionArguments.__annotations__)
+ROUTE_NAMES: Final = (*RouteArguments.__annotations__, "name")
+
+
+_HEADERS: Final = "style=Style(…) of the application; by default all headers are sent"
+_PER_METHOD: Final = "key=lambda request: (request.address or '', request.method)"
+_RATE: Final = 'a rate string as limits: "10/minute"'
+# What other libraries call the options of web integrations.
+_FOREIGN: Final = {
+    **FOREIGN_NAMES,
+    "application_limits": 'limits="100/minute" of the application',
+    "callback": "on_limit",
+    "deduct_when": "count, a function of the response's status",
+    "default_limits": 'limits="100/minute" of the application, with per_route=True',
+    "default_limits_cost": "cost",
+    "default_limits_deduct_when": "count, a function of the response's status",
+    "default_limits_exempt_when": "exempt_when",
+    "default_limits_per_method": _PER_METHOD,
+    "enabled": "skip=lambda request: True to limit nothing",
+    "error_message": "on_limit, which returns the response",
+    "group": "name: limits with the same name share one count",
+    "header_name_mapping": _HEADERS,
+    "headers_enabled": _HEADERS,
+    "hours": _RATE,
+    "identifier": "key, a function of the request",
+    "key_func": "key, a function of the request",
+    "limit_value": 'limits="100/minute"',
+    "method": 'methods=["POST"] on a route',
+    "milliseconds": _RATE,
+    "minutes": _RATE,
+    "on_breach": "on_limit",
+    "per_method": _PER_METHOD,
+    "request_filter": "skip",
+    "seconds": _RATE,
+    "storage_uri": 'store="redis://localhost" of the application',
+    "times": _RATE,
+}
+
+
+def check_option_names(
+    where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
+) -> None:
+    """Raise InvalidOption for names that are not options. The error names `where` they are given.
+
+    It suggests an option: one with a similar name, or that another library calls so.
+    """
+    given = list(given)
+    if known is not ROUTE_NAMES:
+        for name in given:
+            if name in RouteArguments.__annotations__ and name not in known:
+                raise InvalidOption(
+                    f"{where} does not take {name}: that applies to a route; give it to the "
+                    f"route's limit(…), limited(…) or rate_limit(…)"
+                )
+    check_names(where, given, known, _FOREIGN)
+
+
+def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
+    """Return the options of a whole application, which are given at `where`."""
+    check_option_names(where, given)
+    return EnforcerOptions(**given)
+
+
+def route_options_of(
+    function: str, application: str, limits: LimitsSource, given: Mapping[str, Any]
+) -> EnforcerOptions:
+    """Return the options of a route's own limits.
+
+    Raises ConfigError for an option that has no effect on a route. The error names the public
+    `function` that was called, and where the `application` has the option: "RateLimit(app, {}=…)".
+    """
+    if limits is None:
+        raise ConfigError(f'{function} needs limits: a rate such as "5/minute", or a Limit')
+    own = ROUTE_NAMES
+    for name in given:
+        if name in OptionArguments.__annotations__ and name not in own:
+            applies = (
+                "it counts its route in any case"
+                if name == "per_route"
+                else "that applies to the whole application"
+            )
+            raise InvalidOption(
+                f"{function} does not take {name}: {applies}; give it to "
+                f"{application.format(name)}. The options of a route are {', '.join(own)}"
+            )
+    check_option_names(function, given, own)
+    return EnforcerOptions(limits=limits, **given)
+
+
+def checked_application(app: Any) -> Any:
+    """Return the application. Raises ConfigError for an object that cannot be called."""
+    if callable(app):
+        return app
+    raise ConfigError(f"{show(app)} is not an application; write RateLimit(app, limits=…)")
