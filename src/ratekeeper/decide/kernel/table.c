@@ -1024,7 +1024,7 @@ void rk_each_log(const rk_table *table, void (*visit)(void *context, uint32_t bl
 
 rk_hash rk_limit_salt(const void *name, size_t length)
 {
-    static const uint64_t KEY[2] = {0x746f6c6c6b656570u, 0x6c696d6974u};
+    static const uint64_t KEY[2] = {0x726174656b656570u, 0x6c696d6974u};
     return rk_siphash(KEY, name, length);
 }
 
