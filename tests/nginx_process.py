@@ -66,11 +66,13 @@ class Nginx(Gateway):
 
     def _launch_on(self, port: int) -> None:
         text = re.sub(r"127\.0\.0\.1:10080( ssl)?;", rf"{HOST}:{port}\1;", self._config)
-        # nginx writes only to its folder; the distribution's paths may not be writable.
-        paths = "".join(f"    {name}_temp_path {self.folder}/{name};\n" for name in _TEMPORARY)
-        text = text.replace("http {\n", f"http {{\n    access_log off;\n{paths}", 1)
+        if "_temp_path" not in text:  # the example has paths of its own
+            # nginx writes only to its folder; the distribution's paths may not be writable.
+            paths = "".join(f"    {name}_temp_path {name};\n" for name in _TEMPORARY)
+            text = text.replace("http {\n", f"http {{\n    access_log off;\n{paths}", 1)
+            text = f"pid nginx.pid;\n{text}"
         (self.folder / "nginx.conf").write_text(text, encoding="utf-8")
-        directives = f"daemon off; pid {self.folder}/pid; error_log stderr warn;"
+        directives = "daemon off; error_log stderr warn;"
         if os.geteuid() == 0:
             directives += " user root;"  # otherwise its worker may not write to root's folder
         self._launch([nginx_path(), "-p", self.folder, "-c", "nginx.conf", "-g", directives])

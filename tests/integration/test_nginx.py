@@ -196,9 +196,10 @@ def test_a_leaky_bucket_spaces_requests_behind_nginx(there: Edge) -> None:
 def test_the_example_waits_longer_for_an_answer_than_the_service_holds_it() -> None:
     """Otherwise nginx lets a request pass while a leaky bucket delays it."""
     text = EXAMPLE.read_text(encoding="utf-8")
-    [hold_s] = re.findall(r"/v1/authorize\?denied=403&hold=(\d+);", text)
+    holds_s = re.findall(r"/v1/authorize\?denied=403&hold=(\d+);", text)
     [timeout_s] = re.findall(r"proxy_read_timeout (\d+)s;", text)
-    assert int(timeout_s) > int(hold_s)
+    assert len(holds_s) == 2
+    assert int(timeout_s) > max(map(int, holds_s))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +245,9 @@ def test_the_node_that_decided_is_named(there: Edge, service: ServiceProcess) ->
 
 
 def test_clients_cannot_reach_the_internal_location(there: Edge) -> None:
-    """The location that calls the service is internal."""
-    assert there.get("/_ratekeeper").status_code == 404
+    """The locations that call the service are internal."""
+    for path in ("/_ratekeeper/", "/_ratekeeper/open", "/_ratekeeper/closed"):
+        assert there.get(path).status_code == 404
 
 
 @pytest.mark.parametrize(("lines", "status"), [(True, 200), (False, 500)])
@@ -254,6 +256,26 @@ def test_without_the_service_nginx_decides(lines: bool, status: int) -> None:
     change = {} if lines else {"error_page 500 502 504 = @unlimited;": ""}
     with edge(free_port(), change) as there:
         assert there.statuses(3, "/many") == [status] * 3
+
+
+def test_a_login_is_rejected_while_the_service_is_away() -> None:
+    """Its limit applies while the service runs. Then it is a 503, however its path is written, and
+    all other requests pass."""
+    rules = {"version": 1, "rules": [
+        {"id": "login", "match": {"endpoint": "/login"}, "by": ["ip"], "limits": "2 in any hour",
+         "on_failure": "closed"},
+    ]}  # fmt: skip
+    with ServiceProcess(rules, "--trusted-proxy", HOST) as service, edge(_port(service)) as there:
+        assert there.statuses(3, "/login", method="POST") == [200, 200, 429]
+        served = len(there.application.served)
+        service.stop()
+        for path in ("/login", "/login?user=ann", "//login", "/%6cogin", "/login/"):
+            refused = there.get(path, method="POST", content=b"guess")
+            assert (refused.status_code, refused.json()["status"]) == (503, 503), path
+            assert refused.headers["content-type"] == "application/problem+json"
+            assert refused.headers["retry-after"] == "1"
+        assert len(there.application.served) == served
+        assert there.get("/many").status_code == 200
 
 
 def test_an_unavailable_store_and_a_closed_rule_are_503() -> None:
