@@ -26,7 +26,7 @@ import httpx
 RULES = """
 version: 1
 rules:
-  - {id: login, match: {endpoint: /login}, by: ip, limits: 2/hour, on_failure: closed}
+  - {id: login, match: {endpoint: /login}, by: ip, limits: 2 in any hour, on_failure: closed}
   - {id: api, by: user, limits: 5/hour}
 deny: ["user:mallory"]
 """

@@ -4,7 +4,7 @@ Two limits decide together: the quota, and a guard against bursts. A request tha
 costs nothing in the other.
 
 Choose what "a day" means. `fixed_window` is the calendar day in UTC, as it stands in a contract:
-every quota is whole at midnight. `sliding_window_log` is any 24 hours, exactly. The default
+every quota is whole at midnight. `in any day` is any 24 hours, exactly. The default
 `token_bucket` refills all day long, and that is the trap: a customer who starts with a full bucket
 gets nearly twice the quota on its first day.
 """

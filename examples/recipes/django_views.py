@@ -53,7 +53,7 @@ def export(_request: HttpRequest, number: int) -> JsonResponse:
     return JsonResponse({"exported": number})
 
 
-@rate_limit("2/hour", key="address", count=lambda status: status == 404, on_failure="closed")
+@rate_limit("2 in any hour", key="address", count=lambda status: status == 404, on_failure="closed")
 def reset_password(request: HttpRequest) -> HttpResponse:
     known = request.GET.get("token") == "the token of the e-mail"
     return HttpResponse("new password", status=200 if known else 404)

@@ -57,7 +57,7 @@ async def main() -> None:
     assert partner.most_in_a_window() <= LIMIT
 
     # The trap: five leave at once, five more 200 ms later, and the network brings them together.
-    partner = await call_partner("5/200ms sliding_window_log", exact=False)
+    partner = await call_partner("5 in any 200ms", exact=False)
     print(f"a limit on sending: {partner.most_in_a_window()} requests arrive in 200 ms")
     assert partner.most_in_a_window() > LIMIT
 

@@ -51,8 +51,8 @@ def failed(status: int) -> bool:
 
 
 @app.post("/login")
-@limit("50/hour sliding_window_log", key="address", count=failed, name="address")
-@limit("10/hour sliding_window_log", key=by_name, count=failed, name="name")
+@limit("50 in any hour", key="address", count=failed, name="address")
+@limit("10 in any hour", key=by_name, count=failed, name="name")
 def login() -> Response:
     name = name_of(request.form.get("name", ""))
     # Without "" a name and a password that are both missing would be equal: None.

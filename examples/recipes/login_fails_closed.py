@@ -25,13 +25,13 @@ def sorry(_request: WebRequest, denial: Denial) -> Response:
 
 
 @app.post("/login")
-@limit("5/minute", on_failure="closed", on_unavailable=sorry)
+@limit("5 in any minute", key="address", on_failure="closed", on_unavailable=sorry)
 def login() -> str:
     return "welcome"
 
 
 @app.post("/naive-login")
-@limit("5/minute")
+@limit("5 in any minute", key="address")
 def naive_login() -> str:
     return "welcome"
 

@@ -14,7 +14,7 @@ from ratekeeper import Decision, Limiter, Request
 from ratekeeper.testing import ManualClock
 
 clock = ManualClock()  # so that this program does not take a day; leave it out in real code
-# `sliding_window_log` counts in every 24 hours, wherever they start. A `token_bucket` would return
+# `in any day` counts in every 24 hours, wherever they start. `3/day`, a token bucket, would return
 # one message every 8 hours. `on_failure: closed`: while the store is away, send nothing.
 limiter = Limiter.from_rules(
     """
@@ -22,7 +22,7 @@ version: 1
 rules:
   - id: recipient
     by: recipient
-    limits: [{limit: 3, per: 24h, algorithm: sliding_window_log}]
+    limits: 3 in any day
     on_failure: closed
   - {id: provider, by: [], limits: 10/second capacity 1}
 """,

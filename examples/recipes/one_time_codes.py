@@ -26,7 +26,7 @@ rules:
   - id: recipient
     match: {attributes: {action: send}}
     by: recipient
-    limits: 1/30s capacity 1; 5/day sliding_window_log
+    limits: 1/30s capacity 1; 5 in any day
   - {id: sender, match: {attributes: {action: send}}, by: ip, limits: 20/hour}
   - id: country
     match: {attributes: {action: send}}
@@ -36,7 +36,7 @@ rules:
   - id: guesses
     match: {attributes: {action: guess}}
     by: user
-    limits: 5/15m sliding_window_log; 20/day sliding_window_log
+    limits: 5 in any 15m; 20 in any day
 """,
     clock=clock,
     on_failure="closed",

@@ -27,16 +27,20 @@ TOKEN = "rk_s3cret"
 
 
 def test_limits_are_sent_with_the_call() -> None:
-    """As text, or in full if there is an algorithm; several words are the parts of a key."""
+    """As rates, also with an algorithm; several words are the parts of a key."""
     with stub_service(200, ALLOWED) as service:
         result = run("limit", "emails", "user:42", "--limit", "10/minute", url=service.url)
         assert (result.output, result.exit_code) == ("allowed: 73 of 100 left of rule orders\n", 0)
-        logged = ["--limit", "5/minute; 9/hour", "--algorithm", "sliding_window_log", "--cost", "2"]
+        logged = [
+            "--limit",
+            "5/minute; 9 in any hour",
+            "--algorithm",
+            "leaky_bucket",
+            "--cost",
+            "2",
+        ]
         run("limit", "logins", "acme", "192.0.2.1", *logged, "--count", "2", url=service.url)
-    full = [
-        {"limit": 5, "per": "1m", "algorithm": "sliding_window_log"},
-        {"limit": 9, "per": "1h", "algorithm": "sliding_window_log"},
-    ]
+    full = ["5/minute leaky_bucket", "9 in any hour"]
     one = {"name": "emails", "key": "user:42", "limits": ["10/minute"], "cost": 1}
     two = {"name": "logins", "key": ["acme", "192.0.2.1"], "limits": full, "cost": 2}
     assert [each.body for each in service.received] == [one, two, two]
@@ -324,7 +328,7 @@ def test_without_httpx() -> None:
 
 
 def limit(remaining: int, capacity: int = 10, reset_after: float = 1.0) -> dict[str, Any]:
-    policy = f"{capacity} per 1 s (token_bucket)"
+    policy = f"{capacity}/second"
     return {
         "policy": policy,
         "limit": capacity,
@@ -362,10 +366,10 @@ def test_quota_has_a_line_for_each_limit() -> None:
     assert result.exit_code == 0
     assert [line.split("  ") for line in re.sub(" {2,}", "  ", result.output).splitlines()] == [
         ["RULE", "COUNTS", "LIMIT", "FROM", "LEFT", "WHOLE AGAIN"],
-        ["all", "user:42", "10 per 1 s (token_bucket)", "tier pro", "7 of 10", "in 1 s"],
-        ["all", "user:42", "100 per 1 s (token_bucket)", "tier pro", "100 of 100", "now"],
-        ["new (shadow)", "user:42", "5 per 1 s (token_bucket)", "tier pro", "1 of 5", "in 1 s"],
-        ["dear", "user:42", "20 per 1 s (token_bucket)", "tier pro", "12 of 20", "in 1 s"],
+        ["all", "user:42", "10/second", "tier pro", "7 of 10", "in 1 s"],
+        ["all", "user:42", "100/second", "tier pro", "100 of 100", "now"],
+        ["new (shadow)", "user:42", "5/second", "tier pro", "1 of 5", "in 1 s"],
+        ["dear", "user:42", "20/second", "tier pro", "12 of 20", "in 1 s"],
     ]
     assert json.loads(told.output) == {"exit_code": 0, **QUOTA}
     assert service.received[0] == ReceivedRequest("GET", "/v1/quota?user=42", None, None)
@@ -472,7 +476,7 @@ def test_documentation_is_complete() -> None:
 
 def test_the_quota_of_a_global_rule_has_the_regions() -> None:
     """The usage of all regions, and each region's part with its age."""
-    limit = {"policy": "100 per 60 s (token_bucket)", "limit": 100, "remaining": 40, "used": 60}
+    limit = {"policy": "100/minute", "limit": 100, "remaining": 40, "used": 60}
     rule = {
         "rule": "plan",
         "mode": "enforce",

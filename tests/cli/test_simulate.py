@@ -28,7 +28,7 @@ def test_a_fleet_is_simulated_and_shown(traffic: str, tmp_path: Path) -> None:
     found = run(*SMALL, "--consistency", "strict", "--traffic", traffic, "--plot", str(plot))
     assert found.exit_code == 0, found.output
     for words in (
-        "4 nodes, 5 per 1 s (token_bucket), strict, 5 s, seed 7",
+        "4 nodes, 5/second, strict, 5 s, seed 7",
         "█",
         "answered in the node                           0.0%",
         "over the limit, worst subject and moment       0 units, 0.00%",
@@ -118,7 +118,7 @@ def test_regions_are_simulated_and_shown() -> None:
     )
     found = run(*args, "--limit", "100/minute", "--across-regions", "exact")
     assert found.exit_code == 0
-    assert "2 regions of 1 nodes, 100 per 60 s (token_bucket), exact, 3 s, seed 7" in found.output
+    assert "2 regions of 1 nodes, 100/minute, exact, 3 s, seed 7" in found.output
     as_json = [json.loads(run(*args, "--limit", "9/s", "--json").stdout) for _ in range(2)]
     assert as_json[0] == as_json[1]
     assert as_json[0]["subjects"]["tenfold"]["admitted"] > 0

@@ -133,7 +133,7 @@ def test_capacity_error_says_what_to_do() -> None:
     """The message has the cost, the limit, its capacity, and two remedies."""
     error = CapacityError(6, Limit(5, per=60, name="logins"))
     assert str(error) == (
-        "a cost of 6 can never fit 5 per 60 s (token_bucket), which holds 5 at most; "
+        "a cost of 6 can never fit 5/minute, which holds 5 at most; "
         "split the request, or raise the limit's capacity to at least that cost"
     )
     assert (error.cost, error.limit.name) == (6, "logins")
@@ -142,7 +142,7 @@ def test_capacity_error_says_what_to_do() -> None:
 def test_capacity_error_of_a_number_too_long_to_print() -> None:
     """Python does not print an int of 5,001 digits; the error says so and can be printed."""
     error = CapacityError(10**5_000, LIMIT)
-    assert str(error).startswith("a cost of <a int that cannot be shown> can never fit 5 per 60 s")
+    assert str(error).startswith("a cost of <a int that cannot be shown> can never fit 5/minute")
 
 
 class Unprintable:

@@ -195,21 +195,22 @@ def test_identity_leaves_out_the_numbers_that_may_change(limit: Limit, identity:
 @pytest.mark.parametrize(
     ("limit", "shown", "text"),
     [
-        (Limit(5, per=60), "Limit(5, per=60)", "5 per 60 s (token_bucket)"),
-        (
-            Limit(5, per=0.5, burst=2),
-            "Limit(5, per=0.5, capacity=7)",
-            "5 per 0.5 s capacity 7 (token_bucket)",
-        ),
+        (Limit(5, per=60), "Limit(5, per=60)", "5/minute"),
+        (Limit(5, per=0.5, burst=2), "Limit(5, per=0.5, capacity=7)", "5/500ms burst 2"),
         (
             Limit(5, per=60, refill_every=12),
             "Limit(5, per=60, refill_every=12)",
-            "5 per 60 s refill 12 s (token_bucket)",
+            "5/minute refill 12s",
+        ),
+        (
+            Limit(5, per=60, algorithm="sliding_window_log"),
+            "Limit(5, per=60, algorithm='sliding_window_log')",
+            "5 in any minute",
         ),
         (
             Limit(5, per=1, algorithm="fixed_window", name="login"),
             "Limit(5, per=1, algorithm='fixed_window', name='login')",
-            "5 per 1 s (fixed_window)",
+            "5/second fixed_window",
         ),
     ],
 )

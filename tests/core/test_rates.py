@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -68,6 +69,10 @@ SPELLINGS = {
         ("5 per minute FIXED_WINDOW", Limit(5, 60, algorithm="fixed_window")),
         ("5/m leaky_bucket burst 2", Limit(5, 60, algorithm="leaky_bucket", burst=2)),
         ("5/m burst 2 leaky_bucket", Limit(5, 60, algorithm="leaky_bucket", burst=2)),
+        ("5 in any minute", Limit(5, 60, algorithm="sliding_window_log")),
+        ("5 in any 10 minutes", Limit(5, 600, algorithm="sliding_window_log")),
+        (" 1_000 IN  Any hour ", Limit(1_000, HOUR, algorithm="sliding_window_log")),
+        ("5in any30s", Limit(5, 30, algorithm="sliding_window_log")),
     ],
 )
 def test_valid_strings(text: str, limit: Limit) -> None:
@@ -92,6 +97,14 @@ def test_valid_strings(text: str, limit: Limit) -> None:
             "5/minute sliding_window_log, 100/day",
             (Limit(5, MINUTE, algorithm="sliding_window_log"), Limit(100, per=DAY)),
         ),
+        (
+            "5 in any minute; 20 in any day | 1/s",
+            (
+                Limit(5, MINUTE, algorithm="sliding_window_log"),
+                Limit(20, DAY, algorithm="sliding_window_log"),
+                Limit(1, per=1),
+            ),
+        ),
         ("1/s ; 1/m ; 1/h", (Limit(1, per=1), Limit(1, per=MINUTE), Limit(1, per=HOUR))),
     ],
 )
@@ -113,8 +126,9 @@ def test_every_spelling_of_every_unit() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
 def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
-    """The argument is the algorithm of the rates that name none; a name in the string wins."""
+    """The argument is the algorithm of the rates that name none; the rate string wins."""
     assert parse_limit("5/s", algorithm=algorithm).algorithm == algorithm
+    assert parse_limit("5 in any s", algorithm=algorithm).algorithm == "sliding_window_log"
     named, other = parse_limits("5/s fixed_window; 5/m", algorithm=algorithm)
     assert (named.algorithm, other.algorithm) == ("fixed_window", algorithm)
     assert parse_limit(f"5/s {algorithm}").algorithm == algorithm
@@ -136,7 +150,12 @@ def test_a_misspelled_algorithm_is_recognised(word: str, meant: str) -> None:
 
 
 WANTS_COUNT = "expected how many units, a whole number,"
-WANTS_PER = "expected '/' or 'per' after the number of units"
+WANTS_PER = "expected '/', 'per' or 'in any' after the number of units"
+WANTS_ANY = "expected 'any' after 'in', as in '5 in any minute',"
+NO_OPTION = (
+    "'in any' is exact in every window, so it has no burst, capacity, refill or other algorithm; "
+    "expected ';' before another limit, or the end"
+)
 WANTS_UNIT = "expected a unit: ms, second, minute, hour, day, week, month or year"
 WANTS_END = (
     "expected 'burst', 'capacity', 'refill', an algorithm (token_bucket, leaky_bucket, "
@@ -207,6 +226,16 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("100/minute burst x", "                 ^", "expected the burst, a whole number,"),
         ("100/minute burst 1.5", "                 ^", "expected the burst, a whole number,"),
         ("100/minute capacity", "                   ^", "expected the capacity, a whole number,"),
+        ("5 in a minute", "     ^", WANTS_ANY),
+        ("5 in 30s", "     ^", WANTS_ANY),
+        ("5 in anyminute", "     ^", WANTS_ANY),
+        ("5 in", "    ^", WANTS_ANY),
+        ("5 any minute", "  ^", WANTS_PER),
+        ("5 in any", "        ^", WANTS_UNIT),
+        ("5 in any 0s", "         ^", WANTS_WINDOW),
+        ("5 in any minute burst 2", "                ^", NO_OPTION),
+        ("5 in any minute fixed_window", "                ^", NO_OPTION),
+        ("5 in any minute 6/s", "                ^", NO_OPTION),
         ("100/minute;", "           ^", WANTS_COUNT),
         ("100/minute;;5/s", "           ^", WANTS_COUNT),
         (";100/minute", "^", WANTS_COUNT),
@@ -243,6 +272,7 @@ def test_an_error_points_at_the_first_wrong_character(
         ("5/s burst 1 capacity 9", "token_bucket", "^", "give burst=1 or capacity=9, not both"),
         ("5/s; 5/m burst 1", "fixed_window", "     ^", "fixed_window has no burst or capacity"),
         ("1000001/s", "sliding_window_log", "^", "limit=1000001 is not a whole number"),
+        ("5/s; 1000001 in any s", "fixed_window", "     ^", "from 1 to 1,000,000;"),
         ("5/s refill 2s", "token_bucket", "^", "adds more units at once than the capacity of 5"),
         ("5/s refill 1s", "leaky_bucket", "^", "refill_every=1 is for token_bucket only"),
         ("1/366d capacity 101", "token_bucket", "^", "more than a century to refill"),
@@ -331,6 +361,8 @@ _GRAMMAR = [
     " ",
     "fixed_window",
     "per",
+    "in",
+    "any",
     "burst",
     "capacity",
     "refill",
@@ -400,3 +432,29 @@ def test_a_generated_string_reads_as_its_numbers(
     limits = parse_limits(separator.join(text for text, _ in specs))
     read = [(limit.limit, limit.window_ns, limit.capacity) for limit in limits]
     assert read == [numbers for _, numbers in specs]
+
+
+@given(
+    algorithm=st.sampled_from(ALGORITHM_NAMES),
+    units=st.integers(1, 10**6),
+    window_us=st.integers(1_000, 366 * 86_400 * 10**6) | st.sampled_from([1_000_000, 60_000_000]),
+    capacity=st.integers(0, 3 * 10**6),
+    refill_us=st.just(0) | st.integers(1_000, 10**9),
+)
+def test_the_text_of_a_limit_reads_as_that_limit(
+    algorithm: AlgorithmName, units: int, window_us: int, capacity: int, refill_us: int
+) -> None:
+    """`str` of any limit without a name is its rate string."""
+    per, refill = timedelta(microseconds=window_us), timedelta(microseconds=refill_us)
+    is_bucket = algorithm in {"token_bucket", "leaky_bucket"}
+    try:
+        limit = Limit(
+            units,
+            per,
+            algorithm,
+            capacity=capacity if is_bucket else 0,
+            refill_every=refill if algorithm == "token_bucket" else 0,
+        )
+    except ConfigError:
+        return  # a century to refill, or a step larger than the capacity
+    assert parse_limit(str(limit)) == limit

@@ -76,7 +76,7 @@ def test_one_unit_more_is_found(algorithm: AlgorithmName) -> None:
     assert not _checked(limit, [(0, 5)]).violations
     checker = _checked(limit, [(0, 5), (0, 1)])
     assert checker.over == {"user": 1}
-    assert "user: 1 units over 5 per 2 s" in checker.violations[0]
+    assert f"user: 1 units over {limit}, at" in checker.violations[0]
     assert "admitted by a test" in checker.violations[0]
     assert checker.overshoot() == 0.2
 

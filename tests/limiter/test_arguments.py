@@ -228,7 +228,7 @@ RULES = '{"version": 1, "rules": [{"id": "all", "limits": ["1/s"]}]}'
         (
             ("1/s",),
             {"strategy": "x", "bogus": 1},
-            "{}(…) has no option strategy (use the name of an algorithm",
+            "{}(…) has no option strategy (use an algorithm in the rate",
         ),
         ((len,), {"app": 1}, "app (use RateLimit(app, …)"),
         ((), {}, "{}(…): missing a required argument: 'limits'; for example {}("),

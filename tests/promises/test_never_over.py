@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from ratekeeper import Limit
+from ratekeeper import Limit, parse_limit
+from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import AlgorithmName
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.oracles import Admission, admissions, assert_never_over
@@ -33,6 +34,21 @@ def test_never_over(algorithm: AlgorithmName, open_store: OpenStore, data: st.Da
     trace = data.draw(traces([limit], rewinds=True))
     with open_store(clock) as store:
         assert_never_over(limit, admissions(store.gate([limit], ""), clock, trace))
+
+
+@promise(60, units=st.integers(1, 30), seconds=st.integers(1, 600), data=st.data())
+def test_a_rate_in_any_time(
+    units: int, seconds: int, data: st.DataObject, open_store: OpenStore
+) -> None:
+    """`5 in any 60s` admits at most 5 units in any 60 s, wherever they start."""
+    limit = parse_limit(f"{units} in any {seconds}s")
+    clock = clock_at(data.draw(starts_ns()))
+    trace = data.draw(traces([limit], fitting=True))
+    with open_store(clock) as store:
+        admitted = admissions(store.gate([limit], ""), clock, trace)
+    for start_ns, _ in admitted:
+        end_ns = start_ns + seconds * NS_PER_SECOND
+        assert sum(cost for at_ns, cost in admitted if start_ns <= at_ns < end_ns) <= units
 
 
 @promise(100, limits=several_limits(), start_ns=starts_ns(), data=st.data())

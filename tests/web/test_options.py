@@ -197,7 +197,7 @@ FOREIGN = {
     "default_limits": 'limits="100/minute" of the application, with per_route=True',
     "key_func": "key, a function of the request",
     "storage_uri": 'store="redis://localhost" of the application',
-    "strategy": '"5/minute sliding_window_log"',
+    "strategy": '"5 in any minute"',
     "headers_enabled": "style=Style",
     "per_method": "key=lambda request: (request.address or '', request.method)",
     "deduct_when": "count",

@@ -24,7 +24,7 @@ async def home() -> str:
     return "home"
 
 
-@app.get("/search", dependencies=[limit("4/day sliding_window_log")])
+@app.get("/search", dependencies=[limit("4 in any day")])
 async def search() -> str:
     return "found"
 

@@ -135,7 +135,7 @@ def limit(
 
     Example: ratekeeper limit emails user:42 --limit 10/minute --limit 100/day
 
-    Example: ratekeeper limit logins 192.0.2.1 --limit 5/minute --algorithm sliding_window_log
+    Example: ratekeeper limit logins 192.0.2.1 --limit "5 in any minute"
     """
     body = {
         "name": name,
@@ -151,7 +151,7 @@ def limit(
 
 
 def _with_algorithm(rates: list[str], algorithm: str) -> list[Any]:
-    """Return the limits in full, each with the algorithm. Raises ConfigError."""
+    """Return the limits, each with the algorithm if it has none. Raises ConfigError."""
     if algorithm not in ALGORITHM_NAMES:
         raise ConfigError(
             f"--algorithm {algorithm} is unknown; use one of {', '.join(ALGORITHM_NAMES)}"

@@ -183,9 +183,17 @@ class Limit:
         return f"Limit({', '.join(parts)})"
 
     def __str__(self) -> str:
-        burst = f" capacity {self.capacity}" if self.capacity != self.limit else ""
-        refill = f" refill {self.refill_every} s" if self.refill_every else ""
-        return f"{self.limit} per {self.per} s{burst}{refill} ({self.algorithm})"
+        """Return the rate string that `parse_limit` reads as this limit, but for the name."""
+        per = duration_text(self.window_ns, one="")
+        if self.algorithm == "sliding_window_log":
+            return f"{self.limit} in any {per}"
+        room = f" burst {self.burst}" if self.burst else f" capacity {self.capacity}"
+        words = [
+            room if self.capacity != self.limit else "",
+            f" refill {duration_text(self.refill_step_ns)}" if self.refill_every else "",
+            f" {self.algorithm}" if self.algorithm != "token_bucket" else "",
+        ]
+        return f"{self.limit}/{per}{''.join(words)}"
 
 
 # The limits of one rule, tier, key or limiter.
@@ -245,6 +253,26 @@ def _window_ns(what: str, value: object, example: str) -> int:
             f"{what}={show(value)} is not a whole number of microseconds; for example {example}"
         )
     return window_ns - off_ns
+
+
+# The longest unit first, with the word for one of it.
+_UNITS_US: Final = (
+    (86_400_000_000, "d", "day"),
+    (3_600_000_000, "h", "hour"),
+    (60_000_000, "m", "minute"),
+    (1_000_000, "s", "second"),
+)
+
+
+def duration_text(length_ns: int, one: str = "1") -> str:
+    """Return a time such as `90s`; one minute is `1m`, or `minute` if `one` is empty."""
+    window_us = length_ns // 1_000
+    for unit_us, letter, word in _UNITS_US:
+        count, rest = divmod(window_us, unit_us)
+        if not rest:
+            return f"{count}{letter}" if count > 1 or one else word
+    whole, rest = divmod(window_us, 1_000)
+    return f"{whole}.{rest:03}".rstrip("0").rstrip(".") + "ms"
 
 
 def _plain_seconds(nanoseconds: int) -> float:

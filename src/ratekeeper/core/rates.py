@@ -1,15 +1,18 @@
-"""Rate strings: `100/minute`, `5 per 30s`, `1000/hour burst 200`, `100/day; 10/second`.
+"""Rate strings: `100/minute`, `5 in any minute`, `1000/hour burst 200`, `100/day; 10/second`.
 
     rates  = rate *( ( ";" | "," | "|" ) rate )
-    rate   = count ( "/" | "per" ) time *option
+    rate   = count ( "/" | "per" ) time *option | count "in any" time
     option = "burst" count | "capacity" count | "refill" time | algorithm
     time   = [ number ] unit
     count  = digits, with "_" between them if you like
     number = count, or a decimal such as 1.5
 
+`5 in any minute` is a `sliding_window_log`: no minute has more than 5, wherever it starts. It has
+no options: a burst would be more than 5 in some minute.
+
 The options of a rate are in any order, each at most once. `algorithm` is the name of one, as in
-`5/minute sliding_window_log`. It takes precedence over the `algorithm` that the caller passes,
-which applies to the rates that name none.
+`5/minute fixed_window`. A rate that names an algorithm, or is `in any` time, has that one; the
+`algorithm` that the caller passes applies to the other rates. `str` of a Limit is its rate string.
 
 Units go from milliseconds to years. Each has a few spellings, and a prefix of a spelling is not a
 spelling: `m` is a minute and `month` is a month, never the other way round. A month has 30 days and
@@ -46,7 +49,7 @@ LimitsArgument = str | Limit | Sequence[str | Limit]
 
 TEXT_LENGTH_MAX: Final = 1_000
 LIMITS_MAX: Final = 16
-EXAMPLE: Final = "100/minute, 5 per 30s, 1000/hour burst 200, or 10/second; 1000/day"
+EXAMPLE: Final = "100/minute, 5 in any minute, 1000/hour burst 200, or 10/second; 1000/day"
 
 _SECOND: Final = NS_PER_SECOND
 _UNIT_SPELLINGS: Final[dict[int, str]] = {
@@ -82,11 +85,11 @@ def parse_limits(text: str, *, algorithm: AlgorithmName = "token_bucket") -> tup
 
     >>> parse_limits("10/second; 1000/hour burst 200")
     (Limit(10, per=1), Limit(1000, per=3600, capacity=1200))
-    >>> parse_limits("5/minute sliding_window_log, 100/day")
+    >>> parse_limits("5 in any minute, 100/day")
     (Limit(5, per=60, algorithm='sliding_window_log'), Limit(100, per=86400))
 
-    `algorithm` is that of the rates that name none. Raises RateSyntaxError, which points at
-    the first wrong character.
+    `algorithm` is that of the rates that name none and are not `in any` time. Raises
+    RateSyntaxError, which points at the first wrong character.
     """
     return _Parser(text, algorithm).limits()
 
@@ -138,10 +141,12 @@ class _Parser:
     def _limit(self) -> Limit:
         start = self._position
         count = self._count("how many units, a whole number")
-        if not (self._take_mark("/") or self._take_word("per")):
-            self._fail("expected '/' or 'per' after the number of units")
-        window_ns = self._window_ns()
-        options = self._options()
+        if self._take_word("in"):
+            window_ns, options = self._in_any(count)
+        elif self._take_mark("/") or self._take_word("per"):
+            window_ns, options = self._window_ns(), self._options()
+        else:
+            self._fail("expected '/', 'per' or 'in any' after the number of units")
         try:
             return Limit(
                 count,
@@ -150,6 +155,18 @@ class _Parser:
             )
         except ConfigError as error:
             raise RateSyntaxError(self._text, start, str(error), EXAMPLE) from None
+
+    def _in_any(self, count: int) -> tuple[int, dict[str, Any]]:
+        """Read the time after `in`, and return it with the arguments of Limit."""
+        if not self._take_word("any"):
+            self._fail(f"expected 'any' after 'in', as in '{count} in any minute',")
+        window_ns = self._window_ns()
+        if not (self._at_end() or _SEPARATOR.match(self._text, self._position)):
+            self._fail(
+                "'in any' is exact in every window, so it has no burst, capacity, refill or other "
+                "algorithm; expected ';' before another limit, or the end"
+            )
+        return window_ns, {"algorithm": "sliding_window_log"}
 
     def _meant_algorithm(self) -> str:
         """Return a question for a word that is written, or called elsewhere, like an algorithm."""

@@ -25,7 +25,7 @@ CostSource = int | Callable[..., int]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ALGORITHM: Final = 'the name of an algorithm in the rate: "5/minute sliding_window_log"'
+_ALGORITHM: Final = 'an algorithm in the rate: "5 in any minute" or "5/minute fixed_window"'
 _LOCAL: Final = 'on_failure="local"'
 _PREFIX: Final = 'a prefix in the URI of the store: store="redis://localhost?prefix=shop"'
 _RATE: Final = 'a rate string as limits: "100/minute"'

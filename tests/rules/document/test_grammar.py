@@ -717,11 +717,11 @@ def test_limits(text: str, limits: list[Limit]) -> None:
         (
             "[5/s, 10/s]",
             (
-                "t:1:7: [1]: 5 per 1 s (token_bucket) and 10 per 1 s (token_bucket) would share "
+                "t:1:7: [1]: 5/second and 10/second would share "
                 "one count; remove one, or name them, for example {limit: 10, per: 1, name: second}"
             ),
         ),
-        ("5/s; 10/s", "t:1:1: 5 per 1 s (token_bucket) and 10 per 1 s (token_bucket) would share"),
+        ("5/s; 10/s", "t:1:1: 5/second and 10/second would share"),
         ("{limit: 5}", 't:1:1: "per" is missing; for example per: 1m'),
         ("{per: 5}", 't:1:1: "limit" is missing; for example limit: 10'),
         (

@@ -392,7 +392,7 @@ def test_a_finding_says_what_why_and_what_to_do() -> None:
     """A finding prints as one line."""
     (finding,) = findings(read("{version: 1, rules: [{id: r, by: user, limits: 5/s, cost: 6}]}"))
     assert str(finding) == (
-        'rules[0].limits (rule "r"): every request costs 6: 5 per 1 s (token_bucket) holds at '
+        'rules[0].limits (rule "r"): every request costs 6: 5/second holds at '
         "most 5, so every such request is denied; raise the limit or its burst so that 6 "
         "fit, or lower the cost, or force it"
     )

@@ -212,6 +212,7 @@ def test_readable_documents_are_accepted(data: Data) -> None:
     [
         "10/second, 100/minute | 1000/hour; 5/day",
         "5/minute sliding_window_log",
+        "5 in any minute; 20 IN ANY 10 minutes, 100/day",
         "5/minute leaky_bucket burst 5, 100 PER day Capacity 50 refill 5s",
     ],
 )
@@ -295,6 +296,8 @@ FIRST_LIMIT = ("rules", 0, "limits", 1)
         ((*RULE, "limits"), "5/s burst"),
         ((*RULE, "limits"), "5/s,"),
         ((*RULE, "limits"), "5/s moving"),
+        ((*RULE, "limits"), "5 in a minute"),
+        ((*RULE, "limits"), "5 in any minute burst 2"),
         ((*RULE, "limits"), "1/s refill a" * 60 + "!"),  # in no exponential time
         ((*RULE, "limits"), [f"1/{n}s" for n in range(1, 18)]),
         (FIRST_LIMIT, {"limit": 5}),

@@ -80,7 +80,12 @@ def test_any_limit_reads_back_equal(
         ),
         (
             Limit(5, per=60, algorithm="leaky_bucket", capacity=3),
-            {"limit": 5, "per": "1m", "algorithm": "leaky_bucket", "capacity": 3},
+            "5/minute capacity 3 leaky_bucket",
+        ),
+        (Limit(5, per=600, algorithm="sliding_window_log"), "5 in any 10m"),
+        (
+            Limit(5, per=60, algorithm="leaky_bucket", capacity=3, name="x"),
+            {"limit": 5, "per": "1m", "algorithm": "leaky_bucket", "capacity": 3, "name": "x"},
         ),
     ],
 )

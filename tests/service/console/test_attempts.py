@@ -36,7 +36,7 @@ async def test_rules_that_apply_and_those_that_do_not(console: ConsoleClient) ->
     """The page says which rule decides, what it has left, and why another does not apply."""
     text = await console.get("/try?user=42&endpoint=/orders")
     assert "It would be allowed" in text
-    assert "Rule orders has the least left: 20 of 20 under 20 per 1 s" in text
+    assert "Rule orders has the least left: 20 of 20 under 20/second" in text
     assert "tier pro" in text
     assert re.search(r"login</th><td>endpoint .*/orders.* does not match /login", text)
 
@@ -75,7 +75,7 @@ async def test_a_denied_request(console: ConsoleClient) -> None:
         await limiter.check(Request(ip="192.0.2.7", endpoint="/login"))
     text = await console.get("/try?ip=192.0.2.7&endpoint=/login")
     assert "It would be denied" in text
-    assert re.search(r"Rule login denies it: 3 per 60 s .* has 0 of 3 left", text)
+    assert re.search(r"Rule login denies it: 3/minute has 0 of 3 left", text)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def _rule(name: str, *, allowed: bool = True, remaining: int = 1, **more: Any) -
         "allowed": allowed,
         "remaining": remaining,
         "limit": 10,
-        "policy": "10 per 60 s",
+        "policy": "10/minute",
         "retry_after": 0 if allowed else 5,
         "reset_after": 1,
         "penalty": None,
@@ -204,7 +204,7 @@ async def test_people_read_words_and_not_the_document(console: ConsoleClient) ->
             tried = await console.get("/try?endpoint=/x")
     for text in (tried, await console.get("/rules/list")):
         assert "all requests together" in text
-        assert "5/1m, algorithm sliding_window_log" in text
+        assert "5 in any minute" in text
     made = {"subject": '["user:42"]', "do": "block", "reason": "abuse"}
     await console.post("/subjects/change", **made)
     assert "<b>List entry added</b> by" in await console.get("/subjects?subject=user:42")

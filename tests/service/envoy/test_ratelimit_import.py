@@ -72,7 +72,7 @@ def matching(keys: str, **attributes: str) -> dict[str, Any]:
     return {"attributes": {"domain": "shop", "descriptor_keys": keys, **attributes}}
 
 
-WINDOW = {"limit": 5, "per": "1m", "algorithm": "fixed_window"}
+WINDOW = "5/minute fixed_window"
 EXEMPT = {"limits": [f"{UNITS_MAX}/second"], "cost": 0}
 
 

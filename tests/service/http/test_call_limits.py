@@ -137,6 +137,7 @@ async def test_a_scope_counts_apart(tmp_path: Path) -> None:
     ("body", "said"),
     [
         ({"limits": "ten"}, "the body: limits"),
+        ({"limits": "5 in a minute"}, "as in '5 in any minute'"),
         ({"limits": []}, "expected 1 to"),
         ({"limits": ["1/s", {"limit": 5}]}, "the body: limits[1]"),
         ({"limits": ["1/s", {"limit": 5, "per": "1m", "algorithm": "magic"}]}, "algorithm"),
@@ -180,5 +181,7 @@ async def test_the_failure_policy_answers_for_the_store() -> None:
 def test_limits_are_written_as_in_a_rule_document() -> None:
     """A rate, several, or a mapping."""
     assert limits_of_data("10/second") == (Limit(10, per=1),)
+    exact = {"limit": 5, "per": "1m", "algorithm": "sliding_window_log"}
+    assert limits_of_data("5 in any minute") == limits_of_data(exact)
     with pytest.raises(ConfigError, match=r"the body: limits"):
         limits_of_data({"limit": "many", "per": "1s"})

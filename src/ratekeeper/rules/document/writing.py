@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Final
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.core.model import REQUEST_FIELDS, Consistency, Limit, Limits
+from ratekeeper.core.model import REQUEST_FIELDS, Consistency, Limit, Limits, duration_text
 from ratekeeper.rules.document.grammar import VERSION
 from ratekeeper.rules.document.model import (
     Document,
@@ -30,14 +30,6 @@ from ratekeeper.rules.document.tree import EXPONENT
 Data = dict[str, Any]
 
 _WIDTH: Final = 100
-_US_PER_MS: Final = 1_000
-# The longest unit first, with the word for one of it.
-_UNITS_US: Final = (
-    (86_400_000_000, "d", "day"),
-    (3_600_000_000, "h", "hour"),
-    (60_000_000, "m", "minute"),
-    (1_000_000, "s", "second"),
-)
 
 
 def to_yaml(document: Document) -> str:
@@ -87,37 +79,23 @@ def limit_data(limit: Limit) -> str | Data:
 
     >>> limit_data(Limit(1000, per=60, burst=200))
     '1000/minute burst 200'
-    >>> limit_data(Limit(100, per=60, refill_every=1))
-    '100/minute refill 1s'
-    >>> limit_data(Limit(5, per=90, algorithm="fixed_window"))
-    {'limit': 5, 'per': '90s', 'algorithm': 'fixed_window'}
+    >>> limit_data(Limit(5, per=60, algorithm="sliding_window_log"))
+    '5 in any minute'
+    >>> limit_data(Limit(5, per=90, name="logins"))
+    {'limit': 5, 'per': '90s', 'algorithm': 'token_bucket', 'name': 'logins'}
     """
+    if not limit.name:
+        return str(limit)
     # A burst cannot express a capacity below the limit.
-    room: Data = {}
-    if limit.capacity > limit.limit:
-        room = {"burst": limit.capacity - limit.limit}
-    elif limit.capacity < limit.limit:
-        room = {"capacity": limit.capacity}
-    if limit.algorithm == "token_bucket" and not limit.name:
-        words = "".join(f" {word} {units}" for word, units in room.items())
-        refill = f" refill {_duration(limit.refill_step_ns)}" if limit.refill_every else ""
-        return f"{limit.limit}/{_duration(limit.window_ns, one='')}{words}{refill}"
-    named = {"name": limit.name} if limit.name else {}
-    stepped = {"refill_every": _duration(limit.refill_step_ns)} if limit.refill_every else {}
-    per = _duration(limit.window_ns)
-    whole = {"limit": limit.limit, "per": per, "algorithm": limit.algorithm}
-    return {**whole, **room, **named, **stepped}
-
-
-def _duration(length_ns: int, one: str = "1") -> str:
-    """Return a time such as `90s`; one minute is `1m`, or `minute` if `one` is empty."""
-    window_us = length_ns // 1_000
-    for unit_us, letter, word in _UNITS_US:
-        count, rest = divmod(window_us, unit_us)
-        if not rest:
-            return f"{count}{letter}" if count > 1 or one else word
-    whole, rest = divmod(window_us, _US_PER_MS)
-    return f"{whole}.{rest:03}".rstrip("0").rstrip(".") + "ms"
+    room = {"burst": limit.burst} if limit.burst else {"capacity": limit.capacity}
+    return {
+        "limit": limit.limit,
+        "per": duration_text(limit.window_ns),
+        "algorithm": limit.algorithm,
+        **(room if limit.capacity != limit.limit else {}),
+        "name": limit.name,
+        **({"refill_every": duration_text(limit.refill_step_ns)} if limit.refill_every else {}),
+    }
 
 
 def _given(**values: Any) -> Data:

@@ -128,7 +128,7 @@ class DecisionOut(ApiOutput):
     allowed: bool
     policy: str = Field(
         description="The limit that decides: of several, the tightest.",
-        examples=["10 per 60 s (token_bucket)"],
+        examples=["10/minute"],
     )
     limit: int = Field(description="The most that can remain: the capacity, and granted units.")
     remaining: int = Field(description="How many single requests would pass now.")

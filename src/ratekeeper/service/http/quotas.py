@@ -85,7 +85,7 @@ class GrantBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
 class QuotaLimit(msgspec.Struct):
     """One limit of a rule and its present state."""
 
-    policy: Annotated[str, Meta(examples=["10 per 1 s (token_bucket)"])]
+    policy: Annotated[str, Meta(examples=["10/second"])]
     name: str
     algorithm: str
     quota: Annotated[int, Meta(description="Units per window: the steady rate.")]
