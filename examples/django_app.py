@@ -66,15 +66,23 @@ async def search(_request: Any) -> JsonResponse:
     return JsonResponse({"found": ["an order"]})
 
 
-# Only failed logins count. A user with the right password may log in any number of times. While the
-# store is unavailable, every login gets a 503: clients cannot guess passwords without a limit.
+def failed(status: int) -> bool:
+    return status == 401
+
+
+# Only failed logins count, by address and by account. A user with the right password may log in any
+# number of times. While the store is unavailable, every login gets a 503: clients cannot guess
+# passwords without a limit.
 @method_decorator(
-    rate_limit(
-        "3/hour",
-        key=lambda request: request.native.POST.get("user"),
-        count=lambda s: s == 401,
-        on_failure="closed",
-    ),
+    [
+        rate_limit("20 in any hour", key="address", count=failed, on_failure="closed"),
+        rate_limit(
+            "3 in any hour",
+            key=lambda request: request.native.POST.get("user"),
+            count=failed,
+            on_failure="closed",
+        ),
+    ],
     name="dispatch",
 )
 class Login(View):

@@ -20,7 +20,7 @@ from fastapi import FastAPI, HTTPException, WebSocket
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from ratekeeper.fastapi import Charge, RateLimit
+from ratekeeper.fastapi import Charge, RateLimit, WebRequest
 
 app = FastAPI()
 limit = RateLimit(
@@ -53,11 +53,24 @@ async def search() -> dict[str, list[str]]:
     return {"found": ["an order"]}
 
 
-# Only failed logins count. A user with the right password may log in any number of times. While the
-# store is unavailable, every login gets a 503: clients cannot guess passwords without a limit.
+def failed(status: int) -> bool:
+    return status == 401
+
+
+async def account(request: WebRequest) -> str:
+    body = await request.native.json()
+    return str(body.get("user")) if isinstance(body, dict) else ""
+
+
+# Only failed logins count, by address and by account. A user with the right password may log in any
+# number of times. While the store is unavailable, every login gets a 503: clients cannot guess
+# passwords without a limit.
 @app.post(
     "/login",
-    dependencies=[limit("3/hour", count=lambda status: status == 401, on_failure="closed")],
+    dependencies=[
+        limit("20 in any hour", key="address", count=failed, on_failure="closed"),
+        limit("3 in any hour", key=account, count=failed, on_failure="closed"),
+    ],
 )
 async def login(login: Login) -> dict[str, str]:
     if USERS.get(login.user) != login.password:

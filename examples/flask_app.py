@@ -41,13 +41,19 @@ async def search() -> Response:
     return jsonify(found=["an order"])
 
 
-# Only failed logins count. A user with the right password may log in any number of times. While the
-# store is unavailable, every login gets a 503: clients cannot guess passwords without a limit.
+def failed(status: int) -> bool:
+    return status == 401
+
+
+# Only failed logins count, by address and by account. A user with the right password may log in any
+# number of times. While the store is unavailable, every login gets a 503: clients cannot guess
+# passwords without a limit.
 @app.post("/login")
+@limit("20 in any hour", key="address", count=failed, on_failure="closed")
 @limit(
-    "3/hour",
+    "3 in any hour",
     key=lambda request: request.native.form["user"],
-    count=lambda status: status == 401,
+    count=failed,
     on_failure="closed",
 )
 def login() -> tuple[Response, int]:

@@ -197,7 +197,7 @@ class _Decorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
 
-@explains("limited(…)", 'limited("5/minute", name="login")')
+@explains("limited(…)", 'limited("5 in any minute", key="address")')
 def limited(
     limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
 ) -> _Decorator:

@@ -151,7 +151,7 @@ class RateLimitMiddleware:
         return None
 
 
-@explains("rate_limit(…)", 'rate_limit("5/minute", name="login")')
+@explains("rate_limit(…)", 'rate_limit("5 in any minute", key="address")')
 def rate_limit(
     limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -153,7 +153,7 @@ class RateLimit:
         app.after_request(self._after_request)
         app.teardown_request(self._teardown_request)
 
-    @explains("limit(…)", 'limit("5/minute", name="login")')
+    @explains("limit(…)", 'limit("5 in any minute", key="address")')
     def __call__(
         self, limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Callable[[View], View]:

@@ -11,6 +11,7 @@ import pytest
 
 from ratekeeper import ConfigError, Limit
 from ratekeeper.testing import ManualClock
+from ratekeeper.web.claims import Claim
 from ratekeeper.web.enforcer import RESULTS_MAX, Enforcer
 from ratekeeper.web.options import EnforcerOptions, with_request
 from ratekeeper.web.requests import AsgiRequest
@@ -368,3 +369,66 @@ def test_an_overriding_limit_may_have_the_name_of_the_defaults(sites: Sites) -> 
     )
     assert site.statuses(*["/own"] * 4) == [200, 200, 200, 429]
     assert site.statuses(*["/plain"] * 3) == [200, 200, 429]
+
+
+# ── Keys ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_login_that_counts_by_address_is_limited(
+    sites: Sites, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that invents an API key for each guess gets no further than the limit."""
+    login = limit("5 in any minute", key="address", on_failure="closed")
+    site = sites({"/login": login}, "100/minute", key=["header:X-API-Key", "address"])
+    guesses = [site.ask("/login", "POST", **{"X-API-Key": f"sk_{n}"}).status for n in range(20)]
+    assert guesses == [200] * 5 + [429] * 15
+    assert "key of the application" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ["header:X-API-Key", "address"],
+        "query:key",
+        ("session:user_id", "cookie:sid"),
+        ["bearer", "address"],
+        "unverified_claim:sub",
+    ],
+    ids=str,
+)
+def test_a_route_that_inherits_a_key_of_the_client_is_warned_about(
+    sites: Sites, key: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client can invent the key, so one warning for each route names it and the remedy."""
+    routes = {
+        "/login": limit("5/minute", name="logins"),
+        "/pay": limit("5/minute", name="payments"),
+    }
+    site = sites(routes, "100/minute", key=key)
+    site.statuses("/login", "/pay", "/login", "/pay")
+    warnings = [each for each in caplog.records if "key of the application" in each.message]
+    assert [each.levelname for each in warnings] == ["WARNING"] * 2
+    for each, name in zip(warnings, ("logins", "payments"), strict=True):
+        assert f"the limit of {name} counts by the key of the application" in each.message
+        assert 'Write key="address"' in each.message
+
+
+@pytest.mark.parametrize(
+    ("key", "own"),
+    [
+        (None, None),
+        ("address", None),
+        (["session:user_id", "address"], None),
+        (Claim("sub", key="a shared secret of 32 bytes or so", algorithms=["HS256"]), None),
+        (lambda request: request.header("X-API-Key"), None),
+        ("header:X-API-Key", "header:X-API-Key"),
+    ],
+    ids=["none", "address", "session", "claim", "function", "of the route"],
+)
+def test_a_route_with_a_verified_key_is_not_warned_about(
+    sites: Sites, key: Any, own: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So is a key function of the application, and a key that the route itself names."""
+    site = sites({"/login": limit("5/minute", key=own)}, "100/minute", key=key)
+    assert site.statuses("/login") == [200]
+    assert "key of the application" not in caplog.text

@@ -207,6 +207,8 @@ class EnforcerCore:
         self._keys = RequestKeys(
             self.identity, options.key, per_route=options.per_route, has_rules=self._has_rules
         )
+        # The names of routes that a warning about their key was logged for.
+        self._warned: set[str] = set()
         self._is_open = False
         self._open()
 
@@ -322,11 +324,30 @@ class EnforcerCore:
             self._reopen()
         found = self.known_route((options, name))
         if found is None:
+            if options.key is None and self._keys.invented:
+                self._warn_about_key(name)
             found = type(self)(self._inherited(options, name))
             self.remember_route((options, name), found)
         if route is not None and route not in found._templates:  # noqa: SLF001 - its own class
             found._note_route(route)  # noqa: SLF001 - the same
         return found
+
+    def _warn_about_key(self, name: str) -> None:
+        """Log once for a route that its limits inherit a key that clients can invent.
+
+        The limits of an application with such a key often protect nothing but its plans. Those of
+        a route may be all that stands between a login and a client that guesses passwords.
+        """
+        if name in self._warned or len(self._warned) >= ROUTES_MAX:
+            return
+        self._warned.add(name)
+        LOG.warning(
+            "the limit of %s counts by the key of the application, which reads %s: a client that "
+            'sends another value with each request is not limited. Write key="address" at this '
+            "limit; or, if the application rejects unknown values before it, repeat the key there",
+            name,
+            " and ".join(self._keys.invented),
+        )
 
     def _note_route(self, route: str) -> None:
         if len(self._endpoint) < ENDPOINT_LENGTH_MAX:

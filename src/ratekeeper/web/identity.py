@@ -89,6 +89,8 @@ _KNOWN_SOURCES: Final = (
     "header:NAME, trusted_header:NAME, bearer, unverified_claim:NAME, query:NAME, cookie:NAME, "
     "session:NAME, address, a Claim, or a function of the request"
 )
+# The kinds of sources whose values a client can invent: it has a new count with each value.
+_INVENTED: Final = frozenset({"header", "bearer", "unverified_claim", "query", "cookie"})
 _SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 # The only character that a path may hold and a key may not: `rules/matching/patterns.py` decodes it
@@ -321,6 +323,10 @@ class RequestKeys:
         self._sources = identity.compiled(
             "address" if key is None or self.hook is not None else cast("IdentitySource", key)
         )
+        self.invented = tuple(
+            label for label, _, _ in self._sources if label.partition(":")[0] in _INVENTED
+        )
+        """The labels of sources whose values nothing verifies: a client can send any."""
         self._as_text = self.hook is None and not _is_ambiguous(self._sources)
         by_address = self._as_text and [each.label for each in self._sources] == ["address"]
         by_peer = by_address and not (self._as_request or per_route or identity.trusts_proxies)
