@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -50,6 +51,21 @@ def test_the_limit_is_exact_over_all_workers(url: str) -> None:
 def test_headers_on_200_and_429(url: str) -> None:
     """They name both limits, the numbers of the tightest, and the time to retry."""
     web_workers.sends_both_limits(url, "/orders/7", "GET /orders/{number}", "headers")
+
+
+def test_errors_have_the_headers(url: str) -> None:
+    """A 404 and a 405 have those of the application, and a body that FastAPI rejects those of the
+    route, too."""
+    names = "default", "POST /login", "POST /login#2"
+    for method, path, status, count in (
+        ("GET", "/missing", 404, 1),
+        ("DELETE", "/search", 405, 1),
+        ("POST", "/login", 422, 3),
+    ):
+        answer = client().request(method, f"{url}{path}", json={})
+        policies = re.findall(r'"([^"]+)";q=', answer.headers["RateLimit-Policy"])
+        assert (answer.status_code, *policies) == (status, *names[:count])
+        assert int(answer.headers["X-RateLimit-Remaining"]) >= 0
 
 
 def test_retry_after_once_waited_succeeds(url: str) -> None:

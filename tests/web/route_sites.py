@@ -63,6 +63,8 @@ class RouteSite:
         self.clock = ManualClock(NOW_S)
         self.served: list[str] = []
         """The paths whose views have run."""
+        self.errors: dict[str, Exception] = {}
+        """The errors that the views of paths raise."""
         self._stack = ExitStack()
         options = {"clock": self.clock, **options}
         build = getattr(self, f"_{framework.replace(' ', '_')}")
@@ -173,6 +175,8 @@ class RouteSite:
 
     def _served(self, path: str) -> str:
         self.served.append(path)
+        if path in self.errors:
+            raise self.errors[path]
         return path
 
 

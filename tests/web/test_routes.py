@@ -8,6 +8,10 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
+from django.core.exceptions import BadRequest as DjangoBadRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
+from werkzeug.exceptions import BadRequest as FlaskBadRequest
 
 from ratekeeper import ConfigError, Limit
 from ratekeeper.testing import ManualClock
@@ -432,3 +436,59 @@ def test_a_route_with_a_verified_key_is_not_warned_about(
     site = sites({"/login": limit("5/minute", key=own)}, "100/minute", key=key)
     assert site.statuses("/login") == [200]
     assert "key of the application" not in caplog.text
+
+
+# ── Headers ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("cost", "status"), [(9, 422), (-1, 400)])
+def test_a_request_that_cannot_be_checked_shows_its_limits(
+    sites: Sites, cost: int, status: int
+) -> None:
+    """The 422 of a cost that never fits, and the 400 of a wrong one, have the usual headers. They
+    cost nothing, and have no Retry-After because waiting does not help."""
+    own = limit("5/minute", name="own", cost=lambda request: int(request.header("X-Cost")))
+    site = sites({"/own": own}, "7/minute")
+    assert site.ask("/own", **{"X-Cost": "2"}).status == 200
+    answer = site.ask("/own", **{"X-Cost": str(cost)})
+    assert answer.status == status
+    assert answer.headers["ratelimit-policy"] == '"default";q=7;w=60, "own";q=5;w=60'
+    assert answer.headers["ratelimit"] == '"own";r=3;t=24'
+    assert "retry-after" not in answer.headers
+    assert site.ask("/own", **{"X-Cost": "3"}).headers["ratelimit"] == '"own";r=0;t=60'
+
+
+BAD_REQUESTS: dict[str, Exception] = {
+    "fastapi": HTTPException(400),
+    "starlette": HTTPException(400),
+    "flask": FlaskBadRequest(),
+    "django wsgi": DjangoBadRequest(),
+    "django asgi": DjangoBadRequest(),
+}
+
+
+def test_an_error_that_the_framework_answers_has_the_headers(sites: Sites) -> None:
+    """So has the 404 of a path without a route, by the limits of the application."""
+    site = sites({"/own": limit("5/minute", name="own")}, "7/minute")
+    site.errors["/own"] = BAD_REQUESTS[sites.framework]
+    answer = site.ask("/own")
+    assert (answer.status, site.served) == (400, ["/own"])
+    assert answer.headers["ratelimit-policy"] == '"default";q=7;w=60, "own";q=5;w=60'
+    missing = site.ask("/missing")
+    assert (missing.status, missing.headers["ratelimit"]) == (404, '"default";r=5;t=18')
+
+
+def test_an_error_that_the_application_handles_has_the_headers(sites: Sites) -> None:
+    """An exception handler makes a response like any other."""
+    site = sites({"/own": limit("5/minute", name="own")}, "7/minute")
+    site.errors["/own"] = LookupError("not here")
+    if sites.framework == "flask":
+        site.app.register_error_handler(LookupError, lambda error: ("handled", 409))
+    elif not sites.framework.startswith("django"):
+        site.app.add_exception_handler(
+            LookupError, lambda request, error: PlainTextResponse("handled", 409)
+        )
+    answer = site.ask("/own")
+    # Django has no exception handlers for a view: it answers a 500, inside of the middleware.
+    assert answer.status == (500 if sites.framework.startswith("django") else 409)
+    assert answer.headers["ratelimit"] == '"own";r=4;t=12'

@@ -87,6 +87,12 @@ class RequestCharges:
             self.refund()
         return charge.decision.allowed
 
+    def reject(self, rejected: UncheckableRequest) -> None:
+        """Refund all charges. The headers of the answer show the limits that could not check."""
+        self.refund()
+        if rejected.look is not None:
+            self.made.append(rejected.look)
+
     def refund(self) -> None:
         """Make the request cost nothing."""
         for charge in self.made:
@@ -168,7 +174,7 @@ class RequestCharges:
         try:
             charge = yield from self._enter_steps(enforcer, request)
         except UncheckableRequest as rejected:
-            self.refund()
+            self.reject(rejected)
             yield Call(settle)
             return rejected.answer
         if self.add(charge):
@@ -351,6 +357,7 @@ class AsgiCharges(RequestCharges):
                 if charge.decision.delay_ns:
                     await run_async(enforcer.delay_steps(charge))
         except UncheckableRequest as rejected:
+            self.reject(rejected)
             self.deny(enforcer, request, rejected.answer)
         charges = self.made
         charges.append(charge)
@@ -460,14 +467,14 @@ class AsgiCharges(RequestCharges):
                 "a request was limited after its response had started; check the limit earlier"
             )
         if answer is not None:
-            await self._send_answer(answer, scope, self._send)
+            await self._send_answer(answer, scope)
             return
         response = await enforcer.response(request, self.result)
         if isinstance(response, Denial):
             app = request.app if isinstance(request, RoutedAsgiRequest) else None
             response = await handled(response, request, app, receive) or response.answer
         if isinstance(response, HttpAnswer):
-            await self._send_answer(response, scope, self.send)  # with our headers
+            await self._send_answer(response, scope)
         elif not callable(response):
             raise ConfigError(
                 f"on_limit, on_unavailable or an exception handler returned {show(response)}; "
@@ -479,7 +486,7 @@ class AsgiCharges(RequestCharges):
         else:
             await self._close_websocket()
 
-    async def _send_answer(self, answer: HttpAnswer, scope: Scope, send: Send) -> None:
+    async def _send_answer(self, answer: HttpAnswer, scope: Scope) -> None:
         if scope["type"] == "http":
             prefix = "http.response"
         elif self._may_answer_websocket(scope):
@@ -490,8 +497,8 @@ class AsgiCharges(RequestCharges):
         self.status = answer.status
         headers = [*answer.raw_headers(), (b"content-length", b"%d" % len(answer.body))]
         body = b"" if scope.get("method") == "HEAD" else answer.body
-        await send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
-        await send({"type": f"{prefix}.body", "body": body})
+        await self.send({"type": f"{prefix}.start", "status": answer.status, "headers": headers})
+        await self.send({"type": f"{prefix}.body", "body": body})
 
     def _may_answer_websocket(self, scope: Scope) -> bool:
         return self.status is None and _DENIAL in (scope.get("extensions") or ())

@@ -31,6 +31,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final, Self
 
 from ratekeeper.core import switches
@@ -157,10 +158,12 @@ class Charge:
 
 
 class UncheckableRequest(RatekeeperError):
-    """A request that cannot be checked; `answer` tells the client why."""
+    """A request that cannot be checked. `answer` explains it to the client."""
 
-    def __init__(self, error: CapacityError | ConfigError) -> None:
+    def __init__(self, error: CapacityError | ConfigError, look: Charge | None = None) -> None:
         self.error = error
+        self.look = look
+        """A charge of nothing, with the state of the limits for the headers of the answer."""
         self.answer: HttpAnswer = (
             capacity_answer(error)
             if isinstance(error, CapacityError)
@@ -335,8 +338,7 @@ class EnforcerCore:
     def _warn_about_key(self, name: str) -> None:
         """Log once for a route that its limits inherit a key that clients can invent.
 
-        The limits of an application with such a key often protect nothing but its plans. Those of
-        a route may be all that stands between a login and a client that guesses passwords.
+        With such a key, a client that guesses passwords has a new count for each guess.
         """
         if name in self._warned or len(self._warned) >= ROUTES_MAX:
             return
@@ -477,12 +479,22 @@ class EnforcerCore:
         try:
             found = (yield Call(decide, key, units)) if self.awaits else decide(key, units)
         except (CapacityError, ConfigError) as error:
-            raise UncheckableRequest(error) from error
+            raise UncheckableRequest(error, (yield from self._look_steps(key))) from error
         decision, result = (found.decision, found) if self._has_rules else (found, None)
         charge = Charge(decision, key, units, self, result, not self.counts_outcomes)
         if decision.delay_ns:
             yield from self.delay_steps(charge)
         return charge
+
+    def _look_steps(self, key: Key | Request) -> Steps[Charge | None]:
+        """Return a charge of nothing; None if the store cannot say what remains."""
+        look = partial(self._limiter.evaluate, key, 0, spend=False)
+        try:
+            result = (yield Call(look)) if self.awaits else look()
+        except RatekeeperError:
+            return None
+        decision = result.decision
+        return Charge(decision, key, 0, self, result) if decision.allowed else None
 
     def _chosen_steps(self, request: WebRequest) -> Steps[Self | None]:
         """Return the enforcer whose limits apply to a request; None if the request is exempt."""
@@ -663,7 +675,7 @@ class AsyncEnforcer(EnforcerCore):
             else:
                 result, decision = None, self._limiter.check(key, units)
         except (CapacityError, ConfigError) as error:
-            raise UncheckableRequest(error) from error
+            raise UncheckableRequest(error, run(self._look_steps(key))) from error
         return Charge(decision, key, units, self, result, not self.counts_outcomes)
 
     def prepared_for(self, charge: Charge) -> PreparedHeaders | None:
