@@ -14,6 +14,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 
 from ratekeeper import ConfigError, RatekeeperError
+from ratekeeper.asgi import RateLimit as AsgiRateLimit
 from ratekeeper.fastapi import Charge, RateLimit
 from ratekeeper.testing import ManualClock
 from tests.web.asgi_driver import ask, ask_scope, run_lifespan, scope_of
@@ -26,6 +27,12 @@ def _limited(limits: Any = None, **options: Any) -> tuple[FastAPI, RateLimit]:
 
 async def _statuses(app: FastAPI, *paths: str, **request: Any) -> list[int]:
     return [(await ask(app, path, **request)).status for path in paths]
+
+
+async def _answer(app: Any, method: str, **request: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, "/", **request)
 
 
 async def test_a_route_is_limited_without_a_request_argument() -> None:
@@ -372,6 +379,35 @@ async def test_a_cost_that_never_fits_is_a_422() -> None:
     assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "9"
 
 
+async def test_a_body_that_fastapi_rejects_has_the_headers() -> None:
+    """Of all limits that counted it: FastAPI reads JSON before any dependency, so one that is not
+    JSON is counted by the limits of the application only."""
+    app, limit = _limited("7/minute")
+
+    @app.post("/", dependencies=[limit("5/minute", name="own")])
+    async def post(item: Annotated[dict[str, int], Body()]) -> None: ...
+
+    wrong = await _answer(app, "POST", json={"a": "x"})
+    assert (wrong.status_code, wrong.headers["ratelimit"]) == (422, '"own";r=4;t=12')
+    broken = await _answer(app, "POST", content=b"{", headers={"Content-Type": "application/json"})
+    assert (broken.status_code, broken.headers["ratelimit"]) == (422, '"default";r=5;t=18')
+
+
+async def test_an_unhandled_error_has_the_headers_of_limits_around_the_application() -> None:
+    """Starlette answers a 500 outside of its middleware, whose headers it cannot have."""
+    app, limit = _limited("7/minute")
+
+    @app.get("/", dependencies=[limit("5/minute", name="own")])
+    async def fail() -> None:
+        raise RuntimeError("unhandled")
+
+    inside = await _answer(app, "GET")
+    assert (inside.status_code, "ratelimit" in inside.headers) == (500, False)
+    limited = AsgiRateLimit(app, "7/minute", name="around", clock=ManualClock(1_000))
+    around = await _answer(limited, "GET")
+    assert (around.status_code, around.headers["ratelimit"]) == (500, '"own";r=3;t=24')
+
+
 async def test_websockets_have_dependencies_too() -> None:
     """A denied WebSocket is closed before it is accepted."""
     app, limit = _limited()
@@ -473,3 +509,62 @@ def test_a_wrong_limit_is_rejected_where_it_is_written(wrong: dict[str, Any]) ->
     _, limit = _limited()
     with pytest.raises(ConfigError):
         limit(**wrong)
+
+
+def _as_a_decorator(app: FastAPI, limit: Any) -> None:
+    app.get("/x")(limit("1/minute")(lambda: "x"))
+
+
+def _in_depends(app: FastAPI, limit: Any) -> None:
+    app.get("/x", dependencies=[Depends(limit("1/minute"))])(lambda: "x")
+
+
+def _in_depends_of_an_argument(app: FastAPI, limit: Any) -> None:
+    async def x(charge: Annotated[Charge, Depends(limit("1/minute"))]) -> None: ...
+
+    app.get("/x")(x)
+
+
+def _of_a_websocket(app: FastAPI, limit: Any) -> None:
+    @app.websocket("/x")
+    @limit("1/minute")
+    async def x(websocket: WebSocket) -> None: ...
+
+
+def _around_a_router(app: FastAPI, limit: Any) -> None:
+    app.include_router(limit("1/minute")(APIRouter()))
+
+
+def _uncalled_as_a_decorator(app: FastAPI, limit: Any) -> None:
+    app.get("/x")(limit(lambda: "x"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        _as_a_decorator,
+        _in_depends,
+        _in_depends_of_an_argument,
+        _of_a_websocket,
+        _around_a_router,
+        _uncalled_as_a_decorator,
+    ],
+)
+def test_a_limit_that_is_not_used_as_a_dependency_is_explained(use: Any) -> None:
+    """The error is raised where the limit is written, and it shows how to write it."""
+    app, limit = _limited()
+    with pytest.raises(ConfigError, match="it is no decorator and needs no Depends") as caught:
+        use(app, limit)
+    assert '@app.get("/search", dependencies=[limit("5/second")])' in str(caught.value)
+
+
+@pytest.mark.parametrize("dependency", [lambda limit: limit, Depends], ids=["plain", "Depends"])
+def test_a_rate_limit_that_is_not_called_is_explained(dependency: Any) -> None:
+    """For a route, a router and a WebSocket, the error shows the call that is missing."""
+    app, limit = _limited()
+    with pytest.raises(ConfigError, match="not a dependency before it is called with limits"):
+        app.get("/x", dependencies=[dependency(limit)])(lambda: "x")
+    with pytest.raises(ConfigError, match=r'APIRouter\(dependencies=\[limit\("5/second"\)\]\)'):
+        APIRouter(dependencies=[dependency(limit)]).get("/x")(lambda: "x")
+    with pytest.raises(ConfigError, match="not a dependency before it is called with limits"):
+        app.websocket("/x", dependencies=[dependency(limit)])(lambda websocket: None)

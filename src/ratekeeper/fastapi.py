@@ -22,7 +22,7 @@ same `name` share one count. All counts are in one store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Unpack
+from typing import Any, Final, NoReturn, Unpack
 
 from ratekeeper import asgi
 from ratekeeper.core.errors import ConfigError, show
@@ -43,7 +43,7 @@ from ratekeeper.web.overrides import calls_of
 from ratekeeper.web.requests import AsgiRequest, WebRequest
 
 try:
-    from fastapi import Depends, FastAPI, routing
+    from fastapi import FastAPI, params, routing
     from starlette.requests import HTTPConnection
 except ImportError as error:
     raise ConfigError(
@@ -76,6 +76,37 @@ _TOO_MANY: Final = {
     },
 }
 
+_USE: Final = (
+    'write @app.get("/search", dependencies=[limit("5/second")]), for a router '
+    'APIRouter(dependencies=[limit("5/second")]), or as an argument of the endpoint '
+    'charge: Annotated[Charge, limit("5/second")]'
+)
+
+
+class _Mistake:
+    """An attribute that is only read when an object is used in a wrong way: raises an error.
+
+    The class itself does not have the attribute, so `inspect.signature(RateLimit)` works.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        if instance is None:
+            raise AttributeError
+        raise ConfigError(f"{self._problem}; {_USE}")
+
+
+class _LimitDependency(params.Depends):
+    """What `limit(…)` returns. Any other use raises an error when the module is imported.
+
+    It does not work as a decorator, because one above `@app.get(…)` would silently limit nothing.
+    """
+
+    __call__ = _Mistake("limit(…) returns a dependency: it is no decorator and needs no Depends(…)")
+    __signature__ = __call__  # FastAPI reads it for Depends(limit(…))
+
 
 class RateLimit:
     """The limits of a FastAPI application.
@@ -84,6 +115,10 @@ class RateLimit:
     `EnforcerOptions` by name. Add it before other middleware: middleware that is added later wraps
     it, and sees the denials too.
     """
+
+    # FastAPI reads these for dependencies=[limit] and for Depends(limit).
+    dependency = _Mistake("a RateLimit is not a dependency before it is called with limits")
+    __signature__ = dependency
 
     @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
     def __init__(
@@ -99,7 +134,7 @@ class RateLimit:
         app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
         self._describe_in(app)
 
-    @explains("limit(…)", 'limit("5/minute", name="login")')
+    @explains("limit(…)", 'limit("5 in any minute", key="address")')
     def __call__(
         self, limits: LimitsSource, *, name: str = "", **options: Unpack[RouteArguments]
     ) -> Any:
@@ -133,7 +168,7 @@ class RateLimit:
         self._dependencies.add(charged)
         if overrides:
             outer.expect_overrides().add(charged)
-        return Depends(charged)
+        return _LimitDependency(charged)
 
     # ── OpenAPI ────────────────────────────────────────────────────────────────────────────────
 
