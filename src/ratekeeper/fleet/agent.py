@@ -385,6 +385,10 @@ class NodeAgent:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
         return self._live or self._registered or self._node.fleet.nodes
 
+    def registered_nodes(self) -> int:
+        """Return how many nodes have registered at the authority; 0 until they are counted."""
+        return self._registered
+
     def heard_nodes(self) -> int:
         """Return how many nodes are alive by gossip, this one included; 0 if not known yet."""
         return self._live
