@@ -266,7 +266,7 @@ def test_no_page_installs_the_package_by_name() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "LICENSE"])
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"])
 def test_the_first_pages_are_there(name: str) -> None:
     """What a visitor looks for first is there, and not empty."""
     assert _text(ROOT / name).strip()
