@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard src/ratekeeper/decide/kernel/*.[ch] src/ratekeeper/servi
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run check unit test lint bytecode bench docs fuzz clean
+.PHONY: help run check unit test lint bytecode bench docs fuzz release clean
 
 ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
 .PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
@@ -75,6 +75,9 @@ docs: $(READY)  ## build the documentation site: open build/site/index.html
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
 	$(BIN)/ratekeeper simulate random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
+
+release: $(READY)  ## build the packages into dist/ and try them; uploads nothing
+	@$(BIN)/python tools/release.py
 
 clean:  ## remove all files that the other targets created
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

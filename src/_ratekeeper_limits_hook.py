@@ -111,7 +111,7 @@ def wrap(storage: "Any") -> None:
 
             raise ConfigurationError(
                 f"a storage_uri that begins with ratekeeper needs the package ratekeeper "
-                f"({error}); install it with: pip install 'ratekeeper[limits]'"
+                f"({error}); install Ratekeeper again, with the extra `limits`"
             ) from error
         return open_storage(storage_string, **options)
 

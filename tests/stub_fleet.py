@@ -37,6 +37,7 @@ class StubFleet:
             replace(other, name="b", address="10.0.0.2:7946", lag_s=0.25),
             replace(other, name="c", state="suspected", rules_version="v11", lag_s=6.5),
         ]
+        self.registered = 3
         self.rules_version = ""
 
     def answers(self) -> dict[tuple[str, AllowanceKind], NodeAnswers]:
@@ -62,6 +63,10 @@ class StubFleet:
     def live_nodes(self) -> int:
         """See FleetMonitor."""
         return len(self.known)
+
+    def registered_nodes(self) -> int:
+        """See FleetMonitor."""
+        return self.registered
 
     def use_rules(self, version: str) -> None:
         """See FleetMonitor."""

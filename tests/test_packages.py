@@ -9,6 +9,9 @@ The service and a type checker need the extras. Their environment finds them in 
 environment that runs the tests, through a `.pth` file. So no run downloads 60 packages, and the
 extras have the versions that all other tests use. That folder comes last on the path, and Python
 does not read the `.pth` files in it: `ratekeeper` itself is the installed wheel.
+
+`make release` (`tools/release.py`) runs these tests, and sets RATEKEEPER_DIST: the packages are
+then built into that folder, where they stay.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ def tracked() -> list[str]:
     ]
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, dist: Path) -> None:
     """Copy the tracked files, and build the source distribution and the wheel from the copy."""
     tree = folder / "tree"
     for name in tracked():
@@ -142,7 +145,7 @@ def build(folder: Path) -> None:
     # Each from the tree: without the options, `build` makes the wheel of the source distribution.
     builder = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel"]
     required = {"RATEKEEPER_KERNEL": "required", "RATEKEEPER_HTTP2": "required"}
-    run([*builder, "--outdir", folder / "dist", tree], folder, **required)
+    run([*builder, "--outdir", dist, tree], folder, **required)
 
 
 @contextmanager
@@ -159,11 +162,12 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "packages"
     folder.mkdir(exist_ok=True)
+    dist = Path(os.environ.get("RATEKEEPER_DIST", folder / "dist"))
     with locked(folder / "lock"):
         if not (folder / "built").exists():
-            build(folder)
+            build(folder, dist)
             (folder / "built").touch()
-    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     return Packages(folder / "tree", sdist, wheel)
 
 
@@ -189,11 +193,15 @@ class Environment:
         """The folder that packages are installed into."""
         return self.folder / SITE.relative_to(sys.prefix)
 
-    def install(self, package: Path, *options: str, **env: str) -> None:
-        """Install a package from a file, and nothing else: there is no index."""
+    def pip_install(self, *arguments: object, **env: str) -> str:
+        """Install without an index; return the output."""
         pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
-        chosen = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", *options]
-        run([*pip, "install", *chosen, package], self.folder, **env)
+        chosen = ["--no-index", "--no-compile", "--no-cache-dir"]
+        return run([*pip, "install", *chosen, *arguments], self.folder, **env)
+
+    def install(self, package: Path, *options: str, **env: str) -> None:
+        """Install a package from a file, and nothing else."""
+        self.pip_install("--no-deps", *options, package, **env)
 
     def install_sdist(self, sdist: Path, **env: str) -> None:
         """Install a source distribution, built with the setuptools of this environment.
@@ -323,6 +331,21 @@ def test_the_wheel_passes_the_smoke_test(packages: Packages, environment: Enviro
     assert run([environment.python, SMOKE_TEST], environment.folder).endswith(": ok\n")
 
 
+def test_the_package_installs_by_name(packages: Packages, environment: Environment) -> None:
+    """From a folder with both files, pip installs the wheel. Later it adds an extra, without an
+    index that has the package: so `pip install 'ratekeeper[jwt]'` in an error message is right.
+    """
+    environment.pip_install("--find-links", packages.wheel.parent, "ratekeeper")
+    where = "import ratekeeper; print(ratekeeper.__file__)"
+    installed = Path(run([environment.python, "-c", where], environment.folder).strip())
+    assert installed == environment.site / "ratekeeper/__init__.py"
+    environment.add_dependencies()
+    printed = environment.pip_install("ratekeeper[server]")
+    site = environment.site.relative_to(environment.folder)
+    assert f"already satisfied: ratekeeper[server] in ./{site}" in printed
+    assert "already satisfied: granian" in printed
+
+
 def test_the_source_distribution_makes_the_same_wheel(
     packages: Packages, environment: Environment
 ) -> None:
@@ -397,7 +420,7 @@ def test_the_installed_hook_registers_the_storages(
     assert run(program, environment.folder) == "1\n"
     shutil.rmtree(environment.site / "ratekeeper")
     caught = opens.replace("print", "try: print") + "\nexcept Exception as error: print(error)"
-    assert "pip install 'ratekeeper[limits]'" in run([*program[:-1], caught], environment.folder)
+    assert "install Ratekeeper again" in run([*program[:-1], caught], environment.folder)
     (environment.site / "_ratekeeper_limits_hook.py").unlink()
     assert run([*program[:-1], "import limits"], environment.folder) == ""
 

@@ -24,7 +24,8 @@ from ratekeeper.rules.document.reading import read
 from tests.redis_servers import running
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CLAIM = re.compile(r"# -> (.+)$")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

@@ -39,6 +39,8 @@ REGISTRY = re.compile(
     r"index-ur[l]|pythonhoste[d]|artifactor[y]|jfro[g]\.|registry\.npmj[s]|"
     r"\b(?:ghcr|quay|gcr)\.i[o]"
 )
+OLD_NAME = re.compile("tol[l]keeper", re.IGNORECASE)
+INSTALLED_BY_NAME = re.compile(r"\b(?:pipx?|uv) (?:install|add)\b[^`\n#]*[ '\"]ratekeepe[r]\b")
 SEAMS = re.compile(r"store|gate|limiter", re.IGNORECASE)
 UNNAMED_ACTORS = re.compile(r"\b(?:whoever|nobody|somebody|those who)\b", re.IGNORECASE)
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers", "base"}
@@ -130,6 +132,16 @@ def _comments(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(_text(path)).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
+
+
+def _documentation(path: Path) -> Iterator[str]:
+    """Return the docstrings and the comments of a file."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in _statements(path):
+        if isinstance(node, documented):
+            yield ast.get_docstring(node) or ""
+    for _, comment in _comments(path):
+        yield comment
 
 
 def test_there_is_something_to_check() -> None:
@@ -229,7 +241,32 @@ def test_no_hosts_of_a_registry() -> None:
     assert not _lines_with(REGISTRY)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "LICENSE"])
+def test_the_old_name_is_history() -> None:
+    """The project had the name of another package. Only one line of CHANGELOG.md mentions it."""
+    found = _lines_with(OLD_NAME)
+    assert not [line for line in found if not line.startswith("CHANGELOG.md:")]
+    assert len(found) <= 1
+    assert not [_name(path) for path in _tracked() if OLD_NAME.search(_name(path))]
+
+
+def test_no_page_installs_the_package_by_name() -> None:
+    """Nothing is published: pip would fail, or install a package of another author.
+
+    An error message of the installed package may name an extra, which pip adds to that package
+    (`test_packages.py::test_the_package_installs_by_name`).
+    """
+    pages = [path for path in _tracked() if not _name(path).startswith(("src/", "tests/"))]
+    assert not _lines_with(INSTALLED_BY_NAME, pages)
+    assert not [
+        f"{_name(path)}: {text}"
+        for path in _python("src/")
+        if INSTALLED_BY_NAME.search(_text(path))
+        for text in _documentation(path)
+        if INSTALLED_BY_NAME.search(text)
+    ]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"])
 def test_the_first_pages_are_there(name: str) -> None:
     """What a visitor looks for first is there, and not empty."""
     assert _text(ROOT / name).strip()

@@ -35,6 +35,14 @@ def matches(printed: str, expected: str) -> bool:
     return re.fullmatch(pattern, printed.replace("\r", "").strip(), re.DOTALL) is not None
 
 
+def with_installed(commands: str) -> str:
+    """Return the commands with the installed package in place of the checkout.
+
+    pip would build the checkout again, and replace the package that other tests use.
+    """
+    return commands.replace("'../ratekeeper[", "'ratekeeper[")
+
+
 class Terminals:
     """The folder and the two terminals of a reader."""
 
@@ -46,7 +54,7 @@ class Terminals:
         self._environment = clean | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            # What `pip install` asks for is installed here; if not, it must not be downloaded.
+            # The packages of `pip install` are installed here; pip must not download any.
             "PIP_NO_INDEX": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "XDG_STATE_HOME": str(folder / "state"),
@@ -61,7 +69,7 @@ class Terminals:
     def run(self, commands: str) -> str:
         """Run commands to their end, and return what they printed."""
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", self._with_ports(commands)],
+            ["bash", "-euo", "pipefail", "-c", self._with_ports(with_installed(commands))],
             cwd=self.folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ DOCS: Final = ROOT / "docs"
 PAGES: Final = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 RECIPES: Final = "examples/recipes/"
 

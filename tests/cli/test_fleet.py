@@ -23,6 +23,7 @@ FLEET: dict[str, Any] = {
     "node_id": "eu-1",
     "gossip": True,
     "live_nodes": 2,
+    "registered_nodes": 2,
     "nodes": [
         NODE,
         {
@@ -78,16 +79,19 @@ def test_json_is_the_answer_of_the_service() -> None:
 
 
 def test_what_an_operator_should_notice() -> None:
-    """No gossip, different rules, failed reports and a full table each have words."""
+    """No gossip, lost gossip, different rules, failed reports, a full table: each has words."""
     other = {**NODE, "node": "eu-3", "rules_version": "11"}
-    counts = {"reports_failed": 2, "allowances_refused": 3}
+    counts = {"registered_nodes": 9, "reports_failed": 2, "allowances_refused": 3}
     with stub_service(200, {**FLEET, **counts, "nodes": [NODE, other]}) as service:
         differ = run("fleet", url=service.url).output
     assert "the nodes have different versions of the rules" in differ
     joined = {**other, "rules_version": ""}
     with stub_service(200, {**FLEET, "nodes": [NODE, joined]}) as service:
         assert "different versions" not in run("fleet", url=service.url).output
-    assert "; 2 reports failed; 3 allowances did not fit" in differ
+    assert (
+        "; 9 nodes have registered in the store; 2 reports failed; 3 allowances did not fit"
+        in differ
+    )
     with stub_service(200, {**FLEET, "gossip": False, "nodes": [NODE]}) as service:
         alone = run("fleet", url=service.url).output
     assert "this node does not gossip; start it with --gossip ADDRESS" in alone

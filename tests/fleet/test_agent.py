@@ -158,6 +158,31 @@ def test_a_fleet_can_have_a_name_and_an_address_for_other_nodes() -> None:
         agent.close()
 
 
+@pytest.mark.server
+def test_two_fleets_on_one_redis_are_counted_apart() -> None:
+    """A node of the other fleet is not one that this fleet's gossip has lost."""
+    uri = running("single").uri
+    names = ("one", "one", "other")
+    stores = [open_store(uri, prefix="apart", connect_ms=2_000) for _ in names]
+    counting = [
+        NodeAgent(node_of(Fleet(name=name, dead_seconds=1)), registry=store.channel)
+        for name, store in zip(names, stores, strict=True)
+    ]
+    try:
+        for agent in counting:
+            agent.start()
+        until(
+            lambda: [agent.registered_nodes() for agent in counting] == [2, 2, 1],
+            "each fleet counts its own nodes",
+            WAIT_S,
+            lambda: [agent.registered_nodes() for agent in counting],
+        )
+    finally:
+        for agent, store in zip(counting, stores, strict=True):
+            agent.close()
+            store.close()
+
+
 class FakeRegistry:
     """The list of nodes at the authority. A test sets how many others there are."""
 

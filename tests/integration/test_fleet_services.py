@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from ratekeeper import Limiter, Request
+from ratekeeper.fleet.settings import split_address
 from ratekeeper.metrics.counters import FAMILIES
 from tests.conformance.stores import PATIENT
+from tests.faults.conditions import lost_datagrams
 from tests.redis_servers.ports import HOST, free_port
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
@@ -186,6 +188,27 @@ def test_the_metrics_of_a_node(fleet: Fleet) -> None:
         return (names - found - {"ratekeeper_gossip_drops_total"}) | values.difference(lines)
 
     until(lambda: not missing(), "every metric has a value", WAIT_S, missing)
+
+
+def test_a_fleet_that_has_lost_all_gossip_is_not_taken_for_one_node(fleet: Fleet) -> None:
+    """Each node is alone by gossip, and says how many nodes Redis knows."""
+
+    def live_and_registered() -> list[str]:
+        lines = [
+            line
+            for service in fleet.services
+            for line in service.ask("GET", "/metrics").body.decode().splitlines()
+        ]
+        names = ("ratekeeper_fleet_live_nodes ", "ratekeeper_fleet_registered_nodes ")
+        return [line.split()[1] for name in names for line in lines if line.startswith(name)]
+
+    one, other = (split_address("gossip", address) for address in fleet.addresses)
+    until(lambda: live_and_registered() == ["2.0"] * 4, "all is well", WAIT_S, live_and_registered)
+    with lost_datagrams([(one, other), (other, one)]):
+        alone = ["1.0", "1.0", "2.0", "2.0"]
+        until(lambda: live_and_registered() == alone, "both are alone", WAIT_S, live_and_registered)
+        assert (fleet.seen(1)["live_nodes"], fleet.seen(1)["registered_nodes"]) == (1, 2)
+    until(lambda: live_and_registered() == ["2.0"] * 4, "they meet", WAIT_S, live_and_registered)
 
 
 def test_a_killed_service_is_suspected_and_then_dead(fleet: Fleet) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ratekeeper.metrics.counters import FAMILIES
+from ratekeeper.regions.exchange import LIVE_S
 from tests.cli.stub_service import run
 from tests.redis_servers.single import Single
 from tests.redis_servers.waiting import until
@@ -37,6 +38,7 @@ class TwoRegions:
     """A service in eu and one in us."""
 
     def __init__(self, servers: dict[str, Single], folder: Path) -> None:
+        self.servers = servers
         self.secrets = secrets_of(folder)
         table = [
             part
@@ -125,6 +127,23 @@ def test_every_metric_of_a_region_has_a_value(regions: TwoRegions) -> None:
         return (names - found) | {each for each in values if each not in lines}
 
     until(lambda: not missing(), "every metric has a value", WAIT_S, missing)
+
+
+def test_the_lag_grows_while_the_other_region_cannot_be_reached(regions: TwoRegions) -> None:
+    """It passes the time after which a link is down. With the link, the lag ends."""
+
+    def lag() -> float:
+        text = regions.services["eu"].ask("GET", "/metrics").body.decode()
+        line = 'ratekeeper_region_lag_seconds{peer="us",region="eu"} '
+        return max(float(each.removeprefix(line)) for each in text.splitlines() if line in each)
+
+    regions.servers["us"].pause()
+    try:
+        assert regions.ask("eu", "POST", "/v1/check", {"user": "far"}).status == 200
+        until(lambda: lag() > LIVE_S + 2, "the lag grows", WAIT_S, lag)
+    finally:
+        regions.servers["us"].resume()
+    until(lambda: lag() == 0 and regions.all_up(), "all is reported", WAIT_S, lag)
 
 
 def test_the_region_at_a_glance(regions: TwoRegions) -> None:

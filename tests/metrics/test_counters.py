@@ -397,6 +397,7 @@ _OF_FLEET = {
     "fleet_lost_units": 3,
     "fleet_divergence_units": 2,
     "fleet_live_nodes": 3,
+    "fleet_registered_nodes": 3,
     "gossip_lag_seconds": 6.5,
 }
 

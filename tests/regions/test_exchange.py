@@ -18,7 +18,12 @@ import pytest
 
 from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
 from ratekeeper.core.errors import ChangeRefused, ConfigError, StoreError
-from ratekeeper.decide.regional import LAYOUT, MemoryRegional, RegionalCounts
+from ratekeeper.decide.regional import (
+    LAYOUT,
+    AcrossRegions,
+    MemoryRegional,
+    RegionalCounts,
+)
 from ratekeeper.regions.exchange import RegionSync
 from ratekeeper.regions.table import (
     REGION_NOTE,
@@ -105,6 +110,33 @@ def test_a_dead_link_delays_no_other() -> None:
             assert await until_found(is_known) <= 0.15
             await asyncio.sleep(0.6)
         assert await world.used("ap") == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("across", ["exact", "eventual"])
+def test_the_lag_is_the_age_of_a_total_that_a_cut_off_region_lacks(across: AcrossRegions) -> None:
+    """It grows through the partition and ends with the report. Before a check there is none."""
+
+    async def main() -> None:
+        world = World("eu", "us")
+        eu, _ = await world.started()
+
+        def lag() -> float:
+            assert eu.exchange.term is not None
+            (link,) = eu.exchange.term.status().links
+            return link.lag_s
+
+        world.cut("eu", "us")
+        await asyncio.sleep(30)
+        assert lag() == 0
+        for at in range(9):
+            assert world.gate("eu", across=across).check(f"user:{at}", 3)
+        for passed_s in (5, 60):
+            await asyncio.sleep(passed_s)
+            assert passed_s - 1 <= lag() <= 66
+        world.cuts.clear()
+        await until(lambda: lag() == 0, 15)
 
     run(main())
 

@@ -189,14 +189,17 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     second = sync.sending([], 6)["us"]
     assert not sync.sending([], 7)
     assert sync.in_flight("us") == 2
-    assert sync.waits_since_ns("us") == 5
+    assert sync.waits_since_ns("us", 7) == 5
     sync.failed("us", first)
     sync.answered("us", second, [YES, YES], 8)
     third = sync.sending([], 9)["us"]
     assert [each.key.subject for each in third.reports] == ["s4", "s5"]
     sync.answered("us", third, [YES, YES], 10)
     assert not sync.sending([], 11)
-    assert sync.waits_since_ns("us") is None
+    again = sync.sending(first.reports, 12)["us"]  # the store reports them again
+    assert sync.waits_since_ns("us", 12) == 5
+    sync.answered("us", again, [YES, YES], 13)
+    assert sync.waits_since_ns("us", 13) is None
     assert sync.counts("us").failed == 2
 
 

@@ -114,6 +114,8 @@ def _counts_text(found: dict[str, Any]) -> str:
         f"{counts.get('pending_units', 0):,} pending, {counts.get('returned_units', 0):,} given "
         f"back, {counts.get('charged_units', 0):,} charged late"
     )
+    if (registered := counts.get("registered_nodes", 0)) > counts.get("live_nodes", 1):
+        text += f"; {registered:,} nodes have registered in the store"
     if counts.get("reports_failed"):
         text += f"; {counts['reports_failed']:,} reports failed"
     if counts.get("allowances_refused"):

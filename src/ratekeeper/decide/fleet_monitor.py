@@ -118,6 +118,13 @@ class FleetMonitor(Protocol):
         """Return how many nodes share the limits, this one included."""
         ...
 
+    def registered_nodes(self) -> int:
+        """Return how many nodes have registered at the authority; 0 until they are counted.
+
+        If they stay more than the live nodes, gossip between the nodes is lost.
+        """
+        ...
+
     def use_rules(self, version: str) -> None:
         """Take note of the version of the rules in force, which other nodes see."""
         ...

@@ -55,10 +55,12 @@ from ratekeeper.fleet.gossip import (
 )
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.settings import (
+    FLEET_NAME,
     SOCKET_NAME_BYTES,
     Fleet,
     check_socket_path,
     joined_address,
+    topic_of,
 )
 from ratekeeper.fleet.transport import GossipTransport
 
@@ -136,7 +138,8 @@ class NodeAgent:
         self._registry = registry
         self._counting: NodeRegister | None = None
         if registry is not None:
-            self._counting = NodeRegister(registry, round(node.fleet.dead_seconds * NS_PER_SECOND))
+            lasts_ns = round(node.fleet.dead_seconds * NS_PER_SECOND)
+            self._counting = NodeRegister(registry, lasts_ns, node.fleet.name)
         self._open_gossip = open_gossip
         self._table = table_path(node.fleet.store)
         self._gossip: GossipTransport | None = None
@@ -385,6 +388,10 @@ class NodeAgent:
         """Return how many nodes are alive, this one included; the configured number if unknown."""
         return self._live or self._registered or self._node.fleet.nodes
 
+    def registered_nodes(self) -> int:
+        """Return how many nodes have registered at the authority; 0 until they are counted."""
+        return self._registered
+
     def heard_nodes(self) -> int:
         """Return how many nodes are alive by gossip, this one included; 0 if not known yet."""
         return self._live
@@ -588,8 +595,10 @@ class NodeRegister:
     error.
     """
 
-    def __init__(self, registry: Channel, lasts_ns: int) -> None:
+    def __init__(self, registry: Channel, lasts_ns: int, fleet: str = FLEET_NAME) -> None:
+        """`fleet` is the name of the fleet: nodes of another one are not counted."""
         self._registry = registry
+        self._topic = topic_of(TOPIC, fleet)
         self._lasts_ns = lasts_ns
         self._lasts_s = lasts_ns / NS_PER_SECOND
         self.forked()
@@ -610,7 +619,7 @@ class NodeRegister:
         if now_s >= self._due_s:
             self._due_s = now_s + min(self._lasts_s / 3, 1)
             try:
-                found = self._registry.count_names(TOPIC, self._name, self._lasts_ns)
+                found = self._registry.count_names(self._topic, self._name, self._lasts_ns)
             except StoreError:
                 self._kept_until_s = now_s + self._lasts_s
                 raise
@@ -626,7 +635,7 @@ class NodeRegister:
     def leave(self) -> None:
         """End the registration. Blocks. Raises StoreError."""
         if self._found:
-            self._registry.count_names(TOPIC, self._name, 0)
+            self._registry.count_names(self._topic, self._name, 0)
             self._found = self._count = 0
 
 

@@ -183,6 +183,11 @@ def joined_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def topic_of(topic: str, fleet: str) -> str:
+    """Return the topic in which the nodes of one fleet register: two fleets may share a Redis."""
+    return topic if fleet == FLEET_NAME else f"{topic}.{fleet}"
+
+
 def check_socket_path(table: Path, setting: str) -> None:
     """Raise ConfigError if the sockets beside a node's table would have too long a path."""
     longest = f"{table}.gossip.{'0' * SOCKET_NAME_BYTES}"

@@ -47,7 +47,7 @@ from ratekeeper.fleet.gossip import (
     Outgoing,
     ReceivedPayload,
 )
-from ratekeeper.fleet.settings import FLEET_NAME, joined_address, split_address
+from ratekeeper.fleet.settings import FLEET_NAME, joined_address, split_address, topic_of
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class GossipTransport:
         self._drops: Counter[str] = Counter()
         self._error_log_ns = 0
         self._registry = registry
-        self._topic = TOPIC if fleet == FLEET_NAME else f"{TOPIC}.{fleet}"
+        self._topic = topic_of(TOPIC, fleet)
         self._discovery_error = ""
         self._peers = [split_address("peers", peer) for peer in peers]
         self._socket = _bound(bind, keyed=self._keys is not None)

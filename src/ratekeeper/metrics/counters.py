@@ -151,6 +151,7 @@ FAMILIES: Final = (
     ),
     MetricFamily("fleet_flush_seconds", "histogram", "How long a batch of reports took."),
     MetricFamily("fleet_live_nodes", "gauge", "Nodes that share the limits.", (), "max"),
+    MetricFamily("fleet_registered_nodes", "gauge", "Nodes that the authority knows.", (), "max"),
     MetricFamily("fleet_nodes", "gauge", "Nodes that this node knows.", ("state",), "max"),
     MetricFamily("gossip_messages", "counter", "Datagrams of gossip.", ("direction",)),
     MetricFamily("gossip_bytes", "counter", "Bytes of gossip.", ("direction",)),
@@ -466,6 +467,7 @@ class FleetMetrics:
         _put_table(found, self._fleet.table())
         _put_reports(found, self._fleet.reports())
         _put_nodes(found, self._fleet.nodes(), self._fleet.live_nodes())
+        found.put("fleet_registered_nodes", self._fleet.registered_nodes())
         gossip = self._fleet.gossip()
         if gossip is not None:
             _put_gossip(found, gossip)

@@ -355,13 +355,14 @@ class Term:
     def _link_status(self, link: Link) -> LinkStatus:
         now_s = self._loop.time()
         offset_ns = self.clock_offset_ns(link)
-        since_ns = self._sync.waits_since_ns(link.peer)
+        now_ns = self._now_ns()
+        since_ns = self._sync.waits_since_ns(link.peer, now_ns)
         is_removed = link.peer not in self.membership.table.regions
         return LinkStatus(
             link.peer,
             "removed" if is_removed else link.state(now_s),
             link.problem[:PROBLEM_CHARS_MAX],
-            0.0 if since_ns is None else max(self._now_ns() - since_ns, 0) / NS_PER_SECOND,
+            0.0 if since_ns is None else max(now_ns - since_ns, 0) / NS_PER_SECOND,
             None if link.heard_s is None else now_s - link.heard_s,
             None if offset_ns is None else offset_ns / NS_PER_SECOND,
         )

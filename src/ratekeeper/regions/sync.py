@@ -31,7 +31,14 @@ from typing import Final, NamedTuple
 from ratekeeper.core.histogram import Histogram
 from ratekeeper.core.model import MICROS_PER_UNIT
 from ratekeeper.decide.region_monitor import PeerCounts
-from ratekeeper.decide.regional import Accepted, AcrossRegions, Learnt, Report, SubjectKey
+from ratekeeper.decide.regional import (
+    MISSED_NS,
+    Accepted,
+    AcrossRegions,
+    Learnt,
+    Report,
+    SubjectKey,
+)
 
 # Reports in one call of another region's store, and such calls at a time.
 BATCH_MAX: Final = 500
@@ -40,6 +47,9 @@ BATCHES_MAX: Final = 8
 WAITING_MAX: Final = 20_000
 # Subjects whose last total some other region has not accepted.
 SUBJECTS_MAX: Final = 50_000
+# The store reports a total that a region has missed every MISSED_NS. A total that it has not
+# reported for this time no longer counts.
+GONE_NS: Final = 2 * MISSED_NS
 
 
 class Batch(NamedTuple):
@@ -79,13 +89,15 @@ class _Reported:
 
 
 class _Queue:
-    """The reports that wait for one region, and the batches in flight to it."""
+    """The reports that wait for one region, the batches in flight to it, and what it has missed."""
 
-    __slots__ = ("in_flight", "waiting")
+    __slots__ = ("in_flight", "missed", "waiting")
 
     def __init__(self) -> None:
         self.waiting: dict[SubjectKey, tuple[int, Report]] = {}
         self.in_flight: list[Batch] = []
+        self.missed: dict[SubjectKey, tuple[int, int]] = {}
+        """Subjects with a total that could not be sent: since when, and when it was last due."""
 
     def add(self, report: Report, now_ns: int) -> None:
         """Keep the newest report of a subject, in the place of the one that waits."""
@@ -105,16 +117,41 @@ class _Queue:
         self.in_flight.append(batch)
         return batch
 
-    def finish(self, batch: Batch) -> None:
+    def miss(self, key: SubjectKey, since_ns: int, due_ns: int) -> None:
+        """Note that the region lacks a total that was due."""
+        found = self.missed.get(key)
+        if found is not None:
+            self.missed[key] = found[0], due_ns
+        elif len(self.missed) < WAITING_MAX:
+            self.missed[key] = since_ns, due_ns
+
+    def stop(self) -> None:
+        """Send nothing more: the region cannot be reached."""
+        for key, (at_ns, _) in self.waiting.items():
+            self.miss(key, at_ns, at_ns)
+        self.waiting.clear()
+
+    def finish(self, batch: Batch, *, answered: bool) -> None:
         """Note that a batch is no longer in flight."""
         self.in_flight = [each for each in self.in_flight if each is not batch]
+        for report in batch.reports:
+            if answered:
+                self.missed.pop(report.key, None)
+            else:
+                self.miss(report.key, batch.since_ns, batch.since_ns)
 
-    def since_ns(self) -> int | None:
-        """Return since when the oldest report waits or is in flight; None if there is none."""
+    def since_ns(self, now_ns: int) -> int | None:
+        """Return since when the region lacks the oldest total; None if it has all."""
         times = [batch.since_ns for batch in self.in_flight]
         for at_ns, _ in self.waiting.values():  # they are in order
             times.append(at_ns)
             break
+        while self.missed:  # they are nearly in order
+            key, (since_ns, due_ns) = next(iter(self.missed.items()))
+            if now_ns - due_ns <= GONE_NS:
+                times.append(since_ns)
+                break
+            del self.missed[key]
         return min(times, default=None)
 
 
@@ -171,14 +208,14 @@ class Sync:
         self._usable = self._live if usable is None else others & frozenset(usable)
         self.holds_exact = not is_whole or self._usable != others
         for region in self._queues.keys() - self._usable:
-            self._queues[region].waiting.clear()
+            self._queues[region].stop()
 
     def sending(self, reports: Iterable[Report], now_ns: int) -> dict[str, Batch]:
         """Return a batch for each region that can take one now, also without new reports.
 
         The caller must pass each batch to `answered` or `failed`.
         """
-        usable = sorted(self._usable)  # a simulation must be repeatable
+        others = sorted(self._others)  # a simulation must be repeatable
         for report in reports:
             subject = self._noted(report)
             # A total of an exact limit is of use only if all regions accept it. If one cannot be
@@ -187,10 +224,15 @@ class Sync:
             # others also holds its totals back while two others do not reach each other: these two
             # cannot report theirs, so it would take the whole rate, and leave nothing for them.
             is_held = report.across == "exact" and self.holds_exact
-            for region in () if is_held else usable:
-                if not _is_known(subject, region, report):
+            for region in others:
+                if _is_known(subject, region, report):
+                    continue
+                if is_held or region not in self._usable:
+                    self._queue(region).miss(report.key, now_ns, now_ns)
+                else:
                     self._queue(region).add(report, now_ns)
             self._settle(report.key, subject)
+        usable = (region for region in others if region in self._usable)
         taken = {region: self._queue(region).take(self.epoch) for region in usable}
         return {region: batch for region, batch in taken.items() if batch is not None}
 
@@ -198,7 +240,7 @@ class Sync:
         self, region: str, batch: Batch, answers: Sequence[Learnt], now_ns: int
     ) -> list[Excess]:
         """Note the answers to a batch, in order; return the subjects above their limit."""
-        self._queue(region).finish(batch)
+        self._queue(region).finish(batch, answered=True)
         counted = self._counted.setdefault(region, _Exchanged())
         counted.seconds.note(max(now_ns - batch.since_ns, 0), len(batch.reports))
         excesses = []
@@ -225,7 +267,7 @@ class Sync:
 
     def failed(self, region: str, batch: Batch) -> None:
         """Note that a batch got no answer. The other region may or may not have counted it."""
-        self._queue(region).finish(batch)
+        self._queue(region).finish(batch, answered=False)
         self._counted.setdefault(region, _Exchanged()).failed += len(batch.reports)
 
     def accepted(self) -> list[Accepted]:
@@ -235,10 +277,13 @@ class Sync:
 
     # ── For operators ──────────────────────────────────────────────────────────────────────────
 
-    def waits_since_ns(self, region: str) -> int | None:
-        """Return since when the oldest report for a region waits; None if there is none."""
+    def waits_since_ns(self, region: str, now_ns: int) -> int | None:
+        """Return since when a region lacks the oldest total; None if it has all.
+
+        Also while no report is sent, because the region cannot be reached.
+        """
         queue = self._queues.get(region)
-        return None if queue is None else queue.since_ns()
+        return None if queue is None else queue.since_ns(now_ns)
 
     def in_flight(self, region: str) -> int:
         """Return the number of batches in flight to a region."""

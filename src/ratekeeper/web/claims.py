@@ -12,7 +12,7 @@ request waits: a thread does, every few minutes, and when a token names a key th
 That token counts as absent. If the keys cannot be fetched, the last ones stay in use, and a warning
 is logged.
 
-PyJWT verifies (`pip install 'ratekeeper[jwt]'`). The allowed algorithms are configured and never
+PyJWT verifies (the extra `jwt`). The allowed algorithms are configured and never
 read from the token. `none` is not allowed, and a public key cannot be used as a shared secret.
 """
 

@@ -65,6 +65,7 @@ async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
         "node_id": "node-1",
         "gossip": True,
         "live_nodes": 3,
+        "registered_nodes": 3,
         "allowances": 40,
         "allowances_max": 100_000,
         "allowances_refused": 2,

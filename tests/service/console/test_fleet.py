@@ -144,6 +144,12 @@ def test_versions_that_differ_are_a_warning() -> None:
     ]
 
 
+def test_registered_nodes_that_do_not_gossip_are_a_warning() -> None:
+    """Every node may believe that it is alone."""
+    assert warnings_of([], [], 2) == ["2 more nodes have registered in the store than gossip here."]
+    assert not warnings_of([], [], -1)  # they are not counted yet
+
+
 def test_a_region_without_a_leader_is_a_warning() -> None:
     """Its totals are not exchanged."""
     region = {"region": "eu", "problem": "", "leader": None, "links": []}

@@ -35,6 +35,7 @@ _VALUES: Final = (
     *("breaker_state", "clock_offset_seconds", "store_keys_evicted", "store_kept_since_seconds"),
     *("store_states", "store_states_max", "store_log_bytes", "store_log_bytes_max"),
     *("fleet_pending_units", "fleet_reports", "fleet_allowances_refused"),
+    *("fleet_live_nodes", "fleet_registered_nodes"),
     *("gossip_lag_seconds", "gossip_drops"),
     *("region_link_state", "region_lag_seconds"),
     *("region_clock_offset_seconds", "region_excess_units"),
@@ -267,6 +268,11 @@ def _pending_charges(window: Window, _: Thresholds) -> Found:
     return _if(least, least > 0 and not answered)
 
 
+def _partitioned(window: Window, _: Thresholds) -> Found:
+    live, registered = window.gauge("fleet_live_nodes"), window.gauge("fleet_registered_nodes")
+    return _above({"": registered - live}, 0) if live is not None and registered else {}
+
+
 def _gossip_lag(window: Window, limits: Thresholds) -> Found:
     return _above(window.latest("gossip_lag_seconds"), limits["gossip_lag"])
 
@@ -325,6 +331,7 @@ CONDITIONS: Final = (
     Condition("RatekeeperKeysLost", ("server",), _keys_lost),
     Condition("RatekeeperKeysEvicted", ("server",), _keys_evicted),
     Condition("RatekeeperPendingChargesStuck", (), _pending_charges),
+    Condition("RatekeeperFleetPartitioned", (), _partitioned),
     Condition("RatekeeperGossipLagging", (), _gossip_lag),
     Condition("RatekeeperGossipForged", (), _gossip_forged),
     Condition("RatekeeperAllowancesRefused", (), _allowances_refused),
@@ -343,10 +350,6 @@ NOT_EVALUATED: Final[Mapping[str, str]] = {
     "RatekeeperHitRateLow": (
         "it needs the counts of 25 minutes, and a node keeps 15; `GET /v1/admin/fleet` has the "
         "share of each rule since the service started"
-    ),
-    "RatekeeperFleetPartitioned": (
-        "it compares what several nodes know; `GET /v1/admin/fleet` of each node lists the nodes "
-        "that it knows"
     ),
     "RatekeeperRegionWithoutLeader": (
         "the leader may be a process of another node; `GET /v1/admin/regions` names the leader of "

@@ -57,7 +57,7 @@ class AlertOut(ApiOutput):
 class NotEvaluatedOut(ApiOutput):
     """An alert that one node cannot evaluate."""
 
-    alert: str = Field(examples=["RatekeeperFleetPartitioned"])
+    alert: str = Field(examples=["RatekeeperRuleGoneWild"])
     why: str
 
 

@@ -100,6 +100,10 @@ class FleetOut(ApiOutput):
     node_id: str
     gossip: bool = Field(description="False without gossip; then only this node is listed.")
     live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
+    registered_nodes: int = Field(
+        description="Nodes that have registered in the store; 0 until they are counted. If they "
+        "stay more than the live nodes, gossip is lost."
+    )
     nodes: list[FleetNodeOut]
     rules: list[FleetRuleOut] = Field(description="Rules that are `leased` or `eventual`.")
     allowances: int = Field(description="Allowances in the table of this node.")
@@ -132,6 +136,7 @@ async def get_fleet(control: Control) -> FleetOut:
         node_id=context.node_id,
         gossip=bool(nodes[0].address),
         live_nodes=1 if fleet is None else fleet.live_nodes(),
+        registered_nodes=0 if fleet is None else fleet.registered_nodes(),
         nodes=[_node_out(each) for each in nodes],
         rules=_rules(counted.values.get("fleet_checks", {})),
         allowances=_count(counted, "fleet_allowances"),

@@ -41,7 +41,9 @@ async def show(page: Page) -> Response:
         envoys_max=ENVOYS_MAX,
         regions=regions,
         region_problem=problem,
-        warnings=warnings_of(nodes, regions["regions"]),
+        warnings=warnings_of(
+            nodes, regions["regions"], fleet["registered_nodes"] - fleet["live_nodes"]
+        ),
     )
 
 
@@ -72,10 +74,15 @@ def in_order(nodes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def warnings_of(
-    nodes: Sequence[Mapping[str, Any]], regions: Sequence[Mapping[str, Any]]
+    nodes: Sequence[Mapping[str, Any]], regions: Sequence[Mapping[str, Any]], unheard: int = 0
 ) -> list[str]:
-    """Return the problems that an operator should look at first, as sentences."""
+    """Return the problems that an operator should look at first, as sentences.
+
+    `unheard` is how many more nodes have registered in the store than this node hears.
+    """
     found = []
+    if unheard > 0:
+        found.append(f"{unheard} more nodes have registered in the store than gossip here.")
     for state in ("suspected", "dead"):
         names = [each["node"] for each in nodes if each["state"] == state]
         if names:
