@@ -17,7 +17,7 @@ from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.store import Gate, Store
 from ratekeeper.decide.stores import open_store
 from tests.conformance.stores import PATIENCE
-from tests.integration.redis_wires import key_of
+from tests.integration.redis_wires import key_of, logs_key_of
 from tests.parity.server_times import timed
 from tests.redis_servers import Single, until
 
@@ -80,7 +80,7 @@ def lives_ms(server: Single, gate: Gate, cost: int) -> tuple[float, float]:
 
 def expiry_ms(server: Single, subject: str) -> int:
     """Return when the subject's key expires, or 0 if it is gone."""
-    names = (key_of(subject), f"rk:{{{subject}}}")  # of a log, the second
+    names = (key_of(subject), logs_key_of(subject))
     expiries = [at_ms for key, at_ms in expiries_ms(server).items() if key in names]
     return expiries[0] if expiries else 0
 
@@ -189,7 +189,7 @@ def test_a_key_has_an_expiry_at_all_times(
             # Only a refund or a reset deletes a key; its next expiry may then be earlier.
             if verb not in ("refund", "reset"):
                 assert at_ms >= before.get(key, 0), (verb, gate.limits)
-            if key in (key_of(subject), f"rk:{{{subject}}}"):
+            if key in (key_of(subject), logs_key_of(subject)):
                 assert at_ms * NS_PER_MS >= needed_ns, (verb, gate.limits)
         before = expiries
 
@@ -202,7 +202,7 @@ def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
     }
     times = {algorithm: timed(gate) for algorithm, gate in gates.items()}
     names = {key_of(algorithm): algorithm for algorithm in gates}
-    names["rk:{sliding_window_log}"] = "sliding_window_log"
+    names[logs_key_of("sliding_window_log")] = "sliding_window_log"
     ends_ms = server_ms(server) + 2_500
 
     def spent_for_long() -> bool:
