@@ -47,9 +47,11 @@ UNKNOWN_TIME: Final = b""
 _SERVER_NOW: Final = (SERVER_TIME, 0)
 _PEEK: Final = b"look"
 _SPEND: Final = b""
-# In Lua: no text of a script contains such an operator between spaces. Two of them are left alone:
-# a number before `..` would end in a point, and `- -` would begin a comment.
-_SPACED: Final = re.compile(rb" ?([=+*/<>~,%]+) ?|(?<![0-9]) (\.\.) | (-) (?!-)")
+# In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
+# Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
+_SPACED: Final = re.compile(
+    rb" ?([=+*/<>~,%]+) ?|(?<![0-9]) (\.\.) | (-) (?!-)|(?<=[\])}]) (?=[a-z])| (?=[\[({#])"
+)
 # A line of a script that names numbers, all of them in capitals.
 _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 # The payloads of a check are prepared for costs below this.

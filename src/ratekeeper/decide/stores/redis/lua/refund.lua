@@ -166,7 +166,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     local i = (g - GATE_FIRST) / GATE_STEP * 4
     local units = exact and exact[i + 1] or tonumber(ARGV[2])
     local charged = exact and exact[i + 2] or tonumber(ARGV[4])
-    local p = place(held, gate[g + ID])
+    local p = place(gate[g + ID])
     if p and units > 0 then
         local wide = gate[g + ID] % 2 == 1
         local b = wide and held[p + 3]
@@ -194,7 +194,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
     if exact and exact[i + 3] > 0 and now < exact[i + 4] then
         local id = -gate[g + ID]
-        local q = place(held, id)
+        local q = place(id)
         local drawn, ends = exact[i + 3], exact[i + 4]
         if q then
             drawn, ends = drawn + held[q + 2], max(ends, held[q + 3])
@@ -206,7 +206,8 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
 end
 if changed then
-    keep(without(held, dropped), need_us > 0 and need_us)
+    need_us = need_us > 0 and need_us
+    keep(without(held, dropped), need_us, need_us)
     for _, move in ipairs(moves) do
         move()
     end

@@ -50,10 +50,10 @@ local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 3
 local MICROS_PER_UNIT = 1000000
 local TIME_BYTES, PIECE_BYTES = 7, 64
 
-local in_bucket, log_key, log_field = #gate % GATE_STEP == 2, key, field
+local in_bucket, apart, log_key, log_field = #gate % GATE_STEP == 2, false, key, field
 if in_bucket then
     if gate[#gate] ~= 0 then
-        log_key, log_field = KEYS[2], gate[#gate]
+        apart, log_key, log_field = true, KEYS[2], gate[#gate]
     end
     gate[#gate] = nil
 end
@@ -73,7 +73,7 @@ end
 -- Return the functions for a log's chunks. Made only for a log: a script makes its functions each
 -- time it runs, and each costs 0.1 to 0.4 us, which is a good part of a call.
 local log_of
-for g = GATE_FIRST, in_bucket and log_key == key and 0 or #gate, GATE_STEP do
+for g = GATE_FIRST, in_bucket and not apart and 0 or #gate, GATE_STEP do
     log_of = log_of or gate[g] == LOG
 end
 log_of = log_of and function(g)
@@ -167,8 +167,8 @@ else
 end
 
 local raw, pieces, held, ends_s = nil, 1, nil, 0
-local logs, log_pieces, from, name = nil, 1, log_key, log_field
-repeat -- twice if the logs have a hash of their own: theirs is read first
+local logs, log_pieces, logs_end, from, name = nil, 1, 0, log_key, log_field
+repeat -- twice if the logs are in another hash: theirs is read first
     logs, log_pieces, raw, pieces = raw, pieces, call('HGET', from, name), 1
     while raw and #raw == pieces * PIECE_BYTES do
         local more = call('HGET', from, '\2' .. pieces .. ':' .. name)
@@ -187,14 +187,11 @@ if raw and in_bucket then
 elseif raw then
     held = cmsgpack.unpack(raw)
 end
-if log_key ~= key then
-    -- One array, which lives as long as the hash that ends first. An absent hash ends now.
+if apart and (raw or logs) then -- one array of both; an absent one ends now
     raw, logs = raw or logs, logs and cmsgpack.unpack(logs) or {now, 0}
-    held = held or {now, 0}
-    local later = held[1] - logs[1]
-    held[2] = floor(min(held[2], logs[2] - later / 1000))
+    held, logs_end = held or {now, 0}, logs[1] / 1000 + logs[2]
     for p = HELD_FIRST, #logs do -- four numbers for each: id, lag, a, b
-        held[#held + 1] = logs[p] + (p % 4 == 0 and later or 0)
+        held[#held + 1] = logs[p] + (p % 4 == 0 and held[1] - logs[1] or 0)
     end
 end
 -- Time never rewinds for a state. Lags count from the time of the last write of any state.
@@ -210,7 +207,7 @@ end
 held = held or {now, 0}
 
 -- Return the place of a limit's state in `held`, or nil.
-local function place(held, id)
+local function place(id)
     local p = 3
     while held[p] and held[p] ~= id do
         p = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
@@ -233,66 +230,66 @@ local function without(held, dropped, logs)
     return kept
 end
 
--- Write the states, and make their hash live for `need_us` from now, if that is given. The expiry is
--- set an eighth later than necessary, and at least a second from now, so that a busy key sets it
--- occasionally, not each time. It is never shortened: there are other states in the same hash.
+-- Write the states, and make their hash live for `need_us` from now, if that is given; if the logs are
+-- in another hash, make that live for `logs_us`. The expiry is set an eighth later than necessary, and at
+-- least a second from now, so that a busy key sets it occasionally, not each time. It is never shortened:
+-- there are other states in the same hash.
 --
 -- A bucket outlives most of its states. So one charge in 128 sweeps: it deletes the states of the
 -- bucket that have ended, or those among 32 random ones. So do a reset, a refund, and one new state in
 -- eight: if a fourth of the states of a bucket have ended, that deletes as many as are added.
 -- Tests with their own clock do not sweep. Return the server's error if the user may not run the
 -- command of the sweep.
-local function keep(states, need_us)
-    local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
-    local need_ms = need_us and math.ceil(need_us / 1000) + 1 or 0
-    local extend = need_us and need_ms > states[2] + ahead_ms
-    if extend then
-        -- A test's clock may stand still while the server's runs, so then it is an hour.
-        need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
-        if in_bucket then -- to a whole second
-            local now_ms = floor(now / 1000)
-            local ends = math.ceil((now_ms + need_ms) / 1000)
-            need_ms, ends_s = ends * 1000 - now_ms, min(ends, 4294967295)
-        end
-        states[2] = floor(need_ms - ahead_ms)
-    end
-
-    local rest
-    if log_key ~= key then
+local function keep(states, need_us, logs_us)
+    local to, name, had, packs, rest = key, field, pieces, in_bucket
+    if apart then
         states, rest = without(states, {}, false), without(states, {}, true)
-    end
-    local packed, to, name, had = '', key, field, pieces
-    if states[3] and in_bucket then
-        packed = struct.pack('>I7I4', states[1], ends_s) .. cmsgpack.pack(unpack(states, 3))
-    elseif states[3] then
-        packed = cmsgpack.pack(states)
+        rest[2] = floor(logs_end - rest[1] / 1000)
     end
     repeat
-        if #packed > PIECE_BYTES then
-            local arguments = {}
-            for number = 0, math.ceil(#packed / PIECE_BYTES) - 1 do
-                arguments[#arguments + 1] = number == 0 and name or '\2' .. number .. ':' .. name
-                arguments[#arguments + 1] =
+        local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
+        local need_ms = need_us and math.ceil(need_us / 1000) + 1 or 0
+        local extend = need_us and need_ms > states[2] + ahead_ms
+        if extend then
+            -- A test's clock may stand still while the server's runs, so then it is an hour.
+            need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
+            if packs then -- to a whole second
+                local now_ms = floor(now / 1000)
+                local ends = math.ceil((now_ms + need_ms) / 1000)
+                need_ms, ends_s = ends * 1000 - now_ms, min(ends, 4294967295)
+            end
+            states[2] = floor(need_ms - ahead_ms)
+        end
+
+        local packed = ''
+        if states[3] and packs then
+            packed = struct.pack('>I7I4', states[1], ends_s) .. cmsgpack.pack(unpack(states, 3))
+        elseif states[3] then
+            packed = cmsgpack.pack(states)
+        end
+        local has = math.ceil(#packed / PIECE_BYTES)
+        if has > 1 then
+            local fields = {name, string.sub(packed, 1, PIECE_BYTES)}
+            for number = 1, has - 1 do
+                fields[2 * number + 1] = '\2' .. number .. ':' .. name
+                fields[2 * number + 2] =
                     string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
             end
-            call('HSET', to, unpack(arguments))
+            call('HSET', to, unpack(fields))
         elseif packed ~= '' then
             call('HSET', to, name, packed)
         else
             call('HDEL', to, name)
         end
-        for number = max(math.ceil(#packed / PIECE_BYTES), 1), had - 1 do
+        for number = max(has, 1), had - 1 do
             call('HDEL', to, '\2' .. number .. ':' .. name)
         end
         if extend and call('PTTL', to) < need_ms then
             call('PEXPIRE', to, need_ms)
         end
-        local written = not rest
-        if rest then
-            packed = rest[3] and cmsgpack.pack(rest) or ''
-            rest, to, name, had = nil, log_key, log_field, log_pieces
-        end
-    until written
+        states, to, name, had, packs = rest, log_key, log_field, log_pieces, false
+        need_us, rest = logs_us, nil
+    until not states
 
     local due = in_bucket and (not need_us or now % (raw and 128 or 8) == 0)
     if due and not given then
