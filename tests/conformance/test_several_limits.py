@@ -211,3 +211,43 @@ def test_retry_after_covers_the_end_of_a_grant(store: Store, clock: SteppedClock
     assert not limiter.check("k", 5)
     clock.advance_ns(1)
     assert limiter.check("k", 5)
+
+
+@every_algorithm
+@every_other_algorithm
+def test_a_limit_keeps_its_count_whatever_the_other_limits_are(
+    algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: SteppedClock
+) -> None:
+    """A limit that is added, removed or moved to another place changes no count of the others.
+
+    Nor does it matter which of them a verb is called for: units that are charged, refunded, granted
+    or reset with both limits are so for each of them alone, which is how settling charges them.
+    """
+    one = Limit(10, per=1_000, algorithm=algorithm, name="one")
+    two = Limit(20, per=3_000, algorithm=other, name="two")
+
+    def limiter(*limits: Limit) -> Limiter:
+        return Limiter(limits, store=store, clock=clock)
+
+    def left() -> list[int]:
+        """Return the units that remain: of `one`, of `two`, and of both, in both orders."""
+        combinations = ((one,), (two,), (one, two), (two, one))
+        return [limiter(*each).peek("k").remaining for each in combinations]
+
+    assert limiter(one).check("k", 3)
+    both = limiter(one, two)
+    assert both.check("k")
+    assert left() == [6, 19, 6, 6]
+    assert both.settle("k", 1, 3) == 0
+    assert left() == [4, 17, 4, 4]
+    assert limiter(two).check("k", 2)
+    assert left() == [4, 15, 4, 4]
+    assert both.settle("k", 1, 8) == 3  # as far as each of them has room
+    assert left() == [0, 8, 0, 0]
+    assert not limiter(two, one).check("k")
+    both.refund("k", 2)
+    assert left() == [2, 10, 2, 2]
+    both.grant("k", 5)
+    assert left() == [7, 15, 7, 7]
+    limiter(two, one).reset("k")
+    assert left() == [10, 20, 10, 10]

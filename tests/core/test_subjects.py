@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError, InvalidKey
@@ -209,3 +210,33 @@ def test_values_that_are_too_long_together_count_as_their_digests(tenant: str, u
         Request(tenant=user, user=tenant),
     ]
     assert subject not in {subject_of_request(other, by) for other in others}
+
+
+def forgeries(victim: Request, by: list[str]) -> list[str]:
+    """Return values that an attacker may try: pieces of the subject, and digests of its parts."""
+    subject = subject_of_request(victim, by)
+    parts = [f"{name}:{getattr(victim, name)}" for name in by]
+    texts = [*parts, *(part.partition(":")[2] for part in parts), *subject.split(SEPARATOR)]
+    digests = [blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
+    pieces = [part[start:] for part in subject.split(SEPARATOR) for start in range(len(part))]
+    return [*texts, *pieces, *(mark + digest for mark in ("", "#", ":#") for digest in digests)]
+
+
+_VALUE = st.text("ab:#0", max_size=60) | st.integers(40, 480).map(lambda length: "x" * length)
+
+
+@given(_VALUE, _VALUE, st.data())
+@example("t" * 480, "u" * 60, None)
+def test_no_value_counts_as_the_digest_of_another(
+    tenant: str, user: str, data: st.DataObject | None
+) -> None:
+    """A client that knows the subject of another one, and the digest in it, has its own count."""
+    by = ["tenant", "user"]
+    victim = Request(tenant=tenant, user=user)
+    subject = subject_of_request(victim, by)
+    assert len(subject) <= KEY_LENGTH_MAX
+    assert all(part.isprintable() for part in subject.split(SEPARATOR))
+    tried = forgeries(victim, by)
+    for value in tried if data is None else [data.draw(st.sampled_from(tried))]:
+        for forged in (Request(tenant=tenant, user=value), Request(tenant=value, user=user)):
+            assert (subject_of_request(forged, by) == subject) is (forged == victim)

@@ -19,9 +19,8 @@ LOST_MAX = 20
 
 
 def place_of(key: Key) -> int:
-    """Return the slot of a key's states: a log is in the user's own hash, others in a bucket."""
-    subject = f"user:{key.user}"
-    return slot_of((subject if key.case != LONG else key_of(subject)).encode())
+    """Return the slot of a key's states: that of the user's bucket."""
+    return slot_of(key_of(f"user:{key.user}").encode())
 
 
 def degraded_share(record: Record, keys: Collection[Key], from_ns: int, to_ns: int) -> float:

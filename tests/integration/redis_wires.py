@@ -58,6 +58,11 @@ def key_of(subject: str, prefix: str = "rk") -> str:
     return RuleScripts((COUNTED,), "", config, SystemClock()).key(subject).decode()
 
 
+def logs_key_of(subject: str) -> str:
+    """Return the key of a subject's logs."""
+    return f"{key_of(subject)}log:{subject}"
+
+
 class Client:
     """A limiter on a Redis, called from one thread or many; shared by both drivers."""
 

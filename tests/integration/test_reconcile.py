@@ -30,9 +30,8 @@ from ratekeeper.decide.stores.redis.audit import (
 )
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.topology import Topology
-from ratekeeper.rules.document.reading import from_data
 from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
-from tests.integration.redis_wires import key_of
+from tests.integration.redis_wires import key_of, logs_key_of
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 
@@ -85,7 +84,7 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
     logs = [Limit(4_000, per=per, algorithm="sliding_window_log") for per in (50, 60, 70)]
     with Limiter(logs, store=patient(single.uri), name="logs") as limiter:
         limiter.check("user:2", cost=4_000)
-        assert single.admin.hlen("rk:{user:2}") > 128
+        assert single.admin.hlen(logs_key_of("user:2")) > 128
         counted = limiter.stats()
     report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
@@ -205,18 +204,17 @@ def test_unknown_expiry_needs_the_rules(single: Single) -> None:
 
 
 def test_log_without_its_times(single: Single) -> None:
-    """Only the rules show that a state is a log; healthy logs have no finding."""
-    limit = {"limit": 5, "per": "1h", "algorithm": "sliding_window_log"}
-    rules = {"version": 1, "rules": [{"id": "orders", "by": ["user"], "limits": [limit]}]}
+    """It cannot be decided on; healthy logs have no finding."""
     logs = [Limit(5, per=3_600, algorithm="sliding_window_log")]
     with Limiter(logs, store=patient(single.uri), name="orders") as limiter:
         for number in range(3):
             limiter.check(f"user:{number}")
-    assert wrong(reconciled(single.uri, document=from_data(rules))) == {}
-    chunk = next(each for each in single.admin.hkeys("rk:{user:1}") if each.startswith("\x01"))
-    single.admin.hdel("rk:{user:1}", chunk)
-    (finding,) = found(reconciled(single.uri, document=from_data(rules)), "unreadable")
-    assert finding.where[0].startswith("rk:{user:1} on ")
+    assert wrong(reconciled(single.uri)) == {}
+    key = logs_key_of("user:1")
+    chunk = next(each for each in single.admin.hkeys(key) if each.startswith("\x01"))
+    single.admin.hdel(key, chunk)
+    (finding,) = found(reconciled(single.uri), "unreadable")
+    assert finding.where[0].startswith(f"{key} on ")
     assert "times is missing" in finding.where[0]
 
 

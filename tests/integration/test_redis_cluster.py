@@ -134,13 +134,19 @@ def test_calls_follow_a_slot_while_it_moves(cluster: Cluster, key: str, wire: st
         assert api.check(waiting).remaining == COUNTED.limit - 3
 
 
-def test_slots_that_move_under_load_lose_and_duplicate_nothing(cluster: Cluster, key: str) -> None:
-    """Back and forth, with calls from threads and tasks: no error, and exactly the limit."""
-    limit = Limit(4_000, per=YEAR, algorithm="fixed_window")
+@pytest.mark.parametrize("more", [[], [Limit(5_000, per=YEAR, algorithm="sliding_window_log")]])
+def test_slots_that_move_under_load_lose_and_duplicate_nothing(
+    cluster: Cluster, key: str, more: list[Limit]
+) -> None:
+    """Back and forth, with calls from threads and tasks: no error, and exactly the limit.
+
+    With a log beside the limit, each subject has two keys in the slot.
+    """
+    limits = [Limit(4_000, per=YEAR, algorithm="fixed_window"), *more]
     keys = [key, beside(key)]
     before = redirections(cluster)
     moves = 0
-    with clients_of_both(cluster.uri, limit, deadline_ms=10_000) as clients, ExitStack() as stack:
+    with clients_of_both(cluster.uri, limits, deadline_ms=10_000) as clients, ExitStack() as stack:
         loads = [
             stack.enter_context(Load(api, each, workers=4)) for api in clients for each in keys
         ]

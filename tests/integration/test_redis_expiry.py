@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
 from random import Random
+from time import time_ns
 
 import pytest
 
@@ -17,7 +18,7 @@ from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.store import Gate, Store
 from ratekeeper.decide.stores import open_store
 from tests.conformance.stores import PATIENCE
-from tests.integration.redis_wires import key_of
+from tests.integration.redis_wires import key_of, logs_key_of
 from tests.parity.server_times import timed
 from tests.redis_servers import Single, until
 
@@ -80,7 +81,7 @@ def lives_ms(server: Single, gate: Gate, cost: int) -> tuple[float, float]:
 
 def expiry_ms(server: Single, subject: str) -> int:
     """Return when the subject's key expires, or 0 if it is gone."""
-    names = (key_of(subject), f"rk:{{{subject}}}")  # of a log, the second
+    names = (key_of(subject), logs_key_of(subject))
     expiries = [at_ms for key, at_ms in expiries_ms(server).items() if key in names]
     return expiries[0] if expiries else 0
 
@@ -189,9 +190,43 @@ def test_a_key_has_an_expiry_at_all_times(
             # Only a refund or a reset deletes a key; its next expiry may then be earlier.
             if verb not in ("refund", "reset"):
                 assert at_ms >= before.get(key, 0), (verb, gate.limits)
-            if key in (key_of(subject), f"rk:{{{subject}}}"):
+            if key in (key_of(subject), logs_key_of(subject)):
                 assert at_ms * NS_PER_MS >= needed_ns, (verb, gate.limits)
         before = expiries
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
+    seed: int, server: Single, store: Store
+) -> None:
+    """After every verb, by one of them or both, each hash lives as long as its own limit needs."""
+    random = Random(seed)
+    log_s, other_s = random.sample((3_600, 86_400), 2)
+    log = Limit(20, log_s, algorithm="sliding_window_log")
+    other = Limit(20, other_s, algorithm="sliding_window_counter")
+    alone = {logs_key_of("k"): store.gate([log], ""), key_of("k"): store.gate([other], "")}
+    both = [store.gate(limits, "") for limits in ([log, other], [other, log])]
+    times = {key: timed(gate) for key, gate in alone.items()}
+    assert both[0].check("k", 1)
+    lives_ms = {key: at_ms - server_ms(server) for key, at_ms in expiries_ms(server).items()}
+    assert lives_ms[logs_key_of("k")] <= log_s * MS_PER_S * (1 + SPARE) + ROUNDING_MS
+    assert lives_ms[key_of("k")] <= 2 * other_s * MS_PER_S * (1 + SPARE) + MS_PER_S + ROUNDING_MS
+    for _ in range(200):
+        gate = random.choice([*both, *alone.values()])
+        verb = random.choices(("check", "refund", "grant", "reset"), (6, 3, 1, 1))[0]
+        if verb == "check":
+            gate.check("k", random.randint(1, 3))
+        elif verb == "refund":
+            gate.refund("k", random.randint(1, 3), random.choice((None, time_ns())))
+        elif verb == "grant":
+            gate.grant("k", 1, random.choice((None, 10**9, 10**14)))
+        else:
+            gate.reset("k")
+        expiries = expiries_ms(server)
+        for key, each in alone.items():
+            assert expiries.get(key) != -1, verb
+            if reset_ns := each.peek("k", 0).reset_after_ns:
+                assert expiries[key] * NS_PER_MS >= times[key].now_ns + reset_ns, verb
 
 
 def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
@@ -202,7 +237,7 @@ def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
     }
     times = {algorithm: timed(gate) for algorithm, gate in gates.items()}
     names = {key_of(algorithm): algorithm for algorithm in gates}
-    names["rk:{sliding_window_log}"] = "sliding_window_log"
+    names[logs_key_of("sliding_window_log")] = "sliding_window_log"
     ends_ms = server_ms(server) + 2_500
 
     def spent_for_long() -> bool:

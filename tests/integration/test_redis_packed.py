@@ -20,8 +20,9 @@ from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name, is_bucket
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.conformance.stores import PATIENCE, PATIENT
-from tests.integration.redis_wires import YEAR, key_of
+from tests.integration.redis_wires import YEAR, key_of, logs_key_of
 from tests.redis_servers import Single, running, until
 
 SECONDS_MAX = 20.0
@@ -130,11 +131,15 @@ def test_subjects_of_one_bucket_count_apart(algorithm: Any, server: Single, stor
     assert gate.peek(granted, 0).remaining == 3
 
 
-def test_a_log_keeps_a_hash_of_its_own(server: Single, store: Store) -> None:
-    """With all other limits of its rule, because one script call decides them."""
+def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
+    server: Single, store: Store
+) -> None:
+    """The other limits of the rule stay in the bucket; one script call decides all of them."""
     log = Limit(10, per=60, algorithm="sliding_window_log")
     store.gate([log, Limit(5, per=60)], "both").check("k", 1)
-    assert server.admin.keys() == ["rk:{k}"]
+    bucket, logs = key_of("k"), logs_key_of("k")
+    assert set(server.admin.keys()) == {bucket, logs}
+    assert slot_of(bucket.encode()) == slot_of(logs.encode())
 
 
 @every_packed_algorithm
@@ -260,6 +265,24 @@ def test_both_layouts_are_read_by_their_own_option(server: Single) -> None:
             assert own.check("k").remaining == 3
     keys = server.admin.keys()
     assert sorted(is_bucket(key.encode()) for key in keys) == [False, True]
+
+
+@pytest.mark.parametrize("layout", ["packed", "subject", "both"])
+def test_a_log_changes_no_count_of_another_limit(server: Single, layout: str) -> None:
+    """Ten units settled for each request, then a log that is added: a limit of 100 stays used."""
+    server.flush()
+    uri = f"{server.uri}?layout={layout}&{PATIENT}"
+    units = Limit(100, per=YEAR, algorithm="fixed_window")
+    log = Limit(1_000, per=3_600, algorithm="sliding_window_log")
+    with Limiter([units, log], store=uri) as both, Limiter(units, store=uri) as alone:
+        served = 0
+        while served < 200 and both.check("k"):
+            assert both.settle("k", 1, 10) == 0
+            served += 10
+        assert served == 100
+        assert alone.peek("k").remaining == 0
+        assert alone.check("other", 100)
+        assert not both.check("other")
 
 
 @pytest.mark.parametrize(("before", "after"), [("subject", "packed"), ("packed", "subject")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -221,6 +222,20 @@ def test_requests_are_counted_by_their_fields(clock: ManualClock) -> None:
     assert limiter.check(Request(tenant="s", user="u"))
     assert limiter.check(Request(user="u"))
     assert not limiter.check(Request(user="u", ip="::1"))
+
+
+@pytest.mark.parametrize("with_rules", [False, True])
+def test_a_client_cannot_spend_the_quota_of_another_by_its_digest(with_rules: bool) -> None:
+    """A key of long values has digests. A value that looks like one is a client of its own."""
+    by = ["tenant", "user"]
+    rules = {"version": 1, "rules": [{"id": "all", "by": by, "limits": ["5/day"]}]}
+    limiter = Limiter.from_rules(rules) if with_rules else Limiter("5/day", by=by)
+    victim = Request(tenant="t" * 480, user="u" * 60)
+    for digested in (f"user:{victim.user}", victim.user or ""):
+        digest = blake2b(digested.encode(), digest_size=16).hexdigest()
+        for forged in (f"#{digest}", f":#{digest}", digest):
+            assert limiter.check(Request(tenant=victim.tenant, user=forged), cost=5)
+    assert limiter.check(victim, cost=5)
 
 
 def test_every_verb_takes_a_request(clock: ManualClock) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jwt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper import ConfigError, Limiter, Request
@@ -611,9 +611,13 @@ PARTS = st.text(st.characters(codec=None), max_size=6) | st.sampled_from(
     ["", " ", "#empty", "a\x1fb", "x" * 300, "y" * 600, digest_of("y" * 600), "*", "\ud800"]
 )
 HOOK_KEYS = PARTS | st.lists(PARTS, min_size=1, max_size=4).map(tuple)
+LONG_PARTS = ("x" * 300, "y" * 300)
 
 
 @given(HOOK_KEYS, HOOK_KEYS, st.booleans())
+@example(LONG_PARTS, "\x1f".join(LONG_PARTS), False)
+@example((*LONG_PARTS, "z"), (LONG_PARTS[0], "\x1f".join((LONG_PARTS[1], "z"))), False)
+@example(LONG_PARTS, digest_of(*LONG_PARTS), False)
 def test_keys_of_a_key_function_are_valid_and_never_collide(
     one: Any, two: Any, per_route: bool
 ) -> None:

@@ -56,7 +56,7 @@ from ratekeeper.core.model import BUCKETS, Limit, Limits
 from ratekeeper.core.version import __version__
 from ratekeeper.decide.store import LOG_FULLNESS_HIGH, StoreStats
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.redis.codec import field_of, id_of
+from ratekeeper.decide.stores.redis.codec import field_of
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -545,8 +545,7 @@ def _check_redis(
 
     needed_ms = 0 if options.document is None else needed_ms_of(options.document)
     pause_s = audit.PAUSE_SECONDS if options.pause_seconds is None else options.pause_seconds
-    logs = frozenset() if options.document is None else log_limits_of(options.document)
-    pace = audit.AuditPace(options.keys_max, pause_s, ttl_ms_max=needed_ms or None, logs=logs)
+    pace = audit.AuditPace(options.keys_max, pause_s, ttl_ms_max=needed_ms or None)
     with closing(Topology(config)) as topology:
         audited = audit.audit(topology, config.prefix, pace)
         compared = [
@@ -872,12 +871,6 @@ def _limit_ms(limit: Limit) -> int:
         return -(-full_ns // _NS_PER_MS)
     windows = 2 if limit.algorithm == "sliding_window_counter" else 1
     return -(-windows * limit.window_ns // _NS_PER_MS)
-
-
-def log_limits_of(document: Document) -> frozenset[int]:
-    """Return the ids of the sliding-window-log limits in Redis."""
-    limits = chain.from_iterable(_all_limits(document))
-    return frozenset(id_of(limit) for limit in limits if limit.algorithm == "sliding_window_log")
 
 
 def active_rules(document: Document) -> list[Rule]:

@@ -3,7 +3,8 @@
 Two different keys must never share a subject. So the parts of a compound key are joined by a
 character that no part may contain: ("a/b", "c") and ("a", "b/c") have different subjects, and so
 has every plain string. (A tuple of one part equals that part.) A client that controls one part of a
-key cannot choose another client's subject.
+key cannot choose another client's subject. That includes a long value, of which the subject has a
+digest: `user#5f0c…` stands for a digest, and every plain value of a user follows `user:`.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def _shortened(part: str, name: str) -> str:
     if not _LONG < len(part) <= KEY_LENGTH_MAX or SEPARATOR in part:
         return part
     digest = blake2b(part.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return f"{name}:#{digest}"
+    # No plain part has a # after the name: it is the name alone, or a colon follows.
+    return f"{name}#{digest}"
 
 
 def check_by(by: Sequence[str]) -> tuple[str, ...]:

@@ -300,8 +300,9 @@ class Store(Protocol):
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
     ) -> Gate:
-        """Prepare a rule's limits. The same rule and limits share their counts.
+        """Prepare a rule's limits.
 
+        A limit has the same count in every gate of its rule, whatever the other limits are.
         `across` says how regions share a global limit; None is a limit of this region. Raises
         ConfigError for a consistency that the store does not have, and for a global limit if the
         store knows no regions.

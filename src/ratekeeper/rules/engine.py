@@ -993,7 +993,7 @@ def gates_of_limits(
 ) -> list[AnyGate]:
     """Return a gate for each limit of a rule.
 
-    In one region, a gate of one limit has the same counts as the gate of all of them. The limits of
+    In one region, a gate of one limit has the same count as the gate of all of them. The limits of
     a global rule are counted together, so they have one gate.
     """
     if len(gate.limits) == 1 or across is not None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,7 @@ from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
 from ratekeeper.core.steps import Call, Steps
+from ratekeeper.core.subjects import SEPARATOR
 from ratekeeper.decide.store import AnyGate
 from ratekeeper.metrics.tally import RuleCounts
 from ratekeeper.rules.compiled import CheckPlan, MakeGate, RuleCheck
@@ -413,4 +415,5 @@ def _pseudonym(subject: str) -> str:
     'api_key:#458f48e6efe6'
     """
     digest = blake2b(subject.encode("utf-8", "replace"), digest_size=6).hexdigest()
-    return f"{subject.partition(':')[0]}:#{digest}"
+    name = re.split(f"[:#{SEPARATOR}]", subject, maxsplit=1)[0]
+    return f"{name}:#{digest}"

@@ -359,7 +359,7 @@ class RequestKeys:
             return ANONYMOUS if parts[0] == _EMPTY else parts[0]
         # A longer key would be an error, and the client may have chosen its length.
         is_short = sum(map(len, parts)) + len(parts) <= KEY_LENGTH_MAX
-        return parts if is_short else digest_of(SEPARATOR.join(parts))
+        return parts if is_short else digest_of(*parts)
 
     def _learn(self, peer: str | None, request: WebRequest) -> Key:
         """Return the key of a peer that is not cached, and cache it."""

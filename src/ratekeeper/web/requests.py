@@ -34,6 +34,8 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
 
+from ratekeeper.core.subjects import SEPARATOR
+
 # Characters of a query or of the cookies that are searched.
 CHARACTERS_MAX: Final = 65_536
 # Header names whose bytes are cached.
@@ -573,7 +575,11 @@ def counted_value(text: str) -> str:
     return digest_of(text)
 
 
-def digest_of(text: str) -> str:
-    """Return 33 characters that stand for a secret, or for text that no key may hold."""
-    raw = text.encode("utf-8", "surrogatepass")
-    return DIGEST_MARK + blake2b(raw, digest_size=16).hexdigest()
+def digest_of(*texts: str) -> str:
+    """Return 33 characters that stand for a secret, for text that no key may hold, or for a tuple.
+
+    A tuple has another digest than every text.
+    """
+    raw = SEPARATOR.join(texts).encode("utf-8", "surrogatepass")
+    person = b"" if len(texts) == 1 else b"%d parts" % len(texts)
+    return DIGEST_MARK + blake2b(raw, digest_size=16, person=person).hexdigest()

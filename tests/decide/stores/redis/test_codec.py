@@ -30,6 +30,7 @@ from ratekeeper.decide.stores.redis.codec import (
     field_of,
     id_of,
     is_bucket,
+    subject_of_logs,
 )
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import RuleScripts
@@ -141,9 +142,9 @@ def test_a_limit_keeps_its_id_when_its_amount_changes(algorithm: str) -> None:
     """The state is stored under the id, so a raised limit keeps its consumption."""
     assert id_of(limit_of(algorithm, 100)) == id_of(limit_of(algorithm, 5_000))
     assert id_of(limit_of(algorithm)) != id_of(limit_of(algorithm, per=61))
-    wide = algorithm in {"sliding_window_counter", "sliding_window_log"}
+    kind = {"sliding_window_counter": 1, "sliding_window_log": 3}.get(algorithm, 0)
     for number in (id_of(limit_of(algorithm, per=per)) for per in range(1, 500)):
-        assert number % 2 == wide
+        assert number % 4 == kind
         assert 2 <= number < 2**32
 
 
@@ -367,8 +368,8 @@ def field_in(gate: bytes) -> bytes:
 
 def test_a_place_never_changes() -> None:
     """Nodes of all versions find the same states."""
-    key, gate = places("orders").of("user:42")
-    assert (key, field_in(gate).hex()) == (b"rk:{%yBO}", "c2d38a14c49a05a6")
+    key, gate, logs = places("orders").of("user:42")
+    assert (key, field_in(gate).hex(), logs) == (b"rk:{%yBO}", "c2d38a14c49a05a6", b"")
     assert unpacked(gate)[1:] == [*unpacked(encode_limits((limit_of("token_bucket"),), ""))[1:], 0]
 
 
@@ -406,9 +407,11 @@ def test_subjects_spread_over_all_buckets() -> None:
 
 
 @given(st.text(min_size=1, max_size=8))
-def test_no_subject_has_the_key_of_a_bucket(subject: str) -> None:
+def test_no_subject_has_the_key_of_a_bucket_or_of_logs_beside_it(subject: str) -> None:
     """Even if a client chooses a subject that looks like one."""
     config = parse("redis://localhost", layout="subject")
     scripts = RuleScripts((limit_of("token_bucket"),), "r", config, SystemClock())
-    for each in (subject, f"%{subject}", "%AAA", f"x:{{%{subject}}}", f"}}{subject}"):
+    likely = (f"%{subject}", "%AAA", f"%AAA}}log:{subject}", f"x:{{%{subject}}}", f"}}{subject}")
+    for each in (subject, *likely):
         assert not is_bucket(scripts.key(each))
+        assert subject_of_logs(scripts.key(each)) is None

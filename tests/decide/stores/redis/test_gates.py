@@ -60,7 +60,7 @@ class ScriptedDriver:
 def _shown(call: ScriptCall) -> str:
     """Return the name of the script, and the subjects of its keys."""
     name = "peek" if call.arguments[-1] == b"look" else NAMES[call.script]
-    keys = [key.decode()[-2] for key in (call.key, *call.more_keys)]
+    keys = [key.decode()[-2] for key in (call.key, *call.more_keys)[::2]]
     return f"{name} {'+'.join(keys)}"
 
 

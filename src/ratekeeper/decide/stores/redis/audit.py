@@ -40,8 +40,10 @@ from ratekeeper.decide.stores.redis.codec import (
     FIELD_BYTES,
     TIME_BYTES,
     is_bucket,
+    is_log_id,
     is_regional_state,
     regional_type,
+    subject_of_logs,
 )
 from ratekeeper.decide.stores.redis.config import Address
 from ratekeeper.decide.stores.redis.topology import (
@@ -186,14 +188,12 @@ def is_part(name: bytes, *, in_bucket: bool = False) -> bool:
 def read_subject(
     values: Mapping[bytes, bytes],
     names: Container[bytes] | None = None,
-    logs: Container[int] = frozenset(),
     *,
     in_bucket: bool = False,
 ) -> StoredSubject:
     """Return the contents of a subject's hash, or of a bucket.
 
-    `names` has the names of all its fields if `values` omits chunks of logs. `logs` has the numbers
-    (`codec.id_of`) of limits that are known to be logs.
+    `names` has the names of all its fields if `values` omits chunks of logs.
     """
     rules: dict[bytes, StoredRule] = {}
     wrong: list[UnreadableField] = []
@@ -209,7 +209,7 @@ def read_subject(
         try:
             held, used = _read_rule(name, raw, values, in_bucket=in_bucket)
             if not in_bucket:
-                used |= _check_log_chunks(name, held, values, present, logs)
+                used |= _check_log_chunks(name, held, values, present)
         except ValueError as error:
             wrong.append(UnreadableField(name, raw, str(error), (name, *mine)))
             continue
@@ -268,25 +268,19 @@ def _check_log_chunks(
     held: StoredRule,
     values: Mapping[bytes, bytes],
     present: Container[bytes],
-    logs: Container[int],
 ) -> set[bytes]:
     """Return the chunks of the logs. Raises ValueError if one is missing or cut off."""
     used: set[bytes] = set()
     for state in held.states:
-        # A state does not name its algorithm. A window counter has an odd id too, but no chunk. So
-        # a state is a log if it has a chunk, or if the rules say so.
         per_chunk = int(state.b) % 1_024
         kept = int(state.b) // 1_024
-        if state.has_end or not state.id % 2 or not 0 < per_chunk <= CHUNK_TIMES_MAX:
+        if state.has_end or not is_log_id(state.id) or not 0 < per_chunk <= CHUNK_TIMES_MAX:
             continue
         first, last = int(state.a) // per_chunk, (int(state.a) + kept - 1) // per_chunk
         if not 0 <= last - first < CHUNKS_MAX or not kept:
             continue
         chunks = [b"\x01%d.%d:%b" % (state.id, number, name) for number in range(first, last + 1)]
-        there = [chunk in present for chunk in chunks]
-        if not any(there) and state.id not in logs:
-            continue
-        if not all(there):
+        if not all(chunk in present for chunk in chunks):
             raise ValueError("a part of a log's times is missing")
         for chunk in chunks:
             if len(values.get(chunk, b"")) % TIME_BYTES:
@@ -426,8 +420,6 @@ class AuditPace:
     pause_seconds: float = PAUSE_SECONDS
     ttl_ms_max: int | None = None
     """The longest expiry that a current limit needs; None if the limits are unknown."""
-    logs: frozenset[int] = frozenset()
-    """The numbers of limits that are known to be logs."""
     sleep: Callable[[float], None] = time.sleep
 
 
@@ -506,7 +498,7 @@ class _ServerAudit:
             self._count(key, weight)
             if (wanted := regional_type(key)) is not None:
                 self._judge_regional(key, kind, wanted, ttl_ms)
-            elif not key.endswith(b"}"):
+            elif not key.endswith(b"}") and subject_of_logs(key) is None:
                 self._note(
                     KeyDefect(
                         "not ours", self._node, key, "its name does not have the form of our keys"
@@ -577,7 +569,7 @@ class _ServerAudit:
         ):
             _raise_forbidden(values)
             if isinstance(values, dict):
-                found[key] = read_subject(values, logs=self._pace.logs, in_bucket=is_bucket(key))
+                found[key] = read_subject(values, in_bucket=is_bucket(key))
         for key in large:
             found[key] = self._read_large(key)
         return found
@@ -594,7 +586,7 @@ class _ServerAudit:
             return StoredSubject()  # the key has moved to another node, or is not a hash
         pairs = zip(wanted, values, strict=True)
         known = {name: value for name, value in pairs if value is not None}
-        return read_subject(known, set(names), self._pace.logs, in_bucket=in_bucket)
+        return read_subject(known, set(names), in_bucket=in_bucket)
 
     def _judge(self, key: bytes, ttl_ms: int, read: StoredSubject, now_us: int) -> None:
         self._found.states += read.states
@@ -624,7 +616,8 @@ class _ServerAudit:
     def _count_holders(self, key: bytes, states: int) -> None:
         """Add the states to each part of the subject."""
         holders = self._found.holders
-        for part in key[len(self._head) : -1].split(_SEPARATOR):
+        subject = subject_of_logs(key) or key[len(self._head) : -1]
+        for part in subject.split(_SEPARATOR):
             if not part.startswith(_PART):
                 holders[part] += states
         if len(holders) > HOLDERS_MAX:

@@ -51,11 +51,14 @@ NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3}
 _CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
 
 
-# A rule without a log keeps its states in buckets, which many subjects share. With ten million
+# All limits but logs keep their states in buckets, which many subjects share. With ten million
 # subjects, a bucket has 38 of them: few enough for Redis to store it in one packed piece.
 BUCKETS: Final = 2**18
 _BUCKET_NAME: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
+# A subject's logs have a hash of their own, with the hash tag of the subject's bucket.
+_LOGS: Final = b"log:"
+_LOGS_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:(.+)", re.DOTALL)
 # Global limits have keys of their own: see regional.py. No subject's tag begins with one % alone.
 _REGIONAL_KEY: Final = re.compile(rb"[^{]*:\{%r[0-9]{0,2}\}:(.+)", re.DOTALL)
 _REGIONAL_STATE: Final = re.compile(rb"[0-9a-f]{16}:")
@@ -67,7 +70,7 @@ _REGIONAL_TYPES: Final = {
 }
 FIELD_BYTES: Final = 8  # of a field in a bucket; the name of a piece is longer
 _FIELD_BITS: Final = 8 * FIELD_BYTES
-_IN_BUCKET: Final = b"\x00"  # ends the gate of a rule whose states are in buckets
+_NO_LOGS: Final = b"\x00"  # ends the gate of a rule whose states are all in buckets
 _CACHED_SUBJECTS: Final = 4_096  # of each store, about 1.5 MB
 
 
@@ -85,12 +88,17 @@ def field_of(rule: str) -> bytes:
 def id_of(limit: Limit) -> int:
     """Return the number that identifies a limit in its rule, below 2**32.
 
-    It is odd if the state has a second amount. The algorithm is part of a limit's identity, so
-    this never changes for a number.
+    It is odd if the state has a second amount, and 3 more than a multiple of 4 for a log. The
+    algorithm is part of a limit's identity, so this never changes for a number.
     """
     digest = blake2b(limit.identity.encode(), digest_size=4).digest()
-    number = int.from_bytes(digest) % (2**31 - 1) + 1
-    return 2 * number + (KINDS[limit.algorithm] in {COUNTER, LOG})
+    number = int.from_bytes(digest) % (2**30 - 1) + 1
+    return 4 * number + {COUNTER: 1, LOG: 3}.get(KINDS[limit.algorithm], 0)
+
+
+def is_log_id(number: int) -> bool:
+    """Return True if this is the number of a log."""
+    return number % 4 == 3
 
 
 def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
@@ -106,7 +114,7 @@ def _numbers_of(limits: Sequence[Limit]) -> list[int]:
     for limit in limits:
         number = id_of(limit)
         other = by_id.setdefault(number, limit)
-        if other is not limit:  # about once in 200 million rules of four limits
+        if other is not limit:  # about once in 100 million rules of four limits
             raise ConfigError(f"{other!r} and {limit!r} cannot be distinguished; name one of them")
         values += [
             KINDS[limit.algorithm],
@@ -118,11 +126,6 @@ def _numbers_of(limits: Sequence[Limit]) -> list[int]:
             max(limit.refill_step_ns // NS_PER_US, 1),
         ]
     return values
-
-
-def fits_bucket(limits: Sequence[Limit]) -> bool:
-    """Return True if the states of these limits are short enough for a bucket: none is a log."""
-    return all(limit.algorithm != "sliding_window_log" for limit in limits)
 
 
 def bucket_name(number: int) -> bytes:
@@ -154,8 +157,23 @@ def is_bucket(key: bytes) -> bool:
     return _BUCKET_KEY.fullmatch(key) is not None
 
 
+def subject_of_logs(key: bytes) -> bytes | None:
+    """Return the subject of a hash of logs beside a bucket; None for any other key."""
+    found = _LOGS_KEY.fullmatch(key)
+    return found and found[1]
+
+
+Place = tuple[bytes, bytes, bytes]
+"""The key of a subject's states; the gate, which is the first argument of a script; and the key of
+the logs, if the states include logs under another key: otherwise it is empty."""
+
+
 class BucketPlaces:
-    """The places of a rule's states in buckets: a key, and the first argument of a script.
+    """The places of a rule's states: in a bucket, and those of logs in a hash beside the bucket.
+
+    The place of a limit depends on the subject, the rule and the limit, not on the other limits of
+    the rule. So a limit keeps its count when the rule gets or loses another limit, and a gate of
+    some limits of a rule has the same counts as the gate of all of them.
 
     One keyed hash of the subject chooses the bucket and, together with the rule, the field. So all
     rules of a subject have their states in one bucket, and thus in one slot of a cluster. Two
@@ -164,20 +182,34 @@ class BucketPlaces:
     a subject with the same 82 bits, which takes 2**81 attempts on average.
     """
 
-    __slots__ = ("_end", "_find", "_mask", "_start")
+    __slots__ = ("_end", "_find", "_mask", "_start", "of")
+
+    of: Callable[[str], Place]
+    """Return the place of a subject."""
 
     def __init__(self, limits: Sequence[Limit], rule: str, prefix: str, hash_key: str) -> None:
+        logs = sum(limit.algorithm == "sliding_window_log" for limit in limits)
         numbers = _numbers_of(limits)
         self._start = _array_head(2 + len(numbers)) + bytes((0xA0 | FIELD_BYTES,))
-        self._end = b"".join(map(_number, numbers)) + _IN_BUCKET
+        self._end = b"".join(map(_number, numbers)) + (_text(field_of(rule)) if logs else _NO_LOGS)
         name = blake2b(rule.encode(), digest_size=FIELD_BYTES)
         self._mask = int.from_bytes(name.digest())
         self._find = _bucket_finder(prefix, hash_key)
+        self.of = self._in_bucket if not logs else self._in_both
+        if logs == len(limits):
+            self._end = encode_limits(limits, rule)
+            self.of = self._in_logs
 
-    def of(self, subject: str) -> tuple[bytes, bytes]:
-        """Return the bucket's key, and the gate with the field of the subject."""
+    def _in_bucket(self, subject: str) -> Place:
         key, bits = self._find(subject)
-        return key, self._start + (bits ^ self._mask).to_bytes(FIELD_BYTES) + self._end
+        return key, self._start + (bits ^ self._mask).to_bytes(FIELD_BYTES) + self._end, b""
+
+    def _in_logs(self, subject: str) -> Place:
+        return self._find(subject)[0] + _LOGS + subject.encode(), self._end, b""
+
+    def _in_both(self, subject: str) -> Place:
+        key, gate, _ = self._in_bucket(subject)
+        return key, gate, key + _LOGS + subject.encode()
 
 
 @lru_cache(maxsize=16)

@@ -151,7 +151,7 @@ class RedisConfig:
     tls: TlsOptions | None = None
     prefix: str = "rk"
     layout: Layout = "packed"
-    """packed: states of rules without a log share hashes. subject: each subject has its own hash.
+    """packed: subjects share hashes, except for logs. subject: each subject has its own hash.
     both: count in both places, while a fleet changes from one to the other."""
     hash_key: str = field(default="", repr=False)
     """The key of the hash that chooses the places of packed states; the same on all nodes."""

@@ -32,11 +32,11 @@ from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
     NS_PER_US,
     BucketPlaces,
+    Place,
     ReplyDecoder,
     encode_limits,
     encode_numbers,
     field_of,
-    fits_bucket,
 )
 from ratekeeper.decide.stores.redis.config import RedisConfig
 
@@ -47,8 +47,11 @@ UNKNOWN_TIME: Final = b""
 _SERVER_NOW: Final = (SERVER_TIME, 0)
 _PEEK: Final = b"look"
 _SPEND: Final = b""
-# In Lua: no text of a script contains such an operator between spaces.
-_SPACED: Final = re.compile(rb" ?([=+*/<>~,]+) ?")
+# In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
+# Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
+_SPACED: Final = re.compile(
+    rb" ?([=+*/<>~,%]+) ?|(?<![0-9]) (\.\.) | (-) (?!-)|(?<=[\])}]) (?=[a-z])| (?=[\[({#])"
+)
 # A line of a script that names numbers, all of them in capitals.
 _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 # The payloads of a check are prepared for costs below this.
@@ -77,7 +80,7 @@ def _text_of(name: str) -> bytes:
     lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
     included = (_text_of(line[4:].decode()) if line[:4] == b"--@ " else line for line in lines)
     code = (line.partition(b" -- ")[0] for line in included if line and line[:2] != b"--")
-    return b"\n".join(_SPACED.sub(rb"\1", line) for line in code)
+    return b"\n".join(_SPACED.sub(rb"\1\2\3", line) for line in code)
 
 
 def _without_constants(text: bytes) -> bytes:
@@ -184,8 +187,8 @@ class RuleScripts:
         "tails",
     )
 
-    place: Callable[[str], tuple[bytes, bytes]]
-    """Return the key of a subject's states, and the gate: the first argument of a script."""
+    place: Callable[[str], Place]
+    """Return the place of a subject's states."""
 
     def __init__(
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
@@ -194,12 +197,12 @@ class RuleScripts:
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
         self._key_head = config.prefix.encode() + b":{"
-        # In the subject's own hash, all limits that the rule has or ever had keep their states in
+        # In a subject's own hash, all limits that the rule has or ever had keep their states in
         # this field.
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
         self.place = self._place_in_own_hash
-        if config.layout == "packed" and fits_bucket(limits):
+        if config.layout == "packed":
             self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
         # Of a check's payload: the bytes between the key and the gate, and those after the gate.
         # The gates of all subjects have the same length.
@@ -219,20 +222,20 @@ class RuleScripts:
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
-    def _place_in_own_hash(self, subject: str) -> tuple[bytes, bytes]:
+    def _place_in_own_hash(self, subject: str) -> Place:
         # The hash tag is the subject. Redis ignores an empty tag, so a subject that begins with a
         # brace gets an escape. No subject's tag begins with one % alone: those are the buckets'.
         if subject[:1] in {"}", "%"}:
             subject = "%" + subject
-        return b"%b%b}" % (self._key_head, subject.encode()), self.encoded
+        return b"%b%b}" % (self._key_head, subject.encode()), self.encoded, b""
 
     def key(self, subject: str) -> bytes:
-        """Return the key of a subject's states."""
+        """Return the key that the slot of a subject's states follows from."""
         return self.place(subject)[0]
 
     def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
-        key, gate = self.place(subject)
-        return ScriptCall(script, key, (gate, *arguments))
+        key, gate, logs = self.place(subject)
+        return ScriptCall(script, key, (gate, *arguments), (logs,) if logs else ())
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
@@ -284,6 +287,7 @@ class CheckAttempt:
         "early_ns",
         "gate",
         "key",
+        "logs",
         "mark",
         "now",
         "scripts",
@@ -314,13 +318,13 @@ class CheckAttempt:
         self.mark = mark
         self.count = count
         self.terms = terms
-        self.key, self.gate = scripts.place(self.subject)
+        self.key, self.gate, self.logs = scripts.place(self.subject)
         self.sent_ns = time.monotonic_ns()
 
     def payload(self) -> bytes:
         """Return the bytes to send."""
         cost = self.count * self.cost
-        if self.now != SERVER_TIME:
+        if self.logs or self.now != SERVER_TIME:
             return self.call().by_sha()
         scripts, key = self.scripts, self.key
         tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
@@ -328,11 +332,10 @@ class CheckAttempt:
 
     def call(self) -> ScriptCall:
         """Return the call, to send it again after a refusal."""
-        arguments = (self.gate, self.count * self.cost, self.now)
+        arguments: tuple[bytes | int, ...] = (self.gate, self.count * self.cost, self.now)
         if self.terms is not None:
-            lease = self._lease_arguments(self.terms)
-            return ScriptCall(CHECK, self.key, (*arguments, _SPEND, *lease))
-        return ScriptCall(CHECK, self.key, arguments)
+            arguments = (*arguments, _SPEND, *self._lease_arguments(self.terms))
+        return ScriptCall(CHECK, self.key, arguments, (self.logs,) if self.logs else ())
 
     def lease_arguments(self) -> tuple[int, ...]:
         """Return the further arguments of a check that leases; none without terms."""
@@ -360,14 +363,14 @@ def joint_call(
 
     `optional` says for each check whether the others are charged even if it fails.
     """
-    first, *others = attempts
-    arguments: list[bytes | int] = [first.now, _SPEND if spend else _PEEK]
+    arguments: list[bytes | int] = [attempts[0].now, _SPEND if spend else _PEEK]
+    keys: list[bytes] = []
     for attempt, may_fail in zip(attempts, optional, strict=True):
+        keys += [attempt.key, attempt.logs or attempt.key]
         arguments += [attempt.gate, attempt.cost, int(may_fail)]
         if spend:
             arguments += attempt.lease_arguments()
-    keys = tuple([attempt.key for attempt in others])
-    return ScriptCall(JOINT_CHECK, first.key, tuple(arguments), keys)
+    return ScriptCall(JOINT_CHECK, keys[0], tuple(arguments), tuple(keys[1:]))
 
 
 class ReportAttempt(NamedTuple):
@@ -386,7 +389,7 @@ def report_call(reports: Sequence[ReportAttempt], now: ScriptTime) -> ScriptCall
     keys: list[bytes] = []
     arguments: list[bytes | int] = [now]
     for scripts, subject, units, is_late, time_us in reports:
-        key, gate = scripts.place(subject)
-        keys.append(key)
+        key, gate, logs = scripts.place(subject)
+        keys += [key, logs or key]
         arguments += [gate, b"late" if is_late else b"back", min(units, UNITS_MAX), time_us]
     return ScriptCall(REPORT, keys[0], tuple(arguments), tuple(keys[1:]))

@@ -38,7 +38,7 @@ from ratekeeper.decide.store import (
 )
 from ratekeeper.decide.stores.redis.breakers import BreakerListener
 from ratekeeper.decide.stores.redis.cells import RedisCells
-from ratekeeper.decide.stores.redis.codec import NS_PER_US, fits_bucket
+from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.config import Layout, RedisConfig
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
@@ -329,8 +329,8 @@ class RedisStore:
 
     def _scripts(self, limits: Sequence[Limit], rule: str) -> list[RuleScripts]:
         """Return the calls for each place where the states are counted: one, or two."""
-        moving = self.config.layout == "both" and fits_bucket(limits)
-        layouts: tuple[Layout, ...] = ("packed", "subject") if moving else (self.config.layout,)
+        layout = self.config.layout
+        layouts: tuple[Layout, ...] = ("packed", "subject") if layout == "both" else (layout,)
         return [
             RuleScripts(tuple(limits), rule, replace(self.config, layout=layout), self._clock)
             for layout in layouts

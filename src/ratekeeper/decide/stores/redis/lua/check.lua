@@ -62,6 +62,7 @@ local answer, size, passes = {now}, 1, true
 -- After a late charge, states are kept for two seconds, also if they are whole before: the next late
 -- charge may be of a time at which they were not (see leasing.py).
 local need_us = late and late + 2000000 or 0
+local logs_us = need_us -- of logs that are in another hash
 local appends -- writes to logs
 local logs_before = wanted and {} -- start, live times, all units that count; of each log
 
@@ -72,7 +73,7 @@ for i = 0, limits - 1 do
     if in_place then
         p, next_p = next_p, next_p + (id % 2 == 1 and 4 or 3)
     elseif raw then
-        p = place(held, id)
+        p = place(id)
     end
     local last, a, b, room, log, kept, dead = -1, 0, 0, capacity, nil, 0, 0
     local wide = id % 2 == 1
@@ -178,7 +179,7 @@ for i = 0, limits - 1 do
 
     local own, free = cost, room
     if granted then
-        local q = place(held, -id)
+        local q = place(-id)
         local units, ends = 0, 0
         if q then
             units, ends = held[q + 2], held[q + 3]
@@ -290,7 +291,9 @@ for i = 0, limits - 1 do
             local after = kind == BUCKET and gate[g + FULL] + gate[g + STEP] or window
             need = max(need, max(t1, t2) + after)
         end
-        if need - now > need_us then
+        if apart and kind == LOG then
+            logs_us = max(logs_us, need - now)
+        elseif need - now > need_us then
             need_us = need - now
         end
     end
@@ -303,7 +306,7 @@ if wanted then
         leased = lease_room
         for g = GATE_FIRST, #gate, GATE_STEP do
             local kind, id = gate[g + KIND], gate[g + ID]
-            local p, after = place(held, id), gate[g + WINDOW]
+            local p, after = place(id), gate[g + WINDOW]
             local hold_ends = held_until(g, lease_ends)
             add_hold(id, leased, hold_ends)
             if kind == BUCKET then
@@ -328,7 +331,7 @@ if wanted then
             local start, alive, all = unpack(logs_before[g])
             local number, blocking = all + cost + leased - gate[g + CAPACITY] + cost - 1, 0
             if passes and not granted and leased < cost and number >= 0 then
-                local id, p = gate[g + ID], place(held, gate[g + ID])
+                local id, p = gate[g + ID], place(gate[g + ID])
                 local u1, t1, u2, t2 = holds_of(id)
                 local later = {}
                 for _, each in ipairs(logs_before[g].ended or later) do
@@ -356,7 +359,8 @@ if not passes then
     answer[1] = -1 - now
 elseif cost > 0 and ARGV[4] ~= 'look' then
     -- This write comes first, because a server without memory rejects it: then nothing changes.
-    keep(dropped and without(held, dropped) or held, need_us)
+    logs_us = (granted or wanted) and max(need_us, logs_us) or logs_us -- those are in both hashes
+    keep(dropped and without(held, dropped) or held, need_us, logs_us)
     if appends then
         for _, append in ipairs(appends) do
             append()

@@ -1,7 +1,7 @@
 -- Count the states in KEYS[1]: a subject's hash, a bucket, or a key of global limits. It only reads, and does not use state.lua,
 -- which explains the layout: that reads one rule of one subject, and this all of them.
 --
--- A key {%...} whose next character is no % and no } is a bucket. In a subject's hash, a field that
+-- A key that ends in {%...}, without another % or }, is a bucket. In a subject's hash, a field that
 -- begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There may be many
 -- long chunks, so only their names are read. In a bucket, a field that continues another has more than
 -- 8 bytes. Of a long bucket, the first 1,000 fields are read.
@@ -17,7 +17,7 @@ if name then
     local numbers = done and {pcall(cmsgpack.unpack, gate)} or {}
     return numbers[1] and math.max(math.floor((#numbers - 3) / 6), 0) or 0
 end
-local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]')
+local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]+}$')
 local fields, states, read = redis.call('HKEYS', key), 0, 0
 for _, field in ipairs(fields) do
     local first = string.byte(field)

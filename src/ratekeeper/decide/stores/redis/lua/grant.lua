@@ -10,7 +10,7 @@ local need_us = 0
 
 for g = GATE_FIRST, #gate, GATE_STEP do
     local id = -gate[g + ID]
-    local p = place(held, id)
+    local p = place(id)
     local total, ends = units, now + (ARGV[4] ~= '' and tonumber(ARGV[4]) or gate[g + WINDOW])
     if p and now < held[p + 3] then
         total, ends = total + held[p + 2], max(ends, held[p + 3])
@@ -19,5 +19,5 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     held[p], held[p + 1], held[p + 2], held[p + 3] = id, 0, min(total, units_max), ends
     need_us = max(need_us, ends - now)
 end
-keep(held, need_us)
+keep(held, need_us, need_us)
 return 1

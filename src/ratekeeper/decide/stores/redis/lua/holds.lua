@@ -33,7 +33,7 @@ local holds_of, put_holds, live_holds, ended_holds, add_hold, held_until, level_
 if holding or ARGV[6] then
     -- Return the units and the end of both groups; 0 where there is none.
     holds_of = function(id)
-        local p, q = place(held, -id - HOLD), place(held, -id - 2 * HOLD)
+        local p, q = place(-id - HOLD), place(-id - 2 * HOLD)
         local u1, t1 = p and held[p + 2] or 0, p and held[p + 3] or 0
         local u2, t2 = q and held[q + 2] or 0, q and held[q + 3] or 0
         if u1 == 0 then
@@ -46,7 +46,7 @@ if holding or ARGV[6] then
         local numbers = {...}
         for group = 1, 2 do
             local units, name = numbers[2 * group - 1], -id - group * HOLD
-            local p = place(held, name) or units > 0 and #held + 1
+            local p = place(name) or units > 0 and #held + 1
             if p then
                 held[p], held[p + 1], held[p + 2], held[p + 3] = name, 0, units, numbers[2 * group]
                 dropped = dropped or {}

@@ -1,6 +1,7 @@
 -- Decide one request of several subjects: every check has room, or none is charged.
 --
--- KEYS     the hash of each check's subject; one hash may have several checks
+-- KEYS     two for each check, as of `check`; the second is the first again if it is the only one. One
+--          hash may have several checks
 -- ARGV[1]  the time in microseconds; empty: the server's
 -- ARGV[2]  not empty: decide, but spend nothing
 -- ARGV     from the third on, for each check: the gate, the cost, and '1' if the others are charged
@@ -76,14 +77,14 @@ function held_back.pcall(command, key, ...)
 end
 
 local peek = ARGV[2] ~= '' and ARGV[2] or nil
-local answers, passes, width = {}, true, (#ARGV - 2) / #KEYS
-for i = 1, #KEYS do
+local answers, passes, width = {}, true, 2 * (#ARGV - 2) / #KEYS
+for i = 1, #KEYS / 2 do
     local a, before = 3 + width * (i - 1), #writes
     local arguments = {ARGV[a], ARGV[a + 1], ARGV[1], peek}
     for more = 3, width - 1 do
         arguments[more + 2] = ARGV[a + more]
     end
-    local decided, answer = pcall(check, held_back, {KEYS[i]}, arguments)
+    local decided, answer = pcall(check, held_back, {KEYS[2 * i - 1], KEYS[2 * i]}, arguments)
     if decided then
         passes = passes and answer[1] >= 0
     else

@@ -19,6 +19,21 @@ end
 local moves = {}
 dropped = dropped or {}
 
+-- Write packed times of a log from a position on, and end the last chunk after them.
+local function put(log, per_chunk, position, packed)
+    local offset = fmod(position, per_chunk)
+    local number, first = (position - offset) / per_chunk, 1
+    while first <= #packed do
+        local before = ''
+        if offset > 0 then
+            before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
+        end
+        local finish = first + (per_chunk - offset) * TIME_BYTES
+        log.write(number, before .. string.sub(packed, first, finish - 1))
+        number, offset, first = number + 1, 0, finish
+    end
+end
+
 -- Return a log's state after the refund, or nothing; `moves` gets the changes of its chunks.
 local function refunded_log(g, last, a, b, units, charged)
     local log, per_chunk = log_of(g), fmod(b, 1024)
@@ -47,7 +62,7 @@ local function refunded_log(g, last, a, b, units, charged)
     local stop = finish - removed
     moves[#moves + 1] = function()
         if moved then
-            log.put(per_chunk, start, moved)
+            put(log, per_chunk, start, moved)
         end
         -- The first chunk to drop: the one of the next time, or the one after it.
         local first = stop > a and math.ceil(stop / per_chunk) or floor(a / per_chunk)
@@ -151,7 +166,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     local i = (g - GATE_FIRST) / GATE_STEP * 4
     local units = exact and exact[i + 1] or tonumber(ARGV[2])
     local charged = exact and exact[i + 2] or tonumber(ARGV[4])
-    local p = place(held, gate[g + ID])
+    local p = place(gate[g + ID])
     if p and units > 0 then
         local wide = gate[g + ID] % 2 == 1
         local b = wide and held[p + 3]
@@ -179,7 +194,7 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
     if exact and exact[i + 3] > 0 and now < exact[i + 4] then
         local id = -gate[g + ID]
-        local q = place(held, id)
+        local q = place(id)
         local drawn, ends = exact[i + 3], exact[i + 4]
         if q then
             drawn, ends = drawn + held[q + 2], max(ends, held[q + 3])
@@ -191,7 +206,8 @@ for g = GATE_FIRST, #gate, GATE_STEP do
     end
 end
 if changed then
-    keep(without(held, dropped), need_us > 0 and need_us)
+    need_us = need_us > 0 and need_us
+    keep(without(held, dropped), need_us, need_us)
     for _, move in ipairs(moves) do
         move()
     end

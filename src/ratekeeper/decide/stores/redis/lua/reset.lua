@@ -10,7 +10,7 @@ dropped = {}
 local logs = {}
 for g = GATE_FIRST, #gate, GATE_STEP do
     local kind, id = gate[g + KIND], gate[g + ID]
-    local p, grant = place(held, id), place(held, -id)
+    local p, grant = place(id), place(-id)
     if grant then
         dropped[grant] = true
     end

@@ -1,17 +1,20 @@
 -- The beginning of the scripts of one subject: the time, and one rule's states. `arithmetic.lua` is
 -- before it.
 --
--- KEYS[1] is the only key that a script accesses: a hash moves between the nodes of a cluster in one
--- piece, two keys do not. A rule with a log has a field in the subject's own hash. Any other rule has
--- a field in a bucket, a hash that many subjects share. A rule's states are one array, `held`:
+-- Each limit has one place, whatever the other limits of its rule are. The states of logs are in a
+-- field of the subject's own hash. Those of all other limits are in a field of a bucket, a hash that
+-- many subjects share. KEYS[1] is the hash of the states. If a rule has limits of both kinds, KEYS[1] is
+-- the bucket, and KEYS[2] the hash of the logs: it has the same hash tag, so both are in one slot of a
+-- cluster. (With `layout=subject`, all limits of a rule are in one field of the subject's own hash.)
+-- The states of a field are one array, `held`:
 --
 --     base, ttl, and for each limit: id, lag, a (, b)
 --
 -- base   the time of the last write, in microseconds
 -- ttl    the hash lives at least this many milliseconds beyond base
--- id     which limit; odd if there is a b; negative (and with a b): units granted on top, or from
---        -2^33 down units that are leased: -id - 2^33 is the first group of holds, -id - 2^34 the
---        second (see algorithms/holds.py)
+-- id     which limit; odd if there is a b, and id % 4 = 3 for a log; negative (and with a b): units
+--        granted on top, or from -2^33 down units that are leased: -id - 2^33 is the first group of
+--        holds, -id - 2^34 the second (see algorithms/holds.py)
 -- lag    base - lag is the time of the last admission (or refund) under this limit; of a bucket that
 --        is refilled in steps, the time of its last step
 -- a, b   bucket     millionths of a unit used
@@ -34,7 +37,7 @@
 -- less.
 --
 -- ARGV[1] is the gate: msgpack of the rule's field and eight numbers for each limit, KIND to STEP;
--- for a bucket, one more number follows.
+-- for a bucket, one more follows: 0, or the rule's field in the hash of the logs.
 
 local key = KEYS[1]
 local gate = cmsgpack.unpack(ARGV[1])
@@ -47,8 +50,11 @@ local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 3
 local MICROS_PER_UNIT = 1000000
 local TIME_BYTES, PIECE_BYTES = 7, 64
 
-local in_bucket = #gate % GATE_STEP == 2
+local in_bucket, apart, log_key, log_field = #gate % GATE_STEP == 2, false, key, field
 if in_bucket then
+    if gate[#gate] ~= 0 then
+        apart, log_key, log_field = true, KEYS[2], gate[#gate]
+    end
     gate[#gate] = nil
 end
 
@@ -67,15 +73,15 @@ end
 -- Return the functions for a log's chunks. Made only for a log: a script makes its functions each
 -- time it runs, and each costs 0.1 to 0.4 us, which is a good part of a call.
 local log_of
-for g = GATE_FIRST, in_bucket and 0 or #gate, GATE_STEP do
+for g = GATE_FIRST, in_bucket and not apart and 0 or #gate, GATE_STEP do
     log_of = log_of or gate[g] == LOG
 end
 log_of = log_of and function(g)
     local log, chunks = {}, {}
-    local prefix, suffix = '\1' .. gate[g + ID] .. '.', ':' .. field
+    local prefix, suffix = '\1' .. gate[g + ID] .. '.', ':' .. log_field
 
     function log.chunk(number)
-        local found = chunks[number] or call('HGET', key, prefix .. number .. suffix)
+        local found = chunks[number] or call('HGET', log_key, prefix .. number .. suffix)
         chunks[number] = found
         return found
     end
@@ -122,24 +128,13 @@ log_of = log_of and function(g)
 
     function log.drop(first, last)
         for number = first, last do
-            call('HDEL', key, prefix .. number .. suffix)
+            call('HDEL', log_key, prefix .. number .. suffix)
         end
     end
 
-    -- Write packed times from a position on, and end the last chunk after them.
-    function log.put(per_chunk, position, packed)
-        local offset = fmod(position, per_chunk)
-        local number, first = (position - offset) / per_chunk, 1
-        while first <= #packed do
-            local before = ''
-            if offset > 0 then
-                before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
-            end
-            local finish = first + (per_chunk - offset) * TIME_BYTES
-            local part = string.sub(packed, first, finish - 1)
-            call('HSET', key, prefix .. number .. suffix, before .. part)
-            number, offset, first = number + 1, 0, finish
-        end
+    function log.write(number, packed)
+        chunks[number] = packed
+        call('HSET', log_key, prefix .. number .. suffix, packed)
     end
 
     function log.append(per_chunk, position, time, count)
@@ -152,8 +147,7 @@ log_of = log_of and function(g)
             if offset > 0 then
                 before = string.sub(log.chunk(number), 1, offset * TIME_BYTES)
             end
-            chunks[number] = before .. string.rep(packed, fits)
-            call('HSET', key, prefix .. number .. suffix, chunks[number])
+            log.write(number, before .. string.rep(packed, fits))
             position, count = position + fits, count - fits
         end
     end
@@ -172,20 +166,33 @@ else
     now = time[1] * 1000000 + time[2]
 end
 
-local raw, pieces, held, ends_s = call('HGET', key, field), 1, nil, 0
-while raw and #raw == pieces * PIECE_BYTES do
-    local more = call('HGET', key, '\2' .. pieces .. ':' .. field)
-    if not more then
-        break
+local raw, pieces, held, ends_s = nil, 1, nil, 0
+local logs, log_pieces, logs_end, from, name = nil, 1, 0, log_key, log_field
+repeat -- twice if the logs are in another hash: theirs is read first
+    logs, log_pieces, raw, pieces = raw, pieces, call('HGET', from, name), 1
+    while raw and #raw == pieces * PIECE_BYTES do
+        local more = call('HGET', from, '\2' .. pieces .. ':' .. name)
+        if not more then
+            break
+        end
+        raw, pieces = raw .. more, pieces + 1
     end
-    raw, pieces = raw .. more, pieces + 1
-end
+    local read = from == key
+    from, name = key, field
+until read
 if raw and in_bucket then
     local base
     base, ends_s = struct.unpack('>I7I4', raw)
     held = {base, ends_s * 1000 - base / 1000, select(2, cmsgpack.unpack_limit(raw, 1000, 11))}
 elseif raw then
     held = cmsgpack.unpack(raw)
+end
+if apart and (raw or logs) then -- one array of both; an absent one ends now
+    raw, logs = raw or logs, logs and cmsgpack.unpack(logs) or {now, 0}
+    held, logs_end = held or {now, 0}, logs[1] / 1000 + logs[2]
+    for p = HELD_FIRST, #logs do -- four numbers for each: id, lag, a, b
+        held[#held + 1] = logs[p] + (p % 4 == 0 and held[1] - logs[1] or 0)
+    end
 end
 -- Time never rewinds for a state. Lags count from the time of the last write of any state.
 local shift = raw and now - held[1] or 0
@@ -200,7 +207,7 @@ end
 held = held or {now, 0}
 
 -- Return the place of a limit's state in `held`, or nil.
-local function place(held, id)
+local function place(id)
     local p = 3
     while held[p] and held[p] ~= id do
         p = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
@@ -208,12 +215,14 @@ local function place(held, id)
     return held[p] and p
 end
 
--- Return `held` without the states at the dropped places.
-local function without(held, dropped)
+-- Return `held` without the states at the dropped places; with `logs`, those of logs only (true), or
+-- those of other limits only (false).
+local function without(held, dropped, logs)
     local kept, p = {held[1], held[2]}, 3
     while held[p] do
         local finish = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
-        for q = p, dropped[p] and 0 or finish - 1 do
+        local other = logs ~= nil and (math.abs(held[p]) % 4 == 3) ~= logs
+        for q = p, (dropped[p] or other) and 0 or finish - 1 do
             kept[#kept + 1] = held[q]
         end
         p = finish
@@ -221,55 +230,66 @@ local function without(held, dropped)
     return kept
 end
 
--- Write the states, and make the hash live for `need_us` from now, if that is given. The expiry is
--- set an eighth later than necessary, and at least a second from now, so that a busy key sets it
--- occasionally, not each time. It is never shortened: there are other states in the same hash.
+-- Write the states, and make their hash live for `need_us` from now, if that is given; if the logs are
+-- in another hash, make that live for `logs_us`. The expiry is set an eighth later than necessary, and at
+-- least a second from now, so that a busy key sets it occasionally, not each time. It is never shortened:
+-- there are other states in the same hash.
 --
 -- A bucket outlives most of its states. So one charge in 128 sweeps: it deletes the states of the
 -- bucket that have ended, or those among 32 random ones. So do a reset, a refund, and one new state in
 -- eight: if a fourth of the states of a bucket have ended, that deletes as many as are added.
 -- Tests with their own clock do not sweep. Return the server's error if the user may not run the
 -- command of the sweep.
-local function keep(states, need_us)
-    local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
-    local need_ms = need_us and math.ceil(need_us / 1000) + 1 or 0
-    local extend = need_us and need_ms > states[2] + ahead_ms
-    if extend then
-        -- A test's clock may stand still while the server's runs, so then it is an hour.
-        need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
-        if in_bucket then -- to a whole second
-            local now_ms = floor(now / 1000)
-            local ends = math.ceil((now_ms + need_ms) / 1000)
-            need_ms, ends_s = ends * 1000 - now_ms, min(ends, 4294967295)
-        end
-        states[2] = floor(need_ms - ahead_ms)
+local function keep(states, need_us, logs_us)
+    local to, name, had, packs, rest = key, field, pieces, in_bucket
+    if apart then
+        states, rest = without(states, {}, false), without(states, {}, true)
+        rest[2] = floor(logs_end - rest[1] / 1000)
     end
+    repeat
+        local ahead_ms = (states[1] - now) / 1000 -- above 0 only if the clock was set back
+        local need_ms = need_us and math.ceil(need_us / 1000) + 1 or 0
+        local extend = need_us and need_ms > states[2] + ahead_ms
+        if extend then
+            -- A test's clock may stand still while the server's runs, so then it is an hour.
+            need_ms = max(need_ms + floor(need_ms / 8), given and 3600000 or 1000)
+            if packs then -- to a whole second
+                local now_ms = floor(now / 1000)
+                local ends = math.ceil((now_ms + need_ms) / 1000)
+                need_ms, ends_s = ends * 1000 - now_ms, min(ends, 4294967295)
+            end
+            states[2] = floor(need_ms - ahead_ms)
+        end
 
-    local packed = ''
-    if states[3] and in_bucket then
-        packed = struct.pack('>I7I4', states[1], ends_s) .. cmsgpack.pack(unpack(states, 3))
-    elseif states[3] then
-        packed = cmsgpack.pack(states)
-    end
-    if #packed > PIECE_BYTES then
-        local arguments = {}
-        for number = 0, math.ceil(#packed / PIECE_BYTES) - 1 do
-            arguments[#arguments + 1] = number == 0 and field or '\2' .. number .. ':' .. field
-            arguments[#arguments + 1] =
-                string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
+        local packed = ''
+        if states[3] and packs then
+            packed = struct.pack('>I7I4', states[1], ends_s) .. cmsgpack.pack(unpack(states, 3))
+        elseif states[3] then
+            packed = cmsgpack.pack(states)
         end
-        call('HSET', key, unpack(arguments))
-    elseif packed ~= '' then
-        call('HSET', key, field, packed)
-    else
-        call('HDEL', key, field)
-    end
-    for number = max(math.ceil(#packed / PIECE_BYTES), 1), pieces - 1 do
-        call('HDEL', key, '\2' .. number .. ':' .. field)
-    end
-    if extend and call('PTTL', key) < need_ms then
-        call('PEXPIRE', key, need_ms)
-    end
+        local has = math.ceil(#packed / PIECE_BYTES)
+        if has > 1 then
+            local fields = {name, string.sub(packed, 1, PIECE_BYTES)}
+            for number = 1, has - 1 do
+                fields[2 * number + 1] = '\2' .. number .. ':' .. name
+                fields[2 * number + 2] =
+                    string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
+            end
+            call('HSET', to, unpack(fields))
+        elseif packed ~= '' then
+            call('HSET', to, name, packed)
+        else
+            call('HDEL', to, name)
+        end
+        for number = max(has, 1), had - 1 do
+            call('HDEL', to, '\2' .. number .. ':' .. name)
+        end
+        if extend and call('PTTL', to) < need_ms then
+            call('PEXPIRE', to, need_ms)
+        end
+        states, to, name, had, packs = rest, log_key, log_field, log_pieces, false
+        need_us, rest = logs_us, nil
+    until not states
 
     local due = in_bucket and (not need_us or now % (raw and 128 or 8) == 0)
     if due and not given then
