@@ -368,7 +368,7 @@ def on_httpx(response: httpx.Response) -> None:
 
 def outgoing(error: ratekeeper.httpx.LimitTimeout) -> None:
     """The transports that keep limits before they send."""
-    settings: ratekeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": True}
+    settings: ratekeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": False}
     with httpx.Client(transport=ratekeeper.httpx.LimitTransport("10/s", **settings)):
         pass
     by_host = ratekeeper.httpx.AsyncLimitTransport("10/s", key=lambda request: request.url.host)
