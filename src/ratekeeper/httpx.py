@@ -682,11 +682,11 @@ class _ExactSlots(_Units):
                 return denied
             wait_ns = min(denied.decision.retry_after_ns, self._limit.window_ns)
             if self._clock.now_ns() + wait_ns > deadline_ns:
-                return denied._replace(
-                    decision=decision_with(
-                        denied.decision, policy=self._limit, remaining=0, retry_after_ns=wait_ns
-                    )
+                decision = decision_with(
+                    denied.decision, policy=self._limit, remaining=0, retry_after_ns=wait_ns
                 )
+                self.limiter.log_denial(key, decision)
+                return denied._replace(decision=decision)
             yield Call(sleep, seconds_from_ns(wait_ns))
 
     def _search(self, parts: tuple[str, ...]) -> Steps[_Taken]:
