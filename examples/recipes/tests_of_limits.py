@@ -1,9 +1,8 @@
 """Test my own code that has limits, without waiting and without tests that disturb each other.
 
 `use_clock(ManualClock())` sets the time of all limiters that were made without `clock=`, also of
-those in modules and in web applications. `forget_counts` makes a test start with fresh counts, and
-`limiting_off` turns limits off for the tests that are about something else. With pytest, they are
-the fixtures `ratekeeper_clock`, `ratekeeper_fresh` and `ratekeeper_off`.
+those in modules, `forget_counts` empties them, and `limiting_off` turns limits off. With pytest,
+they are the fixtures `ratekeeper_clock`, `ratekeeper_fresh` and `ratekeeper_off`.
 
 Two traps. To mock `time.time` does nothing: limits do not use it. And a limiter of a module keeps
 its counts from one test to the next, so a test passes alone and fails in company: forget them.
@@ -65,12 +64,6 @@ def test_a_user_is_reminded_once_a_day() -> None:
         assert remind("bob")
         assert not remind("bob")
         clock.advance(86400)
-        assert remind("bob")
-
-
-def test_the_first_reminder_is_sent() -> None:
-    forget_counts()
-    with use_clock(ManualClock()):
         assert remind("bob")
 
 
