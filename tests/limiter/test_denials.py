@@ -161,6 +161,20 @@ def test_the_line_has_the_rule_that_denied(
     ]
 
 
+def test_a_caller_of_check_can_log_a_denial(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By limits or by rules; an allowed decision is no denial."""
+    for limiter, key in (
+        (Limiter("1/hour"), "user:7"),
+        (Limiter.from_rules(RULES), Request(user="7")),
+    ):
+        for _ in range(3):
+            limiter.log_denial(key, limiter.check(key))
+    found = [(record.rule, record.subject) for record in caplog.records]  # type: ignore[attr-defined]  # extra
+    assert found == [("", "user:7"), ("users", "tenant user:7")]
+
+
 def test_a_denial_without_the_store_says_so(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +199,7 @@ def test_a_denial_without_the_store_says_so(
         ("header:x-api-key:sk_secret", "header:x-api-key:#"),
         (("header:x-api-key", "sk_secret"), "header:x-api-key #"),
         ("sk_secret1:and more", "#"),
-        ("user:a\nb\x1b[31m\"'\u202e", "user:a\nb\x1b[31m\"'\u202e"),
+        ('user:a\nb\x1b[31m"\u202e', 'user:a\\nb\\x1b[31m"\\u202e'),
         ("user:" + "a" * 400, "user:" + "a" * 95 + "…"),
     ],
 )
@@ -200,6 +214,7 @@ def test_a_line_has_no_secret_and_stays_one_line(
     assert re.sub(r"#[0-9a-f]{24}", "#", subject) == shown
     assert caplog.messages[0].isascii()
     assert caplog.messages[0].isprintable()
+    assert subject.isprintable()
 
 
 def test_a_denial_is_seen_without_configuration() -> None:

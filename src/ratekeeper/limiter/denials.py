@@ -1,13 +1,13 @@
 """The log of denials: a line for each rule and subject that is denied, at most one a minute.
 
 Middleware, decorators, `hold` and `wait` answer a denial themselves, so an application does not
-see it. They log it on the logger `ratekeeper.denied`:
+see it. They log it (`LimiterPath.log_denial`) on the logger `ratekeeper.denied`:
 
     denied rule="login" limit="5 per 60 s" subject="address:203.0.113.7" reason=limit denials=37
     since=60s
 
 (in one line; `extra` has the same fields). A caller of `check` has the decision in hand, so `check`
-logs nothing.
+logs nothing, and a check in the kernel stays without Python code.
 
 **Bound.** The first denial of a subject is logged at once. The next ones are counted, and the line
 with their number follows with the first denial after INTERVAL_NS, of that subject or of any other.
@@ -20,8 +20,8 @@ denial is a warning: the bound keeps it from filling a terminal.
 
 **Secrets.** A subject may hold an API key, and a log is not the place for it. Values are digests,
 as the records of the service have them, except for kinds that hold none (`_SHOWN`), short numbers
-and names of functions. A client may choose a value, so texts are quoted as JSON: a line stays one
-line.
+and names of functions. A client may choose a value, so unprintable characters are escaped and texts
+are quoted as JSON: a line stays one line.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ def _shown(subject: str) -> str:
     ('api_key:#278dea8072ad04bd591c160d', '#278dea8072ad04bd591c160d')
     """
     text = " ".join(map(_shown_part, subject.split(SEPARATOR)))
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= _TEXT_LENGTH_MAX else f"{text[:_TEXT_LENGTH_MAX]}…"
 
 

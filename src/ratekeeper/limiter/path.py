@@ -250,7 +250,12 @@ class LimiterPath:
         return CheckResult(decision, self._applied, "unavailable" if failed else "limited")
 
     def log_denial(self, key: Key | Request, decision: Decision) -> None:
-        """Log a denial that the library answers, so that the application does not see it."""
+        """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
+
+        Middleware, decorators, `hold` and `wait` log their denials. For a caller of `check`.
+        """
+        if decision.allowed:
+            return
         if self._engine is None:
             denials.note(self.result_of(decision), self._subject_of(key))
         else:
