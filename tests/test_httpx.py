@@ -870,7 +870,10 @@ def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
         ({"cost": len}, "cost=.* needs exact=False"),
         ({"on_failure": "local"}, "on_failure='local' needs exact=False"),
         ({"on_failure": "open"}, "on_failure='open' needs exact=False"),
-        ({"local_fallback": LocalFallback(nodes=3)}, "local_fallback needs exact=False"),
+        (
+            {"on_failure": "closed", "local_fallback": LocalFallback(nodes=3)},
+            "local_fallback needs exact=False",
+        ),
     ],
 )
 def test_wrong_limits_are_rejected(settings: dict[str, Any], words: str) -> None:

@@ -948,7 +948,8 @@ def _exact_limit(limits: tuple[Limit, ...], settings: LimitSettings) -> Limit:
     """Return the limit. Raises ConfigError if arrivals cannot be counted exactly by it."""
     cost, on_failure = settings.get("cost", 1), settings.get("on_failure")
     if on_failure in ("open", "local") or settings.get("local_fallback") is not None:
-        given = "local_fallback" if on_failure is None else f"on_failure={show(on_failure)}"
+        is_policy = on_failure in ("open", "local")
+        given = f"on_failure={show(on_failure)}" if is_policy else "local_fallback"
         raise ConfigError(
             f"{given} needs exact=False: without the store, processes cannot keep an exact limit "
             f'together; write on_failure="closed" or "raise", or {_INEXACT}'
