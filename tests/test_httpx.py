@@ -514,16 +514,16 @@ def test_wrong_budgets_are_rejected(values: dict[str, Any]) -> None:
 
 
 def sync_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
-    if not isinstance(limits, Limiter):
-        settings = {"clock": origin.clock, **settings}
-    settings = {"random": lambda: 0.0, "budget": MANY, **settings}
+    settings = {"exact": False, "clock": origin.clock, "random": lambda: 0.0, **settings}
+    settings = {"budget": MANY, **settings}
     transport = LimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
     client = httpx.Client(transport=transport, follow_redirects=True)
     return lambda method="GET", url=URL, **more: client.request(method, url, **more)
 
 
 def async_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
-    settings = {"clock": origin.clock, "random": lambda: 0.0, "budget": MANY, **settings}
+    settings = {"exact": False, "clock": origin.clock, "random": lambda: 0.0, **settings}
+    settings = {"budget": MANY, **settings}
     transport = AsyncLimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
     # Not closed between requests: the transport would close its store.
     client = httpx.AsyncClient(transport=transport, follow_redirects=True)
@@ -551,14 +551,17 @@ OK = (200, {"Content-Length": "0"})
 SPENT = (200, {"RateLimit": '"default";r=0;t=20'})
 
 
+@pytest.mark.parametrize(
+    ("exact", "times"), [(True, [0, 0, 1, 1, 2]), (False, [0, 0, 0.5, 1, 1.5])]
+)
 def test_a_request_waits_until_the_limit_has_room(
-    limited: Callable[..., Ask], clock: ManualClock
+    limited: Callable[..., Ask], clock: ManualClock, exact: bool, times: list[float]
 ) -> None:
-    """Two requests go at once, and then one every half second."""
+    """Two requests go at once, and then two a second, or one every half second."""
     origin = Origin(OK, clock=clock)
-    ask = limited(origin)
+    ask = limited(origin, exact=exact)
     assert [ask().status_code for _ in range(5)] == [200] * 5
-    assert after(origin) == [0, 0, 0.5, 1, 1.5]
+    assert [round(each, 3) for each in after(origin)] == times
 
 
 def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
@@ -846,7 +849,7 @@ def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
         ({"pace": "host"}, '"origin", "path" or "off"'),
         ({"store": "redsi://localhost"}, "redsi"),
         ({"on_failure": "ask"}, "open, closed, local, raise"),
-        ({"local_fallback": 3}, "LocalFallback"),
+        ({"local_fallback": 3, "exact": False}, "LocalFallback"),
         ({"name": 7}, "name"),
         ({"key": 7}, "a key is text"),
         ({"key": ""}, "key"),
@@ -855,15 +858,22 @@ def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
         ({"limits": "10/fortnight"}, "at character 4"),
         ({"limits": 10}, "is not a rate"),
         ({"exact": "yes"}, "exact='yes' is not True or False"),
-        ({"arrives_within": 5}, "only with exact=True"),
-        ({"exact": True, "arrives_within": 0}, "between 1 ms and an hour"),
-        ({"exact": True, "arrives_within": "5"}, "not a length of time"),
-        ({"exact": True, "limits": "10/second; 1000/day"}, "exact=True keeps one limit"),
-        ({"exact": True, "limits": "10/second burst 5"}, "exact=True keeps one limit"),
-        ({"exact": True, "limits": "101/second"}, "exact=True keeps one limit of 1 to 100"),
-        ({"exact": True, "cost": 2}, "cost=2 does not work with exact=True; leave it out"),
-        ({"exact": True, "on_failure": "local"}, "on_failure='local' does not work with exact"),
-        ({"exact": True, "on_failure": "open"}, "on_failure='open' does not work with exact"),
+        ({"exact": False, "arrives_within": 5}, "does not work with exact=False"),
+        ({"arrives_within": 0}, "between 1 ms and an hour"),
+        ({"arrives_within": "5"}, "not a length of time"),
+        ({"limits": "10/second; 1000/day"}, "needs exact=False: an exact limit is one of 1 to 100"),
+        ({"limits": "10/second burst 5"}, "needs exact=False"),
+        ({"limits": "10/second capacity 1"}, "needs exact=False"),
+        ({"limits": "10/second fixed_window"}, "needs exact=False"),
+        ({"limits": "101/second"}, "needs exact=False"),
+        ({"cost": 2}, "cost=2 needs exact=False"),
+        ({"cost": len}, "cost=.* needs exact=False"),
+        ({"on_failure": "local"}, "on_failure='local' needs exact=False"),
+        ({"on_failure": "open"}, "on_failure='open' needs exact=False"),
+        (
+            {"on_failure": "closed", "local_fallback": LocalFallback(nodes=3)},
+            "local_fallback needs exact=False",
+        ),
     ],
 )
 def test_wrong_limits_are_rejected(settings: dict[str, Any], words: str) -> None:
@@ -875,10 +885,12 @@ def test_wrong_limits_are_rejected(settings: dict[str, Any], words: str) -> None
 
 def test_a_limiter_has_its_own_settings() -> None:
     """A transport takes a limiter of its kind, and none of the settings that the limiter has."""
-    names = ("store", "name", "on_failure", "local_fallback", "clock", "exact", "arrives_within")
-    for name in names:
+    for name in ("store", "name", "on_failure", "local_fallback", "clock"):
         with pytest.raises(ConfigError, match=rf"^{name}=.* is a setting of the limiter"):
             LimitTransport(Limiter("1/second"), **{name: None})  # type: ignore[arg-type]  # wrong
+    for name in ("exact", "arrives_within"):
+        with pytest.raises(ConfigError, match="do not work with a limiter, which counts requests"):
+            LimitTransport(Limiter("1/second"), **{name: 1})  # type: ignore[arg-type]  # wrong
     with pytest.raises(ConfigError, match="LimitTransport takes a Limiter"):
         LimitTransport(AsyncLimiter("1/second"))  # type: ignore[arg-type]  # wrong
     with pytest.raises(ConfigError, match="AsyncLimitTransport an AsyncLimiter"):
@@ -903,7 +915,6 @@ def test_an_unknown_setting_names_the_public_class() -> None:
         ({"cost": lambda _: -1}, InvalidCost),
         ({"key": lambda _: ""}, InvalidKey),
         ({"key": lambda _: Request(user="7")}, ConfigError),
-        ({"exact": True, "cost": lambda _: 2}, ConfigError),
         ({"exact": True, "key": lambda _: Request(user="7")}, ConfigError),
     ],
 )
@@ -953,7 +964,7 @@ def test_a_closed_transport_waits_for_the_store(
     store = PartlyFailing(clock=clock)
     store.failing = frozenset({"outgoing", "outgoing.held"})
     origin = Origin(OK, clock=clock)
-    settings: dict[str, Any] = {"exact": True} if exact else {"on_failure": "closed"}
+    settings: dict[str, Any] = {"exact": exact, "on_failure": None if exact else "closed"}
     ask = limited(origin, store=store, wait_max=5, **settings)
     began_ns = clock.now_ns()
     with pytest.raises(LimitTimeout, match="the store cannot decide") as caught:
@@ -1088,7 +1099,7 @@ SEED = 1
 def test_a_log_is_never_exceeded_as_sent(seed: int, limit: int, delay_max_s: float) -> None:
     """Three transports together send at most `limit` requests in any second."""
     log = Limit(limit, per=1, algorithm="sliding_window_log")
-    origin = simulate(log, seed=seed, delay_max_s=delay_max_s)
+    origin = simulate(log, seed=seed, delay_max_s=delay_max_s, exact=False)
     assert len(origin.sent_ns) == 60
     assert most_in_a_window(origin.sent_ns) <= limit
 
@@ -1098,11 +1109,9 @@ def test_a_log_is_never_exceeded_as_sent(seed: int, limit: int, delay_max_s: flo
     limit=st.integers(1, 12),
     delay_max_s=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
 )
-def test_an_exact_limit_is_never_exceeded_on_arrival(
-    seed: int, limit: int, delay_max_s: float
-) -> None:
-    """At most `limit` requests arrive in any second, also if responses are lost."""
-    origin = simulate(f"{limit}/second", seed=seed, delay_max_s=delay_max_s, exact=True)
+def test_a_limit_is_never_exceeded_on_arrival(seed: int, limit: int, delay_max_s: float) -> None:
+    """By default at most `limit` requests arrive in any second, also if responses are lost."""
+    origin = simulate(f"{limit}/second", seed=seed, delay_max_s=delay_max_s)
     assert len(origin.arrived_ns) == 60
     assert most_in_a_window(origin.arrived_ns) <= limit
 
@@ -1110,13 +1119,13 @@ def test_an_exact_limit_is_never_exceeded_on_arrival(
 @pytest.mark.parametrize(
     ("limits", "settings", "kept"),
     [
-        ("10/second", {}, False),
-        (LOG, {}, False),
-        ("10/second capacity 1", {}, False),
-        (Limit(10, per=1.5, algorithm="sliding_window_log"), {}, True),
-        ("10/second", {"exact": True}, True),
+        ("10/second", {"exact": False}, False),
+        (LOG, {"exact": False}, False),
+        ("10/second capacity 1", {"exact": False}, False),
+        (Limit(10, per=1.5, algorithm="sliding_window_log"), {"exact": False}, True),
+        ("10/second", {}, True),
     ],
-    ids=["bucket", "log", "spaced", "log with a margin", "exact"],
+    ids=["bucket", "log", "spaced", "log with a margin", "default"],
 )
 def test_arrivals_of_each_way(limits: Any, settings: dict[str, Any], kept: bool) -> None:
     """Ten that are sent within a second are more on arrival, if delays of 0.5 s do not count."""
@@ -1126,7 +1135,7 @@ def test_arrivals_of_each_way(limits: Any, settings: dict[str, Any], kept: bool)
 
 def test_an_exact_limit_uses_the_window() -> None:
     """Without delay, ten requests a second are sent: a slot is free a window after the response."""
-    origin = simulate("10/second", delay_max_s=0, requests=60, exact=True, arrives_within=1)
+    origin = simulate("10/second", delay_max_s=0, requests=60, arrives_within=1)
     assert most_in_a_window(origin.arrived_ns) == 10
     assert max(origin.arrived_ns) <= 8 * SECOND
 
@@ -1145,7 +1154,6 @@ def test_a_request_without_a_response_keeps_its_slot() -> None:
 
     transport = LimitTransport(
         "1/minute",
-        exact=True,
         arrives_within=30,
         wait_max=120,
         transport=httpx.MockTransport(serve),
@@ -1165,13 +1173,12 @@ def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualCl
     kind: Any = LimitTransport if limited is sync_limited else AsyncLimitTransport
     inner = kind(
         "1/minute",
-        exact=True,
         attempts_max=1,
         wait_max=61,
         transport=httpx.MockTransport(origin),
         clock=clock,
     )
-    outer = kind("3/hour", transport=inner, clock=clock, random=lambda: 0.0)
+    outer = kind("3/hour", exact=False, transport=inner, clock=clock, random=lambda: 0.0)
 
     async def ask() -> Any:
         request = httpx.Request("GET", URL)
@@ -1195,14 +1202,9 @@ def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualCl
 def test_a_request_that_an_inner_transport_has_sent_stays_spent(clock: ManualClock) -> None:
     """Defect: the retry that found no room refunded the outer limit, which then held nothing."""
     origin = Origin((429, {"Retry-After": "0"}), clock=clock)
-    inner = LimitTransport(
-        "1/minute",
-        transport=httpx.MockTransport(origin),
-        clock=clock,
-        wait_max=5,
-        pace="off",
-    )
-    outer = LimitTransport("2/day", transport=inner, clock=clock, wait_max=5, pace="off")
+    settings: Any = {"exact": False, "clock": clock, "wait_max": 5, "pace": "off"}
+    inner = LimitTransport("1/minute", transport=httpx.MockTransport(origin), **settings)
+    outer = LimitTransport("2/day", transport=inner, **settings)
     with httpx.Client(transport=outer) as client:
         for was_sent in (True, True, False):
             with pytest.raises(LimitTimeout) as caught:
@@ -1247,12 +1249,11 @@ async def test_a_cancelled_wait_spends_nothing() -> None:
             waiting.set()
             await asyncio.Event().wait()
 
-    for limits, exact in [("1/minute", False), ("1/minute", True)]:
+    for exact in (False, True):
         waiting.clear()
         clock = Waiting()
         inner = httpx.MockTransport(Origin(OK, clock=clock))
-        settings: dict[str, Any] = {"exact": True} if exact else {}
-        transport = AsyncLimitTransport(limits, transport=inner, clock=clock, **settings)
+        transport = AsyncLimitTransport("1/minute", exact=exact, transport=inner, clock=clock)
         async with httpx.AsyncClient(transport=transport) as client:
             await client.get(URL)
             task = asyncio.create_task(client.get(URL))

@@ -1,12 +1,12 @@
 """Keep a partner's limit of five requests in any window, as the partner counts them.
 
 The partner counts requests when they arrive. A limiter decides when they leave, and the network
-delays some of them more than others. The trap is a limit on sending, even an exact one: requests
-that left in two windows arrive in one.
+delays some of them more than others. The trap is a limit on sending, even a log of all requests:
+those that left in two windows arrive in one.
 
-With `exact=True` the transport counts a request until a window after its response, because it
-arrives at some time before that. `store="shared://…"` or `"redis://…"` keeps the limit for all
-processes or machines.
+The transport counts a request until a window after its response, because it arrives at some time
+before that. `exact=False` switches this off. `store="shared://…"` or `"redis://…"` keeps the limit
+for all processes or machines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Partner:
         )
 
 
-async def call_partner(limits: str, exact: bool) -> Partner:
+async def call_partner(limits: str, exact: bool = True) -> Partner:
     partner = Partner()
     network = httpx.MockTransport(partner.serve)
     transport = AsyncLimitTransport(limits, exact=exact, transport=network)
@@ -52,7 +52,7 @@ async def call_partner(limits: str, exact: bool) -> Partner:
 
 
 async def main() -> None:
-    partner = await call_partner("5/200ms", exact=True)
+    partner = await call_partner("5/200ms")
     print(f"exact: at most {partner.most_in_a_window()} requests arrive in 200 ms")
     assert partner.most_in_a_window() <= LIMIT
 

@@ -1,12 +1,11 @@
 """Test my own code that has limits, without waiting and without tests that disturb each other.
 
 `use_clock(ManualClock())` sets the time of all limiters that were made without `clock=`, also of
-those in modules and in web applications, and `limiting_off` turns limits off for the tests that are
-about something else. With pytest, they are the fixtures `ratekeeper_clock` and `ratekeeper_off`.
+those in modules, `forget_counts` empties them, and `limiting_off` turns limits off. With pytest,
+they are the fixtures `ratekeeper_clock`, `ratekeeper_fresh` and `ratekeeper_off`.
 
 Two traps. To mock `time.time` does nothing: limits do not use it. And a limiter of a module keeps
-its counts from one test to the next, so a test passes alone and fails in company. Make the
-application in a function, as here, or give each test keys of its own.
+its counts from one test to the next, so a test passes alone and fails in company: forget them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from flask import Flask
 
 from ratekeeper import Limiter
 from ratekeeper.flask import RateLimit
-from ratekeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper.testing import ManualClock, forget_counts, limiting_off, use_clock
 
 # ── The code under test ──────────────────────────────────────────────────────────────────────────
 
@@ -60,16 +59,17 @@ def test_exports_work_however_many_there_are() -> None:
 
 
 def test_a_user_is_reminded_once_a_day() -> None:
+    forget_counts()
     with use_clock(ManualClock()) as clock:
-        assert remind("user of this test")
-        assert not remind("user of this test")
+        assert remind("bob")
+        assert not remind("bob")
         clock.advance(86400)
-        assert remind("user of this test")
+        assert remind("bob")
 
 
-def test_with_a_key_that_another_test_has_used() -> None:
+def test_with_counts_of_another_test() -> None:
     with use_clock(ManualClock()):
-        assert remind("user of this test")  # fails: the other test has used it up
+        assert remind("bob")  # fails: the other test has used it up
 
 
 def test_with_a_mocked_time() -> None:

@@ -29,8 +29,8 @@ wait that long, too (`_HoldBack`).
 
 **Exact arrivals.** The other side counts when requests *arrive*. Two requests that leave a second
 apart arrive closer together if the first is delayed on its way. A request arrives between its
-sending and its response, so `exact=True` counts it as one that arrives when the response does
-(`_ExactSlots`).
+sending and its response. By default, a limit therefore counts it from its sending until one window
+after its response (`_ExactSlots`). With `exact=False`, a limit counts requests as they leave.
 
 **Reading responses.** Servers express a wait in four ways. `Retry-After` is the standard, in
 seconds or as a date. The IETF draft's `RateLimit` says what remains and when there is more; its
@@ -565,16 +565,9 @@ ARRIVES_WITHIN_NS_MAX: Final = 3_600 * NS_PER_SECOND
 _SLOT_UNITS: Final = 1_000_000
 
 # Settings of a limiter, which a transport that is given one does not take.
-_OF_LIMITER: Final = (
-    "store",
-    "name",
-    "on_failure",
-    "local_fallback",
-    "clock",
-    "exact",
-    "arrives_within",
-)
+_OF_LIMITER: Final = ("store", "name", "on_failure", "local_fallback", "clock")
 
+_INEXACT: Final = "write exact=False to count requests as they leave, not as they arrive"
 _LIMIT_REACHED: Final = "the limit has no room"
 _STORE_AWAY: Final = "the store cannot decide, and on_failure denies"
 _SERVER_WAITS: Final = "the server asked for a pause"
@@ -594,15 +587,18 @@ class LimitSettings(RetrySettings, total=False):
     cost: int | CostOfRequest
     """The units of a request, or a function of the request; by default 1."""
     on_failure: FailurePolicy | None
-    """The answer while the store is unavailable. "local" (default): the counts of this machine.
-    "closed" (default with `exact`): no request is sent, up to `wait_max`. "raise": the StoreError.
-    "open" is the same as "local", as for `Limiter.wait`."""
+    """The answer while the store is unavailable. "closed" (default): no request is sent, up to
+    `wait_max`. "raise": the StoreError. With `exact=False` also "local" (then the default): the
+    counts of this machine. "open" is the same as "local", as for `Limiter.wait`."""
     local_fallback: LocalFallback | None
     """How "local" limits: the number of machines, and the store of this machine's processes."""
     exact: bool
-    """Count requests as the other side does, when they arrive. For one limit of up to 100."""
+    """Count requests as the other side does, when they arrive: at most n arrive in any window. True
+    by default, for one limit of up to 100 requests. With False, a limit counts requests as they
+    leave: for several limits, bursts, higher limits, and a `cost`."""
     arrives_within: float | timedelta
-    """With `exact`: a request without a response arrives within so many seconds or never."""
+    """An exact limit assumes that a request without a response arrives within so many seconds after
+    its sending, or never. By default 10."""
 
 
 class _Taken(NamedTuple):
@@ -667,13 +663,16 @@ class _ExactSlots(_Units):
         self._next = 0
 
     def take(
-        self, key: Key | Request, cost: int, left_ns: int, sleep: Callable[[float], Any]
+        self,
+        key: Key | Request,
+        cost: int,  # noqa: ARG002 - 1 for an exact limit
+        left_ns: int,
+        sleep: Callable[[float], Any],
     ) -> Steps[_Taken]:
         """Take a free slot, and wait for one up to `left_ns`."""
-        if isinstance(key, Request) or cost != 1:
+        if isinstance(key, Request):
             raise ConfigError(
-                f"exact=True counts requests by a text: key={show(key)} and cost={show(cost)} do "
-                f"not work with it; return a text from `key`, and leave `cost` out"
+                f"an exact limit counts by a text, not by {show(key)}; return a text from `key`"
             )
         parts = key if isinstance(key, tuple) else (key,)
         deadline_ns = self._clock.now_ns() + left_ns
@@ -683,11 +682,11 @@ class _ExactSlots(_Units):
                 return denied
             wait_ns = min(denied.decision.retry_after_ns, self._limit.window_ns)
             if self._clock.now_ns() + wait_ns > deadline_ns:
-                return denied._replace(
-                    decision=decision_with(
-                        denied.decision, policy=self._limit, remaining=0, retry_after_ns=wait_ns
-                    )
+                decision = decision_with(
+                    denied.decision, policy=self._limit, remaining=0, retry_after_ns=wait_ns
                 )
+                self.limiter.log_denial(key, decision)
+                return denied._replace(decision=decision)
             yield Call(sleep, seconds_from_ns(wait_ns))
 
     def _search(self, parts: tuple[str, ...]) -> Steps[_Taken]:
@@ -912,13 +911,15 @@ def _prepared(
                     f"{name}={show(settings[name])} is a setting of the limiter; "
                     f"pass it to {kind.__name__}(…), or pass limits instead of a limiter"
                 )
+        if "exact" in settings or "arrives_within" in settings:
+            raise ConfigError(
+                "exact and arrives_within do not work with a limiter, which counts requests as "
+                "they leave; leave them out, or pass limits instead of a limiter"
+            )
         return limits, False, _Units(limits)
-    exact, on_failure = settings.get("exact", False), settings.get("on_failure")
+    exact, on_failure = settings.get("exact", True), settings.get("on_failure")
     if not isinstance(exact, bool):
         raise ConfigError(f"exact={show(exact)} is not True or False")
-    if "arrives_within" in settings and not exact:
-        raise ConfigError("arrives_within works only with exact=True; leave it out, or add that")
-    within_ns = _arrives_within_ns(settings.get("arrives_within", 10.0))
     found = limits_of(limits)
     if isinstance(cost := settings.get("cost", 1), int):
         check_cost_fits(cost, limits)
@@ -929,32 +930,45 @@ def _prepared(
         local_fallback=settings.get("local_fallback"),
         clock=clock,
     )
-    if exact and not callable(cost) and cost != 1:
-        raise ConfigError(f"cost={show(cost)} does not work with exact=True; leave it out")
     if not exact:
+        if "arrives_within" in settings:
+            raise ConfigError(
+                "arrives_within does not work with exact=False; leave one of them out"
+            )
         limiter = make(found, on_failure=on_failure or "local")
         return limiter, True, _Units(limiter)
-    limit = _exact_limit(found, on_failure)
+    limit = _exact_limit(found, settings)
+    within_ns = _arrives_within_ns(settings.get("arrives_within", 10.0))
     whole = timedelta(microseconds=(limit.window_ns + within_ns) // 1_000)
     limiter = make(Limit(_SLOT_UNITS, per=whole), on_failure=on_failure or "closed")
     return limiter, True, _ExactSlots(limiter, clock, limit, within_ns)
 
 
-def _exact_limit(limits: tuple[Limit, ...], on_failure: FailurePolicy | None) -> Limit:
-    limit = limits[0]
-    if on_failure in ("open", "local"):
+def _exact_limit(limits: tuple[Limit, ...], settings: LimitSettings) -> Limit:
+    """Return the limit. Raises ConfigError if arrivals cannot be counted exactly by it."""
+    cost, on_failure = settings.get("cost", 1), settings.get("on_failure")
+    if on_failure in ("open", "local") or settings.get("local_fallback") is not None:
+        is_policy = on_failure in ("open", "local")
+        given = f"on_failure={show(on_failure)}" if is_policy else "local_fallback"
         raise ConfigError(
-            f"on_failure={show(on_failure)} does not work with exact=True: without the store, "
-            f'processes cannot keep a limit together; write "closed" or "raise"'
+            f"{given} needs exact=False: without the store, processes cannot keep an exact limit "
+            f'together; write on_failure="closed" or "raise", or {_INEXACT}'
         )
+    if callable(cost) or cost != 1:
+        raise ConfigError(
+            f"cost={show(cost)} needs exact=False: an exact limit counts requests; leave it out, "
+            f"or {_INEXACT}"
+        )
+    limit = limits[0]
     plain = Limit(limit.limit, per=timedelta(microseconds=limit.window_ns // 1_000))
     has_burst = limit.capacity != limit.limit or limit.refill_step_ns != plain.refill_step_ns
-    if len(limits) > 1 or has_burst or not 1 <= limit.limit <= SLOTS_MAX:
+    is_window = limit.algorithm in ("token_bucket", "sliding_window_log")
+    if len(limits) > 1 or has_burst or not is_window or not 1 <= limit.limit <= SLOTS_MAX:
         raise ConfigError(
-            f"exact=True keeps one limit of 1 to {SLOTS_MAX} requests in any window, such as "
-            f'"10/second", and not {show(list(limits))}; keep other limits with another transport '
-            f'around it: LimitTransport("1000/day", transport=LimitTransport("10/second", '
-            f"exact=True, attempts_max=1))"
+            f"limits={show(list(limits))} needs exact=False: an exact limit is one of 1 to "
+            f'{SLOTS_MAX} requests in any window, such as "10/second"; {_INEXACT}. To keep both '
+            f'kinds: LimitTransport("1000/day", exact=False, '
+            f'transport=LimitTransport("10/second", attempts_max=1))'
         )
     return limit
 
@@ -1007,12 +1021,16 @@ class LimitTransport(httpx.BaseTransport):
     >>> client = httpx.Client(transport=transport)
     >>> client.close()
 
-    `limits` is a rate string, a Limit or several, or a Limiter, also one from rules. `transport`
-    sends the requests; by default httpx's own. See `LimitSettings` for the rest.
+    `limits` is the limit as the other side counts it: no more requests arrive in any window, also
+    if several processes share the store and the network is slow. With `exact=False` it is a rate
+    string, a Limit or several, which count requests as they leave. A Limiter, also one from rules,
+    counts them as they leave, too. `transport` sends the requests; by default httpx's own. See
+    `LimitSettings` for the rest.
 
     Raises LimitTimeout if a request would wait for longer than `wait_max`, CapacityError for a cost
     that never fits, and with `on_failure="raise"` StoreError. Each attempt costs one check on the
-    store, and one peek unless `pace` is "off".
+    store (an exact limit without room checks each of its slots) and one refund, and one peek unless
+    `pace` is "off".
     """
 
     @explains("LimitTransport(…)", 'LimitTransport("10/second", transport=httpx.HTTPTransport())')

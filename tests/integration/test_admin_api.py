@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,6 +127,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f"sqlite:///{folder / 'rules.db'}", *options, records=True, workers=2
     ) as service:
         yield Served(service, secrets["admin"])
+
+
+def test_clients_learn_a_digest_of_the_host_name(served: Served) -> None:
+    """Defect: each reply had the host name. All workers send one digest, and operators see both."""
+    asked = [("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/check"), ("GET", "/nowhere")]
+    replies = [served.service.ask(method, path) for method, path in asked * 5]
+    (node,) = {each.headers["x-ratekeeper-node"] for each in replies}
+    host = socket.gethostname()
+    # A client could try likely names.
+    assert node not in (host, blake2b(host.encode(), digest_size=len(node) // 2).hexdigest())
+    assert {each.data["node"] for each in replies if "node" in each.data} == {node}
+    found = served.ask("GET", "/v1/admin/fleet").data
+    shown = re.sub(r"[^A-Za-z0-9._:-]", "-", host)[:64]
+    assert (found["node_id"], found["node_header"]) == (shown, node)
 
 
 def test_every_worker_reads_and_applies_a_change(served: Served) -> None:

@@ -48,6 +48,7 @@ async def walk_of_a_check(store: str, *, repeated: bool) -> Walk:
             limiter=limiter,
             tokens=Tokens.load(None),
             node_id="walk",
+            node_header="walk",
             identity=Identity(),
             settings=WorkerSettings(Style()),
             started_ns=time.time_ns(),

@@ -18,13 +18,15 @@ def _run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "no:asyncio", *options)
 
 
-def test_both_fixtures_are_available_without_setup(pytester: pytest.Pytester) -> None:
-    """The package installs them, and pytest lists both with a description."""
+def test_the_fixtures_are_available_without_setup(pytester: pytest.Pytester) -> None:
+    """The package installs them, and pytest lists each with a description."""
     result = _run(pytester, "--fixtures")
     result.stdout.fnmatch_lines_random(
         [
             "ratekeeper_clock*",
             "*Replace the system clock by a*",
+            "ratekeeper_fresh*",
+            "*Forget the counts of every*",
             "ratekeeper_off*",
             "*Turn limiting off: every*",
         ]
@@ -49,6 +51,67 @@ def test_the_clock_fixture(pytester: pytest.Pytester) -> None:
     )
     _run(pytester).assert_outcomes(passed=2)
     assert switches.clock is None
+
+
+APPLICATION = """
+    from flask import Flask
+    from ratekeeper.flask import RateLimit
+
+    RULES = '''
+    version: 1
+    rules:
+      - id: all
+        match: {}
+        by: user
+        limits: 2/minute
+        penalty: {after: 1, within: 1m, cooldown: 1h, block_after: 3}
+    '''
+    app = Flask("shop")
+    app.add_url_rule("/", view_func=lambda: "home")
+    RateLimit(app, rules=RULES, identify={"user": "header:X-User"})
+
+    def spend():
+        client = app.test_client()
+        return [client.get("/", headers={"X-User": "ann"}).status_code for _ in range(5)]
+"""
+
+
+@pytest.mark.parametrize("fixture", ["ratekeeper_clock", "ratekeeper_fresh"])
+def test_each_test_starts_with_fresh_counts(pytester: pytest.Pytester, fixture: str) -> None:
+    """Defect: the application's limiter kept the counts and cool-downs of the test before."""
+    pytester.makepyfile(
+        APPLICATION
+        + f"""
+    def test_one({fixture}):
+        assert spend() == [200, 200, 429, 429, 429]
+
+    def test_two({fixture}):
+        assert spend() == [200, 200, 429, 429, 429]
+
+    def test_it_leaves_no_counts_behind():
+        assert spend() == [200, 200, 429, 429, 429]
+
+    def test_after_counts_of_the_real_time({fixture}):
+        assert spend() == [200, 200, 429, 429, 429]
+    """
+    )
+    _run(pytester).assert_outcomes(passed=4)
+
+
+def test_all_tests_can_start_with_fresh_counts(pytester: pytest.Pytester) -> None:
+    """pytest's own setting `usefixtures` applies the fixture to each test."""
+    pytester.makeini("[pytest]\nusefixtures = ratekeeper_fresh")
+    pytester.makepyfile(
+        MODULE
+        + """
+    import pytest
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_one(number):
+        assert [bool(limiter.check("me")) for _ in range(2)] == [True, False]
+    """
+    )
+    _run(pytester).assert_outcomes(passed=2)
 
 
 def test_the_off_fixture(pytester: pytest.Pytester) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ratekeeper import AsyncLimiter, InvalidCost, InvalidKey, Limiter
 from ratekeeper.core import switches
-from ratekeeper.testing import ManualClock, limiting_off, use_clock
+from ratekeeper.testing import ManualClock, forget_counts, limiting_off, use_clock
 
 # Created at import, as in an application, so tests cannot pass a clock to it.
 LIMITER = Limiter("2/minute", name="import-time")
@@ -84,3 +86,14 @@ def test_limiting_off_nests_and_is_undone() -> None:
             raise RuntimeError
         assert switches.limiting_off
     assert not switches.limiting_off
+
+
+def test_counts_that_other_processes_use_are_not_forgotten(tmp_path: Path) -> None:
+    """`forget_counts` empties `memory://` stores only, and ignores closed ones."""
+    Limiter("1/minute").close()
+    with Limiter("1/minute", store=f"shared://{tmp_path}/app.limits?capacity=100") as shared:
+        assert shared.check("k")
+        assert LIMITER.check("forget", cost=2)
+        forget_counts()
+        assert LIMITER.peek("forget").remaining == 2
+        assert not shared.check("k")

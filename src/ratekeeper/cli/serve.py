@@ -357,7 +357,9 @@ GrpcClientCaOption = Annotated[
 NodeIdOption = Annotated[
     str | None,
     _option(
-        "--node-id", metavar="NAME", help="The value of X-Ratekeeper-Node. [default: the host name]"
+        "--node-id",
+        metavar="NAME",
+        help="The value of X-Ratekeeper-Node. [default: a digest of the host name]",
     ),
 ]
 DraftOption = Annotated[

@@ -1,4 +1,4 @@
-"""Two process-wide switches for tests: replace the system clock, and turn limiting off.
+"""Process-wide switches for tests: replace the system clock, turn limiting off, forget all counts.
 
 Applications often create limiters at import time, where a test cannot reach them. These switches
 apply to all limiters. Only `ratekeeper.testing` sets them. Limiters read them on every check; the C
@@ -8,7 +8,11 @@ kernel reads the time without calling Python, so it learns of a change through `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from weakref import WeakSet
+
+from ratekeeper.core.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from ratekeeper.core.clock import Clock
@@ -17,6 +21,18 @@ clock: Clock | None = None
 limiting_off: bool = False
 
 _on_change: list[Callable[[], None]] = []
+
+
+class Forgetting(Protocol):
+    """An object with counts of this process."""
+
+    def forget_all(self) -> Any:
+        """Forget all counts."""
+        ...
+
+
+ForgettingType = TypeVar("ForgettingType", bound=Forgetting)
+_forgetting: Final[WeakSet[Forgetting]] = WeakSet()
 
 
 def on_change(notify: Callable[[], None]) -> None:
@@ -38,3 +54,16 @@ def set_limiting_off(off: bool) -> None:
     limiting_off = off
     for notify in _on_change:
         notify()
+
+
+def forgetting(keeper: ForgettingType) -> ForgettingType:
+    """Make `forget_counts` include an object, as long as it exists. Returns the object."""
+    _forgetting.add(keeper)
+    return keeper
+
+
+def forget_counts() -> None:
+    """Forget the counts that are kept in this process alone."""
+    for keeper in list(_forgetting):
+        with suppress(StoreUnavailable):  # a store that was closed
+            keeper.forget_all()

@@ -45,6 +45,7 @@ from ratekeeper.decide.failure import (
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import Answer, AnyGate
 from ratekeeper.limiter.arguments import request_of
+from ratekeeper.limiter.denials import denials
 from ratekeeper.metrics.tally import RuleCounts, note_error
 from ratekeeper.regions.settings import Regions, limits_of_region
 from ratekeeper.rules.compiled import RuleCheck
@@ -248,6 +249,19 @@ class LimiterPath:
         failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
         return CheckResult(decision, self._applied, "unavailable" if failed else "limited")
 
+    def log_denial(self, key: Key | Request, decision: Decision) -> None:
+        """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
+
+        Middleware, decorators, `hold` and `wait` log their denials. For a caller of `check`.
+        """
+        if decision.allowed:
+            return
+        if self._engine is None:
+            denials.note(self.result_of(decision), self._subject_of(key))
+        else:
+            request = request_of(key)
+            denials.note(self._engine.result_of(request, decision), request)
+
     # ── Refund and settle ──────────────────────────────────────────────────────────────────────
 
     def _refund(
@@ -375,11 +389,12 @@ class LimiterPath:
         self, key: Key | Request, cost: int, decision: Decision, late_ns: int
     ) -> Steps[Decision]:
         """Return a denial; refund an admission whose delay ends after the deadline."""
-        if not decision.allowed:
-            return decision
-        yield from self._take_back(key, cost, decision)
-        peeked: Decision = yield Call(self.peek, key, cost)
-        return decision_with(peeked, allowed=False, retry_after_ns=late_ns, delay_ns=0)
+        if decision.allowed:
+            yield from self._take_back(key, cost, decision)
+            peeked: Decision = yield Call(self.peek, key, cost)
+            decision = decision_with(peeked, allowed=False, retry_after_ns=late_ns, delay_ns=0)
+        self.log_denial(key, decision)
+        return decision
 
     def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
         """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
@@ -387,6 +402,8 @@ class LimiterPath:
             decision = yield from self._wait(key, cost, wait)
         else:
             decision = yield from self._counted_check(key, cost)
+            if not decision.allowed:
+                self.log_denial(key, decision)
         if not decision.allowed:
             raise LimitExceeded(decision)
         yield from self._pause(key, cost, decision)

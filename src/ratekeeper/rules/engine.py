@@ -625,6 +625,10 @@ class RuleEngine:
                 answers.append(_denied_for_now(decision) if check is scaled_down else decision)
         return answers
 
+    def result_of(self, request: Request, decision: Decision) -> CheckResult:
+        """Return a decision of `check` on a request as `evaluate` returns it."""
+        return self._result(self.compiled_rules.plan(request, 0), decision)
+
     # ── Results and counts ─────────────────────────────────────────────────────────────────────
 
     def _result(

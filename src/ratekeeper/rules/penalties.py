@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
@@ -146,6 +147,12 @@ class PenaltyTracker:
     def __init__(self) -> None:
         self._tracked: dict[TrackedKey, _Tracked] = {}
         self._lock = threading.Lock()
+        switches.forgetting(self)
+
+    def forget_all(self) -> None:
+        """Forget all subjects."""
+        with self._lock:
+            self._tracked.clear()
 
     def cooldown_ns(self, key: TrackedKey, now_ns: int) -> int | None:
         """Return the time left of a subject's cool-down; None if only the store knows."""

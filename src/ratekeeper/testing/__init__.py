@@ -1,7 +1,8 @@
-"""For the tests of applications: a manual clock, and a switch that turns limiting off.
+"""For the tests of applications: a manual clock, fresh counts, and a switch that turns limits off.
 
-Both also affect limiters that were created at import time. The pytest plugin offers them as the
-fixtures `ratekeeper_clock` and `ratekeeper_off`. It comes with the package and needs no setup.
+All of them also affect limiters that were created at import time. The pytest plugin offers them as
+the fixtures `ratekeeper_clock`, `ratekeeper_fresh` and `ratekeeper_off`. It comes with the package
+and needs no setup.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeVar
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, ManualClock
 
-__all__ = ["ManualClock", "limiting_off", "use_clock"]
+__all__ = ["ManualClock", "forget_counts", "limiting_off", "use_clock"]
 
 ClockType = TypeVar("ClockType", bound=Clock)
 
@@ -55,3 +56,19 @@ def limiting_off() -> Iterator[None]:
         yield
     finally:
         switches.set_limiting_off(before)
+
+
+def forget_counts() -> None:
+    """Forget the counts of every `memory://` store of this process, so that a test starts fresh.
+
+    Counts of `shared://` and Redis stay, because other processes use them.
+
+    >>> from ratekeeper import Limiter
+    >>> limiter = Limiter("1/minute")
+    >>> limiter.check("me").allowed, limiter.check("me").allowed
+    (True, False)
+    >>> forget_counts()
+    >>> limiter.check("me").allowed
+    True
+    """
+    switches.forget_counts()

@@ -143,7 +143,7 @@ class Style:
     `legacy`  True to send `X-RateLimit-…`.
     `node`    the value of `X-Ratekeeper-Node` on every answer that a limit or a list decided; "" to
               send none. None: an integration sends RATEKEEPER_NODE_ID, or a digest of the host
-              name, which names the node but does not tell clients what it is called.
+              name: it names the node, and clients cannot find the host name with it.
     """
 
     draft: Literal[10, 7, 6] | None = 10

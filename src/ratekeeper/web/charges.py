@@ -179,6 +179,7 @@ class RequestCharges:
             return rejected.answer
         if self.add(charge):
             return None
+        charge.enforcer.log_denial(charge)
         yield Call(settle)
         return (yield from enforcer.response_steps(request, self.result))
 
@@ -458,6 +459,8 @@ class AsgiCharges(RequestCharges):
         receive: Receive,
     ) -> None:
         """Refund the charges, and answer a denied request."""
+        if answer is None:
+            self.last.enforcer.log_denial(self.last)
         scope, answered, self.status = request.scope, self.status, None
         await self.settle_async()
         self.status = answered

@@ -45,6 +45,7 @@ from ratekeeper.decide.failure import local_fallback_of
 from ratekeeper.decide.store import Store
 from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import name_of
+from ratekeeper.limiter.denials import denials
 from ratekeeper.metrics.counters import ANY_ENDPOINT, ENDPOINT_LENGTH_MAX, endpoint_label
 from ratekeeper.web.answers import (
     Denial,
@@ -560,6 +561,13 @@ class EnforcerCore:
         hook = getattr(self.options, name, None)
         response = None if hook is None else (yield from _value(name, hook(request, denial)))
         return denial if response is None else response
+
+    def log_denial(self, charge: Charge) -> None:
+        """Log the denial of a request by this enforcer's limits."""
+        if self._has_rules:
+            denials.note(charge.result, charge.key)
+        else:
+            self._limiter.log_denial(charge.key, charge.decision)
 
     def result_of(self, decision: Decision) -> CheckResult:
         """Return a decision of the limiter's `check` as `evaluate` returns it."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from hashlib import blake2b
 from http import HTTPMethod
+from pathlib import Path
 from socket import gethostname
 from typing import Any, Final, Self, TypedDict
+from uuid import getnode
 
 from ratekeeper.core.clock import Clock, clock_of
 from ratekeeper.core.errors import ConfigError, InvalidOption, show
@@ -395,10 +397,26 @@ def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
     return node_store_of(options.store, fleet_of(options.fleet), options.regions, clock)
 
 
+# Linux makes a random id at each boot. It does not leave the machine.
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
 def default_node(environ: Mapping[str, str] = os.environ) -> str:
     """Return the node that answers name by default; `Style` says why it is a digest."""
-    given = environ.get("RATEKEEPER_NODE_ID", "")
-    return given or blake2b(gethostname().encode(), digest_size=4).hexdigest()
+    return environ.get("RATEKEEPER_NODE_ID", "") or node_digest()
+
+
+def node_digest() -> str:
+    """Return a name of this machine for clients: the same in all of its processes until it boots.
+
+    It is a digest of the host name. The key is an id that clients do not know, so that they cannot
+    find the host name by trying likely ones.
+    """
+    try:
+        key = _BOOT_ID.read_bytes().strip()
+    except OSError:  # another system: the address of a network card
+        key = getnode().to_bytes(6, "big")
+    return blake2b(gethostname().encode(), digest_size=4, key=key[:64]).hexdigest()
 
 
 # The options of a whole application.

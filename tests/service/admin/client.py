@@ -52,6 +52,7 @@ class FakeContext:
     limiter: AsyncLimiter
     tokens: Tokens
     node_id: str = "node-1"
+    node_header: str = "07204389"
     started_ns: int = field(default_factory=time.time_ns)
     database: str | None = None
     recorder: Any = None

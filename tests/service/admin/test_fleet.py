@@ -63,6 +63,7 @@ async def test_the_nodes_and_the_counts_of_a_fleet(tmp_path: Path) -> None:
     del found["nodes"], found["rules"]
     assert found == {
         "node_id": "node-1",
+        "node_header": "07204389",
         "gossip": True,
         "live_nodes": 3,
         "registered_nodes": 3,

@@ -102,6 +102,7 @@ async def console_of(
             limiter=limiter,
             tokens=Tokens.load(folder / "tokens.json" if tokens else None),
             node_id="node-1",
+            node_header="07204389",
             identity=Identity({}, trusted_proxies=list(trusted_proxies)),
             settings=WorkerSettings(Style(), worker=1, sessions=folder / "sessions"),
             started_ns=time.time_ns(),

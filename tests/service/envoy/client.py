@@ -35,7 +35,8 @@ class FakeContext:
     settings: WorkerSettings = field(default_factory=lambda: WorkerSettings(Style()))
     counters: Counters = field(default_factory=Counters)
     recorder: Any = None
-    node_id: str = "test-1"
+    node_id: str = "host-1"
+    node_header: str = "test-1"
     envoys: EnvoyDirectory = field(init=False)
 
     def __post_init__(self) -> None:

@@ -147,7 +147,8 @@ async def http_service(
         context = ServiceContext(
             limiter=made,
             tokens=Tokens.load(tokens),
-            node_id="test-1",
+            node_id="host-1",
+            node_header="test-1",
             identity=identity or Identity({"api_key": "header:X-API-Key"}),
             settings=WorkerSettings(Style(), counters=counters, worker=1),
             started_ns=clock.now_ns(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 import os
 import threading
 from pathlib import Path
@@ -132,6 +133,15 @@ async def test_a_valid_request_id_is_kept(given: str, expected: str | None) -> N
         found = answer.headers["x-request-id"]
         assert found == expected if expected else found not in {given, ""}
         assert answer.headers["x-ratekeeper-node"] == "test-1"
+
+
+async def test_denials_are_recorded_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log `ratekeeper.denied` is for applications that use the library."""
+    caplog.set_level(logging.DEBUG, "ratekeeper.denied")
+    async with http_service() as http:
+        statuses = [(await http.check(user="logged")).status for _ in range(20)]
+    assert 429 in statuses
+    assert not caplog.records
 
 
 async def test_generated_request_ids_differ() -> None:

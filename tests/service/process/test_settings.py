@@ -24,7 +24,8 @@ def test_defaults_serve_this_machine_only(tmp_path: Path) -> None:
     assert settings.rules == settings.database == f"sqlite:///{tmp_path}/rules.db"
     assert settings.workers >= 1
     assert settings.is_local
-    assert settings.node_id
+    assert settings.node_name
+    assert settings.node_header != settings.node_name
     assert settings.tokens_path == tmp_path / "tokens.json"
 
 

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable, show
 from ratekeeper.decide import kernel
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import ForgettingStore, Store
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -102,8 +103,9 @@ def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
     log_bytes = _number(uri, texts, "log_bytes")
     allowances = _number(uri, texts, "allowances")
     if not kernel.BUILT:
-        return PythonMemoryStore(clock, capacity, allowances or ALLOWANCES_MAX_DEFAULT)
-    return _kernel_store(clock, capacity, log_bytes, allowances)
+        store = PythonMemoryStore(clock, capacity, allowances or ALLOWANCES_MAX_DEFAULT)
+        return switches.forgetting(store)
+    return switches.forgetting(_kernel_store(clock, capacity, log_bytes, allowances))
 
 
 def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
@@ -133,7 +135,7 @@ def _kernel_store(
     allowances: int,
     path: Path | None = None,
     mode: int = 0o600,
-) -> Store:
+) -> ForgettingStore:
     # Imported here, because the import fails if the kernel was not built.
     from ratekeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 

@@ -63,6 +63,7 @@ class AdminContext(Protocol):
     limiter: AsyncLimiter
     tokens: Tokens
     node_id: str
+    node_header: str
     started_ns: int
     database: str | None
     recorder: Recorder | None

@@ -98,6 +98,7 @@ class FleetOut(ApiOutput):
     """The nodes that this node knows, and its own counts."""
 
     node_id: str
+    node_header: str = Field(description="The value of X-Ratekeeper-Node in this node's replies.")
     gossip: bool = Field(description="False without gossip; then only this node is listed.")
     live_nodes: int = Field(description="How many nodes share the limits.", ge=1)
     registered_nodes: int = Field(
@@ -134,6 +135,7 @@ async def get_fleet(control: Control) -> FleetOut:
     counted = context.totals()
     return FleetOut(
         node_id=context.node_id,
+        node_header=context.node_header,
         gossip=bool(nodes[0].address),
         live_nodes=1 if fleet is None else fleet.live_nodes(),
         registered_nodes=0 if fleet is None else fleet.registered_nodes(),

@@ -80,7 +80,7 @@ async def start(
     service = RateLimitService(
         context.limiter,
         tokens=context.tokens,
-        style=replace(context.settings.style, node=context.node_id),
+        style=replace(context.settings.style, node=context.node_header),
         on_failure=on_failure,
         counters=context.counters,
         recorder=context.recorder,

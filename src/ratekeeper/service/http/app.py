@@ -111,7 +111,7 @@ class HttpService:
             **authorize.routes(context),
             **health.routes(context, self.metrics),
         }
-        self._node_header = (b"x-ratekeeper-node", context.node_id.encode("latin-1", "replace"))
+        self._node_header = (b"x-ratekeeper-node", context.node_header.encode("ascii"))
         self._id_prefix = secrets.token_hex(6).encode("ascii")
         self._ids = count(1)
         self._defects = _DefectLog()

@@ -95,6 +95,9 @@ class ServiceContext:
     limiter: AsyncLimiter
     tokens: Tokens
     node_id: str
+    """The name of this node for operators; it may be the host name."""
+    node_header: str
+    """The name of this node in replies to clients: the value of `X-Ratekeeper-Node`."""
     identity: Identity
     settings: WorkerSettings
     started_ns: int

@@ -140,7 +140,7 @@ def routes(context: ServiceContext, metrics: WorkerMetrics) -> Routes:
 
 def _alive(context: ServiceContext) -> Handler:
     async def alive(_: ServiceRequest) -> ServiceReply:
-        return json_reply(HealthReply("ok", context.node_id))
+        return json_reply(HealthReply("ok", context.node_header))
 
     return alive
 
@@ -153,7 +153,7 @@ def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
             store.error = store.error and _HIDDEN
         found = ReadyReply(
             status="stopping" if context.stopping else "ready",
-            node=context.node_id,
+            node=context.node_header,
             worker=context.settings.worker,
             workers=metrics.workers(),
             rules=rules,

@@ -141,7 +141,7 @@ def _server(settings: ServiceSettings) -> DrainingServer:
             header_read_timeout=HEAD_READ_MS, max_buffer_size=HEAD_BYTES_MAX
         ),
         log_level=LogLevels.warning,
-        log_dictconfig=logs.configuration(settings.log_format, settings.node_id),
+        log_dictconfig=logs.configuration(settings.log_format, settings.node_name),
         log_access=settings.access_log,
         log_access_format=logs.ACCESS_FORMAT,
         ssl_cert=Path(settings.tls_cert) if settings.tls_cert else None,
@@ -352,6 +352,7 @@ def _started(settings: ServiceSettings, version: str, rules: int) -> dict[str, A
     return logs.event(
         "started",
         version=__version__,
+        node_header=settings.node_header,
         url=url_of(settings),
         console=f"{url_of(settings)}{CONSOLE}",
         grpc=settings.grpc,

@@ -31,6 +31,7 @@ from ratekeeper.fleet.settings import (
 from ratekeeper.fleet.transport import own_address
 from ratekeeper.regions.settings import Regions
 from ratekeeper.rules.document.tree import suggestion
+from ratekeeper.web.options import node_digest
 
 LogFormat = Literal["auto", "json", "text"]
 OnFailure = Literal["open", "closed", "local"]
@@ -86,11 +87,6 @@ def _processors() -> int:
 
 def _log_format() -> LogFormat:
     return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
-
-
-def default_node_id() -> str:
-    """Return the host name, with characters that a header cannot hold replaced."""
-    return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:64] or "node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +164,7 @@ class ServiceSettings:
     grpc_client_ca: str = ""
     """The authority whose certificates clients of gRPC need; empty: they need none."""
     node_id: str = ""
+    """The name of this node for clients and operators; empty: see `node_name`, `node_header`."""
     draft: Draft = "10"
     legacy_headers: bool = True
     record: str = ""
@@ -221,7 +218,6 @@ class ServiceSettings:
             workers=self.workers or _processors(),
             rules=self.rules or f"sqlite:///{quote(str(data / 'rules.db'))}",
             store=table.store if table else self.store or f"shared://{quote(str(data / 'limits'))}",
-            node_id=self.node_id or default_node_id(),
             log_format=_log_format() if self.log_format == "auto" else self.log_format,
             record=self.record or f"sqlite:///{quote(str(data / 'records.db'))}",
             peers=tuple(each.strip() for text in self.peers for each in text.split(",") if each),
@@ -255,7 +251,7 @@ class ServiceSettings:
             raise ConfigError(
                 "--grpc-client-ca is for gRPC with TLS; give --tls-cert, --tls-key and --grpc, too"
             )
-        if not _NODE_ID.fullmatch(self.node_id):
+        if self.node_id and not _NODE_ID.fullmatch(self.node_id):
             raise ConfigError(
                 f"--node-id {show(self.node_id)} is not 1 to 64 letters, digits and . _ : -; "
                 f"for example --node-id eu-1"
@@ -312,6 +308,17 @@ class ServiceSettings:
         return replace(
             self, gossip="", gossip_key="", gossip_advertise="", fleet_name=FLEET_NAME, peers=()
         )
+
+    @property
+    def node_name(self) -> str:
+        """The name of this node in logs, records and the console: by default the host name."""
+        host = re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:64]
+        return self.node_id or host or "node"
+
+    @property
+    def node_header(self) -> str:
+        """The name of this node in replies: by default a digest, which hides the host name."""
+        return self.node_id or node_digest()
 
     @property
     def is_store_here(self) -> bool:

@@ -38,7 +38,7 @@ log = logging.getLogger("ratekeeper.service")
 
 def run(settings: ServiceSettings) -> None:
     """Run the service until a signal ends it. Raises ConfigError, StoreError if it cannot start."""
-    logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_id))
+    logging.config.dictConfig(logs.configuration(settings.log_format, settings.node_name))
     settings = check_access(settings)
     check_tls(settings)
     check_gossip_key(settings)

@@ -167,7 +167,7 @@ def recorder_of(
         # A connection belongs to the event loop that opened it.
         lambda row_of: Sink(database.again(), keep, row_of=row_of, region=region),
         Records(database, settings.record_subjects),
-        node=settings.node_id,
+        node=settings.node_name,
         region=region,
         share=settings.sample,
         subjects=settings.record_subjects,
@@ -195,7 +195,8 @@ def open_context(settings: ServiceSettings, counters: Path | None) -> ServiceCon
     return ServiceContext(
         limiter=limiter,
         tokens=Tokens.load(settings.tokens_path, required=bool(settings.tokens)),
-        node_id=settings.node_id,
+        node_id=settings.node_name,
+        node_header=settings.node_header,
         identity=identity_of(settings),
         settings=answering,
         started_ns=time.time_ns(),
