@@ -59,12 +59,12 @@ def test_a_line_has_the_denials_since_the_last_one(
             attempt("203.0.113.7")
     clock.advance(60)
     denied(lambda: attempt("203.0.113.7"))
-    line = 'denied rule="login" limit="5 per 3600 s" subject="address:203.0.113.7" reason=limit'
+    line = 'denied rule="login" limit="5/hour" subject="address:203.0.113.7" reason=limit'
     assert caplog.messages == [f"{line} denials=1 since=0s", f"{line} denials=37 since=60s"]
     last = vars(caplog.records[-1])
     names = ("name", "levelname", "rule", "limit", "subject", "reason", "denials", "since")
     assert [last[name] for name in names] == [
-        *("ratekeeper.denied", "WARNING", "login", "5 per 3600 s", "address:203.0.113.7"),
+        *("ratekeeper.denied", "WARNING", "login", "5/hour", "address:203.0.113.7"),
         *("limit", 37, 60),
     ]
 
@@ -156,7 +156,7 @@ def test_the_line_has_the_rule_that_denied(
     denied(limiter.hold(seen).__enter__)
     limiter.wait(Request(ip="192.0.2.9"), timeout=0)
     assert [line.rpartition(" denials")[0] for line in caplog.messages] == [
-        'denied rule="users" limit="1 per 3600 s" subject="tenant:t1 user:7" reason=limit',
+        'denied rule="users" limit="1/hour" subject="tenant:t1 user:7" reason=limit',
         'denied rule="(deny)" limit="" subject="ip:192.0.2.9" reason=deny_list',
     ]
 
@@ -227,5 +227,5 @@ def test_a_denial_is_seen_without_configuration() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    line = 'denied rule="login" limit="1 per 3600 s" subject="user:7" reason=limit denials=1'
+    line = 'denied rule="login" limit="1/hour" subject="user:7" reason=limit denials=1'
     assert done.stderr == f"{line} since=0s\n"

@@ -3,10 +3,9 @@
 Middleware, decorators, `hold` and `wait` answer a denial themselves, so an application does not
 see it. They log it (`LimiterPath.log_denial`) on the logger `ratekeeper.denied`:
 
-    denied rule="login" limit="5 per 60 s" subject="address:203.0.113.7" reason=limit denials=37
-    since=60s
+    denied rule="login" limit="5/minute" subject="ip:203.0.113.7" reason=limit denials=7 since=60s
 
-(in one line; `extra` has the same fields). A caller of `check` has the decision in hand, so `check`
+(`extra` has the same fields). A caller of `check` has the decision in hand, so `check`
 logs nothing, and a check in the kernel stays without Python code.
 
 **Bound.** The first denial of a subject is logged at once. The next ones are counted, and the line
@@ -181,9 +180,8 @@ def _write(fields: dict[str, Any]) -> None:
 
 
 def _limit_of(result: CheckResult) -> str:
-    # Without the algorithm.
     limit = result.decision.policy
-    return "" if limit is UNLIMITED else str(limit).partition(" (")[0]
+    return "" if limit is UNLIMITED else str(limit)
 
 
 def _reason_of(result: CheckResult) -> str:
