@@ -443,6 +443,8 @@ static uint64_t time_namespace(void)
     return stat("/proc/self/ns/time", &info) == 0 ? info.st_ino : 0;
 }
 
+static uint64_t epoch_checksum_of(int64_t offset_ns) { return ~rk_mix((uint64_t)offset_ns); }
+
 /* All processes with the file open must read the same boot clock. Return false if we do not. */
 static bool settle_clock(rk_table *table, bool alone)
 {
@@ -451,12 +453,15 @@ static bool settle_clock(rk_table *table, bool alone)
     uint64_t namespace = time_namespace();
     read_boot_id(boot_id);
     bool same = memcmp(header->boot_id, boot_id, sizeof boot_id) == 0 &&
-                header->time_namespace == namespace && atomic_load(&header->epoch_offset_ns) != 0;
+                header->time_namespace == namespace &&
+                header->epoch_checksum == epoch_checksum_of(atomic_load(&header->epoch_offset_ns));
     if (same || !alone)
         return same;
     if (table->allowances) /* the wall clock, which continues these times, may have been set back */
         rk_end_allowances(table);
-    atomic_store(&header->epoch_offset_ns, read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
+    int64_t offset_ns = read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK);
+    atomic_store(&header->epoch_offset_ns, offset_ns);
+    header->epoch_checksum = epoch_checksum_of(offset_ns);
     memcpy(header->boot_id, boot_id, sizeof boot_id);
     header->time_namespace = namespace;
     return true;

@@ -149,6 +149,9 @@ class KernelStore:
     ) -> list[Answer]:
         return check_in_turn(checks, optional)
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        return self._table.mark(subject, name, self.now_ns(), lasts_ns)
+
     def sweep(self) -> int:
         return self._table.sweep(self.now_ns())
 
@@ -164,6 +167,7 @@ class KernelStore:
             bytes=counted["bytes"],
             expired=counted["expired"],
             refused=counted["refused"],
+            crowded=counted["crowded"],
             log_bytes=counted["log_bytes_used"],
             log_bytes_max=counted["log_bytes_max"],
             lost_s=None if self.is_private else self._recovery.lost_s,
