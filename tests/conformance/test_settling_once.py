@@ -1,4 +1,4 @@
-"""The names of settlements: each is applied once, and no number of them takes the room of states."""
+"""The names of settlements: each is applied once, and they never take the room of states."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_names_are_forgotten_an_hour_after_the_last_one(store: Store, clock: Ste
 def test_settlements_of_one_key_leave_the_room_to_others(
     open_store: OpenStore, clock: SteppedClock
 ) -> None:
-    """1,500 settlements of one key in a store for 1,000 states: all apply, and 998 keys find room."""
+    """All of 1,500 settlements apply in a store for 1,000 states, and 998 keys find room."""
     with open_store(clock, 1_000) as store:
         limiter = Limiter(LIMIT, store=store, clock=clock, name="tokens", on_failure="raise")
         for number in range(1_500):
