@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from google.protobuf.message import DecodeError
 
-from ratekeeper.core.clock import Clock, SystemClock, seconds_from_ns
+from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreError
 from ratekeeper.core.model import CheckResult, decision_with
 from ratekeeper.core.seldom_log import SeldomLog
