@@ -10,6 +10,10 @@ from ratekeeper.core import model
 class Decision(model.Decision):
     def __eq__(self, other: object, /) -> bool: ...
 
+def examine(
+    path: str | PathLike[str], capacity: int, log_bytes: int, mode: int, /
+) -> tuple[Mapping[str, int], str]: ...
+
 @final
 class Table:
     @property

@@ -229,6 +229,8 @@ static inline rk_status rk_settled(const rk_table *table, rk_status status)
 /* table.c */
 rk_segment *rk_segment_at(const rk_table *table, uint32_t index);
 void rk_recover(rk_table *table, rk_segment *segment);
+/* Add the numbers of a segment with so many slots. Call with its lock held, or on a copy. */
+void rk_add_stats(const rk_segment *segment, uint32_t slots, rk_stats *stats);
 /* Call `visit` with the block of every log. Only while no other process has the table open. */
 void rk_each_log(const rk_table *table, void (*visit)(void *context, uint32_t block),
                  void *context);

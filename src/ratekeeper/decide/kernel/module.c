@@ -990,7 +990,35 @@ static PyObject *set_bypass(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+/* examine(path, capacity, log_bytes, mode): the statistics of a file, and its damage, which is
+ * usually empty. */
+static PyObject *examine(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *path;
+    unsigned long long capacity, log_bytes;
+    rk_options options = {.path = NULL};
+    if (!PyArg_ParseTuple(args, "O&KKI", PyUnicode_FSConverter, &path, &capacity, &log_bytes,
+                          &options.mode))
+        return NULL;
+    options.path = PyBytes_AS_STRING(path);
+    options.capacity = capacity;
+    options.log_bytes = log_bytes;
+    rk_stats stats;
+    char error[RK_ERROR_BYTES];
+    rk_status status;
+    Py_BEGIN_ALLOW_THREADS status = rk_examine(&options, &stats, error);
+    Py_END_ALLOW_THREADS Py_DECREF(path);
+    PyObject *text = PyUnicode_DecodeFSDefault(error);
+    if (text != NULL && status != RK_OK && status != RK_DAMAGED) {
+        PyErr_SetObject(status == RK_MISMATCH ? error_config : rk_error_unavailable, text);
+        Py_CLEAR(text);
+    }
+    return text == NULL ? NULL : Py_BuildValue("(NN)", stats_dict(&stats), text);
+}
+
 static PyMethodDef module_methods[] = {
+    {"examine", examine, METH_VARARGS, "Return the statistics of a file, and its damage."},
     {"set_bypass", set_bypass, METH_O, "Send every check through the Python path."},
     {NULL, NULL, 0, NULL},
 };

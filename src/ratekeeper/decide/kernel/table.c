@@ -1145,6 +1145,16 @@ rk_status rk_sweep(rk_table *table, int64_t now_ns, uint64_t *dropped)
     return rk_settled(table, RK_OK);
 }
 
+void rk_add_stats(const rk_segment *segment, uint32_t slots, rk_stats *stats)
+{
+    stats->expired += segment->expired;
+    stats->refused += segment->refused;
+    stats->crowded += segment->crowded;
+    stats->repaired += segment->repaired;
+    for (uint32_t slot = 0; slot < slots; slot++) /* a time to live of 0: none, a credit, marks */
+        stats->states += (*tag_at((rk_segment *)segment, slot) & META_TTL_MASK) != 0;
+}
+
 rk_status rk_read_stats(rk_table *table, rk_stats *stats)
 {
     *stats = (rk_stats){
@@ -1155,18 +1165,13 @@ rk_status rk_read_stats(rk_table *table, rk_stats *stats)
     stats->bytes = table->bytes - stats->log_bytes_max + stats->log_bytes_used;
     for (uint32_t i = 0; i < table->format.segments; i++) {
         rk_segment *segment = rk_segment_at(table, i);
-        stats->expired += segment->expired;
-        stats->refused += segment->refused;
-        stats->crowded += segment->crowded;
-        stats->repaired += segment->repaired;
-        if (segment->filled == 0)
-            continue;
-        rk_status status = lock_for_whole(table, segment);
+        bool in_use = segment->filled > 0;
+        rk_status status = in_use ? lock_for_whole(table, segment) : RK_OK;
         if (status != RK_OK)
             return status;
-        for (uint32_t slot = 0; slot < table->slots; slot++)
-            stats->states += (*tag_at(segment, slot) & META_TTL_MASK) != 0; /* 0: none, a credit */
-        rk_unlock(table, &segment->lock);
+        rk_add_stats(segment, in_use ? table->slots : 0, stats);
+        if (in_use)
+            rk_unlock(table, &segment->lock);
     }
     return rk_settled(table, RK_OK);
 }

@@ -31,7 +31,7 @@ typedef enum {
     RK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     RK_UNAVAILABLE, /* the file cannot be used; the message says why */
     RK_LOST,        /* the file was removed, replaced or damaged while in use: rk_loss_text */
-    RK_DAMAGED,     /* internal: create the file again */
+    RK_DAMAGED,     /* the file has to be created again; rk_open does that */
     RK_MISMATCH,    /* the file is valid, but was created with other options */
 } rk_status;
 
@@ -113,6 +113,9 @@ typedef struct {
 /* Both take every lock in turn and wait for each; they return RK_BUSY if one stays taken. */
 rk_status rk_sweep(rk_table *table, int64_t now_ns, uint64_t *dropped);
 rk_status rk_read_stats(rk_table *table, rk_stats *stats);
+/* Read the statistics of the file at `options->path` without changing a byte of it. It may be in
+ * use: a count may be off by the calls that run meanwhile. RK_DAMAGED: rk_open would replace it. */
+rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_ERROR_BYTES]);
 
 /* On average one in this many checks of a process is sampled for `rk_busiest`. */
 enum { RK_SAMPLE_EVERY = 64 };

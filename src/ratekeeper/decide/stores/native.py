@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -88,6 +88,29 @@ def _warn_of(notice: str) -> None:
         log.error("%s", notice)
 
 
+def _stats_of(counted: Mapping[str, int], lost_s: float | None) -> StoreStats:
+    return StoreStats(
+        states=counted["states"],
+        states_max=counted["states_max"],
+        bytes=counted["bytes"],
+        expired=counted["expired"],
+        refused=counted["refused"],
+        crowded=counted["crowded"],
+        log_bytes=counted["log_bytes_used"],
+        log_bytes_max=counted["log_bytes_max"],
+        lost_s=lost_s,
+    )
+
+
+def examine_file(path: Path, states_max: int, log_bytes: int, mode: int) -> tuple[StoreStats, str]:
+    """Return the statistics of a file and its damage, which is usually empty; only read it.
+
+    Raises StoreUnavailable or ConfigError if it cannot be a store.
+    """
+    counted, damage = _kernel.examine(path, states_max, log_bytes, mode)
+    return _stats_of(counted, None), damage
+
+
 class KernelStore:
     """Quotas in one piece of memory: of this process, or of the file at `path`.
 
@@ -160,18 +183,7 @@ class KernelStore:
         return self._table.sweep(_AFTER_ALL_NS)
 
     def stats(self) -> StoreStats:
-        counted = self._table.stats()
-        return StoreStats(
-            states=counted["states"],
-            states_max=counted["states_max"],
-            bytes=counted["bytes"],
-            expired=counted["expired"],
-            refused=counted["refused"],
-            crowded=counted["crowded"],
-            log_bytes=counted["log_bytes_used"],
-            log_bytes_max=counted["log_bytes_max"],
-            lost_s=None if self.is_private else self._recovery.lost_s,
-        )
+        return _stats_of(self._table.stats(), None if self.is_private else self._recovery.lost_s)
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         return self._table.busiest(count)
