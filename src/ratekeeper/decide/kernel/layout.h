@@ -23,7 +23,7 @@ enum {
     RK_PAGE = 4096,
     RK_SLOTS_PER_BUCKET = 8, /* eight tags are one cache line */
     RK_BUCKETS_MAX = 256,
-    RK_GROUP_BITS = 12,
+    RK_GROUP_BITS = 16,
     /* Of the slots of two buckets, those that one subject may fill under one rule; see table.c. */
     RK_GROUP_SLOTS_MAX = 5,
     RK_OWNERS_MAX = 4096, /* 12 bits of an owner's number */

@@ -13,16 +13,16 @@
  * full of live states, one of the sixteen moves to its other bucket, which follows from its tag. A
  * slot has 24 bytes: 8 of metadata (tag, flags, time to live) and 16 of state.
  *
- * One group. The states of one subject under one rule have 12 bits of their tags in common. A group
+ * One group. The states of one subject under one rule have 16 bits of their tags in common. A group
  * gets no more of two buckets in which it fills RK_GROUP_SLOTS_MAX of the sixteen slots already. So
  * whatever limits a caller invents under one name, it takes less than half of a segment, and the
  * other subjects find room there. Measured: about a hundred states fit before one is rejected, and
  * 840 in all. A rule has 16 limits at most: of two million subjects that such a rule counts, about
- * one is rejected.
+ * one is rejected. So is one in 65,536 of the other subjects in a segment with such a group.
  *
  * Two keys are confused only if they agree in segment, bucket and tag. For ten million keys in one
- * table, the probability that any two of them do is below one in a million, and an attacker without
- * the seed cannot choose such keys.
+ * table, the probability that any two of them do is below one in a million; that two limits of any
+ * subject do, one in a hundred thousand. An attacker without the seed cannot choose such keys.
  *
  * Time to live. A slot must expire without knowledge of its limit. 14 bits hold the time from
  * last_ns to its expiry, as a float with 8 bits of precision, rounded up: a state is kept at most
