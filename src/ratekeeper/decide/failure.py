@@ -50,6 +50,7 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits, decision_with
 from ratekeeper.core.rates import LimitsArgument, limits_of, scaled
 from ratekeeper.core.seldom_log import SeldomLog
@@ -251,7 +252,7 @@ class LocalLimits:
         self._store: Store | None = None
         self._owns_store = True
         self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         if fallback.store != _MEMORY:
             self._opened()  # now, so that an unusable file is an error at startup
         self._since_ns = self._failed_ns = -OUTAGE_GAP_NS - 1

@@ -42,6 +42,7 @@ from typing import Final, NamedTuple
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.store import AnyGate
@@ -143,7 +144,7 @@ class PenaltyTracker:
 
     def __init__(self) -> None:
         self._tracked: dict[TrackedKey, _Tracked] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def cooldown_ns(self, key: TrackedKey, now_ns: int) -> int | None:
         """Return the time left of a subject's cool-down; None if only the store knows."""

@@ -25,6 +25,7 @@ from typing import Final, cast
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit, decision_with
 from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
@@ -186,7 +187,7 @@ class PythonMemoryStore:
         self._marks = _Marks()
         self._tables: dict[tuple[str, str], _Table] = {}
         # Reentrant: `check_together` holds it while it calls gates.
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     @property
     def allowances(self) -> PythonAllowances:

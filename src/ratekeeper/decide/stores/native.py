@@ -19,6 +19,7 @@ from typing import Final
 from ratekeeper.core import switches
 from ratekeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.decide.allowances import (
     AllowanceKind,
@@ -257,7 +258,7 @@ class KernelAllowances:
         self._path = path and path.with_name(f"{path.name}.allowances")
         self._held_max = held_max
         self._mode = mode
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._opened: _kernel.Allowances | None = None
         self._closed = False
 
