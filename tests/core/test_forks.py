@@ -95,14 +95,11 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(
     assert lock.acquire(blocking=False)
 
 
-def test_a_fork_waits_for_a_lock() -> None:
+def test_a_fork_waits_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the child never finds half of a change."""
-    lock, taken, leave, events = (
-        fork_safe(threading.Lock()),
-        threading.Event(),
-        threading.Event(),
-        [],
-    )
+    monkeypatch.setattr(forks, "WAIT_S_MAX", 60.0)
+    lock, events = fork_safe(threading.Lock()), list[str]()
+    taken, leave = threading.Event(), threading.Event()
 
     def change() -> None:
         with lock:

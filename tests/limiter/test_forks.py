@@ -32,7 +32,7 @@ def work():
         ask(i)
 for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
-for _ in range(60):
+for _ in range(40):
     child = os.fork()
     if not child:
         signal.alarm(30)

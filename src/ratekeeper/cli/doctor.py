@@ -264,10 +264,9 @@ def _examine_memory(uri: str, options: dict[str, object]) -> DoctorReport:
 def _kernel() -> HealthFinding:
     if kernel.BUILT:
         return HealthFinding("kernel", "ok", "the C kernel is in use")
-    remedy = "install a C compiler and the Python headers, then reinstall ratekeeper"
-    return HealthFinding(
-        "kernel", "warning", "not built: decisions in Python are about 20 times slower", remedy
-    )
+    reason, remedy = kernel.MISSING
+    found = f"the C kernel {reason}: decisions in Python are about 20 times slower"
+    return HealthFinding("kernel", "warning", found, remedy)
 
 
 def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:

@@ -1023,12 +1023,23 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int add_contents(PyObject *module);
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, add_contents},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ratekeeper.decide.kernel._kernel",
     .m_doc = "The table of quotas in C.",
-    .m_size = -1,
+    .m_size = 0,
     .m_methods = module_methods,
+    .m_slots = module_slots,
 };
 
 static bool import_names(const char *module_name, const char *const *names, PyObject ***places)
@@ -1041,8 +1052,14 @@ static bool import_names(const char *module_name, const char *const *names, PyOb
     return module != NULL;
 }
 
-PyMODINIT_FUNC PyInit__kernel(void)
+static int add_contents(PyObject *module)
 {
+    /* Types and exceptions are static, those of the main interpreter. Interpreters that share the
+     * GIL, such as those of mod_wsgi, do not look at the slot that says so. */
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError, "the C kernel runs in the main interpreter only");
+        return -1;
+    }
     static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
                                          "StoreUnavailable", "ConfigError", NULL};
     static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
@@ -1053,18 +1070,18 @@ PyMODINIT_FUNC PyInit__kernel(void)
                                         &seconds_from_ns};
     if (!import_names("ratekeeper.core.errors", errors, error_places) ||
         !import_names("ratekeeper.core.model", models, model_places))
-        return NULL;
+        return -1;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
         PyType_Ready(&gate_type) < 0 || PyType_Ready(&rk_allowances_type) < 0 ||
         PyType_Ready(&rk_allowance_gate_type) < 0)
-        return NULL;
-    PyObject *module = PyModule_Create(&module_definition);
-    if (module == NULL ||
-        PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
+        return -1;
+    if (PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
         PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
         PyModule_AddObjectRef(module, "Allowances", (PyObject *)&rk_allowances_type) < 0 ||
         PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&rk_allowance_gate_type) < 0)
-        Py_CLEAR(module);
-    return module;
+        return -1;
+    return 0;
 }
+
+PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&module_definition); }

@@ -147,8 +147,8 @@ def _shared_file(uri: str, given: Options) -> SharedFile:
     mode = _mode(uri, texts)
     if not kernel.BUILT:
         raise StoreUnavailable(
-            f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
-            f"the Python headers, then install ratekeeper again; memory:// works without"
+            f"store={uri!r} needs the C kernel, which {kernel.MISSING[0]}: {kernel.MISSING[1]}; "
+            f"memory:// works without"
         )
     return SharedFile(Path(path), capacity, log_bytes, allowances, mode)
 
