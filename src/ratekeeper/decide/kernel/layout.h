@@ -162,6 +162,7 @@ struct rk_table {
     rk_header *header;
     const rk_end *end;
     int64_t epoch_offset_ns; /* our copy */
+    int64_t seen_ns;         /* the latest time of a call; 0: none */
     int64_t verify_at_ns;    /* by the boot clock: when to examine the file next */
     _Atomic rk_loss lost;    /* set once, also by the signal handler in loss.c */
     char *path;              /* NULL: memory of this process */

@@ -41,8 +41,9 @@
  *
  * Data is not trusted. After a power cut the file may contain anything, so every time, count and
  * reference is clamped when it is loaded: the worst result is a wrong count, not a crash. A time is
- * at most a window ahead of now, so no wait is longer than the limit can cause. A state of more
- * than a year ahead is dropped: otherwise it would deny its subject for decades.
+ * at most a window ahead of the latest time that this process has seen, so no wait is longer than
+ * the limit can cause. A state of more than a year ahead is dropped: otherwise it would deny its
+ * subject for decades.
  *
  * What may look wrong. An expired slot that is still found by its tag is used as it is: under the
  * limit that wrote it, it is equivalent to an absent one, and under a limit that was changed since,
@@ -262,6 +263,13 @@ rk_status rk_wait(rk_table *table, rk_hash subject, int64_t timeout_ns)
     return rk_settled(table, rk_slab_wait(table, timeout_ns));
 }
 
+/* Note the time of a call. Later times are damage. (A test's clock may go back by any time.) */
+static void see(rk_table *table, int64_t now_ns)
+{
+    if (now_ns > table->seen_ns)
+        table->seen_ns = now_ns;
+}
+
 /* ---- one limit's part in a check ---- */
 
 typedef struct {
@@ -299,10 +307,9 @@ static bool load_ring(const rk_table *table, uint64_t value, uint32_t *block, rk
 }
 
 static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
-                 int64_t now_ns, part *p)
+                 part *p)
 {
-    /* Memory of this process is not damaged, and the clock of a test may go back by any time. */
-    int64_t latest_ns = table->shared ? now_ns + limit->window_ns : RK_NOW_NS_MAX;
+    int64_t latest_ns = table->seen_ns ? table->seen_ns + limit->window_ns : RK_NOW_NS_MAX;
     p->limit = limit;
     p->place = place_of(subject, limit->salt);
     p->slot = find(table, segment, p->place);
@@ -317,7 +324,7 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
     p->before.last_ns = rk_min(rk_time_in_range(cell.last_ns), latest_ns);
     p->before.value = cell.value;
     p->before.ring.latest_ns = latest_ns;
-    if (table->shared && cell.last_ns > now_ns + AHEAD_NS_MAX) {
+    if (table->seen_ns && cell.last_ns > table->seen_ns + AHEAD_NS_MAX) {
         p->before.present = false;
     } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
         p->before.present =
@@ -396,7 +403,7 @@ enum { NO_SLOT = -1, GROUP_FULL = -2 };
 static void claim_slot(claims *claim, int slot) { claim->slots[claim->count++] = slot; }
 
 /* Find the best free slot of a bucket (empty before expired), and the number of free ones. Add the
- * number of slots that the group of `tag` fills to `own`. */
+ * number of slots that the group of `place` fills to `own`. */
 static int free_in(rk_segment *segment, uint32_t bucket, int64_t now_ns, const claims *claim,
                    uint64_t place, int *found, int *own)
 {
@@ -744,7 +751,7 @@ static rk_status check_locked(rk_table *table, rk_segment *segment, rk_hash subj
     part parts[RK_LIMITS_MAX];
     bool allowed = true;
     for (int i = 0; i < count; i++) {
-        load(table, segment, subject, &limits[i], now_ns, &parts[i]);
+        load(table, segment, subject, &limits[i], &parts[i]);
         if (!decide(&parts[i], now_ns, cost)) {
             decision->speaker = i;
             return RK_CAPACITY;
@@ -771,6 +778,7 @@ static rk_status check_once(rk_table *table, rk_hash subject, const rk_limit *li
                             int64_t now_ns, int64_t cost, bool spend, rk_decision *decision)
 {
     rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
@@ -877,7 +885,7 @@ static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash 
     for (int i = 0; i < count; i++) {
         part p;
         uint32_t block;
-        load(table, segment, subject, &limits[i], now_ns, &p);
+        load(table, segment, subject, &limits[i], &p);
         if (p.slot < 0 || units == 0)
             continue;
         rk_status status = refund_part(table, &p, now_ns, units, charged_ns, &block);
@@ -908,6 +916,7 @@ static rk_status give_back_once(rk_table *table, rk_hash subject, const rk_limit
                                 int64_t now_ns, int64_t units, int64_t charged_ns)
 {
     rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
@@ -934,7 +943,7 @@ static rk_status grant_locked(rk_table *table, rk_segment *segment, rk_hash subj
     claims claim;
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
-        load(table, segment, subject, &limits[i], now_ns, p);
+        load(table, segment, subject, &limits[i], p);
         p->wants_credit_slot = true;
         /* A credit whose state is gone may still exist, expired. It must not get a second slot:
          * either could be found first. */
@@ -969,6 +978,7 @@ rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int
     if (units == 0)
         return RK_OK;
     rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
@@ -990,7 +1000,7 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
         part p;
-        load(table, segment, subject, &limits[i], RK_NOW_NS_MAX, &p);
+        load(table, segment, subject, &limits[i], &p);
         if (p.slot < 0)
             continue;
         if (limits[i].algorithm == RK_SLIDING_WINDOW_LOG && p.before.present)
@@ -1018,7 +1028,7 @@ static void load_marks(const rk_table *table, rk_segment *segment, rk_hash subje
                        part *p, claims *claim)
 {
     claim->count = claim->freed_count = 0;
-    load(table, segment, subject, &MARKS, now_ns, p);
+    load(table, segment, subject, &MARKS, p);
     p->before.ring.latest_ns = RK_NOW_NS_MAX; /* names, not times */
     p->credit_left = 0;
     p->own = 1;
@@ -1083,6 +1093,7 @@ rk_status rk_mark(rk_table *table, rk_hash subject, int64_t name, int64_t now_ns
                   bool *is_new)
 {
     rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
@@ -1099,6 +1110,7 @@ rk_status rk_unmark(rk_table *table, rk_hash subject, int64_t name, int64_t now_
     part p;
     claims claim;
     rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
