@@ -58,6 +58,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, clock_of, duration_ns, seconds_from_ns
 from ratekeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Request, decision_with, units_of
 from ratekeeper.core.rates import LimitsArgument, check_cost_fits, limits_of
 from ratekeeper.core.steps import Call, Steps, Undo, run, run_async
@@ -169,7 +170,7 @@ class _Origins:
         self._reserve_micros = round(budget.reserve * _MICROS)
         self._pace = pace
         self._known: OrderedDict[Hashable, _Origin] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def keys_of(self, url: httpx.URL) -> tuple[Hashable, Hashable]:
         """Return the key of the budget and the key of the pace."""

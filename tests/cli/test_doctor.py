@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from typing import cast
@@ -24,6 +26,7 @@ from ratekeeper.cli.doctor import (
 )
 from ratekeeper.cli.main import app
 from ratekeeper.decide import kernel
+from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.findings import HealthFinding
 from tests.redis_servers import Cluster, Sentinels, Single, Tls, User, running, until
 
@@ -359,6 +362,66 @@ def test_shared_file_without_room_for_logs(tmp_path: Path) -> None:
         assert not_ok(report) == {"logs": "warning"}
         assert finding(report, "logs").found.startswith("3,328 of 4,096 bytes")
         assert f"shared://{path}?log_bytes=8192" in finding(report, "logs").remedy
+
+
+def test_shared_file_with_too_many_limits_of_one_name(tmp_path: Path) -> None:
+    """The finding is not about the capacity, and the remedy is another name."""
+    uri = f"shared://{tmp_path}/api.limits?capacity=10000"
+    with closing(open_store(uri)) as store:
+        for seconds in range(1, 2_000):
+            Limiter(Limit(5, per=seconds), store=store).check("ann", 5)
+        crowded = store.stats().crowded
+        assert crowded
+    report = examine(uri)
+    assert not_ok(report) == {"capacity": "warning"}
+    assert f"; {crowded:,} of keys with too many limits of" in finding(report, "capacity").found
+    assert "different names" in finding(report, "capacity").remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (lambda intact: b"\0" * 4_096 + intact[4_096:], "had a damaged header"),
+        (lambda intact: intact[:-1_000], "bytes instead of"),
+        (lambda intact: intact[:-16] + b"\0" * 16, "truncated and extended again"),
+        (lambda intact: b"", "is empty"),
+        (lambda intact: b"RK-MAKE\0" + intact[8:], "the process that created it was killed"),
+    ],
+    ids=["header", "short", "extended", "empty", "unfinished"],
+)
+def test_damaged_shared_file_is_not_changed(
+    content: Callable[[bytes], bytes], found: str, tmp_path: Path
+) -> None:
+    """The damage is a problem; the bytes, the time and the folder stay as they are."""
+    path = tmp_path / "api.limits"
+    with Limiter("5/hour", store=f"shared://{path}?capacity=100") as limiter:
+        limiter.check("ann")
+    path.write_bytes(content(path.read_bytes()))
+    os.utime(path, ns=(1, 1))
+    before = path.stat(), path.read_bytes()
+    report = examine(f"shared://{path}")
+    assert (not_ok(report), report.exit_code) == ({"file": "problem"}, 1)
+    assert found in finding(report, "file").found
+    assert "replaces it by a new one" in finding(report, "file").remedy
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns, path.read_bytes()) == (before[0].st_ino, 1, before[1])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_intact_shared_file_is_not_changed(tmp_path: Path) -> None:
+    """Also after a reboot, when the next process that opens it would give it a new clock."""
+    path = tmp_path / "api.limits"
+    with Limiter("5/hour", store=f"shared://{path}?capacity=100") as limiter:
+        limiter.check("ann")
+    content = path.read_bytes()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    content = content.replace(boot_id, b"00000000-0000-0000-0000-000000000000")
+    path.write_bytes(content)
+    report = examine(f"shared://{path}")
+    assert (not_ok(report), report.exit_code) == ({}, 0)
+    assert finding(report, "capacity").found == "1 of 100 states"
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_missing_shared_file_is_not_created(tmp_path: Path) -> None:

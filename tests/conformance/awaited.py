@@ -106,6 +106,9 @@ class AwaitedStore:
         awaited = [(cast("AwaitedGate", gate)._gate, *rest) for gate, *rest in checks]
         return _awaited(self._async.check_together_async(awaited, optional))
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        return _awaited(self._async.mark_async(subject, name, lasts_ns))
+
     def sweep(self) -> int:
         return self._store.sweep()
 

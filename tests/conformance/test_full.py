@@ -284,3 +284,34 @@ def test_states_never_exceed_their_maximum(
     except StoreFull:
         assert limiter.peek("k").remaining == 1
     assert small.stats().states <= small.stats().states_max
+
+
+def test_a_key_with_many_limits_leaves_the_room_to_others(
+    open_store: OpenStore, clock: SteppedClock
+) -> None:
+    """2,000 limiters of one key find room, as do the keys of another limiter."""
+    with open_store(clock, 10_000) as store:
+        for number in range(2_000):
+            assert strict(store, clock, Limit(5, per=3_600), f"n{number}").check("k")
+        others = strict(store, clock, Limit(5, per=3_600), "other")
+        assert all(others.check(f"user:{number}") for number in range(8_000))
+        assert store.stats().states == 10_000
+
+
+def test_a_key_with_many_limits_of_one_name_leaves_the_room_to_others(
+    open_store: OpenStore, clock: SteppedClock
+) -> None:
+    """As many limits of one name and key fit as a rule can have, and other keys find room."""
+    with open_store(clock, 10_000) as store:
+        refused = 0
+        for seconds in range(1, 3_001):
+            try:
+                assert strict(store, clock, Limit(5, per=3_600 + seconds), "one").check("k")
+            except StoreFull:
+                assert seconds > 16
+                refused += 1
+        stats = store.stats()
+        assert (stats.refused, stats.crowded) == (0, refused)
+        others = Limiter("5/hour", store=store, clock=clock, name="other", on_failure="closed")
+        # One in 65,536 of the keys in the same segment is taken for the crowded one.
+        assert sum(bool(others.check(f"user:{number}")) for number in range(6_000)) >= 5_990

@@ -1,10 +1,15 @@
-"""A fork waits for threads inside of the gate, and threads for a fork; neither for long."""
+"""A fork waits for threads inside of the gate and for locks; neither hangs a child."""
 
 from __future__ import annotations
 
+import os
 import threading
+from typing import Any
 
-from ratekeeper.core.forks import ForkGate
+import pytest
+
+from ratekeeper.core import forks
+from ratekeeper.core.forks import ForkGate, fork_safe
 from tests.redis_servers.waiting import until
 
 
@@ -62,3 +67,56 @@ def test_a_child_has_no_threads_inside() -> None:
     with gate:
         assert gate._inside == 1
     assert gate._inside == 0
+
+
+@pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
+def test_a_lock_that_another_thread_holds_is_free_in_the_child(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the thread does not release it in time; in the parent it stays locked."""
+    monkeypatch.setattr(forks, "WAIT_S_MAX", 0.0)
+    lock, taken, leave = fork_safe(kind()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            leave.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(60)
+    child = os.fork()
+    if not child:
+        os._exit(0 if lock.acquire(blocking=False) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not lock.acquire(blocking=False)
+    leave.set()
+    holder.join(60)
+    assert lock.acquire(blocking=False)
+
+
+def test_a_fork_waits_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the child never finds half of a change."""
+    monkeypatch.setattr(forks, "WAIT_S_MAX", 60.0)
+    lock, events = fork_safe(threading.Lock()), list[str]()
+    taken, leave = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with lock:
+            taken.set()
+            leave.wait(60)
+            events.append("changed")
+
+    def fork() -> None:
+        forks._locks.before()
+        events.append("forked")
+        forks._locks.in_parent()
+
+    changing, forking = threading.Thread(target=change), threading.Thread(target=fork)
+    changing.start()
+    assert taken.wait(60)
+    forking.start()
+    leave.set()
+    changing.join(60)
+    forking.join(60)
+    assert events == ["changed", "forked"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +21,11 @@ from ratekeeper.core.errors import (
     StoreUnavailable,
 )
 from ratekeeper.core.model import Decision, Limit
+from ratekeeper.core.seldom_log import SeldomLog
+from ratekeeper.decide import failure
 from ratekeeper.decide.failure import (
     FAILURE_POLICIES,
+    LOG_EVERY_S,
     OUTAGE_GAP_NS,
     SHARED_GAP_S,
     LocalCheck,
@@ -351,22 +355,23 @@ def test_an_unusable_file_is_an_error_at_startup() -> None:
 
 
 def test_an_outage_is_logged_once_a_minute(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
+    clock: ManualClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is logged at its start and every minute; the next outage is logged again."""
-    counts = LocalLimits(LocalFallback(), clock)
-    for _ in range(65):
-        counts.note_failure(UNAVAILABLE)
+    """For all limiters of the process together, and for each kind of error."""
+    seldom = SeldomLog(failure._log, logging.WARNING, LOG_EVERY_S, lambda: clock.now_ns() / 1e9)
+    monkeypatch.setattr(failure, "_outages", seldom)
+    limiters = [LocalLimits(LocalFallback(), clock) for _ in range(1_000)]
+    for _ in range(61):
+        for counts in limiters:
+            counts.note_failure(UNAVAILABLE)
         clock.advance(1)
-    clock.advance(OUTAGE_GAP_NS / 1e9)
-    counts.note_failure(UNAVAILABLE)
-    messages = [record.getMessage() for record in caplog.records]
-    assert [message.partition(",")[0] for message in messages] == [
-        "the store has been unable to decide for 0 s",
-        "the store has been unable to decide for 60 s",
-        "the store has been unable to decide for 0 s",
+    limiters[0].note_failure(StoreFull("no room"))
+    omitted = " (59999 more were not logged)"
+    assert [record.getMessage().removeprefix("the store has ") for record in caplog.records] == [
+        "been unable to decide for 0 s, and on_failure answers: connection refused",
+        f"been unable to decide for 60 s, and on_failure answers: connection refused{omitted}",
+        "been unable to decide for 61 s, and on_failure answers: no room",
     ]
-    assert all("connection refused" in message for message in messages)
 
 
 class Fleet:

@@ -7,12 +7,19 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ratekeeper import ConfigError, Limit, Limiter, StoreFull, StoreUnavailable
+from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX
+from ratekeeper.decide.store import Store
+from ratekeeper.decide.stores import open_store
 
 VERSION_AT = 8
 CAPACITY_AT = 24
@@ -135,7 +142,7 @@ def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("version", "word"), [(1, "older"), (3, "newer"), (77, "newer")])
+@pytest.mark.parametrize(("version", "word"), [(2, "older"), (4, "newer"), (77, "newer")])
 def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: str) -> None:
     """The store rejects a file with an older or newer format version."""
     limiter(path).close()
@@ -184,6 +191,48 @@ def test_a_damaged_file_is_replaced(
     assert record.levelname == "ERROR"
     assert record.getMessage().startswith(f"{path} {found}")
     assert record.getMessage().endswith("it was replaced by a new file with fresh quotas")
+
+
+def test_decisions_on_a_damaged_file_are_well_formed(path: Path) -> None:
+    """Whatever bytes of the counts are wrong: no number is negative, and no wait is longer than the
+    limit can cause. Only the counts may be wrong."""
+    random = Random(1)
+    limits = [
+        Limit(20, per=60, algorithm=name, name=f"l{number}")
+        for name in ALGORITHM_NAMES
+        for number in range(2)
+    ]
+    keys = [f"k{number}" for number in range(4)]
+
+    def limiters(store: Store) -> list[Limiter]:
+        return [Limiter(each, store=store, on_failure="raise") for each in limits]
+
+    with closing(open_store(f"shared://{path}?{SMALL}")) as store:
+        for each in limiters(store):
+            for key in keys:
+                each.check(key, 15)
+            each.grant(keys[0], 5)
+            each.settle(keys[1], 0, 1, reservation="one")
+    intact = path.read_bytes()
+    # Between the header and the mark at the end, whose damage replaces the whole file.
+    used = [at for at in range(100, len(intact) - 20) if intact[at]]
+    for _ in range(300):
+        damaged = bytearray(intact)
+        for at in random.choices(used, k=30):
+            damaged[at + random.randrange(-4, 4)] = random.choice(
+                (0, 0x7F, 0xFF, random.randrange(256))
+            )
+        path.write_bytes(damaged)
+        with closing(open_store(f"shared://{path}?{SMALL}")) as store:
+            for each in limiters(store):
+                for key, cost in product(keys, (0, 1, 20)):
+                    decision = each.check(key, cost)
+                    assert 0 <= decision.remaining <= decision.limit <= 20 + UNITS_MAX
+                    assert decision.allowed == (not decision.retry_after)
+                    assert 0 <= decision.retry_after <= 180
+                    assert 0 <= decision.reset_after <= 180
+                    assert abs(decision.decided_ns / 1e9 - time.time()) < 60
+                each.settle(keys[1], 0, 1, reservation="one")
 
 
 def test_a_few_bytes_are_not_our_file(path: Path) -> None:

@@ -36,6 +36,7 @@ static void call(rk_table *table, const rk_limit *limits, int count, int64_t *no
     rk_hash subject = rk_subject_hash(table, &key, 1);
     rk_decision decision = {.speaker = 0};
     uint64_t dropped;
+    bool is_new;
     *now_ns += time < 128 ? (int64_t)time << (time % 40) : -(int64_t)(time - 128) * 1000;
     *now_ns = rk_time_in_range(*now_ns);
     switch (verb % 8) {
@@ -52,6 +53,12 @@ static void call(rk_table *table, const rk_limit *limits, int count, int64_t *no
         return;
     case 3:
         rk_sweep(table, *now_ns, &dropped);
+        return;
+    case 5:
+        if (time % 4 == 0)
+            rk_unmark(table, subject, 1 + units, *now_ns);
+        else
+            rk_mark(table, subject, 1 + units, *now_ns, (int64_t)time << 24, &is_new);
         return;
     default:
         if (rk_check(table, subject, limits, count, *now_ns, units, verb % 8 != 4, &decision) !=

@@ -23,7 +23,7 @@ typedef struct {
     uint64_t random;
     rk_limit limits[LIMITS];
     int count;
-    int64_t now_ns;
+    int64_t now_ns, latest_ns;
 } run;
 
 static uint64_t below(run *r, uint64_t bound) { return next_random(&r->random) % bound; }
@@ -57,18 +57,23 @@ static int64_t random_cost(run *r)
     return (int64_t)below(r, dice < 19 ? 20 : RK_UNITS_MAX);
 }
 
-/* The invariants of every answer of an undamaged table. */
+/* The invariants of every answer, also of a damaged table. */
 static void check_answer(run *r, const rk_decision *d, int64_t cost)
 {
     REQUIRE(d->speaker >= 0 && d->speaker < r->count, "speaker %d", d->speaker);
-    REQUIRE(d->remaining >= 0, "remaining %lld", (long long)d->remaining);
-    if (r->damaged)
-        return;
+    const rk_limit *limit = &r->limits[d->speaker];
+    REQUIRE(d->granted >= 0 && d->granted <= RK_UNITS_MAX, "granted %lld", (long long)d->granted);
+    REQUIRE(d->remaining >= 0 && d->remaining <= limit->capacity + d->granted, "remaining %lld",
+            (long long)d->remaining);
     REQUIRE(d->allowed ? d->retry_after_ns == 0 : d->retry_after_ns > 0, "retry %lld",
             (long long)d->retry_after_ns);
-    REQUIRE(d->reset_after_ns >= 0, "reset %lld", (long long)d->reset_after_ns);
-    REQUIRE(d->allowed || d->remaining < cost, "denied %lld with %lld left", (long long)cost,
-            (long long)d->remaining);
+    /* A state is at most a window ahead of the latest time. A counter counts for two windows. */
+    int64_t longest_ns = (3 + limit->capacity / limit->limit) * limit->window_ns;
+    longest_ns += r->latest_ns - r->now_ns;
+    REQUIRE(d->reset_after_ns >= 0 && d->reset_after_ns <= longest_ns, "reset %lld",
+            (long long)d->reset_after_ns);
+    REQUIRE(r->damaged || d->allowed || d->remaining < cost, "denied %lld with %lld left",
+            (long long)cost, (long long)d->remaining);
 }
 
 static void reopen(run *r)
@@ -123,6 +128,22 @@ static void damage(run *r)
     close(fd);
 }
 
+/* A name is not new once it is marked, unless it is forgotten, or states take its room. */
+static void mark(run *r)
+{
+    bool is_new, again = false;
+    rk_hash subject = random_subject(r);
+    int64_t name = 1 + (int64_t)below(r, below(r, 2) ? 40 : 1 << 30);
+    rk_status status = rk_mark(r->table, subject, name, r->now_ns, SECOND_NS, &is_new);
+    if (status == RK_OK && !r->damaged)
+        REQUIRE(rk_mark(r->table, subject, name, r->now_ns, SECOND_NS, &again) == RK_OK && !again,
+                "the name is new again");
+    if (below(r, 8) == 0 && rk_unmark(r->table, subject, name, r->now_ns) == RK_OK && !r->damaged) {
+        status = rk_mark(r->table, subject, name, r->now_ns, SECOND_NS, &again);
+        REQUIRE(status != RK_OK || again, "a forgotten name is known");
+    }
+}
+
 static void step(run *r)
 {
     uint64_t dropped, dice = below(r, 1000);
@@ -132,6 +153,7 @@ static void step(run *r)
         r->now_ns += (int64_t)below(r, 1000000000);
     else if (dice < 310)
         r->now_ns -= (int64_t)below(r, 2000000000);
+    r->latest_ns = r->now_ns > r->latest_ns ? r->now_ns : r->latest_ns;
     if (dice < 850)
         check_or_peek(r, true);
     else if (dice < 900)
@@ -154,6 +176,8 @@ static void step(run *r)
         reopen(r);
     if (below(r, 50) == 0)
         rk_now_ns(r->table);
+    if (below(r, 4) == 0)
+        mark(r);
     if (rk_sample_due(r->table))
         rk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
 }

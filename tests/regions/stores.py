@@ -68,6 +68,10 @@ class RegionalStore(PythonMemoryStore):
         plain: Any = [(gate.gate, *rest) for gate, *rest in checks]  # type: ignore[attr-defined]  # ours
         return self.check_together(plain, optional)
 
+    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """See AsyncStore."""
+        return self.mark(subject, name, lasts_ns)
+
     async def aclose(self) -> None:
         """See AsyncStore."""
         self.close()

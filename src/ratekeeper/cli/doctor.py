@@ -33,7 +33,7 @@ from ratekeeper.core.errors import ConfigError, StoreError, StoreUnavailable
 from ratekeeper.core.version import __version__
 from ratekeeper.decide import kernel
 from ratekeeper.decide.store import LOG_FULLNESS_HIGH, Store, StoreStats
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores import examine_shared, open_store
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -264,10 +264,9 @@ def _examine_memory(uri: str, options: dict[str, object]) -> DoctorReport:
 def _kernel() -> HealthFinding:
     if kernel.BUILT:
         return HealthFinding("kernel", "ok", "the C kernel is in use")
-    remedy = "install a C compiler and the Python headers, then reinstall ratekeeper"
-    return HealthFinding(
-        "kernel", "warning", "not built: decisions in Python are about 20 times slower", remedy
-    )
+    reason, remedy = kernel.MISSING
+    found = f"the C kernel {reason}: decisions in Python are about 20 times slower"
+    return HealthFinding("kernel", "warning", found, remedy)
 
 
 def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:
@@ -276,13 +275,18 @@ def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:
     if not parts.netloc and path.name and not path.exists():
         return _examine_missing(uri, path)
     try:
-        store = open_store(uri, None, **options)
+        stats, damage = examine_shared(uri, **options)
     except StoreError as error:
         remedy = "correct the path, or its owner and mode; or delete the file to create a new one"
         wrong = HealthFinding("file", "problem", str(error), remedy)
         return DoctorReport(uri, (wrong,), usable=False)
-    with closing(store):
-        stats = store.stats()
+    if damage:
+        remedy = (
+            "nothing was changed; the next process that opens the file replaces it by a new one "
+            "with fresh quotas. Find out which program damaged it"
+        )
+        wrong = HealthFinding("file", "problem", damage, remedy)
+        return DoctorReport(uri, (wrong, _kernel()), usable=True)
     found = HealthFinding("file", "ok", f"{path} exists and has the current format")
     findings = (found, _kernel(), _capacity(stats, parts.path), _logs(stats, parts.path))
     return DoctorReport(uri, findings, usable=True)
@@ -291,12 +295,19 @@ def _examine_shared(uri: str, options: dict[str, object]) -> DoctorReport:
 def _capacity(stats: StoreStats, path: str) -> HealthFinding:
     found = f"{stats.states:,} of {stats.states_max:,} states"
     explained = stats.log_fullness >= LOG_FULLNESS_HIGH  # by the lack of memory for logs
-    if stats.fullness < FULLNESS_HIGH and (not stats.refused or explained):
-        return HealthFinding("capacity", "ok", found)
-    found += f"; {stats.refused:,} new ones were rejected because the file was full"
-    larger = f"shared://{path}?capacity={2 * stats.states_max}"
-    remedy = f"stop the service, delete the file, and start it with {larger}"
-    return HealthFinding("capacity", "warning", found, remedy)
+    if stats.fullness >= FULLNESS_HIGH or (stats.refused and not explained):
+        found += f"; {stats.refused:,} new ones were rejected because the file was full"
+        larger = f"shared://{path}?capacity={2 * stats.states_max}"
+        remedy = f"stop the service, delete the file, and start it with {larger}"
+        return HealthFinding("capacity", "warning", found, remedy)
+    if stats.crowded:
+        found += f"; {stats.crowded:,} of keys with too many limits of one name were rejected"
+        remedy = (
+            "give limits that differ in algorithm or window different names; more capacity does "
+            "not help, and other keys are not affected"
+        )
+        return HealthFinding("capacity", "warning", found, remedy)
+    return HealthFinding("capacity", "ok", found)
 
 
 def _logs(stats: StoreStats, path: str) -> HealthFinding:

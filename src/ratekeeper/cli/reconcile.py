@@ -51,11 +51,11 @@ from ratekeeper.cli.service_client import (
     TimeoutOption,
     TokenOption,
 )
-from ratekeeper.core.errors import ConfigError, RatekeeperError, StoreError, show
+from ratekeeper.core.errors import ConfigError, RatekeeperError, StoreError, StoreUnavailable, show
 from ratekeeper.core.model import BUCKETS, Limit, Limits
 from ratekeeper.core.version import __version__
 from ratekeeper.decide.store import LOG_FULLNESS_HIGH, StoreStats
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores import examine_shared, open_store
 from ratekeeper.decide.stores.redis.codec import field_of
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import RedisConfig
@@ -497,9 +497,13 @@ def _check_shared(
     path = Path(unquote(urlsplit(options.store).path))
     if not path.exists():
         raise ConfigError(f"there is no file {path}; correct the path, or start the service")
-    with closing(open_store(options.store, None, **options.options)) as store:
-        swept = store.sweep() if options.repair != "no" else 0
-        stats = store.stats()
+    swept = 0
+    if options.repair != "no":
+        with closing(open_store(options.store, None, **options.options)) as store:
+            swept = store.sweep()
+    stats, damage = examine_shared(options.store, **options.options)
+    if damage:
+        raise StoreUnavailable(f"{damage}; the next process that opens it replaces it by a new one")
     where = (str(path),)
     found = [
         ReconcileFinding("version", "ok", "the file has the current format and is intact", where),

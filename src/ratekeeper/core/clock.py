@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.forks import fork_safe
 
 NS_PER_SECOND = 1_000_000_000
 
@@ -84,7 +85,7 @@ class ManualClock:
 
     def __init__(self, start: float = 0) -> None:
         self._now_ns = _moment_ns("start", start)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def now_ns(self) -> int:
         return self._now_ns

@@ -34,6 +34,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit
 from ratekeeper.decide.algorithms.holds import LEASE_NS_MAX
 from ratekeeper.decide.leasing import Lease
@@ -324,7 +325,7 @@ class PythonAllowances:
 
     def __init__(self, clock: Clock, held_max: int = ALLOWANCES_MAX_DEFAULT) -> None:
         self.clock = clock
-        self.lock = threading.Lock()
+        self.lock = fork_safe(threading.Lock())
         self.records: dict[tuple[int, str], _Allowance] = {}
         self._held_max = held_max
         self._refused = 0

@@ -50,8 +50,10 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits, decision_with
 from ratekeeper.core.rates import LimitsArgument, limits_of, scaled
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
@@ -77,7 +79,7 @@ CEILING_SHARES: Final = 2
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
 # The workers of a machine agree that an outage goes on if one of them noticed it this lately.
 SHARED_GAP_S: Final = 30
-LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
+LOG_EVERY_S: Final = 60.0
 # Gates that are kept prepared: more than a document has limits, at any load.
 _GATES_MAX: Final = 4_096
 _AFTER_S_MAX: Final = 86_400
@@ -93,6 +95,7 @@ _AGE: Final = "\x1fage"
 _MEMORY: Final = "memory://"
 
 _log = logging.getLogger("ratekeeper.decide.failure")
+_outages = SeldomLog(_log, logging.WARNING, LOG_EVERY_S)
 
 
 def check_policy(policy: str) -> None:
@@ -249,28 +252,29 @@ class LocalLimits:
         self._store: Store | None = None
         self._owns_store = True
         self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         if fallback.store != _MEMORY:
             self._opened()  # now, so that an unusable file is an error at startup
         self._since_ns = self._failed_ns = -OUTAGE_GAP_NS - 1
-        self._log_ns = 0
 
     def note_failure(self, error: Exception) -> None:
-        """Note that a check failed, so the store is unavailable. Logs it once a minute."""
+        """Note that a check failed, so the store is unavailable.
+
+        Each kind of error is logged once a minute, however many limiters this process has.
+        """
         now_ns = self._clock.now_ns()
         if now_ns - self._failed_ns > OUTAGE_GAP_NS:
             self._since_ns = now_ns
-            self._log_ns = now_ns
         self._failed_ns = now_ns
         if self._fallback.emergency_limits and self._fallback.store != _MEMORY:
             self._share(self._own_outage_ns())
-        if now_ns >= self._log_ns:
-            self._log_ns = now_ns + LOG_EVERY_NS
-            seconds = self._own_outage_ns() // NS_PER_SECOND
-            _log.warning(
+        kind = type(error).__name__
+        if _outages.is_due(kind):
+            _outages.note(
                 "the store has been unable to decide for %d s, and on_failure answers: %s",
-                seconds,
+                self._own_outage_ns() // NS_PER_SECOND,
                 error,
+                key=kind,
             )
 
     def outage_ns(self) -> int:

@@ -34,6 +34,8 @@ BreakerPosition = Literal["closed", "open", "half_open"]
 LOG_FULLNESS_HIGH: Final = 0.7
 # Of one topic; see Channel.register.
 REGISTERED_MAX: Final = 1_000
+# Names of settlements that a store remembers for one subject; see Store.mark.
+MARKS_MAX: Final = 1_023
 # Of a cell; see Cells. A rule's name and a subject fit into a name.
 CELL_NAME_BYTES_MAX: Final = 4_096
 CELL_BYTES_MAX: Final = 65_536
@@ -53,6 +55,8 @@ class StoreStats:
     """States reclaimed so far, because they no longer differed from an untouched quota."""
     refused: int
     """Times a new state, or the log of one, found no room. Each of them raised StoreFull."""
+    crowded: int = 0
+    """Times a key had too many limits of one name, and raised StoreFull whatever the capacity."""
     log_bytes: int = 0
     """Memory that sliding window logs hold; part of `bytes`."""
     log_bytes_max: int = 0
@@ -320,6 +324,15 @@ class Store(Protocol):
         """
         ...
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """Remember the name of a settlement of a subject; return True if it was not known.
+
+        The last MARKS_MAX names of a subject are remembered, until `lasts_ns` after the last one.
+        With 0, this name is forgotten. Names are digests, from 1 to 2**61. They never take the room
+        of states: raises StoreFull if there is none left.
+        """
+        ...
+
     def sweep(self) -> int:
         """Drop every state that no longer differs from an untouched quota; return how many."""
         ...
@@ -387,6 +400,16 @@ class StoreWrapper:
         """The cells of the wrapped store."""
         return self._store.cells
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """See Store.mark."""
+        return self._store.mark(subject, name, lasts_ns)
+
+    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """`mark`, awaited, if the wrapped store has awaited calls."""
+        remote = self._store.as_async
+        assert remote is not None, "as_async is None"  # noqa: S101 - ours
+        return await remote.mark_async(subject, name, lasts_ns)
+
     def sweep(self) -> int:
         """See Store.sweep."""
         return self._store.sweep()
@@ -417,6 +440,10 @@ class AsyncStore(Protocol):
         self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
     ) -> list[Answer]:
         """See Store.check_together. A caller that is cancelled has spent nothing."""
+        ...
+
+    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """See Store.mark."""
         ...
 
     async def aclose(self) -> None:

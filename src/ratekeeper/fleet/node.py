@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits, decision_with
 from ratekeeper.decide.allowances import (
     DENIED_NS_MAX,
@@ -181,7 +182,7 @@ class Node:
         # By rule: the last limits in use, and since when all their warm subjects are known.
         self._in_use: dict[str, tuple[int, int]] = {}
         self._offset_ns: int | None = None  # the authority's clock minus this one
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         _nodes.add(self)
 
     def known(
@@ -474,7 +475,7 @@ class Node:
         The child has a copy of a private table. The parent spends its leases and reports its
         pending charges. Both may spend the rest of a budget.
         """
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self.leasing.clear()
         self.replaced.clear()
         self.warmed.clear()

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits
 from ratekeeper.decide.failure import LocalCheck
 from ratekeeper.decide.store import Store
@@ -95,7 +96,7 @@ class NodeTotals:
         self._messenger = messenger
         self._now_ns = now_ns
         self._at_most = Fraction(1, nodes)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._totals: Totals | None = None  # only in the agent
         self._live: set[int] = set()
         self._majority = LiveMajority()
@@ -112,7 +113,7 @@ class NodeTotals:
 
         A forked child passes None, too: there, another thread of the parent may have held the lock.
         """
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         with self._lock:
             self._totals = None if node is None else Totals(node)
             self._live = set()
@@ -349,7 +350,7 @@ class OutageCharges:
 
     def __init__(self, subjects_max: int = SUBJECTS_MAX) -> None:
         self._subjects_max = subjects_max
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         # By rule and subject: groups of first time, last time and units; the newest is last.
         self._groups: dict[tuple[Limits, str, str], list[tuple[int, int, int]]] = {}
         self.lost_units = 0
@@ -403,7 +404,7 @@ class OutageCharges:
 
     def clear(self) -> None:
         """Forget all charges: another process reports them."""
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._groups = {}
 
     def __len__(self) -> int:

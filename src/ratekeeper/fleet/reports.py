@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Limits
 from ratekeeper.core.steps import Call, Steps, run
 from ratekeeper.decide.allowances import FORGET_NS, UnitClaim
@@ -201,7 +202,7 @@ class ReportThread:
         self._round_s = round_ns(node.fleet) / NS_PER_SECOND
         self._stopped = threading.Event()
         self._woken = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._thread: threading.Thread | None = None
         node.on_work = self.start
         node.on_urgent = self._wake
@@ -272,7 +273,7 @@ class ReportThread:
 
     def forked(self) -> None:
         """In a forked child: the thread does not exist here. The next report starts one."""
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._thread = None
         if not self._stopped.is_set():
             self._stopped = threading.Event()

@@ -25,6 +25,7 @@ from random import random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.history.events import (
     ENDPOINT_LENGTH_MAX,
     LISTED,
@@ -152,7 +153,8 @@ class Recorder:
             "shadow_denied": Sketch(),
         }
         self._streaks = DenialStreaks()
-        self._lock = threading.Lock()  # of the sketches and streaks, which other threads read
+        # Of the sketches and streaks, which other threads read.
+        self._lock = fork_safe(threading.Lock())
 
     # ── On the path ──────────────────────────────────────────────────────────────────────────
 

@@ -81,6 +81,7 @@ class AsyncLimiter(LimiterSetup):
         self._make_gate = (
             self._store.gate if self._async_store is None else self._async_store.async_gate
         )
+        self._mark = self._store.mark if self._async_store is None else self._async_store.mark_async
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
@@ -153,18 +154,24 @@ class AsyncLimiter(LimiterSetup):
         """Make a request that was charged `reserved` units cost `actual`. See Limiter.settle."""
         return await run_async(self._settle(key, reserved, actual, decision, reservation))
 
-    async def once(self, reservation: Key, settle: Callable[[], Awaitable[int]]) -> int | None:
-        """Await `settle`, unless a settlement of this reservation was made within the last hour.
+    async def once(
+        self,
+        key: Key | Request,
+        reservation: str,
+        settle: Callable[[], Awaitable[int]],
+        scope: tuple[str, ...] = (),
+    ) -> int | None:
+        """Await `settle`, unless the store knows a settlement of this reservation of the key.
 
         Returns its result, or None if it was not called. If `settle` raises, a later call tries
-        again.
+        again. Reservations of another `scope` are others.
         """
 
         def settling() -> Steps[int]:
             result: int = yield Call(settle)
             return result
 
-        return await run_async(self._once(reservation, settling()))
+        return await run_async(self._once(key, reservation, settling(), scope))
 
     async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
         """Return units to each of these rules, as of the times of their charges.

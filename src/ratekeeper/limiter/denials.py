@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import sys
 import threading
 from hashlib import blake2b
 from typing import Any, Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import UNLIMITED, CheckResult, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, Key
 
@@ -84,19 +83,20 @@ class DenialLog:
 
     def __init__(self, clock: Clock) -> None:
         self._now_ns = clock.now_ns
-        self.forget_all()
+        self._lock = fork_safe(threading.Lock())
+        self._clear()
         switches.forgetting(self)
-        if sys.platform != "win32":
-            # Another thread may have held the lock during the fork.
-            os.register_at_fork(after_in_child=self.forget_all)
 
-    def forget_all(self) -> None:
-        """Begin again without counts."""
-        self._lock = threading.Lock()
+    def _clear(self) -> None:
         # In the order of their last line.
         self._tracked: dict[tuple[str, str], _Denied] = {}
         self._oldest_ns = 0
         self._others = _Denied("", "")
+
+    def forget_all(self) -> None:
+        """Begin again without counts."""
+        with self._lock:
+            self._clear()
 
     def note(self, result: CheckResult, key: Key | Request) -> None:
         """Count the denial of a request, and log the lines that are due.

@@ -44,6 +44,7 @@ class Limiter(LimiterSetup):
         self._sleep = self._clock.sleep
         self._check_together = self._store.check_together
         self._make_gate = self._store.gate
+        self._mark = self._store.mark
         # On the instance: `limiter.check` is the store's own compiled callable, and no Python code
         # runs in between. A subclass that overrides `check` keeps its own.
         if type(self).check is _CHECK:
@@ -97,9 +98,11 @@ class Limiter(LimiterSetup):
         because the request was served: a limit that is full stays full, and the others are charged
         all of them. Returns the units that did not fit the fullest limit, or could not be charged.
 
-        `reservation` is a text that names this reservation, such as the id of the request. With it,
-        a second settlement within an hour changes nothing and returns 0. Raises StoreError if units
-        could not be refunded; then the settlement can be repeated.
+        `reservation` is a text that names this reservation, such as the id of the request. A second
+        settlement of this key with the same name changes nothing and returns 0: the store remembers
+        the last 1,023 names of a key, until an hour after the last one. A store without room for a
+        name applies the settlement all the same. Raises StoreError if units could not be refunded;
+        then the settlement can be repeated.
         """
         return run(self._settle(key, reserved, actual, decision, reservation))
 

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, Final
 
 from ratekeeper.core import switches
-from ratekeeper.core.clock import Clock, duration_ns, seconds_from_ns
-from ratekeeper.core.errors import ConfigError, LimitExceeded, StoreError, show
+from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns, seconds_from_ns
+from ratekeeper.core.errors import ConfigError, LimitExceeded, StoreError, StoreFull, show
 from ratekeeper.core.model import (
     WINDOW_NS_MAX,
     AppliedRule,
     CheckResult,
     Decision,
-    Limit,
     Limits,
     Request,
     check_name,
@@ -54,10 +54,8 @@ from ratekeeper.rules.engine import RuleEngine, charge_limits, gates_of_limits
 Duration = float | timedelta
 """A length of time: seconds, or a timedelta."""
 
-# A reservation is settled once in this time; its mark in the store expires then.
-SETTLED_ONCE: Final = Limit(1, per=3_600, name="settled")
-# The name under which the marks are kept, beside the names of limiters and the ids of rules.
-SETTLED_NAME: Final = "ratekeeper.settled"
+# The store remembers the names of a subject's reservations until this long after the last one.
+SETTLED_NS: Final = 3_600 * NS_PER_SECOND
 # A longer timeout does not fit a clock, and means no timeout.
 _TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
 
@@ -93,6 +91,7 @@ class LimiterPath:
     _sleep: Callable[[float], Any]
     _check_together: Callable[..., Any]
     _make_gate: Callable[..., Any]
+    _mark: Callable[..., Any]
 
     # ── Identify ───────────────────────────────────────────────────────────────────────────────
 
@@ -312,24 +311,35 @@ class LimiterPath:
         settling = self._settle_units(key, units, decision)
         if not reservation:
             return (yield from settling)
-        return (yield from self._once(reservation, settling)) or 0
+        return (yield from self._once(key, reservation, settling)) or 0
 
-    def _once(self, reservation: Key, settling: Steps[int]) -> Steps[int | None]:
-        """Settle a reservation; return None if it was already settled within the last hour."""
+    def _once(
+        self,
+        key: Key | Request,
+        reservation: str,
+        settling: Steps[int],
+        scope: tuple[str, ...] = (),
+    ) -> Steps[int | None]:
+        """Settle a reservation of a key; return None if the store knows that it was settled.
+
+        Reservations of another `scope` are others.
+        """
         if switches.limiting_off:
             return (yield from settling)
-        # One unit an hour for each reservation: the first settlement takes it.
-        settled = self._make_gate((SETTLED_ONCE,), SETTLED_NAME)
-        name = subject_of(reservation)
-        mark: Decision = yield Call(settled.check, name, 1)
-        if not mark.allowed:
+        subject = _settled_subject(self._name, key, scope)
+        name = int.from_bytes(blake2b(reservation.encode(), digest_size=8).digest()) >> 3 or 1
+        try:
+            is_new: bool = yield Call(self._mark, subject, name, SETTLED_NS)
+        except StoreFull:  # the settlement does not fail because its name cannot be kept
+            is_new = True
+        if not is_new:
             settling.close()
             return None
         try:
             return (yield from settling)
         except BaseException:  # the caller may try again
             with suppress(StoreError):
-                yield Undo(settled.refund, name, 1, mark.charged_ns)
+                yield Undo(self._mark, subject, name, 0)
             raise
 
     def _settle_units(
@@ -450,3 +460,18 @@ def _ttl_ns(ttl: Duration | None) -> int | None:
     if not 0 < ttl_ns <= WINDOW_NS_MAX:
         raise ConfigError(f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600")
     return ttl_ns
+
+
+def _settled_subject(limiter: str, key: Key | Request, scope: tuple[str, ...]) -> str:
+    """Return the subject whose settlements are remembered together: one client of a limiter.
+
+    Of a request, it is the client that the request names, whatever it asks for.
+    """
+    parts: Sequence[str | None]
+    if isinstance(key, Request):
+        attributes = [f"{name}={value}" for name, value in sorted(key.attributes.items())]
+        parts = (key.tenant, key.user, key.api_key, key.ip, *attributes)
+    else:
+        parts = (subject_of(key),)
+    text = repr((limiter, scope, *parts))
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

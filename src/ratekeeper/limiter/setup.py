@@ -362,6 +362,10 @@ class LimiterSetup(LimiterPath):
         found = replace(own, allowed=own.allowed + allowed, denied=own.denied + denied)
         return {self._name or DEFAULT_NAME: found}
 
+    def count_errors_in(self, errors: dict[str, int]) -> None:
+        """Count the errors of the store there, by kind: several limiters can share the counts."""
+        self._errors = errors
+
     def tally(self) -> Tally:
         """Return the checks of this process, each counted once, and the errors of the store."""
         if self._engine is not None:

@@ -242,6 +242,7 @@ class Counters:
         *("checks", "decision_seconds", "degraded_checks"),
         *("grpc_requests", "grpc_resets", "requests"),
         *("quota_assignments", "quota_blankets", "quota_buckets", "quota_reports", "quota_streams"),
+        "store_errors",
     )
 
     def __init__(self) -> None:
@@ -249,6 +250,8 @@ class Counters:
         """Checks by limits that came with the call, by outcome. The limiter counts all others."""
         self.degraded_checks = 0
         """The checks in `checks` that the store did not decide."""
+        self.store_errors: dict[str, int] = {}
+        """Such checks by kind of error: timeout, unavailable or full."""
         self.requests: dict[tuple[str, int], int] = {}
         """By route and status."""
         self.grpc_requests: dict[str, int] = {}
@@ -280,6 +283,8 @@ class Counters:
         for outcome, count in list(self.checks.items()):
             found.put("checks", count, outcome)
         found.put("degraded_checks", self.degraded_checks)
+        for kind, count in list(self.store_errors.items()):
+            found.put("store_errors", count, kind)
         for (route, status), count in list(self.requests.items()):
             found.put("requests", count, route, str(status))
         for code, count in list(self.grpc_requests.items()):

@@ -6,14 +6,13 @@ three decisions of rules (RuleCounts).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
-from weakref import WeakSet
 
 from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.decide.busiest import BUSIEST_MAX, Busiest
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
@@ -28,18 +27,6 @@ RATE_SAMPLE_EVERY: Final = 61
 RATES_MAX: Final = 16
 
 
-_all_rates: Final[WeakSet[SubjectRates]] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """Replace the locks in a forked process: the thread that held one does not exist there."""
-    for rates in _all_rates:
-        rates.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)
-
-
 class SubjectRates:
     """The checks per second of the busiest subjects, from a sample of the checks.
 
@@ -47,14 +34,13 @@ class SubjectRates:
     for each of its subjects, however many rules count it.
     """
 
-    __slots__ = ("__weakref__", "_began_s", "_rates", "_sketch", "lock")
+    __slots__ = ("_began_s", "_rates", "_sketch", "lock")
 
     def __init__(self) -> None:
-        _all_rates.add(self)
         self._sketch = Busiest()
         self._began_s: float | None = None
         self._rates: dict[str, float] = {}
-        self.lock = threading.Lock()
+        self.lock = fork_safe(threading.Lock())
 
     def sample(self, subjects: Iterable[str]) -> None:
         """Note the subjects of a check that is sampled."""

@@ -33,6 +33,7 @@ from typing import Any, Final
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, StoreTimeout
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import (
     DENIED_NS,
     UNLIMITED,
@@ -194,7 +195,7 @@ class RuleEngine:
         self._on_failure = on_failure
         self._regions = regions
         self._local = local or LocalLimits(LocalFallback(), clock)
-        self._use_lock = threading.Lock()
+        self._use_lock = fork_safe(threading.Lock())
         self._factors: dict[str, Factor] = {}
         self.penalties = Penalties(clock, self._make_gate, self._counts_of)
         self.compiled_rules = self._compile(document, version, entries or EntryTable())

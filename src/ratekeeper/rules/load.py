@@ -37,6 +37,7 @@ from typing import Any, Final, NamedTuple
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.rules.document.model import LOAD_MAX, SHARE_SOURCES, Scale
 
 SAMPLE_NS: Final = 250_000_000
@@ -101,7 +102,7 @@ class Factor:
         self.scales = scales
         self._read = read
         self._now_ns = now_ns
-        self._sampling = threading.Lock()
+        self._sampling = fork_safe(threading.Lock())
         # By scale: None until its load is known for the first time.
         self._values: list[float | None] = [None] * len(scales)
         self._value = 1.0
@@ -288,7 +289,7 @@ class CpuProbe:
         self._cgroup = _limited_cgroup(proc, cgroup, "cpu.max")
         self._before = (0, 0)
         self._cpus = 1.0  # CPUs that the quota of the container allows
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def load(self) -> float | None:
         """Return the load from 0.0 to 1.0; None at the first reading or without a source."""

@@ -44,6 +44,7 @@ from typing import Final, NamedTuple
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.core.subjects import SEPARATOR
@@ -146,7 +147,7 @@ class PenaltyTracker:
 
     def __init__(self) -> None:
         self._tracked: dict[TrackedKey, _Tracked] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         switches.forgetting(self)
 
     def forget_all(self) -> None:

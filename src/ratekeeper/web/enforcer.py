@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Final, Self
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, clock_of, seconds_from_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import UNLIMITED, CheckResult, Decision, Limits, Request, units_of
 from ratekeeper.core.rates import LimitsArgument, limits_of
 from ratekeeper.core.steps import Call, Steps, Undo, is_awaitable, run, run_async
@@ -205,7 +206,7 @@ class EnforcerCore:
         """True if the status of a response decides whether its request counts."""
         self._cost = options.cost if callable(options.cost) else None
         self.units = 1 if callable(options.cost) else options.cost
-        self._lock = threading.Lock()  # held while reopening
+        self._lock = fork_safe(threading.Lock())  # held while reopening
         given = options.limiter
         self._has_rules = options.rules is not None if given is None else given.has_rules
         self._keys = RequestKeys(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +33,54 @@ def decisions(gate: _kernel.Gate) -> list[Decision]:
 def test_the_kernel_is_built() -> None:
     """The tests need the kernel; without it most of them would test the Python store."""
     assert kernel.BUILT
+
+
+SUB_INTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+from ratekeeper import Limiter
+assert [bool(Limiter("1/minute").check("a"))] == [True]
+# Interpreters that share the GIL, as those of mod_wsgi do.
+if sys.version_info >= (3, 13):
+    other = interpreters.create("legacy")
+elif sys.version_info >= (3, 12):
+    other = interpreters.create(isolated=False)
+else:
+    other = interpreters.create()
+interpreters.run_string(other, '''
+from ratekeeper import CapacityError, Limiter, StoreUnavailable
+limiter = Limiter("2/minute")
+print([bool(limiter.check("a")) for _ in range(3)])
+for store, cost in (("memory://", 5), ("shared:///nowhere/api.limits", 1)):
+    try:
+        Limiter("2/minute", store=store).check("a", cost)
+    except (CapacityError, StoreUnavailable) as error:
+        print(type(error).__name__, error)
+''')
+interpreters.destroy(other)
+"""
+
+
+def test_a_sub_interpreter_decides_in_python() -> None:
+    """Its exceptions are its own. `shared://` and the log name the setting of mod_wsgi."""
+    done = subprocess.run(
+        [sys.executable, "-c", SUB_INTERPRETER],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, capacity, shared = done.stdout.splitlines()
+    assert first == "[True, True, False]"
+    assert capacity.startswith("CapacityError a cost of 5")
+    assert shared.startswith("StoreUnavailable")
+    for text in (shared, done.stderr):
+        assert "does not run in a sub-interpreter" in text
+        assert "WSGIApplicationGroup %{GLOBAL}" in text
 
 
 def test_a_kernels_decision_has_every_field(decisions: list[Decision]) -> None:

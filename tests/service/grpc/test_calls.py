@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import grpc
 import pytest
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.service.grpc.calls import CallError, SeldomLog, Status, TlsFiles
+from ratekeeper.service.grpc.calls import CallError, Status, TlsFiles
 
 
 @pytest.mark.parametrize("status", Status)
@@ -32,16 +31,3 @@ def test_the_contents_of_the_files(tmp_path: Path) -> None:
     assert files.contents() == (b"certificate", b"key", None)
     with pytest.raises(ConfigError, match=r"authority cannot be read: No such file"):
         TlsFiles(files.certificate, files.key, tmp_path / "authority").contents()
-
-
-def test_a_client_that_causes_errors_does_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One in a second is logged, with the number of the others."""
-    failures = SeldomLog(logging.ERROR)
-    for now_s in (100.0, 100.5, 100.9, 101.0):
-        failures.note("a method failed", now_s, ValueError("a"))
-    assert [each.getMessage() for each in caplog.records] == [
-        "a method failed (0 others)",
-        "a method failed (2 others)",
-    ]

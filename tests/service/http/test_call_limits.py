@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit, Limiter
 from ratekeeper.core.errors import ConfigError
+from ratekeeper.decide.stores import open_store
 from ratekeeper.service.http import call_limits
 from ratekeeper.service.http.call_limits import limits_of_data
 from ratekeeper.service.http.tokens import ROLES, create_token
@@ -169,6 +170,31 @@ async def test_the_limiters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             for number in range(10):
                 await limit(http, name=f"n{number}")
         assert (await limit(http, name="n0")).data["remaining"] == 0
+
+
+async def test_a_name_has_few_limits() -> None:
+    """One that differs in its numbers is not another one, and other names are not affected."""
+    async with http_service(rules=EMPTY) as http:
+        for number in range(call_limits.LIMITS_OF_NAME_MAX):
+            assert (await limit(http, limits=f"3/{number + 1}s")).status == 200
+            assert (await limit(http, limits=f"{number + 9}/1s")).status == 200
+        refused = await limit(http, limits="3/day")
+        assert refused.status == 400
+        assert "name='emails' has 32 limits" in refused.data["detail"]
+        assert "another name" in refused.data["detail"]
+        assert (await limit(http, limits="3/day", name="texts")).status == 200
+        assert (await limit(http, limits="99/1s")).status == 200
+
+
+async def test_a_full_store_is_counted_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """The metrics have each failed check, and the log one line for all names together."""
+    async with http_service(rules=EMPTY, store=open_store("memory://?capacity=8")) as http:
+        for number in range(100):
+            await limit(http, name=f"n{number}", key=f"user:{number}")
+        lines = (await http("GET", "/metrics")).body.decode().splitlines()
+    counted = [line for line in lines if line.startswith("ratekeeper_store_errors_total{")]
+    assert 'ratekeeper_store_errors_total{kind="full"} 92.0' in counted
+    assert sum("has been unable to decide" in each.message for each in caplog.records) <= 1
 
 
 async def test_the_failure_policy_answers_for_the_store() -> None:

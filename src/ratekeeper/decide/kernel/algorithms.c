@@ -164,13 +164,14 @@ static void decide_log(const rk_limit *limit, const rk_state *before, int64_t no
         gone = first_after(ring, at_ns - limit->window_ns);
         remaining -= count - gone;
         if (gone < count)
-            outcome->reset_after_ns = last_ns + limit->window_ns - now_ns;
+            outcome->reset_after_ns = rk_max(last_ns + limit->window_ns - now_ns, 0);
     }
     outcome->allowed = cost == 0 || cost <= remaining;
     outcome->remaining = rk_max(remaining, 0);
     if (!outcome->allowed) {
         uint32_t blocking = (uint32_t)(count - limit->limit + cost - 1);
-        outcome->retry_after_ns = rk_ring_at(ring, blocking) + limit->window_ns - now_ns;
+        /* Positive, unless the file is damaged and the times are not in order. */
+        outcome->retry_after_ns = rk_max(rk_ring_at(ring, blocking) + limit->window_ns - now_ns, 1);
     } else if (cost > 0) {
         outcome->remaining = remaining - cost;
         outcome->reset_after_ns = at_ns + limit->window_ns - now_ns;

@@ -44,9 +44,10 @@ typedef struct {
     uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
 } rk_limit;
 
-/* A ring of admission times, oldest first. */
+/* A ring of admission times, oldest first. A later time than `latest_ns` is read as that one. */
 typedef struct {
     int64_t *times;
+    int64_t latest_ns;
     uint32_t capacity;
     uint32_t head;
     uint32_t count;
@@ -55,7 +56,10 @@ typedef struct {
 static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
 {
     uint32_t place = ring->head + index;
-    return rk_time_in_range(ring->times[place < ring->capacity ? place : place - ring->capacity]);
+    int64_t time_ns = ring->times[place < ring->capacity ? place : place - ring->capacity];
+    return time_ns < RK_NOW_NS_MIN     ? RK_NOW_NS_MIN
+           : time_ns > ring->latest_ns ? ring->latest_ns
+                                       : time_ns;
 }
 
 /* One limit's state of one subject. `value` is

@@ -391,25 +391,18 @@ static rk_status check_kind(int fd, const rk_options *options, struct stat *info
     return RK_OK;
 }
 
-/* Create the file if necessary; after RK_OK it is complete. Call with the opening lock held. */
-static rk_status make_or_check(int fd, const rk_options *options, rk_format *format,
-                               char error[RK_ERROR_BYTES])
+/* Whether the file is empty, or was not completed. */
+static bool is_unfinished(int fd, const struct stat *info)
 {
-    struct stat info;
-    rk_status status = check_kind(fd, options, &info, error);
-    if (status != RK_OK)
-        return status;
     char mark[sizeof MAKING] = "";
-    bool unfinished = pread(fd, mark, sizeof mark, 0) == (ssize_t)sizeof mark &&
-                      memcmp(mark, MAKING, sizeof mark) == 0;
-    if (info.st_size == 0 || unfinished) {
-        /* Processes that use it have not noticed yet, and would write into the new content. */
-        if (!rk_alone(fd))
-            return fail(RK_DAMAGED, error, "%s had been emptied", options->path);
-        status = make_file(fd, options, error);
-        if (status != RK_OK || (status = check_kind(fd, options, &info, error)) != RK_OK)
-            return status;
-    }
+    return info->st_size == 0 || (pread(fd, mark, sizeof mark, 0) == (ssize_t)sizeof mark &&
+                                  memcmp(mark, MAKING, sizeof mark) == 0);
+}
+
+/* Read and check the format of a complete file. */
+static rk_status read_format(int fd, const rk_options *options, off_t size, rk_format *format,
+                             char error[RK_ERROR_BYTES])
+{
     memset(format, 0, sizeof *format);
     ssize_t length = pread(fd, format, sizeof *format, 0);
     if (length < 0)
@@ -418,11 +411,30 @@ static rk_status make_or_check(int fd, const rk_options *options, rk_format *for
         return fail(RK_UNAVAILABLE, error,
                     "%s is a Ratekeeper file of %s and was not changed; use another path",
                     options->path, options->allowances ? "quotas" : "allowances");
-    if (!is_ours(fd, format, info.st_size))
+    if (!is_ours(fd, format, size))
         return fail(RK_UNAVAILABLE, error,
                     "%s is not a Ratekeeper file and was not changed; use another path",
                     options->path);
-    return check_format(format, fd, info.st_size, options, error);
+    return check_format(format, fd, size, options, error);
+}
+
+/* Create the file if necessary; after RK_OK it is complete. Call with the opening lock held. */
+static rk_status make_or_check(int fd, const rk_options *options, rk_format *format,
+                               char error[RK_ERROR_BYTES])
+{
+    struct stat info;
+    rk_status status = check_kind(fd, options, &info, error);
+    if (status != RK_OK)
+        return status;
+    if (is_unfinished(fd, &info)) {
+        /* Processes that use it have not noticed yet, and would write into the new content. */
+        if (!rk_alone(fd))
+            return fail(RK_DAMAGED, error, "%s had been emptied", options->path);
+        status = make_file(fd, options, error);
+        if (status != RK_OK || (status = check_kind(fd, options, &info, error)) != RK_OK)
+            return status;
+    }
+    return read_format(fd, options, info.st_size, format, error);
 }
 
 static void read_boot_id(char id[40])
@@ -443,6 +455,8 @@ static uint64_t time_namespace(void)
     return stat("/proc/self/ns/time", &info) == 0 ? info.st_ino : 0;
 }
 
+static uint64_t epoch_checksum_of(int64_t offset_ns) { return ~rk_mix((uint64_t)offset_ns); }
+
 /* All processes with the file open must read the same boot clock. Return false if we do not. */
 static bool settle_clock(rk_table *table, bool alone)
 {
@@ -451,12 +465,15 @@ static bool settle_clock(rk_table *table, bool alone)
     uint64_t namespace = time_namespace();
     read_boot_id(boot_id);
     bool same = memcmp(header->boot_id, boot_id, sizeof boot_id) == 0 &&
-                header->time_namespace == namespace && atomic_load(&header->epoch_offset_ns) != 0;
+                header->time_namespace == namespace &&
+                header->epoch_checksum == epoch_checksum_of(atomic_load(&header->epoch_offset_ns));
     if (same || !alone)
         return same;
     if (table->allowances) /* the wall clock, which continues these times, may have been set back */
         rk_end_allowances(table);
-    atomic_store(&header->epoch_offset_ns, read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK));
+    int64_t offset_ns = read_clock(CLOCK_REALTIME) - read_clock(BOOT_CLOCK);
+    atomic_store(&header->epoch_offset_ns, offset_ns);
+    header->epoch_checksum = epoch_checksum_of(offset_ns);
     memcpy(header->boot_id, boot_id, sizeof boot_id);
     header->time_namespace = namespace;
     return true;
@@ -728,7 +745,57 @@ static rk_table *open_file(const rk_options *options, rk_status *status, char er
     return NULL;
 }
 
+/* Add the numbers of each segment, from copies: the file is only read. */
+static bool read_segments(int fd, const rk_format *format, rk_stats *stats)
+{
+    rk_header header;
+    rk_geometry g = geometry_of(format, false);
+    rk_segment *copy = malloc(g.segment_bytes);
+    bool intact = copy != NULL && pread(fd, &header, sizeof header, 0) == (ssize_t)sizeof header;
+    for (uint32_t i = 0; intact && i < g.segments; i++) {
+        off_t at = (off_t)(g.segments_at + g.segment_bytes * i);
+        intact = pread(fd, copy, g.segment_bytes, at) == (ssize_t)g.segment_bytes;
+        if (intact)
+            rk_add_stats(copy, g.buckets * RK_SLOTS_PER_BUCKET, stats);
+    }
+    free(copy);
+    uint64_t taken = intact && header.slab_taken < g.blocks ? header.slab_taken : 0;
+    stats->states_max = (uint64_t)g.segments * g.segment_limit;
+    stats->log_bytes_max = (uint64_t)g.blocks * RK_BLOCK_BYTES;
+    stats->log_bytes_used = taken * RK_BLOCK_BYTES;
+    stats->bytes = format->bytes - stats->log_bytes_max + stats->log_bytes_used;
+    return intact;
+}
+
+rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_ERROR_BYTES])
+{
+    struct stat info;
+    rk_format format;
+    error[0] = 0;
+    *stats = (rk_stats){.states = 0};
+    int fd = open(options->path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return fail(RK_UNAVAILABLE, error, "%s cannot be opened: %s", options->path, reason(errno));
+    rk_status status = check_kind(fd, options, &info, error);
+    if (status == RK_OK && is_unfinished(fd, &info))
+        status = fail(RK_DAMAGED, error, "%s is empty, or the process that created it was killed",
+                      options->path);
+    if (status == RK_OK)
+        status = read_format(fd, options, info.st_size, &format, error);
+    if (status == RK_OK && !read_segments(fd, &format, stats))
+        status =
+            fail(RK_UNAVAILABLE, error, "%s cannot be read: %s", options->path, strerror(errno));
+    close(fd);
+    return status;
+}
+
 #else
+
+rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_ERROR_BYTES])
+{
+    *stats = (rk_stats){.states = 0};
+    return fail(RK_UNAVAILABLE, error, "%s: shared:// needs Linux", options->path);
+}
 
 static void forget_open(rk_table *table) { (void)table; }
 static void let_go(rk_table *table) { munmap(table->base, table->bytes); }

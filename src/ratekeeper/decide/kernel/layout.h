@@ -19,10 +19,13 @@
 #include "table.h"
 
 enum {
-    RK_VERSION = 2,
+    RK_VERSION = 3,
     RK_PAGE = 4096,
     RK_SLOTS_PER_BUCKET = 8, /* eight tags are one cache line */
     RK_BUCKETS_MAX = 256,
+    RK_GROUP_BITS = 16,
+    /* Of the slots of two buckets, those that one subject may fill under one rule; see table.c. */
+    RK_GROUP_SLOTS_MAX = 5,
     RK_OWNERS_MAX = 4096, /* 12 bits of an owner's number */
     RK_OWNER_BITS = 12,
     RK_WRITES_MAX = 2 * RK_LIMITS_MAX, /* a state and a credit for each limit */
@@ -80,7 +83,7 @@ typedef struct {
     rk_write writes[RK_WRITES_MAX];
     rk_push pushes[RK_LIMITS_MAX];
     uint64_t expired, repaired;
-    _Atomic uint64_t refused;
+    _Atomic uint64_t refused, crowded;
 } rk_segment;
 
 typedef struct {
@@ -133,8 +136,9 @@ typedef struct {
     uint64_t time_namespace; /* boot clocks differ between time namespaces */
     uint32_t slab_taken;     /* in units of the smallest block */
     rk_lock slab_lock;
-    uint32_t slab_used;   /* units that were ever free or taken, from the front */
-    uint64_t slab_moving; /* units << 32 | the block that is being split or joined; 0: none */
+    uint32_t slab_used;      /* units that were ever free or taken, from the front */
+    uint64_t slab_moving;    /* units << 32 | the block that is being split or joined; 0: none */
+    uint64_t epoch_checksum; /* of the offset: after damage, the file gets a new one */
 } rk_header;
 
 typedef struct {
@@ -158,6 +162,7 @@ struct rk_table {
     rk_header *header;
     const rk_end *end;
     int64_t epoch_offset_ns; /* our copy */
+    int64_t seen_ns;         /* the latest time of a call; 0: none */
     int64_t verify_at_ns;    /* by the boot clock: when to examine the file next */
     _Atomic rk_loss lost;    /* set once, also by the signal handler in loss.c */
     char *path;              /* NULL: memory of this process */
@@ -225,6 +230,8 @@ static inline rk_status rk_settled(const rk_table *table, rk_status status)
 /* table.c */
 rk_segment *rk_segment_at(const rk_table *table, uint32_t index);
 void rk_recover(rk_table *table, rk_segment *segment);
+/* Add the numbers of a segment with so many slots. Call with its lock held, or on a copy. */
+void rk_add_stats(const rk_segment *segment, uint32_t slots, rk_stats *stats);
 /* Call `visit` with the block of every log. Only while no other process has the table open. */
 void rk_each_log(const rk_table *table, void (*visit)(void *context, uint32_t block),
                  void *context);

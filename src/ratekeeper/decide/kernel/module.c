@@ -359,6 +359,11 @@ PyObject *rk_raise_status(rk_table_object *self, rk_status status)
     if (status == RK_FULL)
         PyErr_SetString(error_full, "every slot for this key holds a key that is still limited; "
                                     "choose a larger ?capacity=");
+    else if (status == RK_CROWDED)
+        PyErr_SetString(error_full,
+                        "this key holds some hundreds of limits of one name, more than one key may "
+                        "have of it; give limits that differ in algorithm or window other names. A "
+                        "larger ?capacity= does not help");
     else if (status == RK_LOG_FULL)
         PyErr_SetString(error_full, "the rule has used up its part of the memory for sliding "
                                     "window logs; choose a larger ?log_bytes=");
@@ -452,6 +457,15 @@ static PyObject *table_sweep(rk_table_object *self, PyObject *now)
     return status == RK_OK ? PyLong_FromUnsignedLongLong(dropped) : rk_raise_status(self, status);
 }
 
+static PyObject *stats_dict(const rk_stats *stats)
+{
+    return Py_BuildValue("{sKsKsKsKsKsKsKsKsK}", "states", stats->states, "states_max",
+                         stats->states_max, "bytes", stats->bytes, "expired", stats->expired,
+                         "refused", stats->refused, "crowded", stats->crowded, "repaired",
+                         stats->repaired, "log_bytes_used", stats->log_bytes_used, "log_bytes_max",
+                         stats->log_bytes_max);
+}
+
 static PyObject *table_stats(rk_table_object *self, PyObject *unused)
 {
     (void)unused;
@@ -465,10 +479,29 @@ static PyObject *table_stats(rk_table_object *self, PyObject *unused)
         rk_back(self, thread);
     if (status != RK_OK)
         return rk_raise_status(self, status);
-    return Py_BuildValue("{sKsKsKsKsKsKsKsK}", "states", stats.states, "states_max",
-                         stats.states_max, "bytes", stats.bytes, "expired", stats.expired,
-                         "refused", stats.refused, "repaired", stats.repaired, "log_bytes_used",
-                         stats.log_bytes_used, "log_bytes_max", stats.log_bytes_max);
+    return stats_dict(&stats);
+}
+
+/* mark(subject, name, now_ns, lasts_ns): a new name has lasts_ns above 0; 0 forgets it. */
+static PyObject *table_mark(rk_table_object *self, PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t length;
+    long long name, lasts_ns;
+    PyObject *now;
+    int64_t now_ns;
+    if (!PyArg_ParseTuple(args, "s#LOL", &bytes, &length, &name, &now, &lasts_ns) ||
+        !rk_table_is_open(self) || !rk_parse_now(self, now, &now_ns) || !rk_table_is_open(self))
+        return NULL;
+    rk_hash subject = rk_subject_hash(self->table, bytes, (size_t)length);
+    rk_hash hash = rk_group_hash(subject, RK_MARKS_RULE);
+    rk_status status;
+    bool is_new = false;
+    do {
+        status = lasts_ns > 0 ? rk_mark(self->table, hash, name, now_ns, lasts_ns, &is_new)
+                              : rk_unmark(self->table, hash, name, now_ns);
+    } while (rk_try_again(self, rk_wait, hash, &status));
+    return status == RK_OK ? PyBool_FromLong(is_new) : rk_raise_status(self, status);
 }
 
 static PyObject *table_busiest(rk_table_object *self, PyObject *argument)
@@ -503,6 +536,8 @@ static PyMethodDef table_methods[] = {
     {"now_ns", (PyCFunction)rk_table_now_ns, METH_NOARGS, "Return the table's time."},
     {"sweep", (PyCFunction)table_sweep, METH_O, "Drop expired states; return their number."},
     {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
+    {"mark", (PyCFunction)table_mark, METH_VARARGS,
+     "mark(subject, name, now_ns, lasts_ns): remember a name; return whether it was not known."},
     {"busiest", (PyCFunction)table_busiest, METH_O,
      "Return the busiest subjects and their checks."},
     {NULL, NULL, 0, NULL},
@@ -758,14 +793,15 @@ static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t
         goto slow;
     rk_decision decision;
     rk_table *table = self->table->table;
-    rk_hash hash = rk_subject_hash(table, bytes, (size_t)length);
+    rk_hash subject = rk_subject_hash(table, bytes, (size_t)length);
+    rk_hash hash = rk_group_hash(subject, self->numbers[0].rule);
     rk_status status = check_hash(self, hash, rk_now_ns(table), cost, true, &decision);
     if (status != RK_OK) {
         self->table->waited = status == RK_BUSY;
         goto slow;
     }
     if (rk_sample_due(table))
-        rk_note_busy(table, hash, bytes, (size_t)length);
+        rk_note_busy(table, subject, bytes, (size_t)length);
     if (decision.allowed)
         self->allowed++;
     else
@@ -780,7 +816,7 @@ slow:
 }
 
 typedef struct {
-    rk_hash hash;
+    rk_hash subject, hash; /* of the subject, and of it under the rule */
     const char *bytes;
     Py_ssize_t length;
     int64_t units, now_ns;
@@ -803,7 +839,8 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     if (!rk_table_is_open(self->table) || !rk_parse_now(self->table, now, &parsed->now_ns) ||
         !rk_table_is_open(self->table))
         return false;
-    parsed->hash = rk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
+    parsed->subject = rk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
+    parsed->hash = rk_group_hash(parsed->subject, self->numbers[0].rule);
     return true;
 }
 
@@ -828,12 +865,12 @@ static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_
         Py_XDECREF(error);
         return NULL;
     }
-    if (status == RK_FULL || status == RK_LOG_FULL)
-        rk_note_refused(self->table->table, c.hash);
+    if (status == RK_FULL || status == RK_LOG_FULL || status == RK_CROWDED)
+        rk_note_refused(self->table->table, c.hash, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
     if (spend && rk_sample_due(self->table->table))
-        rk_note_busy(self->table->table, c.hash, c.bytes, (size_t)c.length);
+        rk_note_busy(self->table->table, c.subject, c.bytes, (size_t)c.length);
     return rk_make_decision(self->limits, self->rule, &decision);
 }
 
@@ -886,8 +923,8 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
         status = rk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units,
                           ttl_ns);
     } while (try_again(self, c.hash, &status));
-    if (status == RK_FULL)
-        rk_note_refused(self->table->table, c.hash);
+    if (status == RK_FULL || status == RK_CROWDED)
+        rk_note_refused(self->table->table, c.hash, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
     Py_RETURN_NONE;
@@ -953,17 +990,56 @@ static PyObject *set_bypass(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+/* examine(path, capacity, log_bytes, mode): the statistics of a file, and its damage, which is
+ * usually empty. */
+static PyObject *examine(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *path;
+    unsigned long long capacity, log_bytes;
+    rk_options options = {.path = NULL};
+    if (!PyArg_ParseTuple(args, "O&KKI", PyUnicode_FSConverter, &path, &capacity, &log_bytes,
+                          &options.mode))
+        return NULL;
+    options.path = PyBytes_AS_STRING(path);
+    options.capacity = capacity;
+    options.log_bytes = log_bytes;
+    rk_stats stats;
+    char error[RK_ERROR_BYTES];
+    rk_status status;
+    Py_BEGIN_ALLOW_THREADS status = rk_examine(&options, &stats, error);
+    Py_END_ALLOW_THREADS Py_DECREF(path);
+    PyObject *text = PyUnicode_DecodeFSDefault(error);
+    if (text != NULL && status != RK_OK && status != RK_DAMAGED) {
+        PyErr_SetObject(status == RK_MISMATCH ? error_config : rk_error_unavailable, text);
+        Py_CLEAR(text);
+    }
+    return text == NULL ? NULL : Py_BuildValue("(NN)", stats_dict(&stats), text);
+}
+
 static PyMethodDef module_methods[] = {
+    {"examine", examine, METH_VARARGS, "Return the statistics of a file, and its damage."},
     {"set_bypass", set_bypass, METH_O, "Send every check through the Python path."},
     {NULL, NULL, 0, NULL},
+};
+
+static int add_contents(PyObject *module);
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, add_contents},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
 };
 
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ratekeeper.decide.kernel._kernel",
     .m_doc = "The table of quotas in C.",
-    .m_size = -1,
+    .m_size = 0,
     .m_methods = module_methods,
+    .m_slots = module_slots,
 };
 
 static bool import_names(const char *module_name, const char *const *names, PyObject ***places)
@@ -976,8 +1052,14 @@ static bool import_names(const char *module_name, const char *const *names, PyOb
     return module != NULL;
 }
 
-PyMODINIT_FUNC PyInit__kernel(void)
+static int add_contents(PyObject *module)
 {
+    /* Types and exceptions are static, those of the main interpreter. Interpreters that share the
+     * GIL, such as those of mod_wsgi, do not look at the slot that says so. */
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError, "the C kernel runs in the main interpreter only");
+        return -1;
+    }
     static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
                                          "StoreUnavailable", "ConfigError", NULL};
     static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
@@ -988,18 +1070,18 @@ PyMODINIT_FUNC PyInit__kernel(void)
                                         &seconds_from_ns};
     if (!import_names("ratekeeper.core.errors", errors, error_places) ||
         !import_names("ratekeeper.core.model", models, model_places))
-        return NULL;
+        return -1;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
         PyType_Ready(&gate_type) < 0 || PyType_Ready(&rk_allowances_type) < 0 ||
         PyType_Ready(&rk_allowance_gate_type) < 0)
-        return NULL;
-    PyObject *module = PyModule_Create(&module_definition);
-    if (module == NULL ||
-        PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
+        return -1;
+    if (PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
         PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
         PyModule_AddObjectRef(module, "Allowances", (PyObject *)&rk_allowances_type) < 0 ||
         PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&rk_allowance_gate_type) < 0)
-        Py_CLEAR(module);
-    return module;
+        return -1;
+    return 0;
 }
+
+PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&module_definition); }

@@ -13,21 +13,25 @@
 enum {
     RK_LIMITS_MAX = 16,   /* of one check */
     RK_BUSIEST_MAX = 128, /* keys remembered as busy */
+    RK_MARKS_MAX = 1023,  /* names of settlements remembered for one subject */
     RK_ERROR_BYTES = 512,
 };
 
 #define RK_CAPACITY_MAX 1000000000u
+/* In place of the hash of a rule, for the marks of settlements: see rk_mark. */
+#define RK_MARKS_RULE UINT64_C(0x736574746c656421)
 
 typedef enum {
     RK_OK,
     RK_FULL,        /* no room for another state */
+    RK_CROWDED,     /* the subject has too many states under this rule */
     RK_LOG_FULL,    /* no room for a log's entries */
     RK_SWEPT,       /* internal: start over after a sweep */
     RK_BUSY,        /* the lock stayed taken for some microseconds: rk_wait, then retry */
     RK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     RK_UNAVAILABLE, /* the file cannot be used; the message says why */
     RK_LOST,        /* the file was removed, replaced or damaged while in use: rk_loss_text */
-    RK_DAMAGED,     /* internal: create the file again */
+    RK_DAMAGED,     /* the file has to be created again; rk_open does that */
     RK_MISMATCH,    /* the file is valid, but was created with other options */
 } rk_status;
 
@@ -58,6 +62,13 @@ uint64_t rk_log_bytes(const rk_table *table);
 /* The salt of a limit: the location of its states follows from it and from the subject's hash. */
 rk_hash rk_limit_salt(const void *name, size_t length);
 rk_hash rk_subject_hash(const rk_table *table, const void *subject, size_t length);
+/* The hash of a subject under one rule: the states of the pair are in one segment. The functions
+ * below that take limits or wait expect this one, so that a subject of many rules fills no segment.
+ */
+static inline rk_hash rk_group_hash(rk_hash subject, uint64_t rule)
+{
+    return (rk_hash){.low = rk_mix(subject.low ^ rule), .high = subject.high};
+}
 
 typedef struct {
     bool allowed;
@@ -74,8 +85,8 @@ typedef struct {
 /* Decide on all limits at once. With `spend`, charge all of them if all allow. */
 rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, rk_decision *decision);
-/* Count a request that the table finally rejected with RK_FULL. */
-void rk_note_refused(rk_table *table, rk_hash subject);
+/* Count a request that the table finally rejected with RK_FULL, RK_LOG_FULL or RK_CROWDED. */
+void rk_note_refused(rk_table *table, rk_hash subject, rk_status status);
 /* Refund `units` that were charged at `charged_ns`; RK_NO_TIME if that is not known. */
 rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                        int64_t now_ns, int64_t units, int64_t charged_ns);
@@ -84,18 +95,27 @@ rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int
                    int64_t now_ns, int64_t units, int64_t ttl_ns);
 rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int count);
 
+/* Remember a name for a subject, for `lasts_ns` and until RK_MARKS_MAX newer ones have come;
+ * `is_new` says whether it was not known. The name is from 1 to 2^61. */
+rk_status rk_mark(rk_table *table, rk_hash subject, int64_t name, int64_t now_ns, int64_t lasts_ns,
+                  bool *is_new);
+rk_status rk_unmark(rk_table *table, rk_hash subject, int64_t name, int64_t now_ns);
+
 /* Sleep until the subject's lock is free or a dead owner's work is repaired. Return RK_BUSY if
  * neither happens within timeout_ns. Call without the interpreter's lock. */
 rk_status rk_wait(rk_table *table, rk_hash subject, int64_t timeout_ns);
 
 typedef struct {
-    uint64_t states, states_max, bytes, expired, refused, repaired;
+    uint64_t states, states_max, bytes, expired, refused, crowded, repaired;
     uint64_t log_bytes_used, log_bytes_max;
 } rk_stats;
 
 /* Both take every lock in turn and wait for each; they return RK_BUSY if one stays taken. */
 rk_status rk_sweep(rk_table *table, int64_t now_ns, uint64_t *dropped);
 rk_status rk_read_stats(rk_table *table, rk_stats *stats);
+/* Read the statistics of the file at `options->path` without changing a byte of it. It may be in
+ * use: a count may be off by the calls that run meanwhile. RK_DAMAGED: rk_open would replace it. */
+rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_ERROR_BYTES]);
 
 /* On average one in this many checks of a process is sampled for `rk_busiest`. */
 enum { RK_SAMPLE_EVERY = 64 };

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ratekeeper.core import switches
@@ -31,7 +31,7 @@ from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable, show
 from ratekeeper.decide import kernel
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
-from ratekeeper.decide.store import ForgettingStore, Store
+from ratekeeper.decide.store import ForgettingStore, Store, StoreStats
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -105,10 +105,37 @@ def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
     if not kernel.BUILT:
         store = PythonMemoryStore(clock, capacity, allowances or ALLOWANCES_MAX_DEFAULT)
         return switches.forgetting(store)
-    return switches.forgetting(_kernel_store(clock, capacity, log_bytes, allowances))
+    return switches.forgetting(_kernel_store(clock, None, capacity, log_bytes, allowances))
+
+
+class SharedFile(NamedTuple):
+    """The file that a URI names, and its options; 0 where none is given."""
+
+    path: Path
+    capacity: int
+    log_bytes: int
+    allowances: int
+    mode: int
 
 
 def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
+    return _kernel_store(clock, *_shared_file(uri, given))
+
+
+def examine_shared(uri: str, **options: object) -> tuple[StoreStats, str]:
+    """Return the statistics of a `shared://` file and its damage; change nothing.
+
+    The damage is usually an empty text. Raises ConfigError, or StoreUnavailable if the file cannot
+    be read, or if `open_store` would reject it.
+    """
+    file = _shared_file(uri, options)
+    from ratekeeper.decide.stores.native import examine_file  # noqa: PLC0415 - as in _kernel_store
+
+    return examine_file(file.path, file.capacity, file.log_bytes, file.mode)
+
+
+def _shared_file(uri: str, given: Options) -> SharedFile:
+    """Return what a URI says. Raises ConfigError, and StoreUnavailable without the kernel."""
     parts = _split(uri)
     path = unquote(parts.path)
     if parts.netloc or not path.strip("/") or "\0" in path:
@@ -122,18 +149,18 @@ def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
     mode = _mode(uri, texts)
     if not kernel.BUILT:
         raise StoreUnavailable(
-            f"store={uri!r} needs the C kernel, which was not built: install a C compiler and "
-            f"the Python headers, then install ratekeeper again; memory:// works without"
+            f"store={uri!r} needs the C kernel, which {kernel.MISSING[0]}: {kernel.MISSING[1]}; "
+            f"memory:// works without"
         )
-    return _kernel_store(clock, capacity, log_bytes, allowances, Path(path), mode)
+    return SharedFile(Path(path), capacity, log_bytes, allowances, mode)
 
 
 def _kernel_store(
     clock: Clock,
+    path: Path | None,
     capacity: int,
     log_bytes: int,
     allowances: int,
-    path: Path | None = None,
     mode: int = 0o600,
 ) -> ForgettingStore:
     # Imported here, because the import fails if the kernel was not built.

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, cast
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import CapacityError, StoreError, StoreFull, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit, decision_with
 from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
@@ -48,6 +50,7 @@ from ratekeeper.decide.leasing import (
 from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
 from ratekeeper.decide.store import (
+    MARKS_MAX,
     Answer,
     AsyncStore,
     Cells,
@@ -64,6 +67,8 @@ STATES_MAX_DEFAULT: Final = 1_000_000
 _RECLAIM_PER_INSERT: Final = 2
 # Rebuilding the heap pays off from here on; fewer left-over items do not matter.
 _LEFT_OVER_ITEMS_MIN: Final = 64
+# Names of settlements, of all subjects.
+_MARKS_MAX: Final = 200_000
 
 Entry = tuple[State, int, Credit | None]
 _ABSENT: Final[Entry] = (None, 0, None)
@@ -105,6 +110,53 @@ class _Table:
         return dropped
 
 
+class _Marks:
+    """The names of each subject's last settlements, and when all of them are forgotten."""
+
+    def __init__(self) -> None:
+        # The subject whose names expire first is the first one: all last for the same time.
+        self._by_subject: dict[str, tuple[int, deque[int]]] = {}
+        self._count = 0
+
+    def add(self, subject: str, name: int, now_ns: int, lasts_ns: int) -> bool:
+        """Remember a name; return True if it was not known. Raises StoreFull."""
+        self._drop_expired(now_ns)
+        _, names = self._by_subject.get(subject, _NO_MARKS)
+        if name in names:
+            return False
+        if self._count >= _MARKS_MAX:
+            raise StoreFull(f"{_MARKS_MAX:,} names of settlements are remembered already")
+        self._count += len(names) < MARKS_MAX
+        if not names:
+            names = deque[int](maxlen=MARKS_MAX)
+        names.append(name)
+        self._by_subject.pop(subject, None)
+        self._by_subject[subject] = (now_ns + lasts_ns, names)
+        return True
+
+    def forget(self, subject: str, name: int) -> None:
+        """Forget a name; its place stays taken."""
+        _, names = self._by_subject.get(subject, _NO_MARKS)
+        if name in names:
+            names[names.index(name)] = 0
+
+    def clear(self) -> None:
+        """Forget all names."""
+        self._by_subject.clear()
+        self._count = 0
+
+    def _drop_expired(self, now_ns: int) -> None:
+        while self._by_subject:
+            subject, (until_ns, names) = next(iter(self._by_subject.items()))
+            if now_ns < until_ns:
+                return
+            del self._by_subject[subject]
+            self._count -= len(names)
+
+
+_NO_MARKS: Final = (0, deque[int](maxlen=0))
+
+
 class PythonMemoryStore:
     """Quotas of this process, for up to `states_max` states and `allowances_max` allowances."""
 
@@ -132,9 +184,10 @@ class PythonMemoryStore:
         self._refused = 0
         self._closed = False
         self.checks = Busiest()
+        self._marks = _Marks()
         self._tables: dict[tuple[str, str], _Table] = {}
         # Reentrant: `check_together` holds it while it calls gates.
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     @property
     def allowances(self) -> PythonAllowances:
@@ -205,6 +258,15 @@ class PythonMemoryStore:
     async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
         return self.report(reports)
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        now_ns = self._clock.now_ns()
+        with self._lock:
+            self.require_open()
+            if lasts_ns:
+                return self._marks.add(subject, name, now_ns, lasts_ns)
+            self._marks.forget(subject, name)
+            return False
+
     def sweep(self) -> int:
         now_ns = self._clock.now_ns()
         with self._lock:
@@ -215,6 +277,7 @@ class PythonMemoryStore:
         self.sweep()  # so that only states that still counted are counted
         with self._lock:
             forgotten, self._states = self._states, 0
+            self._marks.clear()
             for table in self._tables.values():
                 table.entries.clear()
                 table.expiries.clear()

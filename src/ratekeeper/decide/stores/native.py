@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.decide.allowances import (
     AllowanceKind,
@@ -88,6 +89,29 @@ def _warn_of(notice: str) -> None:
         log.error("%s", notice)
 
 
+def _stats_of(counted: Mapping[str, int], lost_s: float | None) -> StoreStats:
+    return StoreStats(
+        states=counted["states"],
+        states_max=counted["states_max"],
+        bytes=counted["bytes"],
+        expired=counted["expired"],
+        refused=counted["refused"],
+        crowded=counted["crowded"],
+        log_bytes=counted["log_bytes_used"],
+        log_bytes_max=counted["log_bytes_max"],
+        lost_s=lost_s,
+    )
+
+
+def examine_file(path: Path, states_max: int, log_bytes: int, mode: int) -> tuple[StoreStats, str]:
+    """Return the statistics of a file and its damage, which is usually empty; only read it.
+
+    Raises StoreUnavailable or ConfigError if it cannot be a store.
+    """
+    counted, damage = _kernel.examine(path, states_max, log_bytes, mode)
+    return _stats_of(counted, None), damage
+
+
 class KernelStore:
     """Quotas in one piece of memory: of this process, or of the file at `path`.
 
@@ -149,6 +173,9 @@ class KernelStore:
     ) -> list[Answer]:
         return check_in_turn(checks, optional)
 
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        return self._table.mark(subject, name, self.now_ns(), lasts_ns)
+
     def sweep(self) -> int:
         return self._table.sweep(self.now_ns())
 
@@ -157,17 +184,7 @@ class KernelStore:
         return self._table.sweep(_AFTER_ALL_NS)
 
     def stats(self) -> StoreStats:
-        counted = self._table.stats()
-        return StoreStats(
-            states=counted["states"],
-            states_max=counted["states_max"],
-            bytes=counted["bytes"],
-            expired=counted["expired"],
-            refused=counted["refused"],
-            log_bytes=counted["log_bytes_used"],
-            log_bytes_max=counted["log_bytes_max"],
-            lost_s=None if self.is_private else self._recovery.lost_s,
-        )
+        return _stats_of(self._table.stats(), None if self.is_private else self._recovery.lost_s)
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         return self._table.busiest(count)
@@ -241,7 +258,7 @@ class KernelAllowances:
         self._path = path and path.with_name(f"{path.name}.allowances")
         self._held_max = held_max
         self._mode = mode
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._opened: _kernel.Allowances | None = None
         self._closed = False
 

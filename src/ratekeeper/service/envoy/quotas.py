@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreError, show
 from ratekeeper.core.model import Request
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.decide.store import Cells
 from ratekeeper.limiter import AsyncLimiter
@@ -84,7 +85,7 @@ TOGETHER_MAX: Final = 64
 # While Envoy's assignment lasts longer than this, a failed call to the store is repeated.
 LEFT_NS_MIN: Final = 2 * NS_PER_SECOND
 END_S_MAX: Final = 5.0
-LOG_EVERY_NS: Final = 60 * NS_PER_SECOND
+LOG_EVERY_S: Final = 60.0
 
 log = logging.getLogger("ratekeeper.envoy")
 
@@ -247,7 +248,9 @@ class QuotaService:
         self._clock = clock or SystemClock()
         self._counters = counters or Counters()
         self._stopping = asyncio.Event()
-        self._logged_ns: dict[str, int] = {}
+        self._warnings = SeldomLog(
+            log, logging.WARNING, LOG_EVERY_S, lambda: self._clock.now_ns() / NS_PER_SECOND
+        )
         self._ending: set[asyncio.Task[None]] = set()
         self._sharing: dict[str, set[QuotaBucket]] = {}
         """The buckets of this worker that have parts of the same limit, by `Part.cell`."""
@@ -293,10 +296,11 @@ class QuotaService:
             )
         name = printable((call.metadata(NODE_METADATA) or "")[:NODE_LENGTH_MAX])
         if name and any(each.name == name for each in self.streams.values()):
-            self._log_seldom(
-                f"name {name}",
-                f"two streams have {NODE_METADATA}={show(name)}; give each Envoy its own name. "
-                f"They count as two Envoys.",
+            self._warnings.note(
+                "two streams have %s=%s; give each Envoy its own name. They count as two Envoys.",
+                NODE_METADATA,
+                show(name),
+                key=f"name {name}",
             )
         stream = QuotaStream(name, token, self._clock.now_ns())
         self.streams[stream.id] = stream
@@ -492,9 +496,12 @@ class QuotaService:
             answer = "all requests pass" if target.allow else "no request passes"
             domain = show(bucket.request.attributes["domain"])
             of = f"rule {target.rule}" if target.rule else f"domain {domain}"
-            self._log_seldom(
-                f"{target.reason} {of}",
-                f"{of}: {answer} in some buckets of Envoys: {WARNINGS[target.reason]}",
+            self._warnings.note(
+                "%s: %s in some buckets of Envoys: %s",
+                of,
+                answer,
+                WARNINGS[target.reason],
+                key=f"{target.reason} {of}",
             )
 
     async def _abandon(self, buckets: Sequence[QuotaBucket], call: StreamingCall) -> None:
@@ -562,15 +569,6 @@ class QuotaService:
     def _count_assignment(self, kind: str) -> None:
         counted = self._counters.quota_assignments
         counted[kind] = counted.get(kind, 0) + 1
-
-    def _log_seldom(self, what: str, text: str) -> None:
-        """Log a warning, unless the same was logged in the last minute."""
-        now_ns = self._clock.now_ns()
-        if now_ns >= self._logged_ns.get(what, 0):
-            if len(self._logged_ns) >= STREAMS_MAX:
-                self._logged_ns.clear()
-            self._logged_ns[what] = now_ns + LOG_EVERY_NS
-            log.warning("%s", text)
 
 
 def batched(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock, seconds_from_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, InvalidKey, StoreError
 from ratekeeper.core.model import CheckResult, decision_with
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.metrics.counters import Counters
@@ -45,7 +46,6 @@ WAY_BACK_SECONDS: Final = 0.01
 # The longest delay of a call without a deadline.
 HOLD_SECONDS_MAX: Final = 30.0
 # A client that chooses its costs must not fill the log.
-LOG_EVERY_NS: Final = NS_PER_SECOND
 
 log = logging.getLogger("ratekeeper.envoy")
 
@@ -80,7 +80,9 @@ class RateLimitService:
         self._counters = counters or Counters()
         self._recorder = recorder
         self._remembered: dict[bytes, list[DescriptorCheck]] = {}
-        self._log_at_ns = 0
+        self._over = SeldomLog(
+            log, logging.WARNING, now_s=lambda: self._clock.now_ns() / NS_PER_SECOND
+        )
 
     async def should_rate_limit(self, body: bytes, call: GrpcCall) -> bytes:
         """Handle one call; `body` is a RateLimitRequest, and the reply a RateLimitResponse."""
@@ -135,7 +137,7 @@ class RateLimitService:
             self._counters.decision_seconds.note(perf_counter_ns() - began_ns)
             self._count_own(checks, results)
         except (CapacityError, InvalidKey) as error:
-            self._log_seldom(error)
+            self._over.note("over the limit, and waiting does not help: %s", error)
             return [await self._looked(each) for each in checks]
         delay_ns = max(result.decision.delay_ns for result in results)
         if delay_ns and all(result.decision.allowed for result in results):
@@ -172,12 +174,6 @@ class RateLimitService:
             return results
         await self._decider.give_back(charged)
         return [_too_late(result) if result.decision.delay_ns else result for result in results]
-
-    def _log_seldom(self, error: Exception) -> None:
-        now_ns = self._clock.now_ns()
-        if now_ns >= self._log_at_ns:
-            self._log_at_ns = now_ns + LOG_EVERY_NS
-            log.warning("over the limit, and waiting does not help: %s", error)
 
 
 def permitted(tokens: Tokens, call: GrpcCall) -> Token:

@@ -432,33 +432,44 @@ static PyMethodDef module_methods[] = {
      "find($module, metadata, name, /)\n--\n\nReturn the first value of a name, or None."},
     {NULL, NULL, 0, NULL}};
 
+static int add_contents(PyObject *module);
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, add_contents},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ratekeeper.service.grpc._http2",
     .m_doc = "HTTP/2 connections of a gRPC server, on libnghttp2.",
-    .m_size = -1,
+    .m_size = 0,
     .m_methods = module_methods,
+    .m_slots = module_slots,
 };
 
-static bool add_contents(PyObject *module)
+static int add_contents(PyObject *module)
 {
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) { /* the types are static */
+        PyErr_SetString(PyExc_ImportError, "gRPC on libnghttp2 runs in the main interpreter only");
+        return -1;
+    }
     http2_error = PyErr_NewExceptionWithDoc("ratekeeper.service.grpc._http2.Http2Error",
                                             "The connection has to end.", NULL, NULL);
-    return http2_error != NULL && PyModule_AddObjectRef(module, "Http2Error", http2_error) == 0 &&
-           PyModule_AddType(module, &server_type) == 0 &&
-           PyModule_AddType(module, &connection_type) == 0 &&
-           PyModule_AddIntConstant(module, "CALL", H2_CALL) == 0 &&
-           PyModule_AddIntConstant(module, "OPENED", H2_OPENED) == 0 &&
-           PyModule_AddIntConstant(module, "MESSAGE", H2_MESSAGE) == 0 &&
-           PyModule_AddIntConstant(module, "HALF_CLOSED", H2_HALF_CLOSED) == 0 &&
-           PyModule_AddIntConstant(module, "CLOSED", H2_CLOSED) == 0 &&
-           PyModule_AddStringConstant(module, "VERSION", nghttp2_version(0)->version_str) == 0;
+    bool added =
+        http2_error != NULL && PyModule_AddObjectRef(module, "Http2Error", http2_error) == 0 &&
+        PyModule_AddType(module, &server_type) == 0 &&
+        PyModule_AddType(module, &connection_type) == 0 &&
+        PyModule_AddIntConstant(module, "CALL", H2_CALL) == 0 &&
+        PyModule_AddIntConstant(module, "OPENED", H2_OPENED) == 0 &&
+        PyModule_AddIntConstant(module, "MESSAGE", H2_MESSAGE) == 0 &&
+        PyModule_AddIntConstant(module, "HALF_CLOSED", H2_HALF_CLOSED) == 0 &&
+        PyModule_AddIntConstant(module, "CLOSED", H2_CLOSED) == 0 &&
+        PyModule_AddStringConstant(module, "VERSION", nghttp2_version(0)->version_str) == 0;
+    return added ? 0 : -1;
 }
 
-PyMODINIT_FUNC PyInit__http2(void)
-{
-    PyObject *module = PyModule_Create(&module_def);
-    if (module != NULL && !add_contents(module))
-        Py_CLEAR(module);
-    return module;
-}
+PyMODINIT_FUNC PyInit__http2(void) { return PyModuleDef_Init(&module_def); }

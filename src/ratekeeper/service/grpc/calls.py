@@ -19,12 +19,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from time import monotonic
 from typing import Final, Protocol
 
 from ratekeeper.core.errors import ConfigError
-
-LOG_EVERY_SECONDS: Final = 1.0
+from ratekeeper.core.seldom_log import SeldomLog
 
 log = logging.getLogger("ratekeeper.grpc")
 
@@ -67,30 +65,11 @@ def call_error_of(error: Exception, counted: dict[str, int]) -> CallError:
     if isinstance(error, CallError):
         return error
     count(counted, Status.INTERNAL)
-    _failures.note("a gRPC method failed", monotonic(), error)
+    _failures.note("a gRPC method failed", error=error)
     return CallError(Status.INTERNAL, "the server failed; its log says why")
 
 
-class SeldomLog:
-    """Logs at most one message a second, because a client can cause any number of them."""
-
-    def __init__(self, level: int) -> None:
-        """Log with a level of `logging`."""
-        self._level = level
-        self._next_s = 0.0
-        self._unlogged = 0
-
-    def note(self, text: str, now_s: float, error: Exception | None = None) -> None:
-        """Log a text with the number of texts that were dropped before it."""
-        if now_s < self._next_s:
-            self._unlogged += 1
-            return
-        log.log(self._level, "%s (%d others)", text, self._unlogged, exc_info=error)
-        self._next_s = now_s + LOG_EVERY_SECONDS
-        self._unlogged = 0
-
-
-_failures = SeldomLog(logging.ERROR)
+_failures = SeldomLog(log, logging.ERROR)
 
 
 class GrpcCall(Protocol):

@@ -29,6 +29,7 @@ from typing import Any, Final, cast
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.service.grpc import _http2
 from ratekeeper.service.grpc._http2 import (
     CALL,
@@ -43,7 +44,6 @@ from ratekeeper.service.grpc.calls import (
     Bounds,
     CallError,
     Methods,
-    SeldomLog,
     Status,
     TlsFiles,
     call_error_of,
@@ -245,7 +245,7 @@ class Http2Server:
         """Use `start`."""
         self.counted = counted
         self._resets = resets
-        self.closed = SeldomLog(logging.INFO)
+        self.closed = SeldomLog(log, logging.INFO)
         self.unary = {path.encode(): method for path, method in methods.unary.items()}
         self.streaming = {path.encode(): method for path, method in methods.streaming.items()}
         self.at_once = frozenset(path.encode() for path in methods.at_once)
@@ -321,7 +321,7 @@ class Http2Server:
                 try:
                     accepted, (address, *_) = await self.loop.sock_accept(listener)
                 except OSError as error:  # too many files are open, or the client has gone
-                    self.closed.note("gRPC cannot accept a connection", self.loop.time(), error)
+                    self.closed.note("gRPC cannot accept a connection", error=error)
                     await asyncio.sleep(ACCEPT_SECONDS)
                     continue
                 if self._may_begin_handshake(address):
@@ -394,7 +394,7 @@ class Http2Server:
                 connection.tick()
             except Exception as error:
                 # Time passes for the others all the same.
-                self.closed.note("a gRPC connection was closed", self.loop.time(), error)
+                self.closed.note("a gRPC connection was closed", error=error)
                 connection.abort()
         self._count_refused()
         if self._certificate is not None and self.ticks % RENEWAL_TICKS == 0:
@@ -661,7 +661,7 @@ class _Connection(asyncio.Protocol):
 
     def _fail(self, error: Http2Error) -> None:
         text = f"a gRPC connection from {self._address or 'this machine'} was closed: {error}"
-        self._server.closed.note(text, self.loop.time())
+        self._server.closed.note("%s", text)
         if not self._is_paused and not self._transport.is_closing():
             self._transport.write(self._to_send())
         self._has_ended = True

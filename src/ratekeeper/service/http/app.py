@@ -20,14 +20,14 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from asyncio import CancelledError, current_task
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.service.http import authorize, call_limits, checks, health, quotas
 from ratekeeper.service.http.bodies import (
     KNOWN_JSON_TYPES,
@@ -82,7 +82,6 @@ _NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
 # A body that is too large is still read and dropped, if it is not much too large: many clients read
 # no answer before they have written the whole body.
 _DROPPED_BYTES_MAX: Final = 8 * 1024 * 1024
-_LOG_SECONDS: Final = 1.0
 # Three times as fast as calling the class, which does the same in Python.
 _new_tuple: Final = tuple.__new__
 
@@ -114,7 +113,7 @@ class HttpService:
         self._node_header = (b"x-ratekeeper-node", context.node_header.encode("ascii"))
         self._id_prefix = secrets.token_hex(6).encode("ascii")
         self._ids = count(1)
-        self._defects = _DefectLog()
+        self._defects = SeldomLog(log, logging.ERROR)
         self._admin: Any = None
         self._console: Any = None
         self._pages: dict[str, _StaticPage] = {}
@@ -179,7 +178,7 @@ class HttpService:
                 raise
             status, sent, body = body_reply(too_slow())
         except Exception as error:
-            status, sent, body = error_reply(error) or self._defects.reply(scope)
+            status, sent, body = error_reply(error) or _defect(self._defects, error, scope)
         requests, counted = self._requests, (path if methods else "(none)", status)
         requests[counted] = requests.get(counted, 0) + 1
         sent += (self._node_header, (b"x-request-id", request_id))
@@ -326,24 +325,10 @@ def _any_method(
     raise EarlyReply(problem_reply(405, "METHOD_NOT_ALLOWED", detail, headers))
 
 
-class _DefectLog:
-    """Logs defects at most once a second: a defect on the path of checks occurs at every check."""
-
-    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic_s = monotonic_s
-        self._log_at_s = 0.0
-        self._omitted = 0
-
-    def reply(self, scope: Scope) -> ServiceReply:
-        """Log the exception that is being handled and return the reply to the client."""
-        now_s = self._monotonic_s()
-        if now_s >= self._log_at_s:
-            values = scope["method"], show(scope["path"]), self._omitted
-            log.exception("a defect at %s %s (%d more were not logged)", *values)
-            self._log_at_s, self._omitted = now_s + _LOG_SECONDS, 0
-        else:
-            self._omitted += 1
-        return problem_reply(500, "INTERNAL", "a defect of the service; its log has the details")
+def _defect(defects: SeldomLog, error: Exception, scope: Scope) -> ServiceReply:
+    """Log a defect and return the reply to the client: one in checks occurs at every check."""
+    defects.note("a defect at %s %s", scope["method"], show(scope["path"]), error=error)
+    return problem_reply(500, "INTERNAL", "a defect of the service; its log has the details")
 
 
 # ── Bodies ─────────────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,11 @@ a scope counts under its scope, so that two customers cannot spend each other's 
 choose very high ones. The role `limit` has it.
 
 Limits are parsed once for each name and text, and kept.
+
+**A name has few limits.** The counts of one name and key are in one place of the store, which has
+room for about a hundred limits that differ in algorithm, window or their own name. A name with more
+than LIMITS_OF_NAME_MAX of them is rejected: most likely the caller writes into the limits what
+belongs into the name or the key. The numbers may differ as often as the caller likes.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, Limits, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, subject_of
 from ratekeeper.limiter import AsyncLimiter
@@ -45,6 +50,8 @@ from ratekeeper.service.http.tokens import Token
 # Limiters that are kept, each a few kilobytes; when there are more, all are dropped. Their counts
 # are in the store.
 LIMITERS_MAX: Final = 1_024
+# Limits of one name that differ in algorithm, window or their own name.
+LIMITS_OF_NAME_MAX: Final = 32
 # The first part of every subject. The parts of a rule's subject have a colon.
 SUBJECT: Final = "(limit)"
 
@@ -114,6 +121,7 @@ class _CallLimiters:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
         self._limiters: dict[tuple[str, bytes], AsyncLimiter] = {}
+        self._of_name: dict[str, set[str]] = {}
 
     def of(self, name: str, limits: bytes) -> AsyncLimiter:
         """Return the limiter of a name and limits in JSON. Raises ConfigError."""
@@ -121,15 +129,25 @@ class _CallLimiters:
         if limiter is not None:
             return limiter
         settings = self._context.settings
+        parsed = limits_of_data(msgspec.json.decode(limits))
+        if len(self._limiters) >= LIMITERS_MAX:
+            self._limiters.clear()
+            self._of_name.clear()
+        known = self._of_name.get(name, set()) | {limit.identity for limit in parsed}
+        if len(known) > LIMITS_OF_NAME_MAX:
+            raise ConfigError(
+                f"the body: name={show(name)} has {LIMITS_OF_NAME_MAX} limits of different "
+                f"algorithms, windows or names already; give these limits another name"
+            )
         limiter = AsyncLimiter(
-            limits_of_data(msgspec.json.decode(limits)),
+            parsed,
             store=self._context.limiter.store,
             name=name,
             on_failure=settings.on_failure,
             local_fallback=settings.local_fallback,
         )
-        if len(self._limiters) >= LIMITERS_MAX:
-            self._limiters.clear()
+        limiter.count_errors_in(self._context.counters.store_errors)
+        self._of_name[name] = known
         self._limiters[name, limits] = limiter
         return limiter
 

@@ -144,7 +144,8 @@ class SettleBody(RequestFields, forbid_unknown_fields=True, kw_only=True):
         Meta(
             max_length=RESERVATION_LENGTH_MAX,
             description="A name of the reservation, such as the ID of the request. A second "
-            "settlement with it within an hour changes nothing.",
+            "settlement of the same client with it changes nothing: the last 1,023 names of a "
+            "client are remembered, until an hour after its last settlement.",
         ),
     ] = ""
     charged: Annotated[
@@ -468,8 +469,9 @@ def _settle(context: ServiceContext) -> Handler:
         if not body.reservation:
             return json_reply(SettleReply(await apply()))
         # The name belongs to the caller's scope: one customer cannot take the names of another.
-        name = (*(f"{field}={value}" for field, value in sorted(scope.items())), body.reservation)
-        return json_reply(SettleReply(await context.limiter.once(name, apply) or 0))
+        of = tuple(f"{field}={value}" for field, value in sorted(scope.items()))
+        settled = await context.limiter.once(request, body.reservation, apply, of)
+        return json_reply(SettleReply(settled or 0))
 
     return settle
 

@@ -15,6 +15,7 @@ from ratekeeper.decide.stores.redis.scripts import (
     CHECK,
     GRANT,
     JOINT_CHECK,
+    MARKS,
     REFUND,
     REPORT,
     RESET,
@@ -23,7 +24,7 @@ from ratekeeper.decide.stores.redis.scripts import (
 from tests.redis_servers import Single, running
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
-OTHERS = (JOINT_CHECK, REPORT, CELL)
+OTHERS = (JOINT_CHECK, REPORT, CELL, MARKS)
 REGIONAL = tuple(
     found
     for name, found in vars(scripts).items()

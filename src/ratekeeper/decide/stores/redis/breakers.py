@@ -47,6 +47,7 @@ from typing import Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.histogram import Histogram
 from ratekeeper.decide.store import BreakerPosition, BreakerState
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
@@ -279,7 +280,7 @@ class ServerBreaker:
         self._enabled = config.breaker
         self._breaker = CircuitBreaker(settings_of(config), time.monotonic_ns())
         self._changed = changed
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._reason = ""
         self._refusal = ""
         self.failed_calls = 0
@@ -391,7 +392,7 @@ class ServerBreakers:
 
     def forked(self) -> None:
         """In a forked child: start with no breakers. The child learns about failures itself."""
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._by_address: dict[Address, ServerBreaker] = {}
         self.any_open = False
 

@@ -46,6 +46,7 @@ from hiredis import ReplyError
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.decide.stores.redis.breakers import ServerBreaker
 from ratekeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
 from ratekeeper.decide.stores.redis.scripts import CHECK, pack
@@ -274,7 +275,7 @@ class ServerEndpoint:
         self._tls = tls
         self._breaker = breaker
         self._backoff = ConnectBackoff()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._closed = False
 
     def _require_may_connect(self, now_ns: int) -> None:

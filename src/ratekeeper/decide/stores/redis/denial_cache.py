@@ -46,6 +46,7 @@ import time
 from collections.abc import Collection, Hashable, Sequence
 from typing import Final, NamedTuple
 
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.scripts import CheckAttempt, CheckKey, ScriptTime
@@ -97,7 +98,7 @@ class DenialTable:
 
     def reset(self) -> None:
         """Forget everything. Also for a forked child, whose parent may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._by_check: dict[DenialKey, CachedDenial] = {}
         # The denied checks of each subject. Read without the lock: a subject that is not in it has
         # no cached denial, a test that every check can afford.

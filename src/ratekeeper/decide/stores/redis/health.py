@@ -149,16 +149,22 @@ def forget_states(topology: Topology, prefix: str) -> int:
     for address in topology.primaries():
         with store_errors(address, "; to forget counts, the user needs +scan +unlink"):
             client: Any = topology.client(address)
-            cursor, first = 0, True
-            while first or cursor:
-                first = False
-                how = ("MATCH", f"{prefix}:{{*", "COUNT", KEYS_PER_SCAN)
-                cursor, found = client.execute_command("SCAN", cursor, *how)
-                # One command for each key: those of one command must be in one slot of a cluster.
-                for reply in pipelined(client, [("UNLINK", key) for key in found]):
-                    if isinstance(reply, ResponseError):
-                        raise reply
+            _unlink(client, f"{prefix}:{{*")
+            _unlink(client, f"{prefix}:settled:{{*")
     return states
+
+
+def _unlink(client: Any, pattern: str) -> None:
+    """Remove the keys that match a pattern."""
+    cursor, first = 0, True
+    while first or cursor:
+        first = False
+        how = ("MATCH", pattern, "COUNT", KEYS_PER_SCAN)
+        cursor, found = client.execute_command("SCAN", cursor, *how)
+        # One command for each key: those of one command must be in one slot of a cluster.
+        for reply in pipelined(client, [("UNLINK", key) for key in found]):
+            if isinstance(reply, ResponseError):
+                raise reply
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ REGIONAL_GROUP: Final = _script_named("regional_group", reply=list)
 REGIONAL_LEADER: Final = _script_named("regional_leader", reply=list)
 
 CELL: Final = _script_named("cell", reply=list)
+MARKS: Final = _script_named("marks")
 
 
 def pack(*parts: str | bytes | int) -> bytes:

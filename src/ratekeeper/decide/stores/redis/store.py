@@ -26,6 +26,7 @@ from ratekeeper.decide.leasing import (
 from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
+    MARKS_MAX,
     REGISTERED_MAX,
     Answer,
     AsyncGateCheck,
@@ -67,7 +68,7 @@ from ratekeeper.decide.stores.redis.pubsub import (
     unregister,
 )
 from ratekeeper.decide.stores.redis.regional import RedisRegional
-from ratekeeper.decide.stores.redis.scripts import ReportAttempt, RuleScripts
+from ratekeeper.decide.stores.redis.scripts import MARKS, ReportAttempt, RuleScripts, ScriptCall
 
 
 class RedisStore:
@@ -442,6 +443,20 @@ class RedisStore:
         must not block. Its exceptions are ignored. Only the last sixteen listeners are kept.
         """
         self._servers.breakers.listen(listener)
+
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """See Store.mark. One round trip. Raises StoreError."""
+        return bool(run(self._threads.running(self._mark_call(subject, name, lasts_ns))))
+
+    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
+        """`mark`, awaited."""
+        call = self._mark_call(subject, name, lasts_ns)
+        return bool(await run_async(self._driver_of_loop().running(call)))
+
+    def _mark_call(self, subject: str, name: int, lasts_ns: int) -> ScriptCall:
+        self._require_open()
+        key = f"{self.config.prefix}:settled:{{{subject}}}".encode()
+        return ScriptCall(MARKS, key, (name.to_bytes(8), lasts_ns // 1_000_000, MARKS_MAX))
 
     def busiest(self, count: int) -> list[tuple[str, int]]:
         """Return the subjects that this process checked most."""
