@@ -22,8 +22,9 @@ from functools import partial, wraps
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
 from weakref import WeakSet
 
-from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.errors import ConfigError, StoreError, show
 from ratekeeper.core.model import check_name
+from ratekeeper.decide.store import probe
 from ratekeeper.limiter.arguments import explains, kind_of, name_of
 from ratekeeper.web.answers import Denial
 from ratekeeper.web.charges import (
@@ -66,6 +67,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_STARTED: Final = "lifespan.startup.complete"
 _SHUTDOWN: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
 
 
@@ -83,7 +85,8 @@ class RateLimit:
     others. The request's Charge is at `scope["ratekeeper.charge"]`. If the application sends
     headers about limits itself, those win.
 
-    The store and the limiter are closed when the application has shut down (ASGI's lifespan).
+    With ASGI's lifespan, the store is connected when the application starts, and the store and the
+    limiter are closed when it has shut down.
     """
 
     @explains("RateLimit(…)", 'RateLimit(app, "100/minute", store="redis://localhost")')
@@ -108,7 +111,9 @@ class RateLimit:
         """Serve one connection, as ASGI defines it."""
         kind = scope["type"]
         if kind not in {"http", "websocket"}:
-            await self.app(scope, receive, self._closing(send) if kind == "lifespan" else send)
+            await self.app(
+                scope, receive, self._opening_and_closing(send) if kind == "lifespan" else send
+            )
             return
         if CHARGES in scope and scope[CHARGES].status is None:
             # Another RateLimit wraps this one, and sends the headers and answers. If its response
@@ -159,14 +164,19 @@ class RateLimit:
         route = request.serving_route()
         return 0 if route is None else enforcer.overrides.count(route, request.method, owner)
 
-    def _closing(self, send: Send) -> Send:
-        async def close_and_send(message: Message) -> None:
+    def _opening_and_closing(self, send: Send) -> Send:
+        async def prepare_and_send(message: Message) -> None:
+            if message["type"] == _STARTED:
+                # The first request would wait for the connection. Without a store, the application
+                # starts all the same.
+                with suppress(StoreError):
+                    await probe(self.enforcer.store)
             # Close first: the server may end the process as soon as it gets the message.
             if message["type"] in _SHUTDOWN:
                 await self.enforcer.close()
             await send(message)
 
-        return close_and_send
+        return prepare_and_send
 
 
 async def _settle_error(

@@ -122,7 +122,7 @@ def test_workers_with_different_rules() -> None:
 
 
 def test_problems_are_shown() -> None:
-    """The frame shows an unavailable store, unreadable rules, a full table and full logs."""
+    """The frame shows a store that is not healthy, unreadable rules, a full table and full logs."""
     ready = {
         **READY,
         "rules": {"version": "abc", "age_seconds": 90, "error": "limits.yaml:3:1: no"},
@@ -130,7 +130,7 @@ def test_problems_are_shown() -> None:
     }
     text = "\n".join(shown(frame("", metrics(denied=4), ready=ready)))
     for words in (
-        *("limits.yaml:3:1: no", "confirmed 1.5 min ago", "unavailable: no answer in time"),
+        *("limits.yaml:3:1: no", "confirmed 1.5 min ago", "not healthy: no answer in time"),
         *("850 states of 1,000 (85%)", "logs 75%", "2.0/s timeout"),
         "10.0.0.6:6379 open (opened 3 times)",
     ):

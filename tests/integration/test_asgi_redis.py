@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from ratekeeper.asgi import RateLimit
 from ratekeeper.fastapi import RateLimit as FastRateLimit
 from ratekeeper.web.enforcer import AsyncEnforcer
 from tests.integration.asgi_servers import free_port
+from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single, running
 from tests.web.asgi_driver import ask, hello, run_lifespan
 
@@ -179,6 +181,28 @@ async def test_a_store_that_fails_before_the_response_ends_is_logged(
         assert (await ask(limited_app)).status == 200
         assert "could not be settled" in caplog.text
         await limited_app.enforcer.close()
+
+
+async def test_the_store_is_connected_when_the_application_has_started(uri: str) -> None:
+    """The first request does not wait for the connection. Without Redis it starts all the same."""
+    port = urlsplit(uri).port
+    assert port is not None
+    connections: list[int] = []
+    modes: tuple[Mode, ...] = ("pass", "cut")
+    for mode in modes:
+        with Proxy(port, mode) as proxy:
+
+            async def note(message: Any, proxy: Proxy = proxy) -> None:
+                assert message["type"] == "lifespan.startup.complete"
+                connections.append(proxy.accepted)
+
+            async def start(_: Any, __: Any, send: Any) -> None:
+                await send({"type": "lifespan.startup.complete"})
+
+            app = RateLimit(start, "10/day", store=f"{proxy.uri}?deadline_ms=10000")
+            await app({"type": "lifespan"}, None, note)
+            await app.enforcer.close()
+    assert connections == [1, 1]
 
 
 async def test_the_store_is_closed_with_the_application(uri: str) -> None:

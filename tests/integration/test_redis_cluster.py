@@ -34,6 +34,7 @@ from tests.integration.redis_wires import (
     outcome,
     recovers_in_time,
 )
+from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Cluster, Server, Single, until
 from tests.redis_servers.ports import HOST
 
@@ -82,6 +83,21 @@ def redirections(cluster: Cluster) -> dict[str, int]:
             if word in found:
                 found[word] += facts["count"]
     return found
+
+
+@both_wires
+def test_the_first_checks_wait_until_the_nodes_are_found(
+    cluster: Cluster, key: str, wire: str
+) -> None:
+    """The node of the URI answers later than a call may take: none passes uncounted."""
+    with Proxy(cluster.nodes[0].port) as proxy:
+        proxy.accept_seconds = 1.5
+        uri = f"redis+cluster://{HOST}:{proxy.port}"
+        options = {"deadline_ms": 1_000, "connect_ms": 20_000}
+        with client(wire, uri, Limit(10, per=YEAR), on_failure="open", **options) as api:
+            outcomes = api.together([key] * 40)
+    assert not any(isinstance(each, Decision) and each.degraded for each in outcomes)
+    assert admitted(outcomes) == 10
 
 
 @both_wires

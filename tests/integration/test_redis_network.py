@@ -11,13 +11,14 @@ import http.server
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, cycle
 from typing import Any, cast
 
 import pytest
+import uvloop
 
-from ratekeeper import AsyncLimiter, Limiter
+from ratekeeper import AsyncLimiter, Decision, Limit, Limiter
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis import connections
@@ -27,6 +28,8 @@ from tests.integration.redis_wires import (
     COUNTED,
     LATE_SECONDS_MAX,
     SECONDS_MAX,
+    YEAR,
+    Client,
     Load,
     Outcome,
     admitted,
@@ -103,12 +106,11 @@ def test_each_failed_call_says_whether_it_may_have_been_charged(
 def test_a_late_connection_does_not_hide_that_a_call_was_sent(
     server: Single, key: str, wire: str
 ) -> None:
-    """Connecting takes a part of the deadline, and no reply comes: it may have been counted."""
+    """Connecting takes longer than the deadline, and no reply comes: it may have been counted."""
     with Proxy(server.port, "swallow") as proxy:
-        proxy.accept_seconds = 2.0
-        with client(wire, proxy.uri, deadline_ms=2_500, connect_ms=5_000) as api:
-            seconds, error = timed(lambda: outcome(api.start(key)))
-            assert seconds < 4.4  # not another deadline for the answer
+        proxy.accept_seconds = 0.6
+        with client(wire, proxy.uri, deadline_ms=300, connect_ms=20_000) as api:
+            error = outcome(api.start(key))
             assert isinstance(error, StoreTimeout)
             assert "may have been counted" in str(error)
     assert counted(server.uri, key) == 1
@@ -153,7 +155,10 @@ def test_invalid_replies_for_several_subjects_are_an_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
     """A reply that the script cannot give says nothing about units to give back."""
-    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=1_500) as api:
+    with (
+        Proxy(server.port) as proxy,
+        client(wire, proxy.uri, deadline_ms=1_500, connect_ms=5_000) as api,
+    ):
         subjects = [key, f"{key} too"]
         assert all(api.start_all(subjects).result())
         proxy.answer = 2 * garbage
@@ -168,7 +173,10 @@ def test_an_invalid_reply_is_a_store_error(
     server: Single, key: str, wire: str, garbage: bytes
 ) -> None:
     """The next call works, on a new connection or the same."""
-    with Proxy(server.port) as proxy, client(wire, proxy.uri, deadline_ms=1_500) as api:
+    with (
+        Proxy(server.port) as proxy,
+        client(wire, proxy.uri, deadline_ms=1_500, connect_ms=5_000) as api,
+    ):
         assert api.check(key).allowed
         proxy.answer = garbage
         proxy.mode = "once"
@@ -385,13 +393,119 @@ def test_a_connection_that_is_made_too_late_charges_nothing(
 ) -> None:
     """The callers got an error that says "not sent", so nothing is sent afterwards."""
     with Proxy(server.port) as proxy:
-        proxy.accept_seconds = 0.45
-        with client(wire, proxy.uri, deadline_ms=300, connect_ms=5_000) as api:
+        proxy.accept_seconds = 1.0
+        with client(wire, proxy.uri, deadline_ms=200, connect_ms=300) as api:
             outcomes = api.together([key] * 100)
+            assert len(errors_of(outcomes)) == 100
+            proxy.accept_seconds = 0.0
             until(api.works, "it is connected", SECONDS_MAX)
-            assert errors_of(outcomes)
-        charged = counted(server.uri, key)
-        assert admitted(outcomes) <= charged <= charged_at_most(outcomes)
+        assert charged_at_most(outcomes) == counted(server.uri, key) == 0
+
+
+@both_wires
+def test_the_first_checks_wait_for_the_connection(server: Single, key: str, wire: str) -> None:
+    """It takes longer than a call may: none is let pass uncounted, and the limit is exact."""
+    with Proxy(server.port) as proxy:
+        proxy.accept_seconds = 1.5
+        options = {"deadline_ms": 1_000, "connect_ms": 20_000}
+        limits = Limit(10, per=YEAR)
+        with client(wire, proxy.uri, limits, on_failure="open", **options) as api:
+            outcomes = api.together([key] * 40)
+    assert not any(isinstance(each, Decision) and each.degraded for each in outcomes)
+    assert admitted(outcomes) == 10
+
+
+@both_wires
+def test_a_server_that_is_silent_from_the_start_delays_only_the_first_checks(
+    key: str, wire: str
+) -> None:
+    """They wait for the connection. No later check does, and soon the breaker opens."""
+    with socket.create_server((HOST, 0), backlog=100) as silent:
+        uri = f"redis://{HOST}:{silent.getsockname()[1]}"
+        with client(wire, uri, deadline_ms=50, connect_ms=3_000) as api:
+            first, outcomes = timed(lambda: api.together([key] * 20))
+            assert len(errors_of(outcomes)) == 20
+            assert first > 2.9
+            later, errors = timed(lambda: _errors_until_the_breaker_opens(api, key))
+            assert not charged_at_most([*outcomes, *errors])
+            # None of several waited for the connection, or they would take seconds each.
+            assert len(errors) >= 3
+            assert later < 3.0 * len(errors)
+
+
+def _errors_until_the_breaker_opens(api: Client, key: str) -> list[StoreError]:
+    errors: list[StoreError] = []
+    while not errors or "breaker is open" not in str(errors[-1]):
+        found = outcome(api.start(key))
+        assert isinstance(found, StoreError)
+        errors.append(found)
+        assert len(errors) < 100_000  # calls that are refused at once do not count as failures
+    return errors
+
+
+@pytest.mark.parametrize(
+    "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_a_busy_event_loop_is_no_failure_of_the_server(
+    server: Single, key: str, loop: Callable[[], asyncio.AbstractEventLoop], coalesce: bool
+) -> None:
+    """The replies have arrived when the event loop is free again, after the deadline."""
+
+    async def checked() -> list[Outcome]:
+        store = open_store(server.uri, deadline_ms=500, coalesce=coalesce)
+        limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+        await limiter.check(key)
+        calls = [asyncio.ensure_future(limiter.check(key)) for _ in range(100)]
+        await asyncio.sleep(0)  # they are sent
+        until(lambda: counted(server.uri, key) > 1, "the server has charged some", SECONDS_MAX)
+        time.sleep(0.6)  # noqa: ASYNC251 - it holds up the event loop
+        found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        await store.aclose()
+        return found
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert admitted(runner.run(checked())) == 100
+
+
+async def test_a_process_that_did_not_run_waits_on_for_as_long(server: Single, key: str) -> None:
+    """The server, which shares its processor, could not run either, and answers after it."""
+    store = open_store(server.uri, deadline_ms=2_000)
+    limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
+    await limiter.check(key)
+    server.pause()
+    calls = [asyncio.ensure_future(limiter.check(key)) for _ in range(100)]
+    await asyncio.sleep(0)  # they are sent
+    time.sleep(4)  # noqa: ASYNC251 - it holds up the event loop
+    server.resume()
+    found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    await store.aclose()
+    assert admitted(found) == 100
+
+
+def test_a_thread_that_was_held_up_is_no_failure_of_the_server(server: Single, key: str) -> None:
+    """A signal handler takes longer than the deadline, and the reply has arrived meanwhile."""
+    store = open_store(server.uri, deadline_ms=2_000)
+    limiter = Limiter(COUNTED, store=store, on_failure="raise")
+    limiter.check(key)
+    handled = []
+
+    def hold_up(*_: object) -> None:
+        server.resume()
+        until(lambda: counted(server.uri, key) == 2, "the server has answered", SECONDS_MAX)
+        time.sleep(2.1)
+        handled.append(True)
+
+    before = signal.signal(signal.SIGALRM, hold_up)
+    server.pause()
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        assert limiter.check(key).remaining == COUNTED.limit - 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        server.resume()
+        store.close()
+    assert handled
 
 
 async def _paced(limiter: AsyncLimiter, key: str, seconds: float) -> list[Outcome]:
@@ -450,7 +564,7 @@ async def test_the_number_of_calls_in_flight_is_bounded(
     """Beyond PENDING_MAX a call fails at once and is not sent, before and after connecting."""
     monkeypatch.setattr(connections, "PENDING_MAX", 10)
     with Proxy(server.port, "swallow") as proxy:
-        store = open_store(proxy.uri, deadline_ms=200, coalesce=False)
+        store = open_store(proxy.uri, deadline_ms=500, connect_ms=20_000, coalesce=False)
         limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
         for sent in (10, 0):  # of the second thirty, none: the first are still owed their answers
             calls = [limiter.check(key) for _ in range(30)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.integration.redis_wires import (
 )
 from tests.redis_servers import Single, User, until
 from tests.redis_servers.ports import HOST
+from tests.service.http.client import http_service
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,33 @@ def test_a_replica_named_by_the_uri_is_an_error(server: Single, key: str, wire: 
         replica.admin.execute_command("REPLICAOF", HOST, 1)
         with client(wire, replica.uri, deadline_ms=1_500) as api:
             assert "MASTERDOWN" in str(refusal(api, key))
+
+
+async def _readiness(uri: str) -> dict[str, Any]:
+    async with http_service(store=f"{uri}?deadline_ms=5000", on_failure="open") as http:
+        assert (await http.check(user="1")).data["degraded"]
+        found: dict[str, Any] = (await http("GET", "/readyz")).data["store"]
+        return found
+
+
+async def test_the_service_is_not_healthy_while_the_server_refuses_to_write(server: Single) -> None:
+    """/readyz has the error that the checks have: no memory, a replica, too few replicas."""
+    with configured(server, maxmemory=1):
+        found = await _readiness(server.uri)
+        assert not found["healthy"]
+        assert "is out of memory (maxmemory)" in found["error"]
+    with configured(server, min_replicas_to_write=1):
+        found = await _readiness(server.uri)
+        assert not found["healthy"]
+        assert "min-replicas-to-write" in found["error"]
+    with Single() as replica:
+        replica.admin.execute_command("REPLICAOF", HOST, server.port)
+        found = await _readiness(replica.uri)
+        assert not found["healthy"]
+        assert "this is a replica" in found["error"]
+    async with http_service(store=f"{server.uri}?deadline_ms=5000") as http:
+        found = (await http("GET", "/readyz")).data["store"]
+        assert found == {"healthy": True, "error": ""}
 
 
 @both_wires

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 import pytest
 import redis
 
-from ratekeeper import Limit
+from ratekeeper import Decision, Limit
 from ratekeeper.core.errors import StoreUnavailable
 from tests.integration.redis_wires import (
     COUNTED,
@@ -32,7 +32,9 @@ from tests.integration.redis_wires import (
     recovers_in_time,
     timed,
 )
+from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Sentinels, Server, until
+from tests.redis_servers.ports import HOST
 
 # Two clients have four calls in flight each. Some more writes may not have reached the replica yet.
 LOST_UNITS_MAX = 100
@@ -72,6 +74,21 @@ def test_the_primary_is_found(servers: Sentinels, key: str, wire: str) -> None:
     assert calls_of(primary) >= before + 51
     with client(wire, servers.uri, db=3) as api:
         assert api.peek(key).remaining == COUNTED.limit
+
+
+@both_wires
+def test_the_first_checks_wait_until_the_primary_is_found(
+    servers: Sentinels, key: str, wire: str
+) -> None:
+    """The Sentinel names it later than a call may take: none passes uncounted."""
+    with Proxy(servers.sentinels[0].port) as proxy:
+        proxy.accept_seconds = 1.5
+        uri = f"redis+sentinel://{HOST}:{proxy.port}/main/0"
+        options = {"deadline_ms": 1_000, "connect_ms": 20_000}
+        with client(wire, uri, Limit(10, per=YEAR), on_failure="open", **options) as api:
+            outcomes = api.together([key] * 40)
+    assert not any(isinstance(each, Decision) and each.degraded for each in outcomes)
+    assert admitted(outcomes) == 10
 
 
 @both_wires

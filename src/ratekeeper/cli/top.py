@@ -534,7 +534,7 @@ def _checks_text(frame: TopFrame) -> Text:
 def _store_text(frame: TopFrame) -> Text:
     text = Text()
     if frame.store_healthy is False:
-        text.append(f"unavailable: {_line(frame.store_error)}", style="bold red")
+        text.append(f"not healthy: {_line(frame.store_error)}", style="bold red")
     else:
         text.append("healthy" if frame.store_healthy else "?")
     text.append(f", calls took {_latency(frame.store)}")

@@ -159,6 +159,27 @@ NEEDS_AUTHORITY: Final = (
 )
 
 
+# A limit that never denies a probe.
+_PROBE: Final = (Limit(1_000_000, per=1),)
+_PROBE_RULE: Final = "ratekeeper.probe"
+
+
+async def probe(store: Store) -> None:
+    """Make a decision in a store, of a subject of its own. Raises StoreError.
+
+    A store on another machine is connected, and charged as by any check: a server may answer and
+    refuse to write. A store that answers at once only looks.
+    """
+    if store.as_async is None:
+        store.gate(_PROBE, _PROBE_RULE).peek("probe", 0)
+        return
+    gate = store.as_async.async_gate(_PROBE, _PROBE_RULE)
+    # Not `check`: it counts the subjects that clients use most.
+    (answer,) = await store.as_async.check_together_async([(gate, "probe", 1)])
+    if isinstance(answer, StoreError):
+        raise answer
+
+
 def require_strict(consistency: Consistency) -> None:
     """Raise ConfigError unless a store that decides every check itself can do what is asked."""
     if consistency != "strict":

@@ -17,7 +17,7 @@ from tests.stub_regions import StubRegions
 async def test_the_page_has_the_state(console: ConsoleClient) -> None:
     """Before any script runs: the store, the rules and their age, the fleet, the regions."""
     text = await console.get("")
-    assert re.search(r'<h2>Store <span class="tag good">answers</span></h2>', text)
+    assert re.search(r'<h2>Store <span class="tag good">healthy</span></h2>', text)
     assert re.search(r"<strong>1</strong></a>, since <time ", text)
     assert "confirmed less than a minute ago" in text
     assert "This node alone</a>, without gossip" in text

@@ -21,6 +21,8 @@ from ratekeeper.service.http import health
 from ratekeeper.service.http.context import encode
 from ratekeeper.service.http.health import WorkerCounts, fold_dead
 from ratekeeper.service.http.tokens import ROLES, create_token
+from ratekeeper.testing import ManualClock
+from tests.failing_store import PartlyFailing
 from tests.redis_servers.ports import free_port
 from tests.service.http.client import RULES, http_service
 
@@ -46,6 +48,30 @@ async def test_a_probe_spends_nothing_and_is_not_cached() -> None:
             answer = await http("GET", "/readyz")
         assert answer.headers["cache-control"] == "no-store"
         assert http.context.limiter.stats().states == before
+
+
+async def test_a_store_that_fails_for_some_rules_is_not_healthy() -> None:
+    """It answers the probe, but has not decided what clients asked for in the last ten seconds."""
+    clock = ManualClock()
+    store = PartlyFailing(clock, 100)
+    async with http_service(store=store) as http:
+        activity = http.context.activity
+
+        async def healthy(user_checks: int, failing: str) -> bool:
+            store.failing = frozenset({failing})
+            activity.advance()
+            for number in range(user_checks):
+                await http.check(user=f"{number}")
+            activity.advance()
+            found = (await http("GET", "/readyz")).data["store"]
+            assert ("did not decide" in found["error"]) is not found["healthy"]
+            return bool(found["healthy"])
+
+        assert await healthy(19, "orders")
+        assert await healthy(2, "users")  # 2 of 21
+        assert not await healthy(1, "users")  # 3 of 22
+        http.clock.advance(11)
+        assert (await http("GET", "/readyz")).data["store"]["healthy"]
 
 
 async def test_errors_are_shown_only_with_a_token(tmp_path: Path) -> None:

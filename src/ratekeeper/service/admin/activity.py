@@ -78,8 +78,8 @@ class StoreHealthOut(ApiOutput):
     """The store of this node."""
 
     name: str = Field(description="Its URI without secrets.", examples=["redis://cache/0"])
-    healthy: bool = Field(description="Whether it answers now.")
-    error: str = Field(description="Empty if it answers.")
+    healthy: bool = Field(description="Whether it decides checks now.")
+    error: str = Field(description="Empty if it is healthy.")
 
 
 class BreakerOut(ApiOutput):
@@ -238,7 +238,7 @@ def degraded_share(steps: Sequence[Step]) -> float:
 
 async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
     limiter = context.limiter
-    health = await store_health(limiter)
+    health = await store_health(limiter, context.activity)
     monitor = limiter.store.monitor
     worst = steps[-1].breakers if steps else {}
     known = [] if monitor is None else [each.address for each in monitor.breakers()]

@@ -22,12 +22,14 @@ import re
 import secrets
 from asyncio import CancelledError, current_task
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
-from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.errors import ConfigError, StoreError, show
 from ratekeeper.core.seldom_log import SeldomLog
+from ratekeeper.decide.store import probe
 from ratekeeper.service.http import authorize, call_limits, checks, health, quotas
 from ratekeeper.service.http.bodies import (
     KNOWN_JSON_TYPES,
@@ -232,7 +234,12 @@ class HttpService:
             await send({"type": "lifespan.shutdown.complete"})
 
     async def start(self) -> None:
-        """Start the background tasks. The creator of the context closes the limiter."""
+        """Connect to the store, if it answers, and start the background tasks.
+
+        The creator of the context closes the limiter.
+        """
+        with suppress(StoreError):
+            await probe(self.context.limiter.store)
         self._tasks = [
             asyncio.create_task(self.metrics.keep_writing()),
             asyncio.create_task(self._timeouts.keep_checking()),

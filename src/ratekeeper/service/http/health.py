@@ -4,6 +4,10 @@
 `on_failure` and with the last good rules, while a worker that is taken out of rotation answers
 nothing. The body names the errors. Only a worker that shuts down replies 503.
 
+The store is healthy if it decides: if it makes the decision that this question asks for, and has
+made nearly all that clients of this node asked for lately. A server that refuses to write, or one
+shard of several that is down, leaves all other calls answered.
+
 These endpoints need no token, because load balancers and monitors have none. But errors name hosts
 and files. If the service requires tokens, a caller without one learns only that there is an error.
 
@@ -41,9 +45,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import Limit
 from ratekeeper.core.version import __version__
-from ratekeeper.decide.store import ServerStatus, StoreStats
+from ratekeeper.decide.store import ServerStatus, StoreStats, probe
 from ratekeeper.metrics.counters import (
     FAMILIES,
     LimiterMetrics,
@@ -51,7 +54,7 @@ from ratekeeper.metrics.counters import (
     put_store,
 )
 from ratekeeper.metrics.prometheus import metric_of
-from ratekeeper.service.http.activity import replace_file
+from ratekeeper.service.http.activity import ActivityHistory, replace_file
 from ratekeeper.service.http.context import (
     NO_STORE,
     Handler,
@@ -80,9 +83,10 @@ STATS_WAIT_SECONDS: Final = 1.0
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 _DEAD: Final = "gone.json"
 _LOCK: Final = "lock"
-# A peek at this limit shows whether the store answers; it spends nothing.
-_PROBE: Final = (Limit(1, per=1),)
-_PROBE_RULE: Final = "ratekeeper.ready"
+# The store is not healthy if this share of the checks of the last seconds were not decided by it.
+LATELY_SECONDS: Final = 10.0
+DEGRADED_SHARE_MAX: Final = 0.1
+_DECIDED: Final = ("allowed", "denied", "unavailable", "failed")
 _HIDDEN: Final = "there is one; send a token to see it, or read the log"
 
 log = logging.getLogger("ratekeeper.service")
@@ -111,7 +115,7 @@ class ReadyRules(msgspec.Struct):
 
 
 class ReadyStore(msgspec.Struct):
-    """Whether the store answers."""
+    """Whether the store decides checks."""
 
     healthy: bool
     error: str
@@ -147,7 +151,7 @@ def _alive(context: ServiceContext) -> Handler:
 
 def _ready(context: ServiceContext, metrics: WorkerMetrics) -> Handler:
     async def ready(http_request: ServiceRequest) -> ServiceReply:
-        rules, store = _rules(context), await store_health(context.limiter)
+        rules, store = _rules(context), await store_health(context.limiter, context.activity)
         if not _has_token(context, http_request):
             rules.error = rules.error and _HIDDEN
             store.error = store.error and _HIDDEN
@@ -182,16 +186,22 @@ def _rules(context: ServiceContext) -> ReadyRules:
     )
 
 
-async def store_health(limiter: AsyncLimiter) -> ReadyStore:
-    """Return whether the store answers. It costs a peek, which spends nothing."""
-    store = limiter.store
+async def store_health(limiter: AsyncLimiter, activity: ActivityHistory) -> ReadyStore:
+    """Return whether the store decides checks. It costs a decision."""
     try:
-        if store.as_async is None:
-            store.gate(_PROBE, _PROBE_RULE).peek("ready", 0)
-        else:
-            await store.as_async.async_gate(_PROBE, _PROBE_RULE).peek("ready", 0)
+        await probe(limiter.store)
     except StoreError as error:
         return ReadyStore(False, str(error))
+    since_s = activity.unix_s() - LATELY_SECONDS
+    recent = [step for step in activity.steps() if step.at_s > since_s]
+    checks = sum(step.checks.get(outcome, 0) for step in recent for outcome in _DECIDED)
+    degraded = sum(step.degraded for step in recent)
+    if degraded > DEGRADED_SHARE_MAX * checks:
+        return ReadyStore(
+            False,
+            f"the store did not decide {degraded:,} of {checks:,} checks in the last "
+            f"{LATELY_SECONDS:.0f} s; see the log and ratekeeper_store_errors_total",
+        )
     return ReadyStore(True, "")
 
 

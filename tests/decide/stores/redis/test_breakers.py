@@ -91,6 +91,21 @@ def test_calls_that_fail_together_are_one_moment() -> None:
     assert breaker.failed(102 * MS, 152 * MS)
 
 
+@pytest.mark.parametrize("successes_between", [1, 1_000_000])
+@pytest.mark.parametrize("pause_ms", [1, 500, 4_000, 9_900])
+def test_a_server_that_hangs_after_a_blip_opens_the_breaker_as_fast_as_any(
+    successes_between: int, pause_ms: int
+) -> None:
+    """The fifth failure in a row opens it at the latest, whatever the server did before."""
+    breaker = made()
+    assert not breaker.failed(0, 50 * MS, 40)
+    breaker.succeeded(90 * MS, successes_between)
+    breaker.succeeded((90 + pause_ms) * MS, successes_between)
+    hangs_ms = 100 + pause_ms
+    fail(breaker, *range(hangs_ms, hangs_ms + 250, 50))
+    assert breaker.position == "open"
+
+
 def test_one_failure_opens_the_breaker_if_the_settings_say_so() -> None:
     """It needs no more moments than failures."""
     breaker = made(BreakerSettings(failures=1))

@@ -5,7 +5,9 @@ back, all of them would hit it at once. So after enough failures the breaker ope
 immediately and cost nothing. Probes close it again; no request waits for them.
 
     closed      calls go through. From the first failure on, failures and successes are counted over
-                a window. Enough failures, and a large enough share of the calls: open
+                a window. Enough failures, and a large enough share of the calls: open. The
+                share is that of all calls since the first failure, or since the last success:
+                successes after an earlier failure do not delay it if the server is silent now
     open        calls fail at once. After a while a probe. If it fails: open for twice as long, but
                 never for more than a few seconds: however long the server was away, calls are
                 decided again within five seconds of its return
@@ -21,9 +23,7 @@ and nothing else. So a server that dies opens the breaker just as soon after a m
 after none.
 
 A failure is a call that timed out, or a connection that broke or could not be made. An error that
-the server itself returns (MOVED, LOADING, out of memory) is an answer, not a failure. Neither is a
-call that did not wait for a connection in progress, as long as no connection was ever made: the
-startup may be slow and the server healthy.
+the server itself returns (MOVED, LOADING, out of memory) is an answer, not a failure.
 
 A probe does what a call does, from end to end: a new connection with its handshake, which loads the
 script again, a PING, and the script on a key of its own, where it spends nothing. It has the
@@ -92,9 +92,10 @@ class BreakerSettings:
 
 @dataclass(slots=True)
 class _WindowPart:
-    """The calls in one part of the window."""
+    """The calls in one part of the window, or since the last success."""
 
     number: int
+    """Of the part; for the calls since the last success, the time of the first, in nanoseconds."""
     failures: int = 0
     successes: int = 0
     moments: int = 0
@@ -112,6 +113,7 @@ class CircuitBreaker:
         "_parts",
         "_probed",
         "_random",
+        "_run",
         "_settings",
         "counting",
         "failing_since_ns",
@@ -141,6 +143,8 @@ class CircuitBreaker:
         self.failing_since_ns: int | None = None
         """When the first call failed that no success has followed; None if there is none."""
         self._parts: deque[_WindowPart] = deque(maxlen=PARTS + 1)
+        # The failures that no success has followed, in one window from the first of them.
+        self._run: _WindowPart | None = None
         self._moment_ns = -1
         self._open_ns = self._settings.open_ns
         self._probed = 0
@@ -155,20 +159,17 @@ class CircuitBreaker:
         self.counting = True
         if self.failing_since_ns is None:
             self.failing_since_ns = now_ns
-        part = self._part(now_ns)
-        part.failures += count
-        if began_ns > self._moment_ns:
+        part, run = self._part(now_ns), self._run
+        if run is None or now_ns - run.number >= self._settings.window_ns:
+            run = self._run = _WindowPart(now_ns)
+        is_moment = began_ns > self._moment_ns
+        if is_moment:
             self._moment_ns = now_ns
-            part.moments += 1
-        settings = self._settings
+        for each in (part, run):
+            each.failures += count
+            each.moments += is_moment
         self.failures = sum(each.failures for each in self._parts)
-        calls = self.failures + sum(each.successes for each in self._parts)
-        moments = sum(each.moments for each in self._parts)
-        if (
-            self.failures < settings.failures
-            or moments < min(MOMENTS_MIN, settings.failures)
-            or self.failures < settings.share * calls
-        ):
+        if not (self._is_enough([run]) or self._is_enough(self._parts)):
             return False
         self.position = "open"
         self.since_ns = now_ns
@@ -176,11 +177,23 @@ class CircuitBreaker:
         self._probe_after(self._open_ns, now_ns)
         return True
 
+    def _is_enough(self, parts: Collection[_WindowPart]) -> bool:
+        """Return True if the calls in these parts open the breaker."""
+        settings = self._settings
+        failures = sum(each.failures for each in parts)
+        moments = sum(each.moments for each in parts)
+        calls = failures + sum(each.successes for each in parts)
+        return (
+            failures >= settings.failures
+            and moments >= min(MOMENTS_MIN, settings.failures)
+            and failures >= settings.share * calls
+        )
+
     def succeeded(self, now_ns: int, count: int = 1) -> None:
         """Count successful calls. Need not be called unless it is `counting`."""
         if self.position != "closed" or not self.counting:
             return
-        self.failing_since_ns = None
+        self.failing_since_ns = self._run = None
         self._part(now_ns).successes += count
         self.failures = sum(each.failures for each in self._parts)
         if not self.failures:
@@ -259,9 +272,9 @@ class ServerBreaker:
         "_reason",
         "_refusal",
         "address",
-        "connected_once",
         "counting",
         "failed_calls",
+        "failing",
         "open",
         "seconds",
     )
@@ -289,9 +302,8 @@ class ServerBreaker:
         self.open = False
         # True if `succeeded` must be called.
         self.counting = False
-        # True if a connection was ever made. From then on, one that is not made in time is a
-        # failure.
-        self.connected_once = False
+        # True from a failure on until the server answers: calls do not wait for a connection then.
+        self.failing = False
 
     def refusal(self) -> StoreUnavailable:
         """Return the error of a call while the breaker is open.
@@ -307,6 +319,7 @@ class ServerBreaker:
     def failed(self, reason: object, began_ns: int, count: int = 1) -> None:
         """Count `count` failed calls, the last of which began at `began_ns`."""
         self.failed_calls += count
+        self.failing = self.counting = True
         if not self._enabled:
             return
         with self._lock:
@@ -318,6 +331,7 @@ class ServerBreaker:
 
     def succeeded(self, count: int = 1) -> None:
         """Count successful calls. To be called while it is `counting`."""
+        self.failing = False
         with self._lock:
             self._breaker.succeeded(time.monotonic_ns(), count)
             self._publish()
@@ -364,6 +378,7 @@ class ServerBreaker:
             step(time.monotonic_ns())
             self._publish()
             after = self._breaker.position
+            self.failing = self.open
         if after != before:
             self._changed(self)
 

@@ -11,6 +11,10 @@ The first check never waits, and no check waits for more than the call before it
 when that call returns, or when it is as large as it may be. Another client may spend between two
 calls. A check that loses such a race is sent separately, so no answer is ever a guess.
 
+A batch that leaves after an answer has the deadlines of its calls, which begin when they are sent:
+the server works, and the checks may have waited for a connection, or for a processor. If the call
+before failed, a check has only the rest of the deadline that began when it started to wait.
+
 `batch_steps` decides what to do after each reply, without I/O. `Coalescer` carries it out.
 
 Only asyncio coalesces. A thread that waits for another is woken by a lock, which takes as long as
@@ -28,7 +32,7 @@ from typing import Any, Final, NamedTuple
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.core.model import Decision
-from ratekeeper.decide.stores.redis.connections import NotSent
+from ratekeeper.decide.stores.redis.connections import ITERATIONS
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.scripts import CheckAttempt, CheckKey, ScriptCall
 
@@ -124,17 +128,17 @@ class WaitingCheck(NamedTuple):
 class Coalescer:
     """The checks that are in flight or wait on one event loop.
 
-    `run` sends a call and settles refusals. `unconnected` returns the server that a call of a key
-    would have to wait for, or None if it would leave at once.
+    `run` sends a call and settles refusals. `is_connected` returns True if a call of a key would
+    leave at once.
     """
 
     __slots__ = (
         "_batches",
         "_cache",
         "_deadline_ns",
+        "_is_connected",
         "_run",
         "_tasks",
-        "_unconnected",
         "coalesced",
         "in_flight",
         "waiting",
@@ -145,12 +149,12 @@ class Coalescer:
         deadline_ns: int,
         cache: DenialCache,
         run: Callable[[ScriptCall], Awaitable[Any]],
-        unconnected: Callable[[bytes], str | None],
+        is_connected: Callable[[bytes], bool],
     ) -> None:
         self._deadline_ns = deadline_ns
         self._cache = cache
         self._run = run
-        self._unconnected = unconnected
+        self._is_connected = is_connected
         # For each check: the number of calls in flight, how many of them are batches, and the
         # waiting checks.
         self.in_flight: dict[CheckKey, int] = {}
@@ -175,31 +179,30 @@ class Coalescer:
     def join(self, check: CheckKey, most: int) -> asyncio.Future[Decision]:
         """Wait for the next batch. A batch of `most` checks leaves at once."""
         decision = asyncio.get_running_loop().create_future()
-        waiting = WaitingCheck(time.monotonic_ns() + self._deadline_ns, decision)
         checks = self.waiting.setdefault(check, [])
-        checks.append(waiting)
+        checks.append(WaitingCheck(time.monotonic_ns() + self._deadline_ns, decision))
         if len(checks) >= most:
-            self._send_batch(check)
-        return waiting.decision
+            self._send_batch(check, answered=True)
+        return decision
 
     def started(self, check: CheckKey) -> None:
         """Count a single check; the caller must call `finished` whatever happens to it."""
         self.in_flight[check] = self.in_flight.get(check, 0) + 1
 
-    def finished(self, check: CheckKey) -> None:
-        """A call has returned. Send the waiting checks, unless a batch is in flight."""
+    def finished(self, check: CheckKey, answered: bool) -> None:
+        """A call was answered, or failed. Send the waiting checks, unless a batch is in flight."""
         _decrement(self.in_flight, check)
         if check in self.waiting and check not in self._batches:
-            self._send_batch(check)
+            self._send_batch(check, answered)
 
-    def batch_finished(self, check: CheckKey) -> None:
-        """A batch has returned. Send the waiting checks."""
+    def batch_finished(self, check: CheckKey, answered: bool) -> None:
+        """A batch was answered, or failed. Send the waiting checks."""
         _decrement(self._batches, check)
         _decrement(self.in_flight, check)
         if check in self.waiting:
-            self._send_batch(check)
+            self._send_batch(check, answered)
 
-    def _send_batch(self, check: CheckKey) -> None:
+    def _send_batch(self, check: CheckKey, answered: bool) -> None:
         # A check that was cancelled while it waited was not sent and costs nothing.
         checks = _not_done(self.waiting.pop(check))
         if not checks:
@@ -207,7 +210,10 @@ class Coalescer:
         self.started(check)
         self._batches[check] = self._batches.get(check, 0) + 1
         self.coalesced += len(checks)
-        deadline = _BatchDeadline(self, check, checks, self._unconnected(check[0].key(check[1])))
+        connected = self._is_connected(check[0].key(check[1]))
+        deadline = _BatchDeadline(self, check, checks, connected)
+        if connected and not answered:
+            deadline.watch()
         task = asyncio.get_running_loop().create_task(self._run_batch(check, checks, deadline))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -219,6 +225,7 @@ class Coalescer:
     ) -> None:
         try:
             await self._decide_batch(check, checks, deadline)
+            deadline.answered = True
         except Exception as error:  # every caller must see a defect, too
             _fail(checks, error)
         finally:
@@ -232,9 +239,8 @@ class Coalescer:
         if cached is not None:
             _answer(checks, [cached] * len(checks))
             return
-        if deadline.unconnected is not None:
+        if not deadline.connected:
             await self._reach_server(check)
-            deadline.unconnected = None
         checks = _not_done(checks)
         if not checks:
             return
@@ -268,7 +274,7 @@ class Coalescer:
         """Wait until the server is found and connected, with a call that spends nothing.
 
         A check that waited for the connection would be charged for the whole batch, although some
-        of its callers may already have got the error that nothing was sent.
+        of its callers may have been cancelled meanwhile.
         """
         scripts, subject, cost = check
         await self._run(scripts.peek(subject, cost, scripts.now()[0]))
@@ -321,48 +327,68 @@ class Coalescer:
 
 
 class _BatchDeadline:
-    """Fails each check of a batch at its own deadline, and ends the batch with the last of them.
+    """Fails each check of a batch, and ends the batch with the last of them.
 
-    The batch ends then even if its calls take longer: checks that wait for the batch must not wait
-    longer than that. One timer serves all, at the next deadline.
+    The calls of the batch have deadlines. After a failed call the checks have their own besides:
+    then the batch ends even if its calls take longer, because checks that wait for the batch must
+    not wait longer than that. One timer serves all, at the next deadline.
     """
 
-    __slots__ = ("_check", "_checks", "_coalescer", "_timer", "finished", "unconnected")
+    __slots__ = (
+        "_check",
+        "_checks",
+        "_coalescer",
+        "_timer",
+        "answered",
+        "connected",
+        "finished",
+    )
 
     def __init__(
         self,
         coalescer: Coalescer,
         check: CheckKey,
         checks: Sequence[WaitingCheck],
-        unconnected: str | None,
+        connected: bool,
     ) -> None:
         self._coalescer = coalescer
         self._check = check
         self._checks = checks
+        self._timer: asyncio.Handle | None = None
+        # False if the server must be reached before a call that spends may leave.
+        self.connected = connected
+        # True if the calls of the batch did not fail.
+        self.answered = False
         self.finished = False
-        # The server that is not connected yet; None once a call that spends has left.
-        self.unconnected = unconnected
-        self._timer = self._after(checks[0].due_ns - time.monotonic_ns())
 
-    def _after(self, pause_ns: int) -> asyncio.TimerHandle:
+    def watch(self) -> None:
+        """Begin to watch the deadlines of the checks."""
+        self._expire_after(self._checks[0].due_ns - time.monotonic_ns())
+
+    def _expire_after(self, pause_ns: int) -> None:
         loop = asyncio.get_running_loop()
-        return loop.call_later(pause_ns / NS_PER_SECOND, self._expire)
+        self._timer = loop.call_later(pause_ns / NS_PER_SECOND, self._expire, ITERATIONS)
 
-    def _expire(self) -> None:
+    def _expire(self, iterations: int) -> None:
+        """Fail the overdue checks, after the replies that have arrived were read."""
+        if iterations:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_soon(self._expire, iterations - 1)
+        else:
+            self._fail_overdue()
+
+    def _fail_overdue(self) -> None:
         now_ns = time.monotonic_ns()
         for waiting in self._checks:  # in the order of their deadlines
             if waiting.decision.done():
                 continue
             if waiting.due_ns > now_ns:
-                self._timer = self._after(waiting.due_ns - now_ns)
+                self._expire_after(waiting.due_ns - now_ns)
                 return
-            waiting.decision.set_exception(self._timeout())
+            waiting.decision.set_exception(
+                StoreTimeout("no answer by the deadline; the call may have been counted once")
+            )
         self._finish()
-
-    def _timeout(self) -> StoreError:
-        if self.unconnected is None:
-            return StoreTimeout("no answer by the deadline; the call may have been counted once")
-        return NotSent(f"no connection to {self.unconnected} by the deadline")
 
     def task_ended(self, _: object = None) -> None:
         """Fail the checks that have no decision: the batch's task has ended."""
@@ -370,10 +396,11 @@ class _BatchDeadline:
         self._finish()
 
     def _finish(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if not self.finished:
             self.finished = True
-            self._coalescer.batch_finished(self._check)
+            self._coalescer.batch_finished(self._check, self.answered)
 
 
 def _decrement(counts: dict[CheckKey, int], check: CheckKey) -> None:

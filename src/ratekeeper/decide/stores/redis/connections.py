@@ -14,6 +14,17 @@ parses them. Redis replies in order, so replies find their futures without any n
 cost no timer per call: calls that leave together are due together, and one timer per connection
 watches the oldest batch. An overdue call fails; its reply, if it comes, is discarded.
 
+**Deadlines.** A deadline bounds the time that the server has, from when a call is sent. A process
+that waits for a processor does not take that time away: when a deadline ends, the replies that have
+arrived by then are read first, and only calls without a reply fail. If the process sees the end of
+the deadline late, it was not running, and a server on the same machine may not have run either: it
+waits as long again as it was late, at most for another deadline.
+
+**Connecting** has a timeout of its own, `connect_ns`. While the server has not failed, a call waits
+for its connection until then: an application that starts is not refused because its first
+connection takes longer than a call. Once the server has failed, and until it answers again, a call
+waits only as long as its deadline.
+
 Both share the rest (`ServerEndpoint`): the handshake; a backoff, so that a call to a dead server
 fails at once and only a few calls try to connect; and reports to the server's circuit breaker. Both
 parse with a `ReplyReader`, which never allocates memory for elements that a server only announces.
@@ -62,8 +73,12 @@ DIALS_MAX: Final = 16
 _READ_BYTES: Final = 4_096
 # A connection that idled longer is polled before its next use: the server may have closed it.
 _FRESH_NS: Final = 5_000_000
-# The least time that a call gets after it waited for its connection.
-_LEFT_NS_MIN: Final = 1_000_000
+# Threads: the most reads after the deadline, of what has arrived by then. A server may go on to
+# send one byte at a time.
+_LATE_READS_MAX: Final = 64
+# asyncio: an event loop that was held up finds a reply and its deadline together. In so many
+# more iterations it polls the sockets, reads the reply, and wakes the task that waits for it.
+ITERATIONS: Final = 3
 # asyncio: calls in flight on one connection, about 10 MB of them. Beyond, a call fails at once.
 PENDING_MAX: Final = 65_536
 # asyncio: a connection that owes replies and was silent for this many deadlines is closed, because
@@ -288,7 +303,7 @@ class ServerEndpoint:
 
     def _connected(self) -> None:
         """Note that a connection was made."""
-        self._breaker.connected_once = True
+        self._breaker.failing = False
         with self._lock:
             self._backoff.succeeded()
 
@@ -300,11 +315,15 @@ class ServerEndpoint:
         self._breaker.failed(why, began_ns)
         return NotSent(why)
 
-    def _connect_late(self, began_ns: int, deadline_ns: int) -> NotSent:
-        """Note that a call's deadline has passed while it waited for a connection."""
-        why = f"no connection to {self.address} in {deadline_ns / 1e6:g} ms"
-        if self._breaker.connected_once:
-            self._breaker.failed(why, began_ns)
+    def _is_overdue(self, began_ns: int) -> bool:
+        """Return True if a connection takes longer than connecting may take."""
+        return time.monotonic_ns() - began_ns >= self._config.connect_ns
+
+    def _connect_late(self, began_ns: int) -> NotSent:
+        """Note that a call has waited in vain for a connection, since `began_ns`."""
+        waited_ms = (time.monotonic_ns() - began_ns) // 1_000_000
+        why = f"no connection to {self.address} in {waited_ms} ms"
+        self._breaker.failed(why, began_ns)
         return NotSent(why)
 
 
@@ -353,25 +372,28 @@ class BlockingConnection:
         started_ns = self.began_ns = time.monotonic_ns()
         if deadline_ns != self._deadline_ns:
             self._set_deadline(deadline_ns)
+        found: list[Any] = []
         try:
-            self._send(payload)
-            self._reader.feed(self._recv(_READ_BYTES) or _raise_closed())
-            found: list[Any] = []
-            while True:
-                reply = self._reader.gets()
-                if reply is not False:
-                    found.append(reply)
-                    if len(found) == replies:
-                        break
-                    continue
-                # A server that sends one byte at a time does not get a new deadline for each.
-                left_ns = started_ns + deadline_ns - time.monotonic_ns()
-                if left_ns <= 0:
-                    raise _timeout(deadline_ns, warning)
-                self._set_deadline(left_ns)
+            try:
+                self._send(payload)
                 self._reader.feed(self._recv(_READ_BYTES) or _raise_closed())
-        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise _timeout(deadline_ns, warning) from None
+                while True:
+                    reply = self._reader.gets()
+                    if reply is not False:
+                        found.append(reply)
+                        if len(found) == replies:
+                            break
+                        continue
+                    # A server that sends one byte at a time gets no new deadline for each.
+                    left_ns = started_ns + deadline_ns - time.monotonic_ns()
+                    if left_ns <= 0:
+                        raise TimeoutError
+                    self._set_deadline(left_ns)
+                    self._reader.feed(self._recv(_READ_BYTES) or _raise_closed())
+            except _TIMEOUTS:
+                late_ns = max(time.monotonic_ns() - started_ns - deadline_ns, 0)
+                if not self._read_late(found, replies, min(late_ns, deadline_ns)):
+                    raise _timeout(deadline_ns, warning) from None
         except hiredis.ProtocolError as error:
             raise StoreUnavailable(f"not a reply of Redis: {error}{warning}") from error
         except OSError as error:
@@ -381,6 +403,25 @@ class BlockingConnection:
             raise StoreUnavailable(f"the server sent more replies than commands{warning}")
         self.used_ns = time.monotonic_ns()
         return found
+
+    def _read_late(self, found: list[Any], replies: int, wait_ns: int) -> bool:
+        """Read after the deadline; return True if all replies have arrived.
+
+        The thread may have waited for a processor or for the interpreter's lock. Wait for the first
+        bytes for `wait_ns`, and read then what has arrived.
+        """
+        self._set_deadline(wait_ns)
+        for _ in range(_LATE_READS_MAX):
+            try:
+                self._reader.feed(self._recv(_READ_BYTES) or _raise_closed())
+            except _TIMEOUTS:
+                return False
+            self._set_deadline(0)  # do not wait
+            while len(found) < replies and (reply := self._reader.gets()) is not False:
+                found.append(reply)
+            if len(found) == replies:
+                return True
+        return False
 
     def _set_deadline(self, deadline_ns: int) -> None:
         self._socket.settimeout(deadline_ns / NS_PER_SECOND)
@@ -393,6 +434,9 @@ class BlockingConnection:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+
+_TIMEOUTS: Final = (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def _timeout(deadline_ns: float, warning: str) -> StoreTimeout:
@@ -450,10 +494,7 @@ class ConnectionPool(ServerEndpoint):
             raise breaker.refusal()
         connection = self._take()
         if connection is None:
-            started_ns = time.monotonic_ns()
             connection = self._dial(deadline_ns)
-            # At least a millisecond: connecting took most of the time.
-            deadline_ns = max(deadline_ns - time.monotonic_ns() + started_ns, _LEFT_NS_MIN)
         try:
             found = connection.exchange(payload, replies, deadline_ns)
         except BaseException as error:
@@ -493,16 +534,33 @@ class ConnectionPool(ServerEndpoint):
         self._require_may_connect(began_ns)
         try:
             dialing = self._dialer.submit(self._connect, began_ns)
-            return dialing.result(deadline_ns / NS_PER_SECOND)
-        except FutureTimeout:
-            # The next call may use the connection. If no thread has started to dial, none will.
-            if not dialing.cancel():
-                dialing.add_done_callback(self._keep)
-            raise self._connect_late(began_ns, deadline_ns) from None
+            return self._awaited(dialing, began_ns, deadline_ns)
         except (CancelledError, RuntimeError) as error:
             if not self._closed:
                 raise NotSent(f"no connection to {self.address}: {error}") from error
             raise StoreUnavailable(_CLOSED) from error
+
+    def _awaited(
+        self, dialing: Future[BlockingConnection], began_ns: int, deadline_ns: int
+    ) -> BlockingConnection:
+        """Return the connection that another thread makes, or one that a call has given back.
+
+        Each `deadline_ns`, look whether to wait on: not if the server has failed.
+        """
+        connection = None
+        while connection is None:
+            try:
+                return dialing.result(deadline_ns / NS_PER_SECOND)
+            except FutureTimeout:
+                connection = self._take()
+                if connection is None and (self._breaker.failing or self._is_overdue(began_ns)):
+                    break
+        # The next call may use the connection. If no thread has started to dial, none will.
+        if not dialing.cancel():
+            dialing.add_done_callback(self._keep)
+        if connection is None:
+            raise self._connect_late(began_ns)
+        return connection
 
     def _connect(self, began_ns: int) -> BlockingConnection:
         with self._lock:
@@ -564,7 +622,7 @@ class PipelineProtocol(asyncio.Protocol):
         self._settled = 0
         # Number of calls whose durations were counted.
         self._measured = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         # When the last reply arrived, or when the connection began to owe one.
         self._active_at = loop.time()
         self._why: Exception | None = None
@@ -618,7 +676,7 @@ class PipelineProtocol(asyncio.Protocol):
         due = now + self._deadline_s
         self._batches.append((due, self._answered + len(self._pending)))
         if self._timer is None:
-            self._timer = self._loop.call_at(due, self._expire)
+            self._timer = self._loop.call_at(due, self._expire, due)
         return now
 
     def data_received(self, data: bytes) -> None:
@@ -640,8 +698,10 @@ class PipelineProtocol(asyncio.Protocol):
             return
         if self._answered == before:
             return
-        if self._breaker.counting:
-            self._breaker.succeeded(self._answered - before)
+        # A reply that came too late is no success: its call has failed.
+        in_time = self._answered - max(before, self._settled)
+        if in_time > 0 and self._breaker.counting:
+            self._breaker.succeeded(in_time)
         now = self._active_at = self._loop.time()
         batches = self._batches
         while batches and batches[0][1] <= self._answered:
@@ -651,10 +711,29 @@ class PipelineProtocol(asyncio.Protocol):
                 self._breaker.seconds.note(taken_ns, last - max(self._settled, self._measured))
             self._measured = last
 
-    def _expire(self) -> None:
-        """Fail the overdue calls; set the timer for the next batch."""
-        self._timer = None
+    def _expire(self, at: float) -> None:
+        """Fail the overdue calls, after the replies that have arrived were read.
+
+        `at` is the time of the timer, which may be late.
+        """
         now = self._loop.time()
+        late_s = min(max(now - at, 0.0), self._deadline_s)
+        self._timer = self._loop.call_later(
+            late_s, self._read_first, now, self._answered, ITERATIONS
+        )
+
+    def _read_first(self, now: float, answered: int, iterations: int) -> None:
+        """Let the event loop read for some iterations, and for more while replies come."""
+        if not iterations and self._answered > answered:
+            answered, iterations = self._answered, ITERATIONS
+        if iterations and self._batches and self._batches[0][0] <= now:
+            self._timer = self._loop.call_soon(self._read_first, now, answered, iterations - 1)
+        else:
+            self._fail_overdue(now)
+
+    def _fail_overdue(self, now: float) -> None:
+        """Fail the calls that were due by `now`; set the timer for the next batch."""
+        self._timer = None
         last, due = 0, now
         while self._batches and self._batches[0][0] <= now:
             due, last = self._batches.popleft()
@@ -676,7 +755,8 @@ class PipelineProtocol(asyncio.Protocol):
             self._abort(StoreUnavailable(f"the server has been silent for {silent_s:g} s"))
             return
         next_due = self._batches[0][0] if self._batches else now + self._deadline_s
-        self._timer = self._loop.call_at(next_due, self._expire)
+        at = max(next_due, self._loop.time())
+        self._timer = self._loop.call_at(at, self._expire, at)
 
     def _report_failure(self, why: str, count: int, due: float) -> None:
         """Report failed calls to the breaker; the last of them was due at `due`."""
@@ -736,7 +816,7 @@ class _QueuedCall:
     payload: bytes
     discarded: int
     reply: ReplyFuture
-    sent: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 class PipelinedConnection(ServerEndpoint):
@@ -757,7 +837,10 @@ class PipelinedConnection(ServerEndpoint):
         self._queue: deque[_QueuedCall] = deque()
 
     def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
-        """Send a call, after connecting if necessary. The future may fail with NotSent."""
+        """Send a call, after connecting if necessary. The future may fail with NotSent.
+
+        Its deadline begins when it is sent.
+        """
         if self._breaker.open:
             raise self._breaker.refusal()
         protocol = self._protocol
@@ -780,21 +863,24 @@ class PipelinedConnection(ServerEndpoint):
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
         call = _QueuedCall(payload, discarded, self._loop.create_future())
         self._queue.append(call)
-        deadline_s = self._config.deadline_ns / NS_PER_SECOND
-        timer = self._loop.call_later(deadline_s, self._expire, call)
-        call.reply.add_done_callback(lambda _: timer.cancel())
+        self._wait_for_connection(call, time.monotonic_ns())
         return call.reply
 
-    def _expire(self, call: _QueuedCall) -> None:
-        """Fail a queued call at its deadline, which includes the time for connecting."""
+    def _wait_for_connection(self, call: _QueuedCall, began_ns: int) -> None:
+        """Fail a call that has no connection at its deadline, if the server has failed.
+
+        While the server has not failed, the call waits until connecting has succeeded or failed.
+        """
+        deadline_s = self._config.deadline_ns / NS_PER_SECOND
+        call.timer = self._loop.call_later(deadline_s, self._expire, call, began_ns)
+
+    def _expire(self, call: _QueuedCall, began_ns: int) -> None:
         if call.reply.done():
             return
-        deadline_ns = self._config.deadline_ns
-        if call.sent:
-            call.reply.set_exception(_timeout(deadline_ns, _MAY_BE_COUNTED))
+        if self._breaker.failing:
+            call.reply.set_exception(self._connect_late(began_ns))
         else:
-            began_ns = time.monotonic_ns() - deadline_ns
-            call.reply.set_exception(self._connect_late(began_ns, deadline_ns))
+            self._wait_for_connection(call, began_ns)
 
     async def _connect(self) -> None:
         began_ns = time.monotonic_ns()
@@ -809,15 +895,13 @@ class PipelinedConnection(ServerEndpoint):
         self._connected()
         self._protocol = protocol
         while self._queue:
-            call = self._queue.popleft()
+            call = self._taken()
             if call.reply.done():
                 continue
             try:
                 _forward(protocol.submit(call.payload, call.discarded), call.reply)
             except NotSent as error:
                 call.reply.set_exception(error)
-            else:
-                call.sent = True
 
     async def _open_connection(self) -> PipelineProtocol:
         """Return a new connection, after the handshake."""
@@ -849,9 +933,16 @@ class PipelinedConnection(ServerEndpoint):
 
     def _fail_queue(self, why: str) -> None:
         while self._queue:
-            reply = self._queue.popleft().reply
+            reply = self._taken().reply
             if not reply.done():
                 reply.set_exception(NotSent(why))
+
+    def _taken(self) -> _QueuedCall:
+        """Return the first call of the queue, which does not wait for the connection any more."""
+        call = self._queue.popleft()
+        if call.timer is not None:
+            call.timer.cancel()
+        return call
 
     def retire(self) -> bool:
         """Close the connection unless calls need it; return whether it was closed."""

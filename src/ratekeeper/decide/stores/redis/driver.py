@@ -6,7 +6,12 @@ script, a server that loads its data), or NotSent.
 
 A call must never be charged twice. So it is sent again only after a refusal. After a timeout or a
 broken connection it is unknown whether the call ran: the caller gets an error that says that it
-may have been counted once. Whatever happens, a call ends by its deadline.
+may have been counted once.
+
+The deadline of a call begins when it is sent, and a refused call has another one for the next
+attempt. After the deadline of the first attempt, only an answer is followed by one more. A store
+that has never found its servers waits for them once, for as long as connecting may take
+(`connect_ns`).
 
 `RedisDriver` has the logic, once, as steps without I/O (see `core/steps.py`). `ThreadDriver` and
 `AsyncioDriver` carry the steps out: they know how to send, to sleep and to wait. `RedisServers` is
@@ -30,7 +35,7 @@ from typing import Any, Final
 from hiredis import ReplyError
 
 from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
-from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, show
+from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable, show
 from ratekeeper.core.model import Limit
 from ratekeeper.core.steps import Call, Steps, Together, run, run_async
 from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
@@ -94,6 +99,8 @@ class RedisServers:
         self._probers = ThreadPoolExecutor(PROBES_MAX, "ratekeeper-redis-probes")
         self._finder = ThreadPoolExecutor(1, "ratekeeper-redis-find")
         self._finding: Future[None] | None = None
+        # Until when calls wait for a lookup, if none has succeeded; None: there was none yet.
+        self._patient_until_ns: int | None = None
         self._backoff = ConnectBackoff()
         single = self.config.mode == "standalone"
         self._prober = BreakerProber(
@@ -155,7 +162,16 @@ class RedisServers:
                     self._finding = self._finder.submit(self._find)
                 except RuntimeError as error:  # the store is closed, or the process exits
                     raise _closed() from error
+            if self._patient_until_ns is None:
+                self._patient_until_ns = time.monotonic_ns() + self.config.connect_ns
             return self._finding
+
+    def find_due_ns(self, due_ns: int) -> int:
+        """Return until when a call that is due at `due_ns` waits for a lookup.
+
+        As long as none has succeeded, until the first one has had the time to connect.
+        """
+        return max(due_ns, self._patient_until_ns or 0)
 
     def _find(self) -> None:
         began_ns = time.monotonic_ns()
@@ -164,6 +180,7 @@ class RedisServers:
         except StoreError as error:
             self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
             raise
+        self._patient_until_ns = 0
         self._backoff.succeeded()
 
     def forked(self) -> None:
@@ -220,7 +237,7 @@ class RedisDriver(ABC):
         """Send several calls; return their replies and StoreErrors, in order."""
 
     @abstractmethod
-    def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
+    def _send_to(self, address: Address, payload: bytes, discarded: int) -> Any:
         """Send to a server; return the reply after `discarded` others. Raises NotSent."""
 
     @abstractmethod
@@ -265,7 +282,8 @@ class RedisDriver(ABC):
     def settling(self, call: ScriptCall, due_ns: int, reply: Any) -> Steps[Any]:
         """Return a valid reply; after a refusal, send the call again until it is not refused.
 
-        Raises StoreError, by `due_ns`.
+        After `due_ns` begins only the first of these attempts, and none if the call was not sent.
+        Raises StoreError.
         """
         if not isinstance(reply, Refusal):
             return _valid(call, reply)
@@ -273,7 +291,7 @@ class RedisDriver(ABC):
         slot = servers.slot(call.key)
         refused_by = servers.topology.slots[slot]
         pause_s, by_text, refreshed = PAUSE_S_MIN, False, False
-        for _ in range(ATTEMPTS_MAX):
+        for attempt in range(ATTEMPTS_MAX):
             target, asking = None, False
             word, _, rest = str(refusal).partition(" ")
             if isinstance(refusal, NotSent):
@@ -281,14 +299,13 @@ class RedisDriver(ABC):
                 if refreshed or servers.config.mode == "standalone":
                     raise refusal
                 refreshed = True
-                yield from self._finding(due_ns, refusal)
+                due_ns = yield from self._finding(due_ns)
             elif word == "NOSCRIPT":
                 by_text = True
             elif word in {"MOVED", "ASK"}:
                 target = _redirection(rest, refusal, refused_by, servers.config)
                 asking = word == "ASK"
                 if not asking:
-                    _left_ns(due_ns, refusal)
                     servers.topology.moved(slot, target)
                     servers.find()
             elif _is_temporary(word, servers.config):
@@ -297,15 +314,17 @@ class RedisDriver(ABC):
                 yield Call(self._sleep, min(pause, _left_ns(due_ns, refusal) / NS_PER_SECOND))
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 if word != "TRYAGAIN":
-                    yield from self._finding(due_ns, refusal)
+                    due_ns = yield from self._finding(due_ns)
             else:
                 raise self.error_of(refusal)
             payload = call.by_text() if by_text else call.by_sha()
-            left_ns = _left_ns(due_ns, refusal)
+            # The process may have waited for a processor since the answer, so one attempt begins.
+            is_free = attempt == 0 and not isinstance(refusal, NotSent)
+            _left_ns(sys.maxsize if is_free else due_ns, refusal)
             try:
                 refused_by = target or servers.address_of(slot)
                 payload = ASKING + payload if asking else payload
-                reply = yield Call(self._send_to, refused_by, payload, int(asking), left_ns)
+                reply = yield Call(self._send_to, refused_by, payload, int(asking))
             except NotSent as error:
                 reply = error
             if not isinstance(reply, Refusal):
@@ -313,11 +332,15 @@ class RedisDriver(ABC):
             refusal = reply
         raise refusal if isinstance(refusal, NotSent) else self.error_of(refusal)
 
-    def _finding(self, due_ns: int, refusal: Refusal) -> Steps[None]:
-        """Look up where the servers are, and wait for it until the deadline."""
+    def _finding(self, due_ns: int) -> Steps[int]:
+        """Look up where the servers are, and wait for it until the deadline.
+
+        Return the deadline of the next attempt, which does not include the first lookup of all.
+        """
         # Started even if no time is left, for the next caller.
         finding = self.servers.find()
-        left_s = _left_ns(due_ns, refusal) / NS_PER_SECOND
+        until_ns = self.servers.find_due_ns(due_ns)
+        left_s = max(until_ns - time.monotonic_ns(), 0) / NS_PER_SECOND
         if (yield Call(self._wait, finding, left_s)):
             error = finding.exception()
             if isinstance(error, StoreError):
@@ -325,6 +348,7 @@ class RedisDriver(ABC):
                 raise type(error)(str(error)) from error
             if error is not None:
                 raise error
+        return due_ns if until_ns == due_ns else self.due_ns()
 
     def error_of(self, refusal: ReplyError) -> StoreError:
         """Return our error for a server's error."""
@@ -419,22 +443,25 @@ class ThreadDriver(RedisDriver):
                 by_address.setdefault(address, []).append(index)
             except StoreError as error:
                 replies[index] = error
+        failed = False
         for address, indexes in by_address.items():
             payload = b"".join(calls[index].by_sha() for index in indexes)
-            left_ns = due_ns - time.monotonic_ns()
             found: Sequence[Any]
             try:
-                if left_ns <= 0:
+                if failed and time.monotonic_ns() >= due_ns:
                     raise NotSent("the calls to other servers took until the deadline")
-                found = self._pool(address).exchange(payload, len(indexes), left_ns)
+                found = self._pool(address).exchange(
+                    payload, len(indexes), servers.config.deadline_ns
+                )
             except StoreError as error:
-                found = [error] * len(indexes)
+                found, failed = [error] * len(indexes), True
             for index, reply in zip(indexes, found, strict=True):
                 replies[index] = reply
         return replies
 
-    def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
-        return self._pool(address).exchange(payload, 1 + discarded, left_ns)[-1]
+    def _send_to(self, address: Address, payload: bytes, discarded: int) -> Any:
+        deadline_ns = self.servers.config.deadline_ns
+        return self._pool(address).exchange(payload, 1 + discarded, deadline_ns)[-1]
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -479,7 +506,7 @@ class AsyncioDriver(RedisDriver):
     ) -> None:
         super().__init__(servers)
         deadline_ns = servers.config.deadline_ns
-        self.coalescer = Coalescer(deadline_ns, cache, self.run, self._unconnected)
+        self.coalescer = Coalescer(deadline_ns, cache, self.run, self._is_connected)
         # None after closing, so that the store keeps no reference to a loop that has ended.
         self.loop: asyncio.AbstractEventLoop | None = loop
         self._connections: dict[Address, PipelinedConnection] = {}
@@ -527,14 +554,8 @@ class AsyncioDriver(RedisDriver):
         )
         return [next(received) if isinstance(each, asyncio.Future) else each for each in replies]
 
-    async def _send_to(self, address: Address, payload: bytes, discarded: int, left_ns: int) -> Any:
-        try:
-            async with asyncio.timeout(left_ns / NS_PER_SECOND):
-                return await self._connection(address).submit(payload, discarded)
-        except TimeoutError:
-            raise StoreTimeout(
-                "no answer by the deadline; the call may have been counted once"
-            ) from None
+    async def _send_to(self, address: Address, payload: bytes, discarded: int) -> Any:
+        return await self._connection(address).submit(payload, discarded)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -546,13 +567,11 @@ class AsyncioDriver(RedisDriver):
         # `wait` does not cancel it at the timeout: other calls wait for the same lookup.
         return bool((await asyncio.wait({awaited}, timeout=seconds))[0])
 
-    def _unconnected(self, key: bytes) -> str | None:
-        """Return the server that a call of the key would wait for; None if it is connected."""
+    def _is_connected(self, key: bytes) -> bool:
+        """Return True if a call of the key would leave at once."""
         address = self.servers.topology.slots[self.servers.slot(key)]
         connection = self._connections.get(address) if address is not None else None
-        if connection is not None and connection.connected:
-            return None
-        return str(address or self.servers.config.shown())
+        return connection is not None and connection.connected
 
     def _connection(self, address: Address) -> PipelinedConnection:
         connection = self._connections.get(address)

@@ -226,6 +226,7 @@ class AsyncRedisGate(_GateLogic):
             return await coalescer.join(check, most)
         else:
             coalescer.started(check)
+        answered = False
         try:
             attempt = CheckAttempt(check, self._cache.table.mark)
             try:
@@ -235,9 +236,10 @@ class AsyncRedisGate(_GateLogic):
             if type(reply) is not list:
                 due_ns = attempt.sent_ns + self._deadline_ns
                 reply = await driver.settle(attempt.call(), due_ns, reply)
+            answered = True
         finally:
             if coalescer.waiting or coalescer.in_flight[check] > 1:
-                coalescer.finished(check)
+                coalescer.finished(check, answered)
             else:  # the same without a function call, for the usual case: it was the only one
                 del coalescer.in_flight[check]
         return self._decision(attempt, reply)
