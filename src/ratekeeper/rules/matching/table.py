@@ -59,7 +59,7 @@ MEMO_MAX: Final = 8_192
 # A request with a longer value is never cached: clients must not fill the memory.
 MEMO_VALUE_LENGTH_MAX: Final = 256
 # A literal in the middle of a pattern is indexed by so many of its first or last characters.
-GRAM_LENGTHS: Final = (6, 3, 1)
+GRAM_LENGTHS: Final = (6, 4, 2, 1)
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
