@@ -17,7 +17,11 @@ from ratekeeper.cli.main import app
 from tests.cli.stub_service import stub_service
 
 ROOT = Path(__file__).parents[2]
-RULES = "{version: 1, tiers: {default: 5/s, pro: 9/s}, rules: [{id: api, by: user}]}"
+RULES = """
+version: 1
+tiers: {default: 5/s, pro: 9/s}
+rules: [{id: api, by: user}, {id: clients, by: [api_key, ip, tenant]}]
+"""
 COMMANDS = [
     *(("entries", name) for name in ("import", "export")),
     *(("override", name) for name in ("create", "list", "show", "delete")),
@@ -91,7 +95,7 @@ def test_a_bad_line_is_printed_with_its_number() -> None:
 @pytest.mark.parametrize(
     ("subject", "owner"),
     [
-        ("acme", {"tenant": "acme"}),
+        ("tenant:acme", {"tenant": "acme"}),
         ("user:42", {"user": "42"}),
         ("api_key:sk_1", {"api_key": "sk_1"}),
         ("203.0.113.7", {"ip": "203.0.113.7"}),
@@ -107,7 +111,7 @@ def test_an_override_is_created_shown_and_deleted(subject: str, owner: dict[str,
     assert as_json("override", "list", "--subject", subject)["overrides"] == [
         {name: value for name, value in made.items() if name != "exit_code"}
     ]
-    assert as_json("override", "list", "--subject", "other")["overrides"] == []
+    assert as_json("override", "list", "--subject", "user:other")["overrides"] == []
     assert run("override", "delete", made["id"], "--reason", "over").stdout.startswith("deleted")
     assert "there are no overrides" in run("override", "list").stdout
     assert run("override", "delete", made["id"]).exit_code == 2
@@ -132,21 +136,42 @@ def test_invalid_overrides_are_rejected(options: str, message: str) -> None:
     taken = run(
         "override",
         "create",
-        "a",
+        "user:a",
         *["--limit", "5/s", "--for", "1h", "--reason", "r", "--id", "taken"],
     )
     assert taken.exit_code == 0, taken.output
-    done = run("override", "create", "acme", *options.split())
+    done = run("override", "create", "user:7", *options.split())
     assert done.exit_code == 2
     assert message in done.output
     assert len(as_json("override", "list")["overrides"]) == 1
 
 
-def test_a_wrong_subject_is_rejected() -> None:
-    """The message names the forms."""
-    done = run("override", "create", "foo:1", *["--multiply", "2", "--for", "1h", "--reason", "r"])
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        ("foo:1", "write user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7"),
+        ("42", "write 'user:42' or 'api_key:42' or 'tenant:42'"),
+    ],
+)
+def test_a_wrong_subject_is_rejected(subject: str, message: str) -> None:
+    """The message names the forms: 42 alone may be a user, an API key or a tenant."""
+    options = ["--multiply", "2", "--for", "1h", "--reason", "r"]
+    done = run("override", "create", subject, *options)
     assert done.exit_code == 2
-    assert "write user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7" in done.output
+    assert message in done.output
+
+
+def test_an_override_that_changes_no_rule_is_rejected() -> None:
+    """The message says why, and which rule to name; --force is no option of the command."""
+    Path("rules.yaml").write_text("{version: 1, rules: [{id: api, by: user, limits: 5/s}]}")
+    assert run("rules", "apply", "rules.yaml").exit_code == 0
+    options = ["--multiply", "2", "--for", "1h", "--reason", "r"]
+    done = run("override", "create", "tenant:acme", *options)
+    assert done.exit_code == 1
+    assert "no rule counts by tenant, so it changes no limit" in done.output
+    assert "rule: api" in done.output
+    assert "--force" not in done.output
+    assert run("override", "create", "tenant:acme", *options, "--rule", "api").exit_code == 0
 
 
 def test_overrides_are_changed_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ COMMANDS = (
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
 GOOD = "version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\n"
 BAD = "version: 1\nrules:\n  - id: all\n    by: user\n    limits: 10/fortnight\n"
-UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\n  - "*"\n'
+UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\n  - "user:*"\n'
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_unsafe_document_is_a_warning() -> None:
     result = run("validate", file("unsafe.yaml", UNSAFE))
     assert result.exit_code == 0
     first, last = result.stdout.splitlines()
-    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "*": every request with')
+    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "user:*": every request with')
     assert last == "unsafe.yaml: ok, rules: 1, warnings: 1"
     assert "force" not in first
 
@@ -558,10 +558,10 @@ def test_every_field_of_a_request_can_be_given() -> None:
 def test_lists_and_overrides_are_shown() -> None:
     """The entry of the list, and the reason and author of the override."""
     found = explained(str(EXAMPLE), "--api-key", "sk_revoked_1")
-    assert (found["verdict"], found["listed"]) == ("denied", "deny sk_revoked_*")
+    assert (found["verdict"], found["listed"]) == ("denied", "deny api_key:sk_revoked_*")
     assert not any(rule["applies"] for rule in found["rules"].values())
     found = explained(str(EXAMPLE), "--api-key", "sk_internal_1")
-    assert (found["verdict"], found["listed"]) == ("allowed", "allow sk_internal_*")
+    assert (found["verdict"], found["listed"]) == ("allowed", "allow api_key:sk_internal_*")
     text = GOOD + "overrides: [{for: {user: '42'}, multiply: 2, reason: a guest, author: ann}]\n"
     result = run("explain", file("a.yaml", text), "--user", "42")
     assert "override user:42 (a guest, ann)" in result.stdout

@@ -43,8 +43,8 @@ RULES = {
             "limits": ["2/hour"],
         },
     ],
-    "allow": ["sk_internal_*"],
-    "deny": ["sk_revoked_*"],
+    "allow": ["api_key:sk_internal_*"],
+    "deny": ["api_key:sk_revoked_*"],
 }
 
 

@@ -221,13 +221,13 @@ async def test_an_import_has_the_safety_rules_of_a_single_entry(repository: Repo
     """Each unsafe entry is a problem at its position, and so are networks that cover everything."""
     entries = (await ready(repository)).entries
     unsafe = [
-        list_entry("deny", "*"),
+        list_entry("deny", "user:*"),
         assignment("user:1", "pro"),
         list_entry("allow", "ip:0.0.0.0/0"),
         list_entry("deny", "0.0.0.0/1"),
         list_entry("deny", "192.0.2.0/24"),
         list_entry("deny", "128.0.0.0/1"),
-        list_entry("deny", "sk_*"),
+        list_entry("deny", "api_key:sk_*"),
     ]
     found = await entries.problems(unsafe, 10)
     assert [at for at, _ in found] == [0, 2, 5]
@@ -265,12 +265,12 @@ async def test_a_list_has_at_most_1000_irregular_globs(
     with pytest.raises(InvalidEntry, match="more than 3 globs") as error:
         await entries.write([assignment("user:1", "pro"), *globs], **ANN)
     assert error.value.position == 4
-    await entries.write([*globs[:3], list_entry("deny", "sk_*")], **ANN)
+    await entries.write([*globs[:3], list_entry("deny", "api_key:sk_*")], **ANN)
     with pytest.raises(InvalidEntry, match="more than 3 globs"):
         await entries.put(globs[3], **ANN)
     await entries.put(globs[2], **ANN)
-    await entries.put(list_entry("allow", "sk_*_9"), **ANN)
-    await entries.remove("deny", "sk_*_0", **ANN)
+    await entries.put(list_entry("allow", "api_key:sk_*_9"), **ANN)
+    await entries.remove("deny", "api_key:sk_*_0", **ANN)
     await entries.put(globs[3], **ANN)
 
 

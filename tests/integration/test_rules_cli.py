@@ -37,7 +37,7 @@ HEARD_SECONDS_MAX = 20.0
 WRITERS = 4
 
 DOCUMENT = "version: 1\nrules:\n  - {{id: all, by: user, limits: {rate}/second}}\n"
-UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["*"]\n'
+UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["user:*"]\n'
 
 
 class Done(NamedTuple):

@@ -33,12 +33,12 @@ ENDPOINTS = [
 GLOBS = ["42", "off", "sk_live_*", "a?c", "[ab]*", "*", "é*", "x: y", "# no comment", "2026-01-01"]
 NETWORKS = ["10.0.0.0/8", "192.0.2.7", "2001:db8::/32", "::1"]
 ENTRIES = [
-    "sk_internal_*",
+    "api_key:sk_internal_*",
     "user:42",
     "ip:10.0.0.0/8",
     "192.0.2.7",
     "region:eu",
-    "a?c",
+    "user:a?c",
     "tenant:a*",
 ]
 

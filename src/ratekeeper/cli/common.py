@@ -103,7 +103,9 @@ class CliCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error ends it with a message and an exit code."""
-        with _reported_errors(bool(ctx.params.get("as_json")), self.document_problems):
+        can_force = any(each.name == "force" for each in self.params)
+        as_json = bool(ctx.params.get("as_json"))
+        with _reported_errors(as_json, self.document_problems, can_force=can_force):
             return super().invoke(ctx)
 
 
@@ -183,7 +185,7 @@ class UndoesChanges(ConfigError):
 
 
 @contextmanager
-def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
+def _reported_errors(as_json: bool, document_problems: int, *, can_force: bool) -> Iterator[None]:
     """Print an error that is raised in the block, and end the command with its exit code."""
     try:
         try:
@@ -191,7 +193,7 @@ def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
             code = OK
         except RatekeeperError as error:
             code = _exit_code(error, document_problems)
-            _print_error(error, code, as_json)
+            _print_error(error, code, as_json, can_force=can_force)
     except typer.Exit:
         raise
     except BrokenPipeError:
@@ -218,7 +220,7 @@ def _exit_code(error: RatekeeperError, document_problems: int) -> int:
     return document_problems if isinstance(error, DocumentError) else TROUBLE
 
 
-def _print_error(error: RatekeeperError, code: int, as_json: bool) -> None:
+def _print_error(error: RatekeeperError, code: int, as_json: bool, *, can_force: bool) -> None:
     if as_json:
         data: dict[str, object] = {"exit_code": code, "error": str(error)}
         if isinstance(error, DocumentError):
@@ -232,7 +234,8 @@ def _print_error(error: RatekeeperError, code: int, as_json: bool) -> None:
         print_text(str(error), to_stderr=True)  # each line starts with the file and the position
     elif isinstance(error, UnsafeChange):
         print_text(f"ratekeeper: rejected; nothing has changed:\n{error}", to_stderr=True)
-        print_text("To apply it anyway: --force", to_stderr=True)
+        if can_force:
+            print_text("To apply it anyway: --force", to_stderr=True)
     elif isinstance(error, VersionConflict):
         print_text(f"ratekeeper: {error}", to_stderr=True)
         if error.expected and error.current:

@@ -53,6 +53,7 @@ from ratekeeper.rules.entries import (
     override_entry,
     parse_override,
 )
+from ratekeeper.rules.matching.lists import without_kind
 
 PROGRESS_SECONDS: Final = 1.0
 _UPLOAD_BYTES: Final = 256 * 1024
@@ -316,8 +317,7 @@ def override_data(
         str,
         typer.Argument(
             metavar="SUBJECT",
-            help="user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7. An address alone is an "
-            "address, and any other name alone is a tenant.",
+            help="user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7.",
         ),
     ],
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why it is made; required.")],
@@ -335,7 +335,10 @@ def override_data(
         str | None, typer.Option(metavar="TIME", help="The end: 2030-12-31T23:59:59Z.")
     ] = None,
     rule: Annotated[
-        str | None, typer.Option(metavar="RULE", help="Only this rule. [default: every rule]")
+        str | None,
+        typer.Option(
+            metavar="RULE", help="Only this rule. [default: each that counts by the subject]"
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="[default: a random one]")
@@ -359,8 +362,8 @@ def override_data(
 def owner_of(subject: str) -> dict[str, str]:
     """Return the subject of an override as the document writes it. Raises ConfigError.
 
-    >>> owner_of("acme"), owner_of("203.0.113.7"), owner_of("user:42")
-    ({'tenant': 'acme'}, {'ip': '203.0.113.7'}, {'user': '42'})
+    >>> owner_of("user:42"), owner_of("203.0.113.7")
+    ({'user': '42'}, {'ip': '203.0.113.7'})
     """
     attribute, colon, value = subject.partition(":")
     if colon and attribute in _OWNERS and value:
@@ -368,12 +371,12 @@ def owner_of(subject: str) -> dict[str, str]:
     try:
         ip_network(subject)
     except ValueError:
-        if colon:
-            raise ConfigError(
-                f"{show(subject)} is not a subject; write user:42, api_key:sk_1, tenant:acme or "
-                f"ip:203.0.113.7"
-            ) from None
-        return {"tenant": subject}
+        if not colon and subject:
+            raise ConfigError(f"subject {show(subject)} {without_kind(subject)}") from None
+        raise ConfigError(
+            f"{show(subject)} is not a subject; write user:42, api_key:sk_1, tenant:acme or "
+            f"ip:203.0.113.7"
+        ) from None
     return {"ip": subject}
 
 
@@ -390,7 +393,7 @@ def create(
 
     Exit code: 0 created; 2 it could not be done.
 
-    Example: ratekeeper override create acme --multiply 5 --for 2h --reason "launch"
+    Example: ratekeeper override create tenant:acme --multiply 5 --for 2h --reason "launch"
 
     Example: ratekeeper override create user:42 --limit 10/second --until 2030-12-31T23:59:59Z
     --rule orders --reason "migrates an archive"

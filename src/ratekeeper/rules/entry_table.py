@@ -170,7 +170,7 @@ class PackedOverride(NamedTuple):
     id: str
     until_us: int
     rule: str
-    """The id of the rule that it changes; empty: all rules."""
+    """The id of the rule that it changes; empty: every rule that counts by its owner."""
     terms: str
     """Its limits or its factor, as JSON."""
 
@@ -251,7 +251,7 @@ class EntryTable:
         self.overrides.replace(attribute, value, items if removed else [packed, *items])
 
     def owners(self) -> Iterator[str]:
-        """Yield every subject and exact value that an entry names: `user:42`, or `42` of a list.
+        """Yield every subject that an entry names: `user:42`.
 
         It may yield one several times. Another thread may change the table meanwhile.
         """

@@ -280,7 +280,7 @@ def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
     problems_before = place.problem_count
     found = [
         text
-        for item, text in place.each_text('["sk_internal_*"]', PATTERN_LENGTH_MAX)
+        for item, text in place.each_text('["api_key:sk_internal_*"]', PATTERN_LENGTH_MAX)
         if _compiles(item.fail, check_entry, text)
     ]
     globs = [text for text in found if _WILDCARD_INSIDE.search(text)]
