@@ -40,7 +40,7 @@ def test_unassigning_an_unassigned_subject_raises() -> None:
 
 
 def test_removing_an_override() -> None:
-    """None means the override for every rule, not all overrides."""
+    """None means the override that names no rule, not all overrides."""
     assert edits.remove_override(DOCUMENT, "user", "42").overrides == (DOUBLE_ORDERS,)
     assert edits.remove_override(DOCUMENT, "user", "42", "orders").overrides == (DOUBLE,)
 
@@ -48,10 +48,10 @@ def test_removing_an_override() -> None:
 @pytest.mark.parametrize(
     ("whose", "words"),
     [
-        (("user", "7", None), "for 'user' '7' and every rule; it has no override"),
+        (("user", "7", None), "for 'user' '7' and every rule by user; it has no override"),
         (
             ("user", "42", "login"),
-            "rule 'login'; it has overrides for every rule, 'orders'",
+            "rule 'login'; it has overrides for every rule by user, 'orders'",
         ),
         (("tenant", "42", None), "it has no override"),
     ],

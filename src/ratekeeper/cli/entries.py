@@ -544,7 +544,7 @@ def _override_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         str(data["id"]),
         ", ".join(f"{name}:{value}" for name, value in data["for"].items()),
-        str(data.get("rule", "every rule")),
+        str(data.get("rule", f"every rule by {next(iter(data['for']))}")),
         shown or f"× {data.get('multiply', 1):g}",
         time_text(until),
         " ".join(str(data.get("reason", "")).split()),

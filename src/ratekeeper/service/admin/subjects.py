@@ -481,7 +481,7 @@ async def delete_override(
     rule: Annotated[
         str | None,
         Query(
-            description="The override for this rule; by default the one for every rule.",
+            description="The override for this rule; by default the one that names no rule.",
             max_length=128,
         ),
     ] = None,
