@@ -161,6 +161,23 @@ def test_a_wrong_subject_is_rejected(subject: str, message: str) -> None:
     assert message in done.output
 
 
+def test_explain_reads_the_entries_of_the_database() -> None:
+    """A customer on the deny list is denied; one with an override has its limits, and why."""
+    entries = "kind,subject,tier,limits,until,reason\ndeny,user:eve,,,,\n"
+    entries += "assignment,user:ann,pro,,,\noverride,user:bob,,2/s,2h,launch day\n"
+    assert run("entries", "import", "-", text=entries).exit_code == 0
+    found = as_json("rules", "explain", "--user", "eve")
+    assert (found["verdict"], found["listed"]) == ("denied", "deny user:eve")
+    found = as_json("rules", "explain", "--user", "ann")
+    assert (found["verdict"], found["decides"], found["tier"]) == ("allowed", "api", "pro")
+    done = run("rules", "explain", "--user", "bob")
+    assert "2/second" in done.stdout
+    assert re.search(r"override user:bob \(launch day, until 20", done.stdout)
+    # A file has no entries beside it, and the output says so.
+    done = run("rules", "explain", "rules.yaml", "--user", "eve")
+    assert done.stdout.startswith("allowed (rules.yaml, without the entries of a service;")
+
+
 def test_an_override_that_changes_no_rule_is_rejected() -> None:
     """The message says why, and which rule to name; --force is no option of the command."""
     Path("rules.yaml").write_text("{version: 1, rules: [{id: api, by: user, limits: 5/s}]}")

@@ -472,7 +472,10 @@ def test_explain_has_a_line_for_each_rule() -> None:
     result = run("explain", str(EXAMPLE), *ORDER, "--tier", "pro")
     assert result.exit_code == 0
     verdict, headings, *rows = result.stdout.splitlines()
-    assert verdict == f"allowed ({EXAMPLE}; tier: pro; nothing was charged)"
+    assert (
+        verdict
+        == f"allowed ({EXAMPLE}, without the entries of a service; tier: pro; nothing was charged)"
+    )
     assert headings.split() == ["RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY"]
     cells = {row.split()[0]: re.split(" {2,}", row) for row in rows}
     assert cells["orders"] == [
@@ -605,7 +608,7 @@ def test_unavailable_store_is_exit_code_2() -> None:
     store = f"redis://ann:s3cret@127.0.0.1:{port}"
     result = run("explain", file("a.yaml", GOOD), "--user", "1", RATEKEEPER_STORE=store)
     assert result.exit_code == 2
-    assert result.stdout.startswith("unknown (a.yaml; ")
+    assert result.stdout.startswith("unknown (a.yaml, ")
     assert "all its conditions hold" in result.stdout
     assert "s3cret" not in result.output
 

@@ -231,19 +231,21 @@ def test_changes_of_overrides_equal_the_rows_that_are_left(
         st.builds(lambda rate: {"limits": [rate, {"rate": rate}]}, st.text('1/s"]\\', max_size=4)),
         st.builds(lambda rate: {"limits": [rate, "9/s"]}, st.text('1/s"]\\', max_size=4)),
     ),
+    reason=st.text('a ,}"\\é\x1f\n', min_size=1, max_size=6),
 )
 def test_an_override_is_packed_as_its_json_says(
-    owner: str, rule: str | None, terms: dict[str, Any]
+    owner: str, rule: str | None, terms: dict[str, Any], reason: str
 ) -> None:
-    """Most are packed without a JSON parser: owner, rule, terms and end are the same."""
+    """Most are packed without a JSON parser: owner, rule, terms, end and reason are the same."""
     named = {} if rule is None else {"rule": rule}
-    data = {"for": {"user": owner}, **named, **terms, "until": NOON.isoformat(), "reason": "why"}
+    data = {"for": {"user": owner}, **named, **terms, "until": NOON.isoformat(), "reason": reason}
     written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     table = EntryTable()
     assert table.apply([row("override", "x", written)], 1) == []
     [(found, item)] = table.overrides.find(Request(user=owner))
     read = unpacked(item)
     assert (found, read.id, read.rule) == (f"user:{owner}", "x", rule or "")
+    assert read.reason == reason
     assert read.until_us == NOON.timestamp() * 1_000_000
     assert read.data(found) == {"for": {"user": owner}, **terms}
 
