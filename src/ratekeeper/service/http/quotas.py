@@ -212,7 +212,9 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
         # The limits of a global rule are counted together, so one peek covers all of them.
         look = await limiter.peek_rule(check._replace(units=0))
         limits = _global_limits(look, usage, check, penalty)
-    override = check.choice.override
+    override = None
+    if (found := check.choice.override) is not None:
+        override = QuotaOverride(found.id, found.reason, found.until)
     return QuotaRule(
         rule=rule.id,
         mode=rule.mode,
@@ -221,7 +223,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
         cost=check.units,
         penalty=penalty,
         limits=limits,
-        override=override and QuotaOverride(override.id, override.reason, override.until),
+        override=override,
         across_regions=rule.across,
         regions=None
         if usage is None
