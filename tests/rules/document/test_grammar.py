@@ -599,6 +599,13 @@ def test_ids_are_unique() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["(deny)", "limit:emails"])
+def test_ids_of_lists_and_of_limits_of_calls_are_reserved(name: str) -> None:
+    """Otherwise their records would be mixed."""
+    [problem] = problems(f"version: 1\nrules:\n- {{id: '{name}', by: user, limits: 5/s}}\n")
+    assert "begins like the name of a list, such as (deny), or of limits that come" in problem
+
+
 @pytest.mark.parametrize("by", ["[]", "[user, ip]"])
 def test_keys_need_a_rule_that_counts_by_one_attribute(by: str) -> None:
     """With two attributes, or none, a key would be ambiguous."""

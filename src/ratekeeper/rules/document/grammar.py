@@ -42,6 +42,7 @@ from ratekeeper.rules.document.model import (
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
     PUSHED_SOURCES_MAX,
+    RESERVED_NAMES,
     RULES_MAX,
     SCALES_MAX,
     SHARE_SOURCES,
@@ -481,6 +482,11 @@ def _id(place: DocumentPlace, taken: Collection[str]) -> str:
     name = place.line("orders", NAME_LENGTH_MAX)
     if name and name in taken:
         place.fail(f"{quoted(name)} is already the id of an earlier rule; choose another id")
+    if name.startswith(RESERVED_NAMES):
+        place.fail(
+            f"{quoted(name)} begins like the name of a list, such as (deny), or of limits that "
+            f"come with a call, such as limit:emails; choose another id"
+        )
     return name
 
 

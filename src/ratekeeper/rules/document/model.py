@@ -31,6 +31,10 @@ OverrideOwner = Literal[Owner, "ip"]
 # protected system pushes the load of any other source, in a unit of its own.
 SHARE_SOURCES: Final = ("cpu", "memory", "pushed")
 
+# The beginnings of names that no rule may have. In records, metrics and penalties, a parenthesis
+# begins the name of a list (`(deny)`), and `limit:` the name of limits that came with a call.
+CALL_LIMIT: Final = "limit:"
+RESERVED_NAMES: Final = ("(", CALL_LIMIT)
 # The tier of requests that have no tier, or one that the document does not know.
 DEFAULT_TIER: Final = "default"
 RULES_MAX: Final = 20_000
