@@ -24,6 +24,7 @@ rules: [{id: api, by: user}, {id: clients, by: [api_key, ip, tenant]}]
 """
 COMMANDS = [
     *(("entries", name) for name in ("import", "export")),
+    *(("tier", name) for name in ("assign", "remove")),
     *(("override", name) for name in ("create", "list", "show", "delete")),
 ]
 
@@ -159,6 +160,37 @@ def test_a_wrong_subject_is_rejected(subject: str, message: str) -> None:
     done = run("override", "create", subject, *options)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_a_tier_is_assigned_and_removed() -> None:
+    """In one command each; a tier that the rules do not have and a bare name are errors."""
+    done = run("tier", "assign", "user:42", "pro", "--reason", "new plan", "--author", "ann")
+    assert (done.exit_code, done.stdout) == (0, "user:42 has the tier pro\n")
+    assert as_json("rules", "explain", "--user", "42")["tier"] == "pro"
+    assert run("tier", "remove", "user:42").exit_code == 0
+    assert as_json("rules", "explain", "--user", "42")["tier"] is None
+    for subject, tier, message in (
+        ("user:42", "gold", 'there is no tier "gold"'),
+        ("42", "pro", 'write "user:42", "api_key:sk_1" or "tenant:acme"'),
+    ):
+        done = run("tier", "assign", subject, tier)
+        assert done.exit_code == 2
+        assert message in done.output
+    assert run("tier", "remove", "user:42").exit_code == 2
+
+
+def test_a_tier_is_assigned_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a database."""
+    monkeypatch.delenv("RATEKEEPER_DATABASE")
+    with stub_service(200, {"seq": 7}) as stub:
+        assert run("tier", "assign", "user:a/b", "pro", "--url", stub.url).exit_code == 0
+        assert run("tier", "remove", "user:a/b", "--url", stub.url).exit_code == 0
+    path = "/v1/admin/assignments/user%3Aa%2Fb"
+    assert [(each.method, each.target) for each in stub.received] == [
+        ("PUT", path),
+        ("DELETE", path),
+    ]
+    assert stub.received[0].body == {"tier": "pro", "reason": ""}
 
 
 def test_explain_reads_the_entries_of_the_database() -> None:

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -59,6 +59,8 @@ _LEVEL_WIDTH: Final = 9
 _URL: Final = re.compile(r"\S*://\S*")
 _TOKEN: Final = re.compile(r"\brk_[\w-]+")
 _DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[a-z]{0,12})")
+_TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
+TIME_FORMS: Final = "14:03 (today, UTC), 2h (ago), 2026-11-15 or 2026-11-15T14:30Z"
 
 ReasonOption = Annotated[
     str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
@@ -357,6 +359,29 @@ def parse_duration_s(option: str, text: str) -> float:
     if found is None or unit_ns is None:
         raise ConfigError(f"{option} {show(text)} is not a duration; try 90s, 10m or 1h")
     return float(found["number"]) * unit_ns / NS_PER_SECOND
+
+
+def parse_moment(option: str, text: str | None, now: datetime | None = None) -> datetime | None:
+    """Parse a time, in one of the TIME_FORMS. Raises ConfigError.
+
+    >>> noon = datetime(2026, 11, 15, 12, tzinfo=UTC)
+    >>> [f"{parse_moment('--from', text, noon):%d %H:%M}" for text in ("2h", "2 hours ago", "9:05")]
+    ['15 10:00', '15 10:00', '15 09:05']
+    """
+    if text is None:
+        return None
+    now = datetime.now(UTC) if now is None else now
+    try:
+        if found := _TIME_OF_DAY.fullmatch(text):
+            hour, minute, second = (int(each or 0) for each in found.groups())
+            return now.replace(hour=hour, minute=minute, second=second, microsecond=0)
+        found = _DURATION.fullmatch(text.removesuffix(" ago"))
+        if found is not None and found["unit"] in UNIT_NS:
+            return now - timedelta(seconds=parse_duration_s(option, text.removesuffix(" ago")))
+        time = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{option} {show(text)} is not a time; write {TIME_FORMS}") from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def parse_pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:

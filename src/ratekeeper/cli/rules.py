@@ -16,7 +16,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from fractions import Fraction
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +28,7 @@ from ratekeeper.cli.check import request_fields
 from ratekeeper.cli.common import (
     OK,
     PROBLEMS,
+    TIME_FORMS,
     TROUBLE,
     CliCommand,
     CliGroup,
@@ -36,6 +36,7 @@ from ratekeeper.cli.common import (
     JsonOption,
     ReasonOption,
     UndoesChanges,
+    parse_moment,
     print_json,
     print_table,
     print_text,
@@ -645,7 +646,7 @@ def audit_(
         typer.Option(metavar="KEY", help="Of this subject, override, list entry or rule."),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From 2026-11-15, or 2026-11-15T14:30Z.")
+        str | None, typer.Option(metavar="TIME", help=f"From this time: {TIME_FORMS}.")
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="At most N changes, up to 1000.")] = 50,
@@ -664,7 +665,9 @@ def audit_(
     """
     from ratekeeper.control.audit import AuditCursor, AuditFilter  # noqa: PLC0415 - needs an extra
 
-    wanted = AuditFilter(author, kind, key, _moment("--since", since), _moment("--until", until))
+    wanted = AuditFilter(
+        author, kind, key, parse_moment("--since", since), parse_moment("--until", until)
+    )
     cursor = None if before is None else AuditCursor.read(before)
 
     async def find() -> AuditPage:
@@ -690,19 +693,6 @@ def _audit_row(change: AuditedChange) -> tuple[str, ...]:
         what = f"{what} ({change.count:,} entries)".strip()
     reason = one_line(change.reason)
     return time_text(change.created_at), change.author, change.kind, what, reason
-
-
-def _moment(option: str, text: str | None) -> datetime | None:
-    """Return a time of ISO 8601; without a zone, it is UTC. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(
-            f"{option} {quoted(text)} is not a time; for example 2026-11-15 or 2026-11-15T14:30Z"
-        ) from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @app.command(cls=DocumentCommand)
@@ -1068,7 +1058,10 @@ def preview(
     file: FileArgument,
     service: ServiceClient,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From this time. [default: the last hour]")
+        str | None,
+        typer.Option(
+            metavar="TIME", help=f"From this time: {TIME_FORMS}. [default: the last hour]"
+        ),
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
     limit: Annotated[
@@ -1087,7 +1080,7 @@ def preview(
     Example: ratekeeper rules preview limits.yaml --url http://127.0.0.1:8080 --since 2026-11-15
     """
     document = source_from_file(file).document()
-    moments = {"from": _moment("--since", since), "to": _moment("--until", until)}
+    moments = {"from": parse_moment("--since", since), "to": parse_moment("--until", until)}
     query = {name: each.isoformat() for name, each in moments.items() if each is not None}
     if limit is not None:
         query["limit"] = str(limit)
