@@ -38,7 +38,7 @@ rules:
   - {id: users, by: [user], limits: [1000000/second, 1000000000/day]}
   - {id: tenants, match: {endpoint: "/v1/**"}, by: [tenant], limits: [10000000/second]}
   - {id: addresses, by: [ip], limits: [10000000/second]}
-deny: [sk_revoked_*]
+deny: ["api_key:sk_revoked_*"]
 """
 
 

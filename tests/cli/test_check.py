@@ -353,7 +353,10 @@ QUOTA = {
     "rules": [
         rule("all", limit(7), limit(100, 100, 0.0)),
         rule("new", limit(1, 5), mode="shadow"),
-        rule("dear", limit(12, 20), cost=3),
+        {
+            **rule("dear", limit(12, 20), cost=3),
+            "override": {"id": "a", "reason": "launch", "until": "2030-01-31T00:00:00Z"},
+        },
     ],
 }
 
@@ -369,7 +372,10 @@ def test_quota_has_a_line_for_each_limit() -> None:
         ["all", "user:42", "10/second", "tier pro", "7 of 10", "in 1 s"],
         ["all", "user:42", "100/second", "tier pro", "100 of 100", "now"],
         ["new (shadow)", "user:42", "5/second", "tier pro", "1 of 5", "in 1 s"],
-        ["dear", "user:42", "20/second", "tier pro", "12 of 20", "in 1 s"],
+        [
+            *("dear", "user:42", "20/second"),
+            *("tier pro (launch, until 2030-01-31 00:00:00Z)", "12 of 20", "in 1 s"),
+        ],
     ]
     assert json.loads(told.output) == {"exit_code": 0, **QUOTA}
     assert service.received[0] == ReceivedRequest("GET", "/v1/quota?user=42", None, None)

@@ -17,9 +17,14 @@ from ratekeeper.cli.main import app
 from tests.cli.stub_service import stub_service
 
 ROOT = Path(__file__).parents[2]
-RULES = "{version: 1, tiers: {default: 5/s, pro: 9/s}, rules: [{id: api, by: user}]}"
+RULES = """
+version: 1
+tiers: {default: 5/s, pro: 9/s}
+rules: [{id: api, by: user}, {id: clients, by: [api_key, ip, tenant]}]
+"""
 COMMANDS = [
     *(("entries", name) for name in ("import", "export")),
+    *(("tier", name) for name in ("assign", "remove")),
     *(("override", name) for name in ("create", "list", "show", "delete")),
 ]
 
@@ -91,7 +96,7 @@ def test_a_bad_line_is_printed_with_its_number() -> None:
 @pytest.mark.parametrize(
     ("subject", "owner"),
     [
-        ("acme", {"tenant": "acme"}),
+        ("tenant:acme", {"tenant": "acme"}),
         ("user:42", {"user": "42"}),
         ("api_key:sk_1", {"api_key": "sk_1"}),
         ("203.0.113.7", {"ip": "203.0.113.7"}),
@@ -107,7 +112,7 @@ def test_an_override_is_created_shown_and_deleted(subject: str, owner: dict[str,
     assert as_json("override", "list", "--subject", subject)["overrides"] == [
         {name: value for name, value in made.items() if name != "exit_code"}
     ]
-    assert as_json("override", "list", "--subject", "other")["overrides"] == []
+    assert as_json("override", "list", "--subject", "user:other")["overrides"] == []
     assert run("override", "delete", made["id"], "--reason", "over").stdout.startswith("deleted")
     assert "there are no overrides" in run("override", "list").stdout
     assert run("override", "delete", made["id"]).exit_code == 2
@@ -132,21 +137,90 @@ def test_invalid_overrides_are_rejected(options: str, message: str) -> None:
     taken = run(
         "override",
         "create",
-        "a",
+        "user:a",
         *["--limit", "5/s", "--for", "1h", "--reason", "r", "--id", "taken"],
     )
     assert taken.exit_code == 0, taken.output
-    done = run("override", "create", "acme", *options.split())
+    done = run("override", "create", "user:7", *options.split())
     assert done.exit_code == 2
     assert message in done.output
     assert len(as_json("override", "list")["overrides"]) == 1
 
 
-def test_a_wrong_subject_is_rejected() -> None:
-    """The message names the forms."""
-    done = run("override", "create", "foo:1", *["--multiply", "2", "--for", "1h", "--reason", "r"])
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        ("foo:1", "write user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7"),
+        ("42", "write 'user:42' or 'api_key:42' or 'tenant:42'"),
+    ],
+)
+def test_a_wrong_subject_is_rejected(subject: str, message: str) -> None:
+    """The message names the forms: 42 alone may be a user, an API key or a tenant."""
+    options = ["--multiply", "2", "--for", "1h", "--reason", "r"]
+    done = run("override", "create", subject, *options)
     assert done.exit_code == 2
-    assert "write user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7" in done.output
+    assert message in done.output
+
+
+def test_a_tier_is_assigned_and_removed() -> None:
+    """In one command each; a tier that the rules do not have and a bare name are errors."""
+    done = run("tier", "assign", "user:42", "pro", "--reason", "new plan", "--author", "ann")
+    assert (done.exit_code, done.stdout) == (0, "user:42 has the tier pro\n")
+    assert as_json("rules", "explain", "--user", "42")["tier"] == "pro"
+    assert run("tier", "remove", "user:42").exit_code == 0
+    assert as_json("rules", "explain", "--user", "42")["tier"] is None
+    for subject, tier, message in (
+        ("user:42", "gold", 'there is no tier "gold"'),
+        ("42", "pro", 'write "user:42", "api_key:sk_1" or "tenant:acme"'),
+    ):
+        done = run("tier", "assign", subject, tier)
+        assert done.exit_code == 2
+        assert message in done.output
+    assert run("tier", "remove", "user:42").exit_code == 2
+
+
+def test_a_tier_is_assigned_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a database."""
+    monkeypatch.delenv("RATEKEEPER_DATABASE")
+    with stub_service(200, {"seq": 7}) as stub:
+        assert run("tier", "assign", "user:a/b", "pro", "--url", stub.url).exit_code == 0
+        assert run("tier", "remove", "user:a/b", "--url", stub.url).exit_code == 0
+    path = "/v1/admin/assignments/user%3Aa%2Fb"
+    assert [(each.method, each.target) for each in stub.received] == [
+        ("PUT", path),
+        ("DELETE", path),
+    ]
+    assert stub.received[0].body == {"tier": "pro", "reason": ""}
+
+
+def test_explain_reads_the_entries_of_the_database() -> None:
+    """A customer on the deny list is denied; one with an override has its limits, and why."""
+    entries = "kind,subject,tier,limits,until,reason\ndeny,user:eve,,,,\n"
+    entries += "assignment,user:ann,pro,,,\noverride,user:bob,,2/s,2h,launch day\n"
+    assert run("entries", "import", "-", text=entries).exit_code == 0
+    found = as_json("rules", "explain", "--user", "eve")
+    assert (found["verdict"], found["listed"]) == ("denied", "deny user:eve")
+    found = as_json("rules", "explain", "--user", "ann")
+    assert (found["verdict"], found["decides"], found["tier"]) == ("allowed", "api", "pro")
+    done = run("rules", "explain", "--user", "bob")
+    assert "2/second" in done.stdout
+    assert re.search(r"override user:bob \(launch day, until 20", done.stdout)
+    # A file has no entries beside it, and the output says so.
+    done = run("rules", "explain", "rules.yaml", "--user", "eve")
+    assert done.stdout.startswith("allowed (rules.yaml, without the entries of a service;")
+
+
+def test_an_override_that_changes_no_rule_is_rejected() -> None:
+    """The message says why, and which rule to name; --force is no option of the command."""
+    Path("rules.yaml").write_text("{version: 1, rules: [{id: api, by: user, limits: 5/s}]}")
+    assert run("rules", "apply", "rules.yaml").exit_code == 0
+    options = ["--multiply", "2", "--for", "1h", "--reason", "r"]
+    done = run("override", "create", "tenant:acme", *options)
+    assert done.exit_code == 1
+    assert "no rule counts by tenant, so it changes no limit" in done.output
+    assert "rule: api" in done.output
+    assert "--force" not in done.output
+    assert run("override", "create", "tenant:acme", *options, "--rule", "api").exit_code == 0
 
 
 def test_overrides_are_changed_through_a_service(monkeypatch: pytest.MonkeyPatch) -> None:

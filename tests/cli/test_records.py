@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -35,7 +36,7 @@ USAGE = {
     "shadow_denied": 3,
     "denied_indirectly": 12,
 }
-BUSY = {"subject": ["user:7"], "rule": "trial", "count": 12, "error": 0, "per_second": 0.5}
+BUSY = {"subject": ["user:7"], "rule": "trial", "count": 12.0, "error": 0, "per_second": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,12 @@ BUSY = {"subject": ["user:7"], "rule": "trial", "count": 12, "error": 0, "per_se
             ["decisions", "--tenant", "initech", "--outcome", "denied", "--from", "2026-11-15"],
             DECISION,
             ["everybody", "initech", "100", "60 s", "req-7", "eu-1", "trial"],
-            {"tenant": ["initech"], "outcome": ["denied"], "from": ["2026-11-15"], "limit": ["20"]},
+            {
+                "tenant": ["initech"],
+                "outcome": ["denied"],
+                "from": ["2026-11-15T00:00:00+00:00"],
+                "limit": ["20"],
+            },
         ),
         (
             ["usage", "--subject", "tenant:initech", "--subject", "user:7", "--step", "day"],
@@ -75,6 +81,33 @@ def test_a_command_queries_and_prints(
     target = urlsplit(service.received[0].target)
     assert target.path == f"/v1/admin/{command[0]}"
     assert parse_qs(target.query) == query
+
+
+def test_counts_have_no_fractions() -> None:
+    """An estimate of 12.0 requests is 12, and one of 1,234.6 is 1235; a rate has three digits."""
+    counts = [(12.0, 0.5), (1234.6, 20.576666), (3.0, 1.0)]
+    items = [{**BUSY, "count": count, "per_second": rate} for count, rate in counts]
+    with stub_service(200, {"items": items}) as service:
+        shown = run("records", "top", url=service.url).stdout
+    assert [line.split()[-2:] for line in shown.splitlines()[1:]] == [
+        *(["12", "0.5"], ["1235", "20.6"], ["3", "1"])
+    ]
+
+
+def test_a_time_of_day_is_today() -> None:
+    """In UTC; the forms of a time are in the error message."""
+    with stub_service(200, {"items": []}) as service:
+        before = datetime.now(UTC).date()
+        command = ("records", "decisions", "--from", "14:03", "--to", "1h")
+        assert run(*command, url=service.url).exit_code == 0
+        wrong = run("records", "decisions", "--from", "yesterday", url=service.url)
+    query = parse_qs(urlsplit(service.received[0].target).query)
+    start, end = (datetime.fromisoformat(query[name][0]) for name in ("from", "to"))
+    assert before <= start.date() <= datetime.now(UTC).date()
+    assert (start.hour, start.minute, start.second, start.tzinfo) == (14, 3, 0, UTC)
+    assert timedelta(hours=1) <= datetime.now(UTC) - end < timedelta(hours=2)
+    assert wrong.exit_code == 2
+    assert "--from 'yesterday' is not a time; write 14:03 (today, UTC), 2h (ago)" in wrong.output
 
 
 def test_no_records_and_strange_answers() -> None:

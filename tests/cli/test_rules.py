@@ -36,7 +36,7 @@ COMMANDS = (
 URL = "postgresql://ann:s3cret@127.0.0.1:1/rules"
 GOOD = "version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\n"
 BAD = "version: 1\nrules:\n  - id: all\n    by: user\n    limits: 10/fortnight\n"
-UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\n  - "*"\n'
+UNSAFE = 'version: 1\nrules:\n  - {id: all, by: user, limits: 10/second}\ndeny:\n  - "user:*"\n'
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_unsafe_document_is_a_warning() -> None:
     result = run("validate", file("unsafe.yaml", UNSAFE))
     assert result.exit_code == 0
     first, last = result.stdout.splitlines()
-    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "*": every request with')
+    assert first.startswith('unsafe.yaml:5:5: warning: deny[0]: "user:*": every request with')
     assert last == "unsafe.yaml: ok, rules: 1, warnings: 1"
     assert "force" not in first
 
@@ -472,7 +472,10 @@ def test_explain_has_a_line_for_each_rule() -> None:
     result = run("explain", str(EXAMPLE), *ORDER, "--tier", "pro")
     assert result.exit_code == 0
     verdict, headings, *rows = result.stdout.splitlines()
-    assert verdict == f"allowed ({EXAMPLE}; tier: pro; nothing was charged)"
+    assert (
+        verdict
+        == f"allowed ({EXAMPLE}, without the entries of a service; tier: pro; nothing was charged)"
+    )
     assert headings.split() == ["RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY"]
     cells = {row.split()[0]: re.split(" {2,}", row) for row in rows}
     assert cells["orders"] == [
@@ -558,10 +561,10 @@ def test_every_field_of_a_request_can_be_given() -> None:
 def test_lists_and_overrides_are_shown() -> None:
     """The entry of the list, and the reason and author of the override."""
     found = explained(str(EXAMPLE), "--api-key", "sk_revoked_1")
-    assert (found["verdict"], found["listed"]) == ("denied", "deny sk_revoked_*")
+    assert (found["verdict"], found["listed"]) == ("denied", "deny api_key:sk_revoked_*")
     assert not any(rule["applies"] for rule in found["rules"].values())
     found = explained(str(EXAMPLE), "--api-key", "sk_internal_1")
-    assert (found["verdict"], found["listed"]) == ("allowed", "allow sk_internal_*")
+    assert (found["verdict"], found["listed"]) == ("allowed", "allow api_key:sk_internal_*")
     text = GOOD + "overrides: [{for: {user: '42'}, multiply: 2, reason: a guest, author: ann}]\n"
     result = run("explain", file("a.yaml", text), "--user", "42")
     assert "override user:42 (a guest, ann)" in result.stdout
@@ -605,7 +608,7 @@ def test_unavailable_store_is_exit_code_2() -> None:
     store = f"redis://ann:s3cret@127.0.0.1:{port}"
     result = run("explain", file("a.yaml", GOOD), "--user", "1", RATEKEEPER_STORE=store)
     assert result.exit_code == 2
-    assert result.stdout.startswith("unknown (a.yaml; ")
+    assert result.stdout.startswith("unknown (a.yaml, ")
     assert "all its conditions hold" in result.stdout
     assert "s3cret" not in result.output
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from ratekeeper.cli.main import app
@@ -26,10 +28,26 @@ def rules(tmp_path: Path) -> str:
 def test_every_setting_is_an_option_and_a_variable() -> None:
     """All three have the same name."""
     text = run.invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    variables = {each.name: each.envvar for each in get_group(app).commands["serve"].params}
     for name in NAMES:
         option = "--" + name.replace("_", "-")
         assert option in text, option
-        assert f"RATEKEEPER_{name.upper()}" in text, name
+        assert variables[name] == f"RATEKEEPER_{name.upper()}"
+
+
+def test_the_help_has_each_option_under_a_heading() -> None:
+    """The options that everyone needs come first; only --help is under none of the groups."""
+    text = run.invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    parts = re.split(r"^(\w.*):$", text, flags=re.MULTILINE)[1:]
+    options = {
+        heading: re.findall(r"^  (--[a-z-]+)", body, re.MULTILINE)
+        for heading, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert options["General"][:4] == ["--config", "--rules", "--seed", "--store"]
+    assert options["Other"] == ["--help"]
+    assert "--jwt-issuer" in options["Identity of clients"]
+    every = [each for found in options.values() for each in found]
+    assert len(every) == len(set(every)) > 50
 
 
 def test_port_variable_set_by_kubernetes_is_ignored(

@@ -107,7 +107,9 @@ def test_the_story_of_a_client(operator: Operator, service: ConsoleService) -> N
     expect(page.locator("main")).to_contain_text("The units are granted.")
     expect(quota).to_contain_text("of 35 units used")
     _change(operator, "Override limits", "Override", Factor="3", End="2h", Reason="launch")
-    expect(page.locator(".override")).to_contain_text("3 times the limits for every rule until")
+    expect(page.locator(".override")).to_contain_text(
+        "3 times the limits for every rule by user until"
+    )
     expect(quota).to_contain_text("override user:7")
     page.get_by_label("Reason").first.fill("over")
     page.get_by_role("button", name="Remove").click()

@@ -23,7 +23,7 @@ DOCUMENT = Document(
     rules=(Rule("orders", ("user",), FREE),),
     tiers={"free": FREE, "pro": PRO},
     assign={"user:42": "free", "tenant:acme": "pro"},
-    allow=("sk_internal_*",),
+    allow=("api_key:sk_internal_*",),
     overrides=(DOUBLE, DOUBLE_ORDERS),
 )
 
@@ -40,7 +40,7 @@ def test_unassigning_an_unassigned_subject_raises() -> None:
 
 
 def test_removing_an_override() -> None:
-    """None means the override for every rule, not all overrides."""
+    """None means the override that names no rule, not all overrides."""
     assert edits.remove_override(DOCUMENT, "user", "42").overrides == (DOUBLE_ORDERS,)
     assert edits.remove_override(DOCUMENT, "user", "42", "orders").overrides == (DOUBLE,)
 
@@ -48,10 +48,10 @@ def test_removing_an_override() -> None:
 @pytest.mark.parametrize(
     ("whose", "words"),
     [
-        (("user", "7", None), "for 'user' '7' and every rule; it has no override"),
+        (("user", "7", None), "for 'user' '7' and every rule by user; it has no override"),
         (
             ("user", "42", "login"),
-            "rule 'login'; it has overrides for every rule, 'orders'",
+            "rule 'login'; it has overrides for every rule by user, 'orders'",
         ),
         (("tenant", "42", None), "it has no override"),
     ],
@@ -118,8 +118,8 @@ def test_remove_rule() -> None:
 
 def test_list_entries_are_removed() -> None:
     """Each list is separate; removing a missing entry raises."""
-    document = replace(DOCUMENT, allow=("sk_internal_*", "user:7"))
-    assert edits.remove_entry(document, "allow", "sk_internal_*").allow == ("user:7",)
+    document = replace(DOCUMENT, allow=("api_key:sk_internal_*", "user:7"))
+    assert edits.remove_entry(document, "allow", "api_key:sk_internal_*").allow == ("user:7",)
     with pytest.raises(edits.NotFound, match=r"'user:7' is not on the deny list"):
         edits.remove_entry(document, "deny", "user:7")
     written = replace(DOCUMENT, allow=("10.0.0.0/8",))
@@ -240,11 +240,14 @@ def test_what_a_document_would_undo() -> None:
         edits.set_tier(DOCUMENT, "free", PRO),
         assign={**DOCUMENT.assign, "user:42": "pro"},
         rules=(Rule("orders", ("user",), PRO),),
-        deny=("x",),
+        deny=("user:x",),
     )
-    changed = ["rule orders", "tier free", "assignment of user:42", "entry of deny: x"]
+    changed = ["rule orders", "tier free", "assignment of user:42", "entry of deny: user:x"]
     assert edits.undone(DOCUMENT, current, DOCUMENT) == changed
     assert edits.undone(DOCUMENT, current, replace(DOCUMENT, rules=())) == changed
-    assert edits.undone(DOCUMENT, current, replace(DOCUMENT, deny=("x", "y"))) == changed[:-1]
+    assert (
+        edits.undone(DOCUMENT, current, replace(DOCUMENT, deny=("user:x", "user:y")))
+        == changed[:-1]
+    )
     assert edits.undone(DOCUMENT, current, current) == []
     assert edits.undone(DOCUMENT, DOCUMENT, Document()) == []

@@ -142,7 +142,10 @@ OVERRIDE = {"kind": "override", "subject": "user:1", "multiply": 2, "until": "2h
         ({"kind": "tier", "subject": "a"}, "kind='tier' is none of assignment, override, allow"),
         ({"subject": "user:1", "tier": 7}, "tier=7 is int, not text"),
         ({"subject": "user:1", "tier": "pro", "colour": 1}, "assignment has no field 'colour'"),
-        ({"kind": "deny", "subject": "a", "tier": "b"}, "deny has no field 'tier'; it has kind,"),
+        (
+            {"kind": "deny", "subject": "user:a", "tier": "b"},
+            "deny has no field 'tier'; it has kind,",
+        ),
         ({**OVERRIDE, "until": "2029-12-31T00:00:00Z"}, "the end 2029-12-31T00:00:00+00:00 is in"),
         ({**OVERRIDE, "until": None}, "until: "),
         ({**OVERRIDE, "reason": ""}, "reason: "),

@@ -30,7 +30,7 @@ DOCUMENT = Document(
         Rule("login", ("ip",), (Limit(5, per=60, algorithm="sliding_window_log"),)),
     ),
     tiers={"b": (Limit(1, per=1),), "a": (Limit(2, per=1),)},
-    deny=("sk_revoked_*", "naïve"),
+    deny=("api_key:sk_revoked_*", "user:naïve"),
     overrides=(
         Override("user", "42", multiply=2.0, until=datetime(2030, 1, 1, tzinfo=UTC), author="op"),
     ),
@@ -48,7 +48,7 @@ number = int(sys.argv[2])
 while True:
     number += 1
     rule = Rule(f"version-{number}", ("user",), (Limit(number, per=60),))
-    filling = tuple(f"sk_{number}_{each}" for each in range(2_000))
+    filling = tuple(f"user:sk_{number}_{each}" for each in range(2_000))
     save(path, str(number), Document(rules=(rule,), deny=filling), "a source")
     print(number, flush=True)
 """

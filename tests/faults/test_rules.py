@@ -121,7 +121,7 @@ async def test_postgresql_is_killed() -> None:
     with Single() as server, Postgres() as database:
         url = database.new_database()
         rules = read(json.dumps(document(), indent=1))
-        changed = replace(rules, deny=("nobody",))
+        changed = replace(rules, deny=("user:nobody",))
         async with await Repository.open(url) as repository:
             await repository.apply(rules, author="ann", expected=0)
         store = f"{server.uri}?{PATIENT}"

@@ -104,7 +104,7 @@ def test_values_that_documents_and_entries_name() -> None:
     document = read(
         "version: 1\ntiers: {pro: 1/s}\nrules: [{id: a, by: api_key, limits: 1/s, "
         "match: {user: [u1, 'u*']}, keys: {sk_1: 2/s}}]\nassign: {'user:u2': pro}\n"
-        "overrides: [{for: {user: u3}, multiply: 2}]\nallow: [sk_2, 'user:u4']"
+        "overrides: [{for: {user: u3}, multiply: 2}]\nallow: ['api_key:sk_2', 'user:u4']"
     )
     found = set(named_values(document, hidden_fields("hashed")))
     assert {"u1", "u2", "u3", "u4", "sk_1", "sk_2"} <= found
@@ -117,7 +117,7 @@ def test_values_that_documents_and_entries_name() -> None:
             ("assignment", "user:u5", "pro", 2, False),
             ("override", "ov_1", override, 3, False),
             ("deny", "api_key:sk_5", "api_key:sk_5", 4, False),
-            ("allow", "sk_6", "sk_6", 5, False),
+            ("allow", "api_key:sk_6", "api_key:sk_6", 5, False),
             ("deny", "ip:10.0.0.0/8", "10.0.0.0/8", 6, False),
         ],
         6,

@@ -24,7 +24,7 @@ def document(limits: str = "10/second", more: str = "") -> Document:
     """)
 
 
-UNSAFE = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}], deny: ['*']}")
+UNSAFE = read("{version: 1, rules: [{id: orders, by: user, limits: 10/second}], deny: ['user:*']}")
 
 
 async def assign(repository: Repository, subject: str, tier: str, *, author: str) -> Version:

@@ -225,7 +225,7 @@ class World:
         shutil.copytree(ROOT / "deploy", self.files / "deploy")
         shutil.copytree(examples, self.files / "examples")
         for name in ("limits.yaml", "shop.yaml", "old.yaml", "new.yaml"):
-            rules = shop() | {"deny": ["sk_revoked"]} if name == "new.yaml" else shop()
+            rules = shop() | {"deny": ["api_key:sk_revoked"]} if name == "new.yaml" else shop()
             (self.files / name).write_text(json.dumps(rules))
         wrong = "version: 1\nrules:\n  - id: all\n    by: [user]\n    limits: 10/fortnight\n"
         (self.files / "wrong.yaml").write_text(wrong)

@@ -157,6 +157,27 @@ def test_usage_of_four_workers_adds_up(tmp_path: Path) -> None:
         database.close()
 
 
+def test_limits_of_calls_are_recorded_apart_from_rules_and_lists(tmp_path: Path) -> None:
+    """A caller may name its limits like a rule or a list; the records of both stay the same."""
+    rules = {**RULES, "deny": ["user:eve"]}
+    names = ("users", "(deny)", "limit:users")
+    with recorded(tmp_path, workers=1, rules=rules) as found:
+        for name in names:
+            body = {"name": name, "key": "user:1", "limits": "1/day"}
+            answers = [found.send("POST", "/v1/limit", body) for _ in range(2)]
+            assert [each.status for each in answers] == [200, 429]
+            assert answers[0].data["rule"] == f"limit:{name}"
+        found.await_usage({("(limit), user:1", f"limit:{name}"): (1, 1, 1) for name in names})
+        assert {rule for _, rule in found.usage()} == {f"limit:{name}" for name in names}
+        denials = "/v1/admin/decisions?outcome=denied&rule="
+        assert found.send("GET", f"{denials}users").data["items"] == []
+        until(
+            lambda: len(found.send("GET", f"{denials}limit:users").data["items"]) == 1,
+            "the denial is recorded",
+            SECONDS_MAX,
+        )
+
+
 def test_every_worker_knows_the_busiest_subjects_of_all(tmp_path: Path) -> None:
     """Each worker's answer includes the others' counts within seconds."""
     with recorded(tmp_path, workers=2) as found:

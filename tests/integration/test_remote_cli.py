@@ -43,8 +43,8 @@ RULES = {
             "limits": ["2/hour"],
         },
     ],
-    "allow": ["sk_internal_*"],
-    "deny": ["sk_revoked_*"],
+    "allow": ["api_key:sk_internal_*"],
+    "deny": ["api_key:sk_revoked_*"],
 }
 
 
@@ -162,6 +162,21 @@ def test_lists_and_attributes(
     """The rules see the given fields."""
     result = run("check", *arguments, url=service.url, TOKEN=service.admin)
     assert (result.output, result.exit_code) == (line, code)
+
+
+def test_explain_asks_the_service(service: ServiceAccess) -> None:
+    """Without a file or a database: the answer has its rules, its lists and its counts."""
+    url = "--url", service.url, "--token", service.admin
+    run("check", "--user", "told", "--cost", "4", *url)
+    done = run("rules", "explain", "--user", "told", *url)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(f"allowed ({service.url}, rules ")
+    assert "allows, 1 of 5 left" in done.stdout
+    done = run("rules", "explain", "--api-key", "sk_revoked_1", *url)
+    assert done.stdout.startswith("denied: on the list: deny api_key:sk_revoked_* (")
+    done = run("rules", "explain", "--user", "told", "--store", "memory://", *url)
+    assert done.exit_code == 2
+    assert "give a FILE or --database" in done.output
 
 
 def test_reset_and_grant_change_the_quota(service: ServiceAccess) -> None:

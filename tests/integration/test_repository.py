@@ -182,7 +182,7 @@ async def test_a_forced_finding_does_not_block_later_edits(repository: Repositor
     await repository.apply(UNSAFE, author="ann", expected=0, force=True)
     await set_tier(repository, "pro", PRO, author="ann")
     assert (await repository.audit_log.page(limit=1)).items[0].forced == ""
-    wider = replace(UNSAFE, allow=("*",))
+    wider = replace(UNSAFE, allow=("user:*",))
     with pytest.raises(UnsafeChange) as error:
         await repository.apply(wider, author="ann", expected=2)
     assert [finding.code for finding in error.value.findings] == ["allows-all"]

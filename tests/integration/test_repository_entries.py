@@ -36,7 +36,7 @@ def override(
 ) -> Entry:
     now = datetime.now(UTC)
     until = now + timedelta(hours=hours)
-    made = Override("tenant", value, rule, multiply=2.0, until=until, reason="launch", id=name)
+    made = Override("user", value, rule, multiply=2.0, until=until, reason="launch", id=name)
     return override_entry(made, now)
 
 
@@ -143,7 +143,7 @@ async def test_overrides_of_names_that_differ_in_case_are_apart(repository: Repo
     entries = (await ready(repository)).entries
     await entries.put(override("one", value="Bob"), **ANN)
     await entries.put(override("two", value="bob"), **ANN)
-    assert [each.key for each in await entries.overrides_of("tenant", "Bob")] == ["one"]
+    assert [each.key for each in await entries.overrides_of("user", "Bob")] == ["one"]
 
 
 async def test_overrides_are_found_by_their_subject(repository: Repository) -> None:
@@ -152,9 +152,9 @@ async def test_overrides_are_found_by_their_subject(repository: Repository) -> N
     for name, value in (("a", "50%"), ("b", "50x"), ("c", '"50%"')):
         await entries.put(override(name, value=value), **ANN)
     await entries.put(override("d", value="50%", rule="orders"), **ANN)
-    assert [each.key for each in await entries.overrides_of("tenant", "50%")] == ["a"]
-    assert [each.key for each in await entries.overrides_of("tenant", "50%", "orders")] == ["d"]
-    assert await entries.overrides_of("user", "50%") == []
+    assert [each.key for each in await entries.overrides_of("user", "50%")] == ["a"]
+    assert [each.key for each in await entries.overrides_of("user", "50%", "orders")] == ["d"]
+    assert await entries.overrides_of("tenant", "50%") == []
 
 
 async def test_tiers_and_rules_must_exist(repository: Repository) -> None:
@@ -221,17 +221,17 @@ async def test_an_import_has_the_safety_rules_of_a_single_entry(repository: Repo
     """Each unsafe entry is a problem at its position, and so are networks that cover everything."""
     entries = (await ready(repository)).entries
     unsafe = [
-        list_entry("deny", "*"),
+        list_entry("deny", "user:*"),
         assignment("user:1", "pro"),
         list_entry("allow", "ip:0.0.0.0/0"),
         list_entry("deny", "0.0.0.0/1"),
         list_entry("deny", "192.0.2.0/24"),
         list_entry("deny", "128.0.0.0/1"),
-        list_entry("deny", "sk_*"),
+        list_entry("deny", "api_key:sk_*"),
     ]
     found = await entries.problems(unsafe, 10)
     assert [at for at, _ in found] == [0, 2, 5]
-    assert "every request with an api_key or a user is denied" in found[0][1]
+    assert "every request with user is denied" in found[0][1]
     assert "cover all of IPv4" in found[2][1]
     with pytest.raises(InvalidEntry, match="every IPv4 address is never limited"):
         await entries.write(unsafe[1:3], **ANN)
@@ -261,16 +261,16 @@ async def test_a_list_has_at_most_1000_irregular_globs(
     """Nodes could not use more, so neither a change nor an import adds them."""
     monkeypatch.setattr(module, "IRREGULAR_GLOBS_MAX", 3)
     entries = (await ready(repository)).entries
-    globs = [list_entry("deny", f"sk_*_{number}") for number in range(4)]
+    globs = [list_entry("deny", f"api_key:sk_*_{number}") for number in range(4)]
     with pytest.raises(InvalidEntry, match="more than 3 globs") as error:
         await entries.write([assignment("user:1", "pro"), *globs], **ANN)
     assert error.value.position == 4
-    await entries.write([*globs[:3], list_entry("deny", "sk_*")], **ANN)
+    await entries.write([*globs[:3], list_entry("deny", "api_key:sk_*")], **ANN)
     with pytest.raises(InvalidEntry, match="more than 3 globs"):
         await entries.put(globs[3], **ANN)
     await entries.put(globs[2], **ANN)
-    await entries.put(list_entry("allow", "sk_*_9"), **ANN)
-    await entries.remove("deny", "sk_*_0", **ANN)
+    await entries.put(list_entry("allow", "api_key:sk_*_9"), **ANN)
+    await entries.remove("deny", "api_key:sk_*_0", **ANN)
     await entries.put(globs[3], **ANN)
 
 

@@ -37,7 +37,7 @@ HEARD_SECONDS_MAX = 20.0
 WRITERS = 4
 
 DOCUMENT = "version: 1\nrules:\n  - {{id: all, by: user, limits: {rate}/second}}\n"
-UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["*"]\n'
+UNSAFE = DOCUMENT.format(rate=10) + 'deny: ["user:*"]\n'
 
 
 class Done(NamedTuple):
@@ -200,7 +200,7 @@ def test_unsafe_document_is_rejected_unless_forced(cli: Cli) -> None:
     """Exit code 1 with the reasons, and nothing changes."""
     refused = cli("apply", "unsafe.yaml")
     assert refused.returncode == 1
-    assert 'deny[0]: "*": every request with an api_key or a user is denied' in refused.stderr
+    assert 'deny[0]: "user:*": every request with user is denied' in refused.stderr
     assert "--force" in refused.stderr
     found = answer(cli("apply", "unsafe.yaml", "--json"), 1)
     assert [finding["code"] for finding in found["findings"]] == ["denies-all"]

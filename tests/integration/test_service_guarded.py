@@ -18,7 +18,9 @@ import grpc
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
+from typer.testing import CliRunner
 
+from ratekeeper.cli.main import app
 from ratekeeper.service.http.tokens import create_token, remove_token
 from tests.redis_servers.certificates import make_certificates
 from tests.redis_servers.waiting import until
@@ -34,6 +36,17 @@ def service() -> Iterator[ServiceProcess]:
     """Yield a service for all tests that do not change it."""
     with ServiceProcess(RULES, "--access-log") as running:
         yield running
+
+
+# ── Without a token file ─────────────────────────────────────────────────────────────────────────
+
+
+def test_the_fleet_needs_no_token_without_a_token_file(service: ServiceProcess) -> None:
+    """The command shows this node. The rest of the admin API still needs a token."""
+    done = CliRunner().invoke(app, ["fleet", "--url", service.url])
+    assert done.exit_code == 0, done.output
+    assert "this node" in done.output
+    assert service.ask("GET", "/v1/admin/rules", None, {}).status == 401
 
 
 # ── Malformed requests ───────────────────────────────────────────────────────────────────────────

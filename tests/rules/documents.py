@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, CONSISTENCIES
 from ratekeeper.regions.settings import ACROSS_REGIONS
-from ratekeeper.rules.document.model import ENVOY_QUOTAS, MODES, ON_FAILURES, SHARE_SOURCES
+from ratekeeper.rules.document.model import (
+    ENVOY_QUOTAS,
+    MODES,
+    ON_FAILURES,
+    RESERVED_NAMES,
+    SHARE_SOURCES,
+)
 
 Data = dict[str, Any]
 
@@ -33,14 +39,19 @@ ENDPOINTS = [
 GLOBS = ["42", "off", "sk_live_*", "a?c", "[ab]*", "*", "é*", "x: y", "# no comment", "2026-01-01"]
 NETWORKS = ["10.0.0.0/8", "192.0.2.7", "2001:db8::/32", "::1"]
 ENTRIES = [
-    "sk_internal_*",
+    "api_key:sk_internal_*",
     "user:42",
     "ip:10.0.0.0/8",
     "192.0.2.7",
     "region:eu",
-    "a?c",
+    "user:a?c",
     "tenant:a*",
 ]
+
+
+def _is_id(name: str) -> bool:
+    return not name.startswith(RESERVED_NAMES)
+
 
 # Any printable text may be a name, also text that YAML would read as another type.
 names = st.one_of(
@@ -215,7 +226,7 @@ def overrides(draw: st.DrawFn, rule_ids: list[str]) -> Data:
 def documents(draw: st.DrawFn) -> Data:
     """A valid document as plain data."""
     tiers = draw(st.dictionaries(names, limits_of_one(), max_size=3))
-    ids = draw(st.lists(names, max_size=4, unique=True))
+    ids = draw(st.lists(names.filter(_is_id), max_size=4, unique=True))
     data: Data = {"version": 1}
     if tiers:
         owners = st.builds("{}:{}".format, st.sampled_from(["user", "api_key", "tenant"]), names)

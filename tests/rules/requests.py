@@ -57,6 +57,12 @@ endpoints = st.sampled_from(
         "/?",
         "/v*",
         "/report-*",
+        "*b",
+        "/*-7/*",
+        "/**/*ort*",
+        "/a/**/?",
+        "/**/{x}/**/b",
+        "/v1*/a",
         "re:/v[0-9]+/.*",
         "re:/a/?.*",
         "re:/.*",
@@ -65,7 +71,25 @@ endpoints = st.sampled_from(
 )
 values = st.sampled_from(["", "a", "b", "ab", "abc", "sk_a_1", "sk_b_2", "é", "*"])
 globs = st.sampled_from(
-    ["*", "a", "b", "ab", "a*", "ab*", "?b", "*c", "sk_a_*", "sk_*_1", "[ab]", "[!a]*", "[*]"]
+    [
+        "*",
+        "a",
+        "b",
+        "ab",
+        "a*",
+        "ab*",
+        "?b",
+        "*c",
+        "sk_a_*",
+        "sk_*_1",
+        "*b*",
+        "*_b_*",
+        "a*c",
+        "?",
+        "[ab]",
+        "[!a]*",
+        "[*]",
+    ]
 )
 methods = st.sampled_from(["GET", "HEAD", "POST", "PUT"])
 addresses = st.sampled_from(

@@ -76,7 +76,8 @@ rules:
     by: api_key
     tiers: {pro: 21/minute}
 overrides:
-  - {for: {user: boss}, limits: 99/minute}
+  - {for: {user: boss}, rule: own, limits: 99/minute}
+  - {for: {user: boss}, rule: of tiers, limits: 99/minute}
   - {for: {api_key: sk_twice}, multiply: 2}
   - {for: {tenant: half}, rule: own, multiply: 0.5}
 """
@@ -180,7 +181,8 @@ def test_an_empty_value_is_a_value() -> None:
 
 
 def document_with(*overrides: Override) -> Document:
-    return Document((Rule("a", ("user",), parse_limits("10/minute")),), overrides=overrides)
+    by = ("user", "api_key", "tenant")
+    return Document((Rule("a", by, parse_limits("10/minute")),), overrides=overrides)
 
 
 def clock_at(time: datetime) -> ManualClock:
@@ -233,7 +235,10 @@ def test_the_limits_of_an_override_replace_those_of_the_rule() -> None:
 
 def test_two_rules_under_one_override_have_separate_counts() -> None:
     """The override changes the limits and not the rule under which they are counted."""
-    rules = tuple(Rule(name, (name,), parse_limits("1/minute")) for name in ("user", "tenant"))
+    rules = tuple(
+        Rule(name, ("user", *more), parse_limits("1/minute"))
+        for name, more in (("user", ()), ("tenant", ("tenant",)))
+    )
     override = Override("user", "42", limits=parse_limits("9/minute"))
     compiled = compiled_of(Document(rules, overrides=(override,)))
     plan = compiled.plan(Request(user="42", tenant="t"), 1)
@@ -428,8 +433,8 @@ def test_lists_take_precedence_over_rules() -> None:
     compiled = compiled_of("""
 version: 1
 rules: [{id: a, by: user, limits: 1/minute}]
-allow: ["sk_in_*", "10.0.0.0/8"]
-deny: ["sk_in_revoked", "10.6.6.0/24"]
+allow: ["api_key:sk_in_*", "10.0.0.0/8"]
+deny: ["api_key:sk_in_revoked", "10.6.6.0/24"]
 """)
     requests = [
         Request(api_key="sk_in_1"),
@@ -441,7 +446,7 @@ deny: ["sk_in_revoked", "10.6.6.0/24"]
     plans = [compiled.plan(request, 1) for request in requests]
     assert [plan.verdict for plan in plans] == ["allow", "deny", "allow", "deny", None]
     assert [len(plan.enforced) for plan in plans] == [0, 0, 0, 0, 1]
-    assert compiled.listed(requests[0]) == ("allow", "sk_in_*")
+    assert compiled.listed(requests[0]) == ("allow", "api_key:sk_in_*")
     assert compiled.listed(requests[4]) == (None, "")
 
 
@@ -579,7 +584,7 @@ rules:
     tiers: {pro: 20/minute}
     keys: {"sk_vip_*": 30/minute}
 overrides: [{for: {api_key: sk_more}, limits: 40/minute}]
-allow: [sk_internal_*]
+allow: ["api_key:sk_internal_*"]
 deny: ["api_key:sk_revoked_1"]
 """
 
@@ -679,8 +684,9 @@ rules:
   - {id: tiered, match: {endpoint: /tiered}, by: api_key, consistency: leased}
   - {id: rest, by: api_key, limits: 6/second}
 overrides:
-  - {for: {user: boss}, limits: 99/second}
-  - {for: {user: vice}, multiply: 2}
+  - {for: {user: boss}, rule: own, limits: 99/second}
+  - {for: {user: boss}, rule: rest, limits: 99/second}
+  - {for: {user: vice}, rule: own, multiply: 2}
 """
 
 

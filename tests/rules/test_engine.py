@@ -565,7 +565,7 @@ tiers: {free: 2/minute, pro: [4/minute, 6/hour]}
 rules:
   - {id: user, by: user}
   - {id: tenant, by: tenant, limits: 5/minute}
-deny: [sk_stolen]
+deny: ['api_key:sk_stolen']
 """
 SHADOW = PLAIN.replace("limits: 5/minute", "limits: 5/minute, mode: shadow")
 SPLIT = PLAIN.replace("limits: 5/minute", "limits: 50/minute, split: 2")

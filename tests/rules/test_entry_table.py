@@ -24,7 +24,7 @@ DOCUMENT = """
 version: 1
 tiers: {free: 10/minute, pro: 20/minute}
 assign: {"user:1": free, "tenant:acme": free}
-rules: [{id: all, by: user}]
+rules: [{id: all, by: [user, tenant, ip]}]
 deny: ["user:bad"]
 overrides: [{for: {user: "7"}, multiply: 2}]
 """
@@ -93,6 +93,38 @@ def test_an_override_applies_to_its_owner(owner: dict[str, str], other: dict[str
     assert rates(only(with_rows(override("a", other)).plan(ALICE, 1))) == ["10/60"]
 
 
+@pytest.mark.parametrize("place", ["document", "entry"])
+def test_an_override_reaches_the_rules_that_count_by_its_subject(place: str) -> None:
+    """A user with other limits has no more guesses of a password from each address.
+
+    The login limit counts by address. The override changes it only if it names the rule.
+    """
+    rules = """
+version: 1
+rules:
+  - {id: login, match: {endpoint: /login}, by: ip, limits: 5/minute}
+  - {id: each, by: [user, endpoint], limits: 10/minute}
+  - {id: clients, by: tenant, limits: 100/minute}
+"""
+    request = Request(user="42", tenant="acme", ip="192.0.2.7", endpoint="/login")
+    owner = {"user": "42"}
+    for names, expected in (
+        (None, ["5/60", "30/60", "100/60"]),
+        ("login", ["15/60", "10/60", "100/60"]),
+    ):
+        terms: dict[str, Any] = {"multiply": 3} | ({"rule": names} if names else {})
+        table = EntryTable()
+        document = rules
+        if place == "entry":
+            assert table.apply([override("a", owner, **terms)], 1) == []
+        else:
+            document += f"overrides: [{json.dumps({'for': owner} | terms)}]"
+        compiled = compiled_of(document, at_noon(), entries=table)
+        assert [rates(check) for check in compiled.plan(request, 1).enforced] == [
+            [each] for each in expected
+        ]
+
+
 def test_the_order_of_precedence() -> None:
     """User, API key, tenant, the longest network; for one owner the newest; then the document."""
     rows = [
@@ -142,7 +174,9 @@ def test_gates_are_shared_by_equal_terms() -> None:
     assert [check.choice.detail for check in checks] == [f"user:u{at}" for at in range(10)]
 
 
-KEYS = st.sampled_from(["user:1", "user:2*", "sk_*", "ip:10.0.0.0/8", "10.0.0.0/8", "user:a?c"])
+KEYS = st.sampled_from(
+    ["user:1", "user:2*", "api_key:sk_*", "ip:10.0.0.0/8", "10.0.0.0/8", "user:a?c"]
+)
 
 
 @given(st.lists(st.tuples(KEYS, st.booleans())))
@@ -197,19 +231,21 @@ def test_changes_of_overrides_equal_the_rows_that_are_left(
         st.builds(lambda rate: {"limits": [rate, {"rate": rate}]}, st.text('1/s"]\\', max_size=4)),
         st.builds(lambda rate: {"limits": [rate, "9/s"]}, st.text('1/s"]\\', max_size=4)),
     ),
+    reason=st.text('a ,}"\\é\x1f\n', min_size=1, max_size=6),
 )
 def test_an_override_is_packed_as_its_json_says(
-    owner: str, rule: str | None, terms: dict[str, Any]
+    owner: str, rule: str | None, terms: dict[str, Any], reason: str
 ) -> None:
-    """Most are packed without a JSON parser: owner, rule, terms and end are the same."""
+    """Most are packed without a JSON parser: owner, rule, terms, end and reason are the same."""
     named = {} if rule is None else {"rule": rule}
-    data = {"for": {"user": owner}, **named, **terms, "until": NOON.isoformat(), "reason": "why"}
+    data = {"for": {"user": owner}, **named, **terms, "until": NOON.isoformat(), "reason": reason}
     written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     table = EntryTable()
     assert table.apply([row("override", "x", written)], 1) == []
     [(found, item)] = table.overrides.find(Request(user=owner))
     read = unpacked(item)
     assert (found, read.id, read.rule) == (f"user:{owner}", "x", rule or "")
+    assert read.reason == reason
     assert read.until_us == NOON.timestamp() * 1_000_000
     assert read.data(found) == {"for": {"user": owner}, **terms}
 

@@ -102,6 +102,33 @@ def test_the_decision_and_the_cost_of_a_rule(limiter: Limiter) -> None:
     assert orders.decision.retry_after == 30.0
 
 
+@pytest.mark.parametrize(
+    ("spent", "cost", "verdict", "decides"),
+    [
+        (0, 1, "allowed", "narrow"),
+        (2, 1, "denied", "narrow"),
+        (0, 3, "denied", "narrow"),  # never fits
+    ],
+)
+def test_the_tightest_rule_decides(spent: int, cost: int, verdict: str, decides: str) -> None:
+    """A denial comes first, then the least remaining; a rule in shadow mode decides nothing."""
+    document = """
+version: 1
+rules:
+  - {id: wide, by: tenant, limits: 9/minute}
+  - {id: narrow, by: user, limits: 2/minute}
+  - {id: trial, by: ip, limits: 1/minute, mode: shadow}
+"""
+    limiter = Limiter.from_rules(document, clock=ManualClock())
+    request = Request(user="42", tenant="acme", ip="192.0.2.7")
+    if spent:
+        limiter.check(request, spent)
+    found = limiter.explain(request, cost)
+    assert found.verdict == verdict
+    assert found.decides is not None
+    assert found.decides.id == decides
+
+
 def test_explaining_spends_nothing(limiter: Limiter) -> None:
     """Any number of explanations spends and counts nothing."""
     first = limiter.explain(ORDER)

@@ -38,7 +38,7 @@ rules:
     match: {endpoint: "/orders/{id}"}
     by: [api_key]
     limits: ["2/minute"]
-allow: ["sk_internal_*"]
+allow: ["api_key:sk_internal_*"]
 """
 
 

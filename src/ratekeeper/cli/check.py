@@ -25,7 +25,13 @@ from ratekeeper.cli.common import (
     seconds_text,
     with_options,
 )
-from ratekeeper.cli.service_client import ServiceClient, ServiceError, json_objects, service_client
+from ratekeeper.cli.service_client import (
+    ServiceClient,
+    ServiceError,
+    json_objects,
+    override_origin,
+    service_client,
+)
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import ALGORITHM_NAMES
 from ratekeeper.core.rates import parse_limits
@@ -398,7 +404,7 @@ def _quota_row(rule: Mapping[str, Any], limit: Mapping[str, Any]) -> tuple[str, 
         f"{rule.get('rule', '?')}{shadow}",
         str(rule.get("subject") or "all"),
         str(limit.get("policy", "?")),
-        str(rule.get("source", "?")),
+        override_origin(rule.get("source", "?"), rule.get("override")),
         left,
         "now" if reset_after == 0 else f"in {seconds_text(reset_after)}",
     )

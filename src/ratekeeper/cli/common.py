@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -59,6 +59,8 @@ _LEVEL_WIDTH: Final = 9
 _URL: Final = re.compile(r"\S*://\S*")
 _TOKEN: Final = re.compile(r"\brk_[\w-]+")
 _DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[a-z]{0,12})")
+_TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
+TIME_FORMS: Final = "14:03 (today, UTC), 2h (ago), 2026-11-15 or 2026-11-15T14:30Z"
 
 ReasonOption = Annotated[
     str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
@@ -103,7 +105,9 @@ class CliCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error ends it with a message and an exit code."""
-        with _reported_errors(bool(ctx.params.get("as_json")), self.document_problems):
+        can_force = any(each.name == "force" for each in self.params)
+        as_json = bool(ctx.params.get("as_json"))
+        with _reported_errors(as_json, self.document_problems, can_force=can_force):
             return super().invoke(ctx)
 
 
@@ -183,7 +187,7 @@ class UndoesChanges(ConfigError):
 
 
 @contextmanager
-def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
+def _reported_errors(as_json: bool, document_problems: int, *, can_force: bool) -> Iterator[None]:
     """Print an error that is raised in the block, and end the command with its exit code."""
     try:
         try:
@@ -191,7 +195,7 @@ def _reported_errors(as_json: bool, document_problems: int) -> Iterator[None]:
             code = OK
         except RatekeeperError as error:
             code = _exit_code(error, document_problems)
-            _print_error(error, code, as_json)
+            _print_error(error, code, as_json, can_force=can_force)
     except typer.Exit:
         raise
     except BrokenPipeError:
@@ -218,7 +222,7 @@ def _exit_code(error: RatekeeperError, document_problems: int) -> int:
     return document_problems if isinstance(error, DocumentError) else TROUBLE
 
 
-def _print_error(error: RatekeeperError, code: int, as_json: bool) -> None:
+def _print_error(error: RatekeeperError, code: int, as_json: bool, *, can_force: bool) -> None:
     if as_json:
         data: dict[str, object] = {"exit_code": code, "error": str(error)}
         if isinstance(error, DocumentError):
@@ -232,7 +236,8 @@ def _print_error(error: RatekeeperError, code: int, as_json: bool) -> None:
         print_text(str(error), to_stderr=True)  # each line starts with the file and the position
     elif isinstance(error, UnsafeChange):
         print_text(f"ratekeeper: rejected; nothing has changed:\n{error}", to_stderr=True)
-        print_text("To apply it anyway: --force", to_stderr=True)
+        if can_force:
+            print_text("To apply it anyway: --force", to_stderr=True)
     elif isinstance(error, VersionConflict):
         print_text(f"ratekeeper: {error}", to_stderr=True)
         if error.expected and error.current:
@@ -354,6 +359,29 @@ def parse_duration_s(option: str, text: str) -> float:
     if found is None or unit_ns is None:
         raise ConfigError(f"{option} {show(text)} is not a duration; try 90s, 10m or 1h")
     return float(found["number"]) * unit_ns / NS_PER_SECOND
+
+
+def parse_moment(option: str, text: str | None, now: datetime | None = None) -> datetime | None:
+    """Parse a time, in one of the TIME_FORMS. Raises ConfigError.
+
+    >>> noon = datetime(2026, 11, 15, 12, tzinfo=UTC)
+    >>> [f"{parse_moment('--from', text, noon):%d %H:%M}" for text in ("2h", "2 hours ago", "9:05")]
+    ['15 10:00', '15 10:00', '15 09:05']
+    """
+    if text is None:
+        return None
+    now = datetime.now(UTC) if now is None else now
+    try:
+        if found := _TIME_OF_DAY.fullmatch(text):
+            hour, minute, second = (int(each or 0) for each in found.groups())
+            return now.replace(hour=hour, minute=minute, second=second, microsecond=0)
+        found = _DURATION.fullmatch(text.removesuffix(" ago"))
+        if found is not None and found["unit"] in UNIT_NS:
+            return now - timedelta(seconds=parse_duration_s(option, text.removesuffix(" ago")))
+        time = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{option} {show(text)} is not a time; write {TIME_FORMS}") from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def parse_pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:

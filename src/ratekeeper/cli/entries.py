@@ -1,4 +1,4 @@
-"""`ratekeeper entries` and `ratekeeper override`: the data beside the rules.
+"""`ratekeeper entries`, `override` and `tier`: the data beside the rules.
 
 Assignments of tiers, overrides, and entries of the allow and deny lists are rows of the rule
 database. The commands use the database at --database or, without one, the admin API of the service
@@ -49,10 +49,13 @@ from ratekeeper.cli.service_client import ServiceClient, json_objects, service_o
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.rules.entries import (
     ENTRY_KINDS,
+    Entry,
+    assignment,
     end_of,
     override_entry,
     parse_override,
 )
+from ratekeeper.rules.matching.lists import without_kind
 
 PROGRESS_SECONDS: Final = 1.0
 _UPLOAD_BYTES: Final = 256 * 1024
@@ -76,6 +79,13 @@ override_app: Final = typer.Typer(
     cls=CliGroup,
     help="Other limits for one user, API key, tenant or address, until a time. Exit codes: 0 "
     "success; 2 it could not be done.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # same
+)
+tier_app: Final = typer.Typer(
+    cls=CliGroup,
+    help="The tier of one user, API key or tenant. Exit codes: 0 success; 2 it could not be done.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,  # same
@@ -316,8 +326,7 @@ def override_data(
         str,
         typer.Argument(
             metavar="SUBJECT",
-            help="user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7. An address alone is an "
-            "address, and any other name alone is a tenant.",
+            help="user:42, api_key:sk_1, tenant:acme or ip:203.0.113.7.",
         ),
     ],
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why it is made; required.")],
@@ -335,7 +344,10 @@ def override_data(
         str | None, typer.Option(metavar="TIME", help="The end: 2030-12-31T23:59:59Z.")
     ] = None,
     rule: Annotated[
-        str | None, typer.Option(metavar="RULE", help="Only this rule. [default: every rule]")
+        str | None,
+        typer.Option(
+            metavar="RULE", help="Only this rule. [default: each that counts by the subject]"
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="[default: a random one]")
@@ -359,8 +371,8 @@ def override_data(
 def owner_of(subject: str) -> dict[str, str]:
     """Return the subject of an override as the document writes it. Raises ConfigError.
 
-    >>> owner_of("acme"), owner_of("203.0.113.7"), owner_of("user:42")
-    ({'tenant': 'acme'}, {'ip': '203.0.113.7'}, {'user': '42'})
+    >>> owner_of("user:42"), owner_of("203.0.113.7")
+    ({'user': '42'}, {'ip': '203.0.113.7'})
     """
     attribute, colon, value = subject.partition(":")
     if colon and attribute in _OWNERS and value:
@@ -368,12 +380,12 @@ def owner_of(subject: str) -> dict[str, str]:
     try:
         ip_network(subject)
     except ValueError:
-        if colon:
-            raise ConfigError(
-                f"{show(subject)} is not a subject; write user:42, api_key:sk_1, tenant:acme or "
-                f"ip:203.0.113.7"
-            ) from None
-        return {"tenant": subject}
+        if not colon and subject:
+            raise ConfigError(f"subject {show(subject)} {without_kind(subject)}") from None
+        raise ConfigError(
+            f"{show(subject)} is not a subject; write user:42, api_key:sk_1, tenant:acme or "
+            f"ip:203.0.113.7"
+        ) from None
     return {"ip": subject}
 
 
@@ -390,7 +402,7 @@ def create(
 
     Exit code: 0 created; 2 it could not be done.
 
-    Example: ratekeeper override create acme --multiply 5 --for 2h --reason "launch"
+    Example: ratekeeper override create tenant:acme --multiply 5 --for 2h --reason "launch"
 
     Example: ratekeeper override create user:42 --limit 10/second --until 2030-12-31T23:59:59Z
     --rule orders --reason "migrates an archive"
@@ -541,9 +553,86 @@ def _override_row(data: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         str(data["id"]),
         ", ".join(f"{name}:{value}" for name, value in data["for"].items()),
-        str(data.get("rule", "every rule")),
+        str(data.get("rule", f"every rule by {next(iter(data['for']))}")),
         shown or f"× {data.get('multiply', 1):g}",
         time_text(until),
         " ".join(str(data.get("reason", "")).split()),
         str(data.get("author", "")),
     )
+
+
+# ── Tiers ──────────────────────────────────────────────────────────────────────────────────────
+
+SubjectArgument = Annotated[
+    str, typer.Argument(metavar="SUBJECT", help="user:42, api_key:sk_1 or tenant:acme.")
+]
+
+
+@tier_app.command("assign", cls=CliCommand)
+@with_options(service=service_opener)
+def assign(
+    subject: SubjectArgument,
+    tier: Annotated[str, typer.Argument(metavar="TIER", help="A tier of the rules: pro.")],
+    service: OpenService,
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Assign a tier to a user, an API key or a tenant, in place of the tier that it had.
+
+    Exit code: 0 assigned; 2 it could not be done.
+
+    Example: ratekeeper tier assign user:42 pro --reason "new plan"
+    """
+    entry = assignment(subject, tier)
+    if database:
+        asyncio.run(_change(database, author, reason, put=entry))
+    else:
+        with service() as client:
+            path = f"/v1/admin/assignments/{quote(subject, safe='')}"
+            client.call("PUT", path, body={"tier": tier, "reason": reason})
+    if as_json:
+        print_json({"exit_code": OK, "subject": subject, "tier": tier})
+    else:
+        print_text(f"{subject} has the tier {tier}")
+
+
+@tier_app.command("remove", cls=CliCommand)
+@with_options(service=service_opener)
+def remove(
+    subject: SubjectArgument,
+    service: OpenService,
+    database: DatabaseOption = None,
+    author: AuthorOption = None,
+    reason: ReasonOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the assigned tier of a user, an API key or a tenant.
+
+    Exit code: 0 removed; 2 it could not be done.
+
+    Example: ratekeeper tier remove user:42 --reason "the plan has ended"
+    """
+    if database:
+        asyncio.run(_change(database, author, reason, removed=subject))
+    else:
+        with service() as client:
+            path = f"/v1/admin/assignments/{quote(subject, safe='')}"
+            client.call("DELETE", path, reason=reason)
+    if as_json:
+        print_json({"exit_code": OK, "subject": subject, "tier": None})
+    else:
+        print_text(f"{subject} has no assigned tier")
+
+
+async def _change(
+    database: str, author: str | None, reason: str, *, put: Entry | None = None, removed: str = ""
+) -> None:
+    async with open_repository(database) as repository:
+        if put is not None:
+            await repository.entries.put(put, author=author_of(author), reason=reason)
+        else:
+            await repository.entries.remove(
+                "assignment", removed, author=author_of(author), reason=reason
+            )

@@ -30,7 +30,7 @@ def fleet(service: ServiceClient, as_json: JsonOption = False) -> None:
 
     LAG is the time since the last news of a node. HIT RATE is the share of the checks that the node
     answered without a call of the authority. Needs a token with the role read or admin, if the
-    service requires tokens.
+    service has a token file.
 
     Exit code: 0 shown; 2 the call failed.
 

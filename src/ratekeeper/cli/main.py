@@ -20,7 +20,7 @@ from ratekeeper.core.version import __version__
 # The commands in the order of `--help`: the module in this folder, the name there, and the class
 # if it is not CliCommand.
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "serve": ("serve", "serve"),
+    "serve": ("serve", "serve", "ServeCommand"),
     "check": ("check", "check"),
     "limit": ("check", "limit"),
     "quota": ("check", "quota"),
@@ -34,6 +34,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "reconcile": ("reconcile", "reconcile_command", "ReconcileCommand"),
     "rules": ("rules", "app"),
     "entries": ("entries", "app"),
+    "tier": ("entries", "tier_app"),
     "override": ("entries", "override_app"),
     "token": ("tokens", "app"),
     "console": ("console", "app"),

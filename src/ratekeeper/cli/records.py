@@ -9,9 +9,11 @@ import typer
 
 from ratekeeper.cli.common import (
     OK,
+    TIME_FORMS,
     CliCommand,
     CliGroup,
     JsonOption,
+    parse_moment,
     print_json,
     print_table,
     print_text,
@@ -63,7 +65,7 @@ FromOption = Annotated[
     typer.Option(
         "--from",
         metavar="TIME",
-        help="A date (UTC) or a time with a zone: 2026-11-15T14:30:00Z. [default: the last day]",
+        help=f"{TIME_FORMS}. [default: the last day]",
     ),
 ]
 ToOption = Annotated[
@@ -106,8 +108,8 @@ def decisions(
     Example: ratekeeper records decisions --outcome shadow_denied --rule trial --from 2026-11-15
     """
     asked = {"tenant": tenant, "user": user, "request_id": request_id, "outcome": outcome}
-    query = _query(subject=subject, rule=rule, **asked, region=region, to=to, limit=str(limit))
-    answer = _called(service, "/v1/admin/decisions", query, from_)
+    query = _query(subject=subject, rule=rule, **asked, region=region, limit=str(limit))
+    answer = _called(service, "/v1/admin/decisions", query, from_, to)
     _print(answer, as_json, _DECISION_HEADINGS, _decision)
 
 
@@ -135,9 +137,9 @@ def usage(
 
     Example: ratekeeper records usage --subject tenant:initech --step day --from 2026-11-01
     """
-    asked = {"outcome": outcome, "region": region, "step": step, "to": to, "limit": str(limit)}
+    asked = {"outcome": outcome, "region": region, "step": step, "limit": str(limit)}
     query = _query(subject=subject, rule=rule, **asked)
-    answer = _called(service, "/v1/admin/usage", query, from_)
+    answer = _called(service, "/v1/admin/usage", query, from_, to)
     _print(answer, as_json, _USAGE_HEADINGS, _usage)
 
 
@@ -159,7 +161,7 @@ def top(
         typer.Option(
             "--from",
             metavar="TIME",
-            help="Count the records since this date or time. [default: the last minutes]",
+            help=f"Count the records since then: {TIME_FORMS}. [default: the last minutes]",
         ),
     ] = None,
     to: ToOption = None,
@@ -172,8 +174,8 @@ def top(
 
     Example: ratekeeper records top --by shadow_denied --rule trial --from 2026-11-01
     """
-    query = _query(by=by, rule=rule, to=to, limit=str(limit))
-    answer = _called(service, "/v1/admin/top", query, from_)
+    query = _query(by=by, rule=rule, limit=str(limit))
+    answer = _called(service, "/v1/admin/top", query, from_, to)
     _print(answer, as_json, _TOP_HEADINGS, _busy)
 
 
@@ -186,9 +188,11 @@ def _called(
     path: str,
     query: dict[str, str | Sequence[str]],
     from_: str | None,
+    to: str | None,
 ) -> dict[str, Any]:
-    if from_ is not None:
-        query["from"] = from_
+    for name, text in (("from", from_), ("to", to)):
+        if (time := parse_moment(f"--{name}", text)) is not None:
+            query[name] = time.isoformat()
     with service:
         return service.call("GET", path, query=query, expected="items")
 
@@ -255,4 +259,6 @@ def _parts(value: object) -> str:
 
 def _text(value: object) -> str:
     """Return a value of the answer as one line; "-" if there is none."""
+    if isinstance(value, float):  # an estimated count, or a rate
+        value = f"{value:.0f}" if value.is_integer() or value >= 100 else f"{value:.3g}"
     return "-" if value is None or value == "" else one_line(str(value))[:_TEXT_MAX]

@@ -16,7 +16,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from fractions import Fraction
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +28,7 @@ from ratekeeper.cli.check import request_fields
 from ratekeeper.cli.common import (
     OK,
     PROBLEMS,
+    TIME_FORMS,
     TROUBLE,
     CliCommand,
     CliGroup,
@@ -36,6 +36,7 @@ from ratekeeper.cli.common import (
     JsonOption,
     ReasonOption,
     UndoesChanges,
+    parse_moment,
     print_json,
     print_table,
     print_text,
@@ -52,6 +53,7 @@ from ratekeeper.cli.service_client import (
     UrlOption,
     json_objects,
     one_line,
+    override_origin,
     service_client,
     service_opener,
 )
@@ -67,7 +69,7 @@ from ratekeeper.core.errors import (
     VersionConflict,
     quoted,
 )
-from ratekeeper.core.model import Decision, Limit, Request
+from ratekeeper.core.model import Decision, Request
 from ratekeeper.core.subjects import SEPARATOR
 from ratekeeper.decide.regional import MemoryRegional, RegionalCounts, Shares
 from ratekeeper.decide.store import Store
@@ -644,7 +646,7 @@ def audit_(
         typer.Option(metavar="KEY", help="Of this subject, override, list entry or rule."),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From 2026-11-15, or 2026-11-15T14:30Z.")
+        str | None, typer.Option(metavar="TIME", help=f"From this time: {TIME_FORMS}.")
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="At most N changes, up to 1000.")] = 50,
@@ -663,7 +665,9 @@ def audit_(
     """
     from ratekeeper.control.audit import AuditCursor, AuditFilter  # noqa: PLC0415 - needs an extra
 
-    wanted = AuditFilter(author, kind, key, _moment("--since", since), _moment("--until", until))
+    wanted = AuditFilter(
+        author, kind, key, parse_moment("--since", since), parse_moment("--until", until)
+    )
     cursor = None if before is None else AuditCursor.read(before)
 
     async def find() -> AuditPage:
@@ -689,19 +693,6 @@ def _audit_row(change: AuditedChange) -> tuple[str, ...]:
         what = f"{what} ({change.count:,} entries)".strip()
     reason = one_line(change.reason)
     return time_text(change.created_at), change.author, change.kind, what, reason
-
-
-def _moment(option: str, text: str | None) -> datetime | None:
-    """Return a time of ISO 8601; without a zone, it is UTC. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(
-            f"{option} {quoted(text)} is not a time; for example 2026-11-15 or 2026-11-15T14:30Z"
-        ) from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @app.command(cls=DocumentCommand)
@@ -1067,7 +1058,10 @@ def preview(
     file: FileArgument,
     service: ServiceClient,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From this time. [default: the last hour]")
+        str | None,
+        typer.Option(
+            metavar="TIME", help=f"From this time: {TIME_FORMS}. [default: the last hour]"
+        ),
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Before this time.")] = None,
     limit: Annotated[
@@ -1086,7 +1080,7 @@ def preview(
     Example: ratekeeper rules preview limits.yaml --url http://127.0.0.1:8080 --since 2026-11-15
     """
     document = source_from_file(file).document()
-    moments = {"from": _moment("--since", since), "to": _moment("--until", until)}
+    moments = {"from": parse_moment("--since", since), "to": parse_moment("--until", until)}
     query = {name: each.isoformat() for name, each in moments.items() if each is not None}
     if limit is not None:
         query["limit"] = str(limit)
@@ -1140,10 +1134,11 @@ def _joined(value: str | Sequence[str]) -> str:
 
 
 @app.command(cls=DocumentCommand)
-@with_options(request=request_fields)
+@with_options(request=request_fields, service=service_opener)
 def explain(
     context: typer.Context,
     request: dict[str, Any],
+    service: Callable[[], ServiceClient],
     file: MaybeFile = None,
     database: DatabaseOption = None,
     cost: Annotated[int, typer.Option(metavar="N", help="The cost of the request.")] = 1,
@@ -1159,8 +1154,10 @@ def explain(
 ) -> None:
     """Show which rules apply to a request and why, which do not, and what each decides now.
 
-    The rules are those of FILE or, without one, the current ones in the database. With --store, the
-    decisions are those of the real store; nothing is charged.
+    The rules are those of FILE or, without one, the current ones in the database, with the
+    assignments, overrides and list entries beside them. Without either, the service at --url
+    explains the request by its rules, entries and counts. A FILE has no entries beside it. With
+    --store, the decisions are those of the real store; nothing is charged.
 
     Exit code: 0 explained, whether allowed or denied; 1 the document has problems; 2 it cannot be
     read, or the store is unavailable.
@@ -1168,20 +1165,39 @@ def explain(
     Example: ratekeeper rules explain limits.yaml --endpoint /v1/orders/7 --method POST --api-key
     sk_1
 
-    Example: ratekeeper rules explain --user 42 --attribute region=eu --store redis://localhost
+    Example: ratekeeper rules explain --user 42 --attribute region=eu --url http://127.0.0.1:8080
     """
-    source = _from_either(context, file, database)
-    with (
-        closing(_open_existing(store)) as opened,
-        Limiter.from_rules(source.document(), store=opened, follow=False) as limiter,
-    ):
-        explanation = limiter.explain(Request(**request), cost)
-    if as_json:
-        print_json({"source": source.name, **explanation_data(explanation)})
+    if file is None and not database:
+        if not _is_default(context, "store"):
+            raise ConfigError("--store needs the rules: give a FILE or --database URL, too")
+        with service() as client:
+            body = {**request, "cost": cost}
+            found = client.call("POST", "/v1/admin/explain", body=body, expected="verdict")
+            name = f"{client.url}, rules {found.get('version')}"
     else:
-        print_explanation(explanation, source.name)
-    failed = any(rule.error and not never_fits(rule) for rule in explanation.rules)
-    raise typer.Exit(TROUBLE if failed else OK)
+        source = _from_either(context, file, database)
+        rules = source.document() if file is not None else database
+        with (
+            closing(_open_existing(store)) as opened,
+            Limiter.from_rules(
+                cast("Document | str", rules), store=opened, follow=False
+            ) as limiter,
+        ):
+            explanation = limiter.explain(Request(**request), cost)
+        found = explanation_data(explanation)
+        name = source.name
+    if as_json:
+        print_json({"source": name, "entries": file is None, **found})
+    else:
+        note = "" if file is None else ", without the entries of a service"
+        print_explanation(found, f"{name}{note}")
+    raise typer.Exit(TROUBLE if found["verdict"] == "unknown" else OK)
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    """Return True if an option was not typed; the environment is for all commands."""
+    given_as = context.get_parameter_source(name)
+    return given_as is None or given_as.name != "COMMANDLINE"
 
 
 def _open_existing(uri: str) -> Store:
@@ -1202,26 +1218,11 @@ def _open_existing(uri: str) -> Store:
     return open_store(uri)
 
 
-def verdict(explanation: Explanation) -> str:
-    """Return `allowed`, `denied`, or `unknown` if an enforced rule could not decide."""
-    if explanation.listed:
-        return "denied" if explanation.listed.startswith("deny ") else "allowed"
-    enforced = [rule for rule in explanation.applying if rule.mode == "enforce"]
-    decisions = [rule.decision for rule in enforced]
-    if any(map(never_fits, enforced)) or any(each is not None and not each for each in decisions):
-        return "denied"
-    return "unknown" if None in decisions else "allowed"
-
-
-def never_fits(rule: RuleExplained) -> bool:
-    """Return True if there is no decision because the cost exceeds what a limit can ever hold."""
-    return rule.decision is None and any(rule.units > limit.capacity for limit in rule.limits)
-
-
-def explanation_data(explanation: Explanation) -> dict[str, object]:
+def explanation_data(explanation: Explanation) -> dict[str, Any]:
     """Return an explanation for JSON."""
     return {
-        "verdict": verdict(explanation),
+        "verdict": explanation.verdict,
+        "decides": explanation.decides and explanation.decides.id,
         "tier": explanation.tier,
         "listed": explanation.listed or None,
         "rules": [_rule_data(rule) for rule in explanation.rules],
@@ -1269,65 +1270,61 @@ def _decision_data(decision: Decision) -> dict[str, object]:
     }
 
 
-def print_explanation(explanation: Explanation, name: str) -> None:
-    """Print the verdict, and one line per rule."""
-    result = verdict(explanation)
-    if explanation.listed:
-        result += f": on the list: {explanation.listed}"
-    elif not explanation.applying:
+def print_explanation(found: Mapping[str, Any], name: str) -> None:
+    """Print the verdict, and one line per rule, of this command or of a service."""
+    result = str(found["verdict"])
+    rules = json_objects(found.get("rules"))
+    if listed := found.get("listed"):
+        result += f": on the list: {one_line(listed)}"
+    elif not any(rule.get("applies") for rule in rules):
         result += ": no rule applies"
-    print_text(f"{result} ({name}; tier: {explanation.tier or 'none'}; nothing was charged)")
-    if explanation.rules:
+    tier = found.get("tier") or "none"
+    print_text(f"{result} ({name}; tier: {tier}; nothing was charged)")
+    if rules:
         headings = ("RULE", "APPLIES", "COUNTS", "LIMITS", "FROM", "NOW", "WHY")
-        print_table(headings, [_rule_row(rule) for rule in explanation.rules])
+        print_table(headings, [_rule_row(rule) for rule in rules])
+    if omitted := found.get("omitted"):
+        print_text(f"{omitted:,} more rules do not apply")
 
 
-def _rule_row(rule: RuleExplained) -> tuple[str, ...]:
+def _rule_row(rule: Mapping[str, Any]) -> tuple[str, ...]:
+    mode, across = rule.get("mode"), rule.get("across_regions")
     applies = "no"
-    if rule.applies:
-        applies = "yes" if rule.mode == "enforce" else rule.mode
-    counts = rule.subject.replace(SEPARATOR, ", ") or ", ".join(rule.by)
-    limits = "; ".join(map(_limit_text, rule.limits))
-    if rule.factor != 1:
-        limits += f" (at {rule.factor:.0%}, by the load)"
-    if rule.consistency != "strict":
-        limits += f" ({rule.consistency})"
-    if rule.across is not None:
-        limits += f" (global, {rule.across})"
-    if rule.envoy_quota is not None:
-        limits += f" (Envoy: {rule.envoy_quota})"
-    return rule.id, applies, counts or "all", limits, _origin_text(rule), _now_text(rule), rule.why
+    if rule.get("applies"):
+        applies = "yes" if mode == "enforce" else str(mode)
+    counts = ", ".join(rule.get("subject") or rule.get("by") or ())
+    limits = "; ".join(map(_limit_text, rule.get("limits") or ()))
+    if rule.get("factor", 1) != 1:
+        limits += f" (at {rule['factor']:.0%}, by the load)"
+    if rule.get("consistency") != "strict":
+        limits += f" ({rule.get('consistency')})"
+    if rule.get("scope") == "global":
+        limits += f" (global, {across})" if across else " (global)"
+    if rule.get("envoy_quota") is not None:
+        limits += f" (Envoy: {rule['envoy_quota']})"
+    origin = override_origin(rule.get("source"), rule.get("override"))
+    now, why = _now_text(rule), str(rule.get("why"))
+    return str(rule.get("id")), applies, counts or "all", limits, origin, now, why
 
 
-def _limit_text(limit: Limit) -> str:
-    data = limit_data(limit)
-    if isinstance(data, str):
-        return data
-    number, window, algorithm = data.pop("limit"), data.pop("per"), data.pop("algorithm")
+def _limit_text(limit: str | Mapping[str, Any]) -> str:
+    if isinstance(limit, str):
+        return limit
+    data = dict(limit)
+    number, window, algorithm = (data.pop(each, "?") for each in ("limit", "per", "algorithm"))
     others = "".join(f" {name} {value}" for name, value in data.items())
     return f"{number}/{window} {algorithm}{others}"
 
 
-def _origin_text(rule: RuleExplained) -> str:
-    """Return where the limits of a rule come from: its default, a tier, a key or an override."""
-    if rule.override is None:
-        return rule.source
-    parts: Sequence[Any] = [rule.override.reason, rule.override.author]
-    if rule.override.until:
-        parts = [*parts, f"until {time_text(rule.override.until)}"]
-    details = ", ".join(filter(None, parts))
-    return f"{rule.source} ({details})" if details else rule.source
-
-
-def _now_text(rule: RuleExplained) -> str:
-    decision = rule.decision
-    if decision is None:
-        return rule.error.partition("\n")[0]
-    left = f"{decision.remaining:,} of {decision.limit:,} left"
-    costs = f", costs {rule.units:,}" if rule.units != 1 else ""
-    if decision.allowed:
-        delay = f", after {seconds_text(decision.delay)}" if decision.delay else ""
+def _now_text(rule: Mapping[str, Any]) -> str:
+    decision = rule.get("decision")
+    if not isinstance(decision, Mapping):
+        return str(rule.get("error") or "").partition("\n")[0]
+    left = f"{decision['remaining']:,} of {decision['limit']:,} left"
+    costs = f", costs {rule['units']:,}" if rule.get("units") != 1 else ""
+    if decision["allowed"]:
+        delay = f", after {seconds_text(decision['delay'])}" if decision.get("delay") else ""
         return f"allows, {left}{costs}{delay}"
-    if decision.penalty:
-        left = "a block" if decision.penalty == "block" else "a cool-down"
-    return f"denies, {left}{costs}, retry in {seconds_text(decision.retry_after)}"
+    if decision.get("penalty"):
+        left = "a block" if decision["penalty"] == "block" else "a cool-down"
+    return f"denies, {left}{costs}, retry in {seconds_text(decision['retry_after'])}"

@@ -11,12 +11,45 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from ratekeeper.cli.common import CliCommand
+
 _PORT: Final = "RATEKEEPER_PORT"
+# The headings of `--help` with their options, the most important first.
+HEADINGS: Final = {
+    "General": "config rules seed store host port workers data tokens console_link",
+    "Rules and store": "on_failure region regions region_shares",
+    "Fleet": "node_id nodes gossip gossip_key gossip_advertise fleet_name peers dead_seconds "
+    "lease_seconds flush_seconds warm allowances ceiling emergency emergency_after",
+    "Security": "insecure_no_tokens tls_cert tls_key trusted_proxy forwarded",
+    "Identity of clients": "identify jwks jwt_key jwt_algorithm jwt_issuer jwt_audience jwt_leeway",
+    "gRPC for Envoy": "grpc no_grpc grpc_server grpc_client_ca",
+    "Answers": "draft legacy_headers",
+    "Records": "record sample record_subjects keep_decisions keep_usage keep_rows keep_megabytes",
+    "Process and logs": "log_format access_log drain_seconds shutdown_seconds",
+}
+
+
+class ServeCommand(CliCommand):
+    """The command with its options under HEADINGS."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, each heading with its own."""
+        records = {each.name: each.get_help_record(ctx) for each in self.get_params(ctx)}
+        groups = [(heading, names.split()) for heading, names in HEADINGS.items()]
+        known = {name for _, names in groups for name in names}
+        groups.append(("Other", [name for name in records if name not in known]))
+        for heading, names in groups:
+            if found := [records[name] for name in names if records.get(name)]:
+                with formatter.section(heading):
+                    formatter.write_dl(found)
 
 
 def _option(*names: str, **how: Any) -> Any:
     variable = names[0].removeprefix("--").split("/")[0].replace("-", "_").upper()
-    return typer.Option(*names, envvar=f"RATEKEEPER_{variable}", show_default=False, **how)
+    # The help has the defaults in words, and the rule by which variables are named.
+    return typer.Option(
+        *names, envvar=f"RATEKEEPER_{variable}", show_default=False, show_envvar=False, **how
+    )
 
 
 def _port(text: str) -> int | None:

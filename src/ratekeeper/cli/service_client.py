@@ -19,7 +19,9 @@ import json
 import math
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from ipaddress import ip_address
 from time import monotonic
 from types import TracebackType
@@ -28,6 +30,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import typer
 
+from ratekeeper.cli.common import time_text
 from ratekeeper.core.errors import ConfigError, RatekeeperError, show
 
 if TYPE_CHECKING:
@@ -350,6 +353,22 @@ def one_line(text: str, characters_max: int = _DETAIL_CHARACTERS_MAX) -> str:
 def json_objects(value: object) -> list[Mapping[str, Any]]:
     """Return the objects in a JSON list; none if the value is not a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def override_origin(source: object, override: object) -> str:
+    """Return where limits come from; of an override with its reason, author and end.
+
+    >>> override_origin("override user:42", {"reason": "launch", "until": "2030-01-31T00:00:00Z"})
+    'override user:42 (launch, until 2030-01-31 00:00:00Z)'
+    """
+    parts: list[str] = []
+    if isinstance(override, dict):
+        parts = [one_line(str(override.get(name) or "")) for name in ("reason", "author")]
+        if until := override.get("until"):
+            with suppress(ValueError):
+                parts.append(f"until {time_text(datetime.fromisoformat(str(until)))}")
+    details = ", ".join(filter(None, parts))
+    return f"{source or ''} ({details})" if details else str(source or "")
 
 
 # ── Metrics ────────────────────────────────────────────────────────────────────────────────────

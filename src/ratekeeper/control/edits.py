@@ -46,7 +46,7 @@ def unassign(document: Document, subject: str) -> Document:
 def remove_override(
     document: Document, attribute: str, value: str, rule: str | None = None
 ) -> Document:
-    """Remove the override of a subject for a rule, or with None the one for every rule.
+    """Remove the override of a subject for a rule, or with None the one that names no rule.
 
     Raises NotFound if there is none.
     """
@@ -55,7 +55,7 @@ def remove_override(
     if len(others) == len(document.overrides):
         raise NotFound(
             f"there is no override for {show(attribute)} {show(value)} and "
-            f"{'every rule' if rule is None else f'rule {show(rule)}'}; "
+            f"{f'every rule by {attribute}' if rule is None else f'rule {show(rule)}'}; "
             f"{_overridden(document.overrides, attribute, value)}"
         )
     return replace(document, overrides=others)
@@ -211,7 +211,7 @@ def _key(override: Override) -> tuple[str, str, str | None]:
 
 def _overridden(overrides: Iterable[Override], attribute: str, value: str) -> str:
     rules = [
-        "every rule" if each.rule is None else show(each.rule)
+        f"every rule by {attribute}" if each.rule is None else show(each.rule)
         for each in overrides
         if (each.attribute, each.value) == (attribute, value)
     ]

@@ -636,7 +636,8 @@ class _ImportSafety:
         """Return why an entry is unsafe; empty if it is safe."""
         if entry.kind == "override":
             data = json.loads(entry.data)
-            terms = tuple(str(data.get(name)) for name in ("rule", "limits", "multiply"))
+            kind = next(iter(data["for"]))
+            terms = kind, *(str(data.get(name)) for name in ("rule", "limits", "multiply"))
             if terms not in self._by_terms and len(self._by_terms) < BATCH_ROWS:
                 self._by_terms[terms] = _message(_unsafe(entry, self._document))
             found = self._by_terms.get(terms)

@@ -33,6 +33,7 @@ FindingCode = Literal[
     "denies-all",
     "allows-all",
     "never-fits",
+    "changes-no-rule",
     "nothing-enforced",
     "orphaned-tier",
     "no-limits",

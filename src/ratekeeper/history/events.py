@@ -54,7 +54,7 @@ _DIGEST_BYTES: Final = 12
 _DIGEST: Final = re.compile(rf"#[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 # The fields that identify a caller where no rule does, the first one first.
 _CALLER_FIELDS: Final = ("api_key", "user", "tenant", "ip")
-# Decisions without a rule are recorded under these names; no rule id has parentheses.
+# Decisions without a rule are recorded under these names; no rule id begins with a parenthesis.
 LISTED: Final = {"blocked": "(deny)", "exempt": "(allow)", "unlimited": "(none)"}
 
 BUCKETS_MAX: Final = 50_000

@@ -88,7 +88,6 @@ def named_values(document: Document, fields: Iterable[str]) -> Iterator[str]:
     for override in document.overrides:
         yield override.value
     for entry in (*document.allow, *document.deny):
-        yield entry
         yield entry.partition(":")[2]
 
 
@@ -101,10 +100,9 @@ def entry_values(entries: EntryTable, fields: frozenset[str]) -> Iterator[list[s
     left = ENTRIES_DIGESTED_MAX
     owners = entries.owners()
     while left > 0 and (portion := list(islice(owners, _PORTION))):
-        # A value without a name is an entry of a list: an API key or a user.
-        found = [each for each in portion if each.startswith(prefixes) or ":" not in each][:left]
+        found = [each for each in portion if each.startswith(prefixes)][:left]
         left -= len(found)
-        yield [each.partition(":")[2] or each for each in found]
+        yield [each.partition(":")[2] for each in found]
 
 
 class RecordedRequests:

@@ -43,6 +43,7 @@ from ratekeeper.rules.document.model import (
     Document,
     Override,
     Rule,
+    override_changes,
 )
 from ratekeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
 from ratekeeper.rules.matching.lists import Lists, Verdict
@@ -217,7 +218,6 @@ class PreparedRule:
         "factor",
         "id",
         "keys",
-        "names",
         "prefix",
         "read",
         "rule",
@@ -227,8 +227,6 @@ class PreparedRule:
         written = rule.rule
         self.rule = rule
         self.id = written.id
-        self.names = (written.id, written.replaces)
-        """The rules whose overrides apply: this one, and the one whose place it takes."""
         self.factor = factor
         own = written.consistency
         self.default = LimitChoice(written.limits, own, "default") if written.limits else None
@@ -557,15 +555,16 @@ class CompiledRules:
 
         Entries go before the document, and user, API key, tenant and address in this order.
         """
+        rule = prepared.rule.rule
         if self.entries.overrides:
             now_us = self._now_ns() // 1_000
             for owner, item in self.entries.overrides.find(request):
                 packed = unpacked(item)
-                named = not packed.rule or packed.rule in prepared.names
-                if named and packed.until_us > now_us:
+                kind = owner.partition(":")[0]
+                if override_changes(rule, kind, packed.rule) and packed.until_us > now_us:
                     return _choice_of_entry(prepared, choice, owner, packed)
         for owner, (until_ns, position, override) in self._overrides.find(request):
-            if override.rule is not None and override.rule not in prepared.names:
+            if not override_changes(rule, override.attribute, override.rule):
                 continue
             if until_ns is not None and self._now_ns() >= until_ns:
                 continue

@@ -1,8 +1,8 @@
 """The entries of a node: assignments, overrides and list entries beside its compiled rules.
 
 There may be millions, so `EntryTable` holds them in dicts of texts: about 100 bytes for an
-assignment or a list entry and 175 for an override. An override is packed into bytes and parsed when
-a request of its owner arrives; its reason and author stay in the database.
+assignment or a list entry, and 175 and its reason for an override. An override is packed into bytes
+and parsed when a request of its owner arrives; its author stays in the database.
 
 One thread changes the table while others look up. A look-up sees each entry as it was before a
 change, or after it. The garbage collector does not traverse these dicts (`matching/lists.py`).
@@ -41,7 +41,7 @@ _SEPARATOR: Final = _MARK.encode()
 _TEXT: Final = r'"([^"\\]*)"'
 _PLAIN: Final = re.compile(
     rf'\{{"for":\{{"(\w+)":{_TEXT}\}}(?:,"rule":{_TEXT})?'
-    rf',(?:"limits":(\[(?:"[^"\\]*",?)+\])|"multiply":([0-9.]+)),"until":{_TEXT}[,}}]'
+    rf',(?:"limits":(\[(?:"[^"\\]*",?)+\])|"multiply":([0-9.]+)),"until":{_TEXT},"reason":{_TEXT}[,}}]'
 )
 
 
@@ -170,9 +170,10 @@ class PackedOverride(NamedTuple):
     id: str
     until_us: int
     rule: str
-    """The id of the rule that it changes; empty: all rules."""
+    """The id of the rule that it changes; empty: every rule that counts by its owner."""
     terms: str
     """Its limits or its factor, as JSON."""
+    reason: str
 
     def data(self, owner: str) -> dict[str, Any]:
         """Return the terms of the override as plain data, for `parse_override`."""
@@ -184,7 +185,7 @@ class PackedOverride(NamedTuple):
         }
 
     def override(self, owner: str, terms: Override | None) -> Override | None:
-        """Return the override of an owner, given one with equal terms; no reason and author."""
+        """Return the override of an owner, given one with equal terms; no author."""
         if terms is None:
             return None
         attribute, _, value = owner.partition(":")
@@ -195,6 +196,7 @@ class PackedOverride(NamedTuple):
             terms.limits,
             terms.multiply,
             _EPOCH + timedelta(microseconds=self.until_us),
+            self.reason,
             id=self.id,
         )
 
@@ -251,7 +253,7 @@ class EntryTable:
         self.overrides.replace(attribute, value, items if removed else [packed, *items])
 
     def owners(self) -> Iterator[str]:
-        """Yield every subject and exact value that an entry names: `user:42`, or `42` of a list.
+        """Yield every subject that an entry names: `user:42`.
 
         It may yield one several times. Another thread may change the table meanwhile.
         """
@@ -269,14 +271,14 @@ def _packed(name: str, text: str) -> tuple[OverrideOwner, str, bytes]:
     """Return the owner of an override, and the override in the form of the table."""
     found = _PLAIN.match(text)
     if found is not None:
-        attribute, value, rule, limits, multiply, until = found.groups("")
+        attribute, value, rule, limits, multiply, until, reason = found.groups("")
         terms = limits or multiply
     else:
         data = json.loads(text)
         [(attribute, value)] = data["for"].items()
-        rule, until = data.get("rule", ""), data["until"]
+        rule, until, reason = data.get("rule", ""), data["until"], data.get("reason", "")
         terms = json.dumps(data["limits"] if "limits" in data else data["multiply"])
-    packed = _end(until) + f"{name}{_MARK}{rule}{_MARK}{terms}".encode()
+    packed = _end(until) + f"{name}{_MARK}{rule}{_MARK}{terms}{_MARK}{reason}".encode()
     return cast("OverrideOwner", attribute), value, packed
 
 
@@ -287,5 +289,5 @@ def _end(until: str) -> bytes:
 
 def unpacked(item: bytes) -> PackedOverride:
     """Return the parts of a packed override."""
-    name, rule, terms = item[_END.size :].split(_SEPARATOR, 2)
-    return PackedOverride(name.decode(), _END.unpack_from(item)[0], rule.decode(), terms.decode())
+    name, rule, terms, reason = item[_END.size :].decode().split(_MARK, 3)
+    return PackedOverride(name, _END.unpack_from(item)[0], rule, terms, reason)

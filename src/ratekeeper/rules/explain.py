@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ratekeeper.core.model import Consistency, Decision, Limits, Request
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CompiledRules, LimitChoice, RuleCheck
 from ratekeeper.rules.document.model import EnvoyQuota, Override
 from ratekeeper.rules.matching.table import CompiledRule
+
+ExplainedVerdict = Literal["allowed", "denied", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class RuleExplained:
     error: str = ""
     """Why there is no decision, if the store could not decide."""
 
+    @property
+    def never_fits(self) -> bool:
+        """True if there is no decision because the cost exceeds what a limit can ever hold."""
+        return self.decision is None and any(self.units > limit.capacity for limit in self.limits)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -71,6 +79,36 @@ class Explanation:
     def applying(self) -> tuple[RuleExplained, ...]:
         """The rules that apply: the enforced ones and those in shadow mode."""
         return tuple(rule for rule in self.rules if rule.applies)
+
+    @property
+    def verdict(self) -> ExplainedVerdict:
+        """`allowed` or `denied`, or `unknown` if an enforced rule has no decision."""
+        if self.listed:
+            return "denied" if self.listed.startswith("deny ") else "allowed"
+        rule = self.decides
+        if rule is None:
+            return "allowed"
+        if rule.decision is None:
+            return "denied" if rule.never_fits else "unknown"
+        return "allowed" if rule.decision.allowed else "denied"
+
+    @property
+    def decides(self) -> RuleExplained | None:
+        """The enforced rule that decides: the tightest one; None if no rule is checked."""
+        enforced = [rule for rule in self.applying if rule.mode == "enforce"]
+        return min(enforced, key=_tightness, default=None)
+
+
+def _tightness(rule: RuleExplained) -> tuple[int, int, float, float]:
+    """Return the order of rules in a check: a denial, then one that cannot decide, then the rest.
+
+    Of several denials or admissions, that with the least left; see `decide/combine.py`.
+    """
+    decision = rule.decision
+    if decision is None:
+        return 1 if rule.never_fits else 2, 0, 0.0, 0.0
+    place = 3 if decision.allowed else 0
+    return place, decision.remaining, -decision.retry_after, -decision.reset_after
 
 
 # A rule's decision, or the error instead of it; None for a rule that does not apply.

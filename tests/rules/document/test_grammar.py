@@ -167,10 +167,10 @@ def test_fields_of_an_override(text: str, override: Override) -> None:
 def test_lists_and_assignments() -> None:
     """List entries keep their spelling; assignments refer to tiers of the document."""
     document = read(
-        "version: 1\ntiers: {pro: 5/s}\nallow: sk_*\ndeny: ['user:1', 10.0.0.0/8]\n"
+        "version: 1\ntiers: {pro: 5/s}\nallow: api_key:sk_*\ndeny: ['user:1', 10.0.0.0/8]\n"
         "assign: {'user:1': pro, 'tenant:a:b': pro, api_key:k: pro}"
     )
-    assert (document.allow, document.deny) == (("sk_*",), ("user:1", "10.0.0.0/8"))
+    assert (document.allow, document.deny) == (("api_key:sk_*",), ("user:1", "10.0.0.0/8"))
     assert document.assign == dict.fromkeys(("user:1", "tenant:a:b", "api_key:k"), "pro")
 
 
@@ -599,6 +599,13 @@ def test_ids_are_unique() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["(deny)", "limit:emails"])
+def test_ids_of_lists_and_of_limits_of_calls_are_reserved(name: str) -> None:
+    """Otherwise their records would be mixed."""
+    [problem] = problems(f"version: 1\nrules:\n- {{id: '{name}', by: user, limits: 5/s}}\n")
+    assert "begins like the name of a list, such as (deny), or of limits that come" in problem
+
+
 @pytest.mark.parametrize("by", ["[]", "[user, ip]"])
 def test_keys_need_a_rule_that_counts_by_one_attribute(by: str) -> None:
     """With two attributes, or none, a key would be ambiguous."""
@@ -645,9 +652,11 @@ def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_irregular_globs_are_bounded() -> None:
     """A list may have a bounded number of irregular globs, and any number of prefixes."""
-    from_data({"version": 1, "deny": [f"a{n}*" for n in range(2_000)] + ["*a", "b?"] * 500})
+    from_data(
+        {"version": 1, "deny": [f"user:a{n}*" for n in range(2_000)] + ["user:*a", "user:b?"] * 500}
+    )
     with pytest.raises(DocumentError, match=r"^<data>: deny: .*1,000"):
-        from_data({"version": 1, "deny": [f"*a{n}" for n in range(1_001)]})
+        from_data({"version": 1, "deny": [f"user:*a{n}" for n in range(1_001)]})
 
 
 def at(text: str) -> tuple[DocumentPlace, ProblemList]:

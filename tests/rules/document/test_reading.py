@@ -51,8 +51,8 @@ rules:
     by: [ip]
     limits: [{limit: 5, per: 1m, algorithm: sliding_window_log}]
     on_failure: closed
-allow: ["sk_internal_*"]
-deny: ["sk_revoked_*"]
+allow: ["api_key:sk_internal_*"]
+deny: ["api_key:sk_revoked_*"]
 """
 
 
@@ -67,7 +67,10 @@ def test_the_document_of_the_design() -> None:
     assert orders.keys == {"sk_prod_vip_001": (Limit(1000, per=60),)}
     assert login.limits == (Limit(5, per=60, algorithm="sliding_window_log"),)
     assert list(document.tiers) == ["free", "pro", "enterprise"]
-    assert (document.allow, document.deny) == (("sk_internal_*",), ("sk_revoked_*",))
+    assert (document.allow, document.deny) == (
+        ("api_key:sk_internal_*",),
+        ("api_key:sk_revoked_*",),
+    )
 
 
 def test_the_example_is_valid() -> None:

@@ -52,9 +52,9 @@ def test_the_example_is_safe() -> None:
 @pytest.mark.parametrize(
     ("entries", "places"),
     [
-        ("['*']", ["[0]"]),
-        ("[a, '**']", ["[1]"]),
-        ("['?*']", ["[0]"]),
+        ("['user:*']", ["[0]"]),
+        ("['user:a', 'user:**']", ["[1]"]),
+        ("['user:?*']", ["[0]"]),
         ("['user:*', 'api_key:*', 'region:*']", ["[0]", "[1]", "[2]"]),
         ("[0.0.0.0/0]", ["[0]"]),
         ("['ip:::/0']", ["[0]"]),
@@ -64,7 +64,7 @@ def test_the_example_is_safe() -> None:
         ("[0.0.0.0/1, 128.0.0.0/2]", []),
         ("['::/1', '8000::/1']", [""]),
         (
-            "[sk_*, '*sk', 'api_key:a:*', 'region:a*', '??', 10.0.0.0/8, 'user:::/0', 'user:a/b']",
+            "['user:sk_*', 'user:*sk', 'api_key:a:*', 'user:??', 10.0.0.0/8, 'user:::/0']",
             [],
         ),
     ],
@@ -151,14 +151,30 @@ def test_an_override_is_compared_with_the_widest_limits() -> None:
     """The client's tier is unknown, so the widest limits count."""
     tiers = "tiers: {default: 10/s, pro: 1000/s}"
     override = "overrides: [{for: {user: a}, multiply: 0.1}]"
-    assert found(f"{tiers}, rules: [{{id: r, by: [], cost: 5}}], {override}") == []
+    assert found(f"{tiers}, rules: [{{id: r, by: user, cost: 5}}], {override}") == []
     document = Document(
-        rules=(Rule(id="r", by=(), cost=5, keys={"a": ()}),),
+        rules=(Rule(id="r", by=("user",), cost=5, keys={"a": ()}),),
         overrides=from_data(
             {"version": 1, "overrides": [{"for": {"user": "a"}, "multiply": 2}]}
         ).overrides,
     )
     assert "never-fits" not in {it.code for it in findings(document)}
+
+
+@pytest.mark.parametrize(
+    ("override", "is_found"),
+    [
+        ("{for: {user: a}, multiply: 2}", False),
+        ("{for: {ip: 10.0.0.0/8}, limits: 5/s}", False),
+        ("{for: {tenant: a}, multiply: 2}", True),
+        ("{for: {tenant: a}, rule: r, multiply: 2}", False),
+    ],
+)
+def test_an_override_that_changes_no_rule(override: str, is_found: bool) -> None:
+    """No rule counts by its subject, and it names none."""
+    rules = "[{id: r, by: [user, endpoint], limits: 5/s}, {id: s, by: ip, limits: 5/s}]"
+    expected = [("changes-no-rule", "overrides[0]")] if is_found else []
+    assert found(f"rules: {rules}, overrides: [{override}]") == expected
 
 
 # ------------------------------------------------------------------------------- modes and tiers
@@ -174,7 +190,7 @@ SHADOWED = read("{version: 1, rules: [{id: r, by: [], limits: 5/s, mode: shadow}
         ("rules: [{id: r, by: [], limits: 5/s, mode: 'off'}]", ENFORCED, True),
         ("rules: [{id: r, by: [], limits: 5/s, rollout: 0}]", ENFORCED, True),
         ("rules: []", ENFORCED, True),
-        ("deny: [a]", ENFORCED, True),
+        ("deny: ['user:a']", ENFORCED, True),
         ("rules: [{id: r, by: [], limits: 5/s, rollout: 1}]", ENFORCED, False),
         ("rules: [{id: s, by: [], limits: 5/s, mode: shadow}]", SHADOWED, False),
         ("rules: [{id: s, by: [], limits: 5/s, mode: shadow}]", None, False),
@@ -396,10 +412,10 @@ def test_a_finding_says_what_why_and_what_to_do() -> None:
         "most 5, so every such request is denied; raise the limit or its burst so that 6 "
         "fit, or lower the cost, or force it"
     )
-    (finding,) = findings(read("{version: 1, deny: ['*']}"))
+    (finding,) = findings(read("{version: 1, deny: ['user:*']}"))
     assert str(finding) == (
-        'deny[0]: "*": every request with an api_key or a user is denied; use a narrower entry, '
-        "for example deny: [sk_internal_*], or force it"
+        'deny[0]: "user:*": every request with user is denied; use a narrower entry, '
+        'for example deny: ["api_key:sk_internal_*"], or force it'
     )
 
 
@@ -421,7 +437,7 @@ def test_any_document_can_be_checked(data: Data, earlier: Data) -> None:
 
 def test_a_document_has_the_same_findings_as_a_change_of_itself() -> None:
     """A finding that was forced is found again by `findings`."""
-    document: Any = read("{version: 1, allow: ['*']}")
+    document: Any = read("{version: 1, allow: ['user:*']}")
     assert findings(document, document) == findings(document)
 
 

@@ -65,7 +65,7 @@ GOOD: Data = {
         {"id": "b", "by": []},
     ],
     "assign": {"user:1": "pro"},
-    "allow": ["sk_*"],
+    "allow": ["api_key:sk_*"],
     "overrides": [{"for": {"user": "1"}, "multiply": 2, "until": "2026-12-31T23:59:59Z"}],
 }
 

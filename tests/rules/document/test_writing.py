@@ -137,8 +137,8 @@ def test_every_other_value_is_written() -> None:
         tiers={"pro": limits},
         tier_consistency={"pro": "strict"},
         assign={"user:1": "pro"},
-        allow=("a",),
-        deny=("b",),
+        allow=("user:a",),
+        deny=("user:b",),
         overrides=(Override("user", "1", "r", (), 2.0, until, "why", "who", "a-1"),),
     )
     for value in (document, rule, rule.match, rule.scale[0], rule.penalty, document.overrides[0]):
@@ -192,8 +192,8 @@ def test_order_is_kept() -> None:
 
 def test_lists_have_one_entry_per_line() -> None:
     """A change of one entry is a change of one line."""
-    text = to_yaml(Document(deny=("sk_1", "sk_2")))
-    assert text == "version: 1\ndeny:\n- sk_1\n- sk_2\n"
+    text = to_yaml(Document(deny=("user:1", "user:2")))
+    assert text == "version: 1\ndeny:\n- user:1\n- user:2\n"
 
 
 def test_text_that_looks_like_something_else_is_quoted() -> None:

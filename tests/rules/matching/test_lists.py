@@ -63,14 +63,10 @@ KEY = Request(api_key="sk_live_42", user="u7", ip="10.1.2.3", tenant="acme", tie
         ("user:[*]", Request(user="*"), "user:[*]"),
         ("user:[*]", Request(user="x"), None),
         ("user:a[?]*", Request(user="a?b"), "user:a[?]*"),
-        # No name: an api_key or a user.
-        ("sk_live_42", KEY, "sk_live_42"),
-        ("u7", KEY, "u7"),
-        ("u*", KEY, "u*"),
-        ("s*e*", KEY, "s*e*"),
-        ("acme", KEY, None),
-        ("42", Request(user="42"), "42"),
-        # No name, and an address or a network.
+        # A user that is named like an API key.
+        ("api_key:sk_live_*", Request(user="sk_live_42"), None),
+        ("user:sk_live_*", KEY, None),
+        # No name: an address or a network.
         ("10.0.0.0/8", KEY, "ip:10.0.0.0/8"),
         ("10.1.2.3", KEY, "ip:10.1.2.3"),
         ("10.1.2.3/32", KEY, "ip:10.1.2.3"),
@@ -105,14 +101,14 @@ def test_requests_on_a_list(entry: str, request_: Request, why: str | None) -> N
     ("allow", "deny", "verdict", "why"),
     [
         ([], [], None, None),
-        (["sk_live_42"], ["sk_live_*"], "deny", "sk_live_*"),
-        (["sk_live_*"], ["sk_live_42"], "deny", "sk_live_42"),
+        (["api_key:sk_live_42"], ["api_key:sk_*"], "deny", "api_key:sk_*"),
+        (["api_key:sk_*"], ["api_key:sk_live_42"], "deny", "api_key:sk_live_42"),
         (["user:u7"], ["ip:10.0.0.0/8"], "deny", "ip:10.0.0.0/8"),
         (["ip:10.0.0.0/8"], ["user:u8", "192.0.2.0/24"], "allow", "ip:10.0.0.0/8"),
         (["user:u8"], ["user:u9"], None, None),
         # The first found of: exact, the shortest start, other globs; then the widest network.
-        (["sk_*", "sk_live_*", "sk_live_42"], [], "allow", "sk_live_42"),
-        (["sk_live_*", "sk_*", "sk_*_42"], [], "allow", "sk_*"),
+        (["user:u*", "user:u7*", "user:u7"], [], "allow", "user:u7"),
+        (["user:u7*", "user:u*", "user:u*7"], [], "allow", "user:u*"),
         (["10.1.2.3", "10.0.0.0/8", "10.1.0.0/16"], [], "allow", "ip:10.0.0.0/8"),
     ],
 )
@@ -132,7 +128,7 @@ def test_a_deny_takes_precedence(
         ("user:42\n", "has a space before or after it"),
         ("user: 42", "the value must have 1 to 512 characters and must not start with a space"),
         ("user:", "the value must have 1 to 512 characters"),
-        ("x" * (GLOB_LENGTH_MAX + 1), "the value must have 1 to 512 characters"),
+        ("user:" + "x" * (GLOB_LENGTH_MAX + 1), "the value must have 1 to 512 characters"),
         (42, "42 is int, not text"),
         (None, "None is NoneType, not text"),
         ("10.0.0.1/8", "write 10.0.0.0/8 for the whole network"),
@@ -154,9 +150,11 @@ def test_a_deny_takes_precedence(
         (":x", "'' is not a valid attribute name"),
         ("x" * 129 + ":y", "is not a valid attribute name"),
         ("user:[ab", "the set [ at character 1 is not closed"),
-        ("sk_[z-a]", "the range 'z-a' is empty"),
+        ("42", "does not say what it names; write 'user:42' or 'api_key:42' or 'tenant:42'"),
+        ("sk_*", "does not say what it names"),
+        ("user:[z-a]", "the range 'z-a' is empty"),
     ],
-    ids=range(28),
+    ids=range(30),
 )
 def test_a_wrong_entry_shows_a_correct_one(entry: Any, says: str) -> None:
     """The error names the list, shows the entry and a correct one."""
@@ -204,12 +202,12 @@ def test_a_value_that_is_not_text_is_rejected(request_: Request) -> None:
 
 def test_irregular_globs_are_bounded() -> None:
     """Globs that must be tried one by one are bounded; the error says how to write them."""
-    most = [f"*_{number}" for number in range(IRREGULAR_GLOBS_MAX)]
-    assert Lists.compile(deny=most).why(Request(user="u_999")) == "*_999"
-    with pytest.raises(ConfigError, match=r"more than 1,000 globs .* like sk_internal_\*"):
-        Lists.compile(deny=[*most, "*_x"])
+    most = [f"user:*_{number}" for number in range(IRREGULAR_GLOBS_MAX)]
+    assert Lists.compile(deny=most).why(Request(user="u_999")) == "user:*_999"
+    with pytest.raises(ConfigError, match=r"more than 1,000 globs .* like api_key:sk_internal_\*"):
+        Lists.compile(deny=[*most, "user:*_x"])
     # Each list has its own, and the regular ones do not count.
-    Lists.compile(allow=most, deny=[*most, *(f"k{number}*" for number in range(5_000))])
+    Lists.compile(allow=most, deny=[*most, *(f"user:k{number}*" for number in range(5_000))])
 
 
 def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,13 +246,15 @@ class CountingText(str):
         return super().startswith(*arguments)
 
 
-@pytest.mark.parametrize("form", ["api_key:sk_{:07d}", "sk_{:07d}", "sk_{:07d}_*", "sk_{:07d}*_x"])
+@pytest.mark.parametrize("form", ["sk_{:07d}", "sk_{:07d}_*", "sk_{:07d}*_x"])
 def test_a_look_up_does_not_grow_with_the_list(form: str) -> None:
     """A value is looked up as often among a thousand entries as among ten."""
 
     def touched(count: int) -> int:
         value = CountingText("sk_0000007_and_more")
-        lists = Lists.compile(deny=(form.format(1_000_000 + number) for number in range(count)))
+        lists = Lists.compile(
+            deny=(f"api_key:{form}".format(1_000_000 + number) for number in range(count))
+        )
         assert lists.verdict(Request(api_key=value)) is None
         return value.touched
 
@@ -281,7 +281,7 @@ def test_the_garbage_collector_does_not_traverse_a_list() -> None:
     """The number of objects that it traverses does not grow with the list."""
 
     def walked(count: int) -> int:
-        forms = ("sk_{}", "user:u{}", "user:u{}*", "2001:db8::{:x}")
+        forms = ("api_key:sk_{}", "user:u{}", "user:u{}*", "2001:db8::{:x}")
         entries = (form.format(number) for form in forms for number in range(count))
         lists = Lists.compile(deny=entries)
         gc.collect()  # which leaves out, from then on, containers of nothing but plain values
@@ -300,7 +300,7 @@ def test_the_garbage_collector_does_not_traverse_a_list() -> None:
 
 
 ENTRY_VALUES = st.text(alphabet="ab*?", min_size=1, max_size=5)
-ATTRIBUTES = st.sampled_from(["", "user:", "api_key:", "tenant:", "region:"])
+ATTRIBUTES = st.sampled_from(["user:", "api_key:", "tenant:", "region:"])
 NETWORKS = st.tuples(
     st.sampled_from(["10.0.0.0", "10.0.0.3", "::8", "::"]), st.integers(0, 32)
 ).map(lambda pair: str(ipaddress.ip_network(f"{pair[0]}/{pair[1]}", strict=False)))
@@ -330,9 +330,8 @@ def _naively_on(entry: str, request: Request) -> bool:
         network = ipaddress.ip_network(entry)
     except ValueError:
         name, _, pattern = entry.rpartition(":")
-        values = {"": (request.api_key, request.user), "region": (request.attributes.get(name),)}
-        known = values.get(name) or (getattr(request, name),)
-        return any(value is not None and fnmatch.fnmatchcase(value, pattern) for value in known)
+        value = request.attributes.get(name) if name == "region" else getattr(request, name)
+        return value is not None and fnmatch.fnmatchcase(value, pattern)
     if request.ip in {None, "x"}:
         return False
     address = ipaddress.ip_address(str(request.ip))
@@ -386,7 +385,7 @@ def _file(folder: Path, content: bytes) -> Path:
         ("user:é\n".encode(), ["user:é"]),
         (b"\xef\xbb\xbfuser:42\n", ["user:42"]),
         (b"\xef\xbb\xbf# who\nuser:42\n", ["user:42"]),
-        (b"x" * 500 + b" #" + b"y" * (LINE_BYTES_MAX - 502), ["x" * 500]),
+        (b"user:" + b"x" * 500 + b" #" + b"y" * (LINE_BYTES_MAX - 507), ["user:" + "x" * 500]),
     ],
 )
 def test_a_file_has_one_entry_per_line(content: bytes, entries: list[str], tmp_path: Path) -> None:
@@ -400,7 +399,7 @@ def test_a_file_has_one_entry_per_line(content: bytes, entries: list[str], tmp_p
     [
         (b"user:42\n\n10.0.0.0/33\n", "line 3: entry '10.0.0.0/33': network"),
         (b"user:42 user:\xff\n", "line 1: byte 14"),
-        (b"a\n" + b"x" * LINE_BYTES_MAX + b"\n", "line 2: the line has more than 4,096 bytes"),
+        (b"user:a\n" + b"x" * LINE_BYTES_MAX + b"\n", "line 2: the line has more than 4,096 bytes"),
         (b"x" * 10_000_000, "line 1: the line has more than 4,096 bytes"),
         (b"# c\napikey:x\n", "line 2: entry 'apikey:x': apikey must be spelled api_key"),
     ],

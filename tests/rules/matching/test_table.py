@@ -299,6 +299,31 @@ def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.Monkey
     assert max(sizes) == 1
 
 
+@pytest.mark.parametrize(
+    "pattern", ["**/a-{}", "/v1/**/a-{}/*", "/v1/*-{}", "/*/*-{}-*", "/v1/a{}-*", "/v1/**/*-{}-*"]
+)
+@pytest.mark.parametrize("attribute", ["endpoint", "user"])
+def test_a_wildcard_at_the_start_does_not_slow_a_look_up(
+    pattern: str, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5,000 rules whose patterns begin with a wildcard, a new value tests a few."""
+    candidates = table_module._RuleIndex.candidates
+    sizes: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        sizes.append(len(candidates(*arguments)))
+        return candidates(*arguments)
+
+    monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
+    table = RuleTable([rule(str(n), **{attribute: pattern.format(n)}) for n in range(5_000)])
+    for number in (7, 77, 4_321):
+        value = pattern.format(number).replace("**", "v1/x").replace("*", "b")
+        [[found]] = table.match(Request(**{attribute: value}), None)
+        assert found.rule.id == str(number)
+    assert not table.match(Request(**{attribute: "/v1/a-b/c-9999999-x"}), None)
+    assert max(sizes) <= 5
+
+
 def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of cached results is bounded, and long values are never cached."""
     monkeypatch.setattr(table_module, "MEMO_MAX", 4)

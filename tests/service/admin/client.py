@@ -38,7 +38,7 @@ rules:
   - {id: orders, by: user, limits: 10/second, tiers: {pro: 20/second}}
   - {id: login, match: {endpoint: /login}, by: ip, limits: 3/minute}
 assign: {"user:42": pro, "tenant:acme": free}
-allow: ["sk_internal_*", "10.0.0.0/8"]
+allow: ["api_key:sk_internal_*", "10.0.0.0/8"]
 overrides: [{for: {user: "7"}, multiply: 2}]
 """
 # The author of the first version in each database.

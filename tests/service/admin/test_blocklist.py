@@ -15,7 +15,7 @@ __all__ = ["admin", "following", "from_file", "template"]  # fixtures, found by 
 
 RULES = {
     "version": 1,
-    "allow": ["10.0.0.0/8", "ip:198.51.100.7", "sk_*", "2001:db8:5::9"],
+    "allow": ["10.0.0.0/8", "ip:198.51.100.7", "api_key:sk_*", "2001:db8:5::9"],
     "rules": [{"id": "api", "by": "ip", "limits": "1/hour"}],
 }
 

@@ -43,10 +43,10 @@ async def test_a_file_with_a_bad_line_changes_nothing(admin: Admin) -> None:
 async def test_an_import_is_as_safe_as_a_single_change(admin: Admin) -> None:
     """An entry that matches everyone, and an id that is taken, are bad lines with their numbers."""
     found = await admin.rejected(
-        "POST", "/entries/import", 422, content=GOOD + "deny,*,\nallow,0.0.0.0/0,\n"
+        "POST", "/entries/import", 422, content=GOOD + "deny,user:*,\nallow,0.0.0.0/0,\n"
     )
     assert [each["line"] for each in found["problems"]] == [5, 6]
-    assert "every request with an api_key or a user is denied" in found["problems"][0]["message"]
+    assert "every request with user is denied" in found["problems"][0]["message"]
     head = "kind,subject,id,multiply,until,reason\n"
     first = head + "override,user:1,launch,2,2h,why\n"
     await admin.call("POST", "/entries/import", content=first)

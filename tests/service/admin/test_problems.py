@@ -18,7 +18,7 @@ from tests.service.admin.client import Admin, admin, template
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
-UNSAFE = findings(read("{version: 1, deny: ['*']}"))
+UNSAFE = findings(read("{version: 1, deny: ['user:*']}"))
 WRONG = DocumentError((DocumentProblem("<body>", 3, 4, "rules[0]", "no"),))
 
 KNOWN: list[tuple[errors.RatekeeperError, int, str]] = [

@@ -148,7 +148,7 @@ async def test_the_verdict_is_that_of_a_check(
 ) -> None:
     """Allowed, or denied by a limit, a cost or a list."""
     limiter = admin.context.limiter
-    limiter.use({**(await admin.call("GET", "/rules")).json(), "deny": ["sk_bad"]})
+    limiter.use({**(await admin.call("GET", "/rules")).json(), "deny": ["api_key:sk_bad"]})
     await limiter.check(Request(user="spent"), 10)
     assert (await admin.call("POST", "/explain", json=request_)).json()["verdict"] == verdict
 

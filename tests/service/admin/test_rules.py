@@ -137,14 +137,14 @@ async def test_a_hostile_document_is_rejected(
 
 async def test_an_unsafe_change_needs_force(admin: Admin) -> None:
     """409 with the findings; with ?force=true it succeeds, and the audit log shows it."""
-    unsafe = RULES + "deny: ['*']\n"
+    unsafe = RULES + "deny: ['user:*']\n"
     found = await admin.rejected("PUT", "/rules", 409, content=unsafe, headers=YAML)
     assert found["error"]["code"] == "UNSAFE_CHANGE"
     assert [each["code"] for each in found["findings"]] == ["denies-all"]
     assert "?force=true" in found["detail"]
     await admin.call("PUT", "/rules?force=true", content=unsafe, headers=YAML)
     entry = (await admin.call("GET", "/audit?limit=1")).json()["items"][0]
-    assert "every request with an api_key or a user is denied" in entry["forced"]
+    assert "every request with user is denied" in entry["forced"]
 
 
 async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:
@@ -156,7 +156,9 @@ async def test_a_document_is_validated_without_being_applied(admin: Admin) -> No
         *("hidden-tier", "tiers.free"),
         True,
     )
-    unsafe = (await admin.call("POST", "/rules/validate", content=RULES + "deny: ['*']\n")).json()
+    unsafe = (
+        await admin.call("POST", "/rules/validate", content=RULES + "deny: ['user:*']\n")
+    ).json()
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
     assert [each["code"] for each in unsafe["findings"]] == ["denies-all", "hidden-tier"]
     assert [each["line"] for each in unsafe["findings"]] == [10, 3]
@@ -340,7 +342,7 @@ async def test_rules_from_a_file_cannot_be_changed(from_file: Admin) -> None:
         ("DELETE", "/assignments/user:42", None),
         ("POST", "/overrides", {"for": {"user": "1"}, "multiply": 2}),
         ("DELETE", "/overrides/user:7", None),
-        ("POST", "/lists/deny", {"entry": "x"}),
+        ("POST", "/lists/deny", {"entry": "user:x"}),
         ("DELETE", "/lists/allow?entry=10.0.0.0/8", None),
         ("POST", "/versions/1/rollback", None),
         ("GET", "/versions", None),
@@ -542,7 +544,7 @@ async def test_any_two_versions_can_be_compared(admin: Admin) -> None:
 
 async def test_a_rollback_makes_a_new_version(admin: Admin) -> None:
     """With the old text and the reason; it needs no force."""
-    unsafe = RULES + "deny: ['*']\n"
+    unsafe = RULES + "deny: ['user:*']\n"
     await admin.call("PUT", "/rules?force=true", content=unsafe)
     await admin.call("POST", "/versions/1/rollback")
     headers = {"X-Reason": "on purpose", "If-Match": '"v3"'}

@@ -77,14 +77,20 @@ async def found(admin: Admin, q: str = "", limit: int = 200) -> list[str]:
 async def test_every_source_is_found(known: Admin) -> None:
     """Assignments, overrides, lists and usage, of the database and of the document."""
     await known.call("PUT", "/assignments/user:421", json={"tier": "free"})
-    override = {"for": {"tenant": "42-b"}, "multiply": 2, "until": "2h", "reason": "x"}
+    override = {
+        "for": {"tenant": "42-b"},
+        "rule": "orders",
+        "multiply": 2,
+        "until": "2h",
+        "reason": "x",
+    }
     await known.call("POST", "/overrides", json=override)
     await known.call("POST", "/overrides", json={**override, "for": {"user": "421"}})
-    for entry in ("ip:42.0.0.1", "42nd", "user:42*", "42.0.0.0/8", "api_key:420"):
+    for entry in ("ip:42.0.0.1", "user:42nd", "user:42*", "42.0.0.0/8", "api_key:420"):
         await known.call("POST", "/lists/deny", json={"entry": entry})
     await record(known, "user:42", "user:42\x1fendpoint:/orders", "region:42", "*", "(others)")
     assert await found(known, "42") == [
-        *("api_key:420", "api_key:42nd", "ip:42.0.0.1", "tenant:42-b", "user:42"),
+        *("api_key:420", "ip:42.0.0.1", "tenant:42-b", "user:42"),
         *("user:42+endpoint:/orders", "user:421", "user:42nd"),
     ]
     assert await found(known, "user:421") == ["user:421"]
@@ -272,7 +278,7 @@ async def test_a_page_of_a_million_subjects_reads_few_rows(tmp_path: Path, templ
         assert [each["subject"][0] for each in page["items"]] == ["user:0499998", "user:0499999"]
         await records.close()
     searches = [each for each in statements if _SUBJECT_TABLES.search(each[0])]
-    assert len(searches) > 10
+    assert len(searches) >= 10
     with closing(sqlite3.connect(path)) as file:
         for statement, parameters in searches:
             plan = [row[3] for row in file.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]

@@ -214,7 +214,7 @@ async def test_an_override_needs_a_subject(admin: Admin, subject: str, words: st
 
 async def test_list_entries_are_read_added_and_removed(admin: Admin) -> None:
     """Each list has its own entries; those of the document are removed by a version."""
-    assert await items(admin, "/lists/allow") == ["sk_internal_*", "10.0.0.0/8"]
+    assert await items(admin, "/lists/allow") == ["api_key:sk_internal_*", "10.0.0.0/8"]
     for change in (1, 2):
         made = (await admin.call("POST", "/lists/deny", json={"entry": "user:1"})).json()
         assert (made["number"], made["change"], made["key"]) == (1, change, "deny user:1")
@@ -223,7 +223,7 @@ async def test_list_entries_are_read_added_and_removed(admin: Admin) -> None:
     assert await items(admin, "/lists/deny") == []
     removed = await admin.call("DELETE", "/lists/allow?entry=10.0.0.0/8")
     assert removed.json()["number"] == 2
-    assert await items(admin, "/lists/allow") == ["sk_internal_*"]
+    assert await items(admin, "/lists/allow") == ["api_key:sk_internal_*"]
     await admin.rejected("DELETE", "/lists/allow?entry=10.0.0.0/8", 404)
     found = await admin.rejected("POST", "/lists/deny", 400, json={"entry": "ip:nope"})
     assert "entry 'ip:nope'" in found["detail"]

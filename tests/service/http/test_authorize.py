@@ -57,8 +57,8 @@ async def test_lists_and_keys_match_a_bearer_token_and_the_store_has_its_digest(
         "rules": [
             {"id": "api", "by": ["api_key"], "limits": ["1/hour"], "keys": {"sk_vip_*": "3/hour"}}
         ],
-        "allow": ["sk_internal_*"],
-        "deny": ["sk_revoked_1"],
+        "allow": ["api_key:sk_internal_*"],
+        "deny": ["api_key:sk_revoked_1"],
     }
     headers = {"X-Original-URI": "/", "Authorization": f"Bearer {key}"}
     uri = store.format(tmp_path)

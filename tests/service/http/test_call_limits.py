@@ -36,11 +36,11 @@ async def test_a_single_request_is_enough() -> None:
         assert answer.status == 200
         assert answer.data["allowed"]
         assert (answer.data["rule"], answer.data["limit"], answer.data["remaining"]) == (
-            "emails",
+            "limit:emails",
             3,
             1,
         )
-        assert answer.headers["ratelimit-policy"] == '"emails";q=3;w=60'
+        assert answer.headers["ratelimit-policy"] == '"limit:emails";q=3;w=60'
         denied = await limit(http, cost=2)
         assert denied.status == 429
         assert denied.headers["retry-after"] == "20"
@@ -69,7 +69,7 @@ async def test_decisions_are_those_of_a_limiter(
 ) -> None:
     """Any limits, costs and times: the service agrees with `Limiter` in every number."""
     clock = ManualClock()
-    reference = Limiter(list(limits_of_data(limits)), name="emails", clock=clock)
+    reference = Limiter(list(limits_of_data(limits)), name="limit:emails", clock=clock)
     async with http_service(rules=EMPTY) as http:
         clock.advance((http.clock.now_ns() - clock.now_ns()) / 1e9)
         least = min(each["limit"] for each in limits)

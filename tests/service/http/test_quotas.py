@@ -51,6 +51,18 @@ async def test_every_limit_of_every_rule_is_shown() -> None:
         assert orders["limits"][1]["reset_after"] == 6.0
 
 
+async def test_a_quota_has_the_override() -> None:
+    """With its reason and its end, so that support knows why a customer has other limits."""
+    end = "2100-01-01T00:00:00Z"
+    override = {"for": {"user": "1"}, "limits": ["7/minute"], "until": end, "reason": "launch"}
+    rules = {"version": 1, "rules": [{"id": "all", "by": "user", "limits": "5/minute"}]}
+    async with http_service(rules={**rules, "overrides": [override]}) as http:
+        [rule] = (await http("GET", "/v1/quota?user=1")).data["rules"]
+        assert rule["override"] == {"id": "", "reason": "launch", "until": end}
+        [rule] = (await http("GET", "/v1/quota?user=2")).data["rules"]
+        assert rule["override"] is None
+
+
 async def test_a_quota_tells_the_penalty() -> None:
     """During a cool-down and a block, nothing remains, and the reply says why and until when."""
     async with http_service(rules=PENALISED) as http:

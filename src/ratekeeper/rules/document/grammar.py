@@ -42,6 +42,7 @@ from ratekeeper.rules.document.model import (
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
     PUSHED_SOURCES_MAX,
+    RESERVED_NAMES,
     RULES_MAX,
     SCALES_MAX,
     SHARE_SOURCES,
@@ -280,7 +281,7 @@ def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
     problems_before = place.problem_count
     found = [
         text
-        for item, text in place.each_text('["sk_internal_*"]', PATTERN_LENGTH_MAX)
+        for item, text in place.each_text('["api_key:sk_internal_*"]', PATTERN_LENGTH_MAX)
         if _compiles(item.fail, check_entry, text)
     ]
     globs = [text for text in found if _WILDCARD_INSIDE.search(text)]
@@ -481,6 +482,11 @@ def _id(place: DocumentPlace, taken: Collection[str]) -> str:
     name = place.line("orders", NAME_LENGTH_MAX)
     if name and name in taken:
         place.fail(f"{quoted(name)} is already the id of an earlier rule; choose another id")
+    if name.startswith(RESERVED_NAMES):
+        place.fail(
+            f"{quoted(name)} begins like the name of a list, such as (deny), or of limits that "
+            f"come with a call, such as limit:emails; choose another id"
+        )
     return name
 
 

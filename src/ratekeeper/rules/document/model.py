@@ -31,6 +31,10 @@ OverrideOwner = Literal[Owner, "ip"]
 # protected system pushes the load of any other source, in a unit of its own.
 SHARE_SOURCES: Final = ("cpu", "memory", "pushed")
 
+# The beginnings of names that no rule may have. In records, metrics and penalties, a parenthesis
+# begins the name of a list (`(deny)`), and `limit:` the name of limits that came with a call.
+CALL_LIMIT: Final = "limit:"
+RESERVED_NAMES: Final = ("(", CALL_LIMIT)
 # The tier of requests that have no tier, or one that the document does not know.
 DEFAULT_TIER: Final = "default"
 RULES_MAX: Final = 20_000
@@ -165,7 +169,7 @@ class Override:
     attribute: OverrideOwner
     value: str
     rule: str | None = None
-    """The id of the rule that it changes; None: all rules."""
+    """The id of the rule that it changes; None: every rule that counts by `attribute`."""
     limits: Limits = ()
     """The limits instead of the rule's; empty if `multiply` is given."""
     multiply: float | None = None
@@ -176,6 +180,16 @@ class Override:
     author: str = ""
     id: str = ""
     """The name by which it is removed; every override outside the document has one."""
+
+
+def override_changes(rule: Rule, attribute: str, named: str | None) -> bool:
+    """Return True if an override of a subject of this kind changes the limits of a rule.
+
+    `named` is the rule that the override names. It also changes the rule that replaces that one.
+    An override that names none changes the rules that count by its subject: more requests for a
+    user must not mean more guesses of that user's password for each address.
+    """
+    return named in (rule.id, rule.replaces) if named else attribute in rule.by
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ def read_file(path: str | Path) -> Document:
 def from_data(data: Mapping[str, Any], source: str = "<data>") -> Document:
     """Return the document in plain data, such as `json.loads` returns. Raises DocumentError.
 
-    >>> from_data({"version": 1, "deny": ["sk_revoked_*"]}).deny
-    ('sk_revoked_*',)
+    >>> from_data({"version": 1, "deny": ["api_key:sk_revoked_*"]}).deny
+    ('api_key:sk_revoked_*',)
     """
     return _read(source, lambda problems: tree_of_data(data, problems))
 

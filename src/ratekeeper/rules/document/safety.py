@@ -31,7 +31,14 @@ from typing import Final
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
 from ratekeeper.core.model import REQUEST_FIELDS, Limit, Limits
-from ratekeeper.rules.document.model import DEFAULT_TIER, Document, Match, Override, Rule
+from ratekeeper.rules.document.model import (
+    DEFAULT_TIER,
+    Document,
+    Match,
+    Override,
+    Rule,
+    override_changes,
+)
 from ratekeeper.rules.document.tree import below
 from ratekeeper.rules.matching.patterns import (
     EndpointPattern,
@@ -61,6 +68,7 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
     found = chain(
         _everyone(document),
         _never_fits(document),
+        _override_changes_nothing(document),
         _override_never_fits(document),
         _nothing_enforced(document, before),
         _orphaned_tiers(document, before),
@@ -74,7 +82,9 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
 
 def entry_findings(document: Document) -> Iterator[SafetyFinding]:
     """Yield the findings about the list entries and overrides of a document."""
-    return chain(_everyone(document), _override_never_fits(document))
+    return chain(
+        _everyone(document), _override_changes_nothing(document), _override_never_fits(document)
+    )
 
 
 def _in_force(rule: Rule) -> bool:
@@ -91,7 +101,7 @@ def _everyone(document: Document) -> Iterator[SafetyFinding]:
         ("allows-all", "allow", document.allow, "is never limited"),
     )
     for code, name, entries, outcome in lists:
-        remedy = f"use a narrower entry, for example {name}: [sk_internal_*]"
+        remedy = f'use a narrower entry, for example {name}: ["api_key:sk_internal_*"]'
         wide: set[Network] = set()
         for place, text in enumerate(entries):
             network = _network(text)
@@ -112,9 +122,7 @@ def _everyone(document: Document) -> Iterator[SafetyFinding]:
 
 def _everyone_with(entry: str) -> str:
     """Describe the requests of an entry that matches every value of its attribute; else ""."""
-    attribute, colon, value = entry.partition(":")
-    if not colon:
-        attribute, value = "an api_key or a user", entry
+    attribute, _, value = entry.partition(":")
     only_wild = "*" in value and set(value) <= {"*", "?"}
     return f"every request with {attribute}" if only_wild else ""
 
@@ -185,21 +193,42 @@ def _raise_to(cost: int) -> str:
     return f"raise the limit or its burst so that {cost:,} fit, or lower the cost"
 
 
+def _override_changes_nothing(document: Document) -> Iterator[SafetyFinding]:
+    """Find overrides that change no rule, because none counts by their subjects."""
+    kinds = {name for rule in document.rules for name in rule.by}
+    first = next((rule.id for rule in document.rules), "orders")
+    for place, override in enumerate(document.overrides):
+        if override.rule is None and override.attribute not in kinds:
+            yield SafetyFinding(
+                "changes-no-rule",
+                below("overrides", place),
+                "the override names no rule",
+                f"no rule counts by {override.attribute}, so it changes no limit",
+                f"name the rule that it changes, for example rule: {first}",
+            )
+
+
 def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
     """Find overrides under which an enforced rule could never allow its usual cost."""
-    in_force = {rule.id: rule for rule in document.rules if _in_force(rule) and rule.cost}
-    dearest = max(in_force.values(), key=lambda rule: rule.cost, default=None)
-    room = {rule.id: _room(document, rule) for rule in in_force.values()}
-    tightest = min(
-        (rule for rule in in_force.values() if room[rule.id]),
-        key=lambda rule: Fraction(room[rule.id], rule.cost),
-        default=None,
-    )
+    in_force = [rule for rule in document.rules if _in_force(rule) and rule.cost]
+    room = {rule.id: _room(document, rule) for rule in in_force}
+    # Of the rules that an override changes, by its kind and the rule that it names: the dearest
+    # one, and the one with the least room.
+    worst: dict[tuple[str, str | None], tuple[Rule | None, Rule | None]] = {}
     for place, override in enumerate(document.overrides):
-        rule = dearest if override.limits else tightest
-        if override.rule is not None:
-            rule = in_force.get(override.rule)
-        if rule is None or not (override.limits or room[rule.id]):
+        key = override.attribute, override.rule
+        if key not in worst:
+            changed = [rule for rule in in_force if override_changes(rule, *key)]
+            worst[key] = (
+                max(changed, key=lambda rule: rule.cost, default=None),
+                min(
+                    (rule for rule in changed if room[rule.id]),
+                    key=lambda rule: Fraction(room[rule.id], rule.cost),
+                    default=None,
+                ),
+            )
+        rule = worst[key][0 if override.limits else 1]
+        if rule is None:
             continue
         left = _left(override, room[rule.id])
         if left < rule.cost:

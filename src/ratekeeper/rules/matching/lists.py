@@ -4,10 +4,9 @@
     user:42                  exactly this user
     ip:10.0.0.0/8            a network, or a single address
     10.0.0.0/8               the same, because it looks like a network
-    sk_revoked_*             anything else without an attribute: an api_key or a user
 
-An entry whose value contains a colon needs its attribute: `api_key:live:7`. A deny takes
-precedence over an allow.
+Every other entry needs its attribute: `42` could be a user, an API key or a tenant, and a client
+may choose a user's name that begins like an API key. A deny takes precedence over an allow.
 
 A million entries must not slow a check, so as many as possible are looked up, not tried:
 
@@ -66,7 +65,7 @@ _COMMENT: Final = re.compile(r"(?:^|\s)#.*", re.DOTALL)
 # ── Entries ────────────────────────────────────────────────────────────────────────────────────
 
 
-# The attribute ("" for an api_key or a user), the pattern, and whether the pattern is a prefix.
+# The attribute, the pattern, and whether the pattern is a prefix.
 # A plain tuple: creating a million objects of another kind takes a second more.
 _Entry = tuple[str, str | Glob | Network, bool]
 
@@ -79,8 +78,8 @@ def check_entry(text: str) -> None:
 def canonical_entry(text: str) -> str:
     """Return the one spelling of an entry that has several. Raises ConfigError if it is invalid.
 
-    >>> canonical_entry("10.0.0.0/8"), canonical_entry("user:4[2]"), canonical_entry("sk_*")
-    ('ip:10.0.0.0/8', 'user:42', 'sk_*')
+    >>> canonical_entry("10.0.0.0/8"), canonical_entry("user:4[2]"), canonical_entry("api_key:a**")
+    ('ip:10.0.0.0/8', 'user:42', 'api_key:a*')
     """
     attribute, pattern, is_prefix = _entry(text)
     if isinstance(pattern, str):
@@ -91,7 +90,7 @@ def canonical_entry(text: str) -> str:
 def is_irregular(text: str) -> bool:
     """Return True for a glob that is tried by itself. Raises ConfigError if it is invalid.
 
-    >>> is_irregular("sk_*_test"), is_irregular("sk_*"), is_irregular("user:42")
+    >>> is_irregular("user:a*b"), is_irregular("user:a*"), is_irregular("user:42")
     (True, False, False)
     """
     return isinstance(_entry(text)[1], Glob)
@@ -105,14 +104,14 @@ def _entry(text: str) -> _Entry:
         raise ConfigError(f"entry {show(text)} {problem}; {_EXAMPLE}")
     attribute, colon, value = text.partition(":")
     if not colon:
-        attribute, value = "", text
         if _LIKE_IPV4.fullmatch(text):
             return "ip", _network(text, text), False
-    elif ":" in value and address_of(text.partition("/")[0]):
+        raise ConfigError(f"entry {show(text)} {without_kind(text)}")
+    if ":" in value and address_of(text.partition("/")[0]):
         return "ip", _network(text, text), False
-    elif attribute == "ip":
+    if attribute == "ip":
         return "ip", _network(text, value), False
-    elif attribute not in _WHO:
+    if attribute not in _WHO:
         _check_attribute(text, attribute)
     if not 0 < len(value) <= GLOB_LENGTH_MAX or value[0].isspace():
         raise ConfigError(
@@ -125,6 +124,12 @@ def _entry(text: str) -> _Entry:
         # The same as compile_glob, a hundred times as fast: there may be a million entries.
         return attribute, value[:-1], True
     return attribute, value, False
+
+
+def without_kind(text: str) -> str:
+    """Say that a text does not name the kind of its subject, and how to write it."""
+    shown = " or ".join(show(f"{kind}:{text}") for kind in ("user", "api_key", "tenant"))
+    return f"does not say what it names; write {shown}"
 
 
 def _network(text: str, value: str) -> Network:
@@ -206,8 +211,7 @@ _Hit = tuple[str, str, str | tuple[int, int, int]]
 
 def _shown(hit: _Hit) -> str:
     attribute, literal, rest = hit
-    name = f"{attribute}:" if attribute else ""
-    return f"{name}{escaped(literal)}{rest if isinstance(rest, str) else Network(*rest)}"
+    return f"{attribute}:{escaped(literal)}{rest if isinstance(rest, str) else Network(*rest)}"
 
 
 class _Values:
@@ -312,7 +316,7 @@ class _CompiledList:
             if number > ENTRIES_MAX:
                 raise ConfigError(
                     f"there are more than {ENTRIES_MAX:,} entries; "
-                    f"combine those with a common start into one, such as sk_internal_*"
+                    f"combine those with a common start into one, such as api_key:sk_internal_*"
                 )
             self._add(text)
 
@@ -348,7 +352,7 @@ class _CompiledList:
             raise ConfigError(
                 f"there are more than {IRREGULAR_GLOBS_MAX:,} globs that must be tried "
                 f"one by one, such as {show(text)}; write them with one * at the end, "
-                f"like sk_internal_*, which may occur millions of times"
+                f"like api_key:sk_internal_*, which may occur millions of times"
             )
         self._globs += 1
         known.globs[glob.prefix] = [*same, glob]
@@ -373,18 +377,15 @@ class _CompiledList:
             (known.prefixes if is_prefix else known.exact).pop(pattern, None)
 
     def exact_values(self) -> Iterator[str]:
-        """Yield the exact values, with their attribute if they have one."""
+        """Yield the exact values with their attribute: `user:42`."""
         for attribute, values in list(self._values.items()):
             # A copy: another thread may change the list meanwhile.
             for value in list(values.exact):
-                yield f"{attribute}:{value}" if attribute else value
+                yield f"{attribute}:{value}"
 
     def _seal(self) -> None:
         self.networks.seal()
-        either = self._values.get("")
-        by_name = [pair for pair in self._values.items() if pair[0]]
-        if either is not None:
-            by_name += [("api_key", either), ("user", either)]
+        by_name = list(self._values.items())
         self.fields = tuple(pair for pair in by_name if pair[0] in REQUEST_FIELDS)
         self.attributes = tuple(pair for pair in by_name if pair[0] not in REQUEST_FIELDS)
 
@@ -406,7 +407,7 @@ class _CompiledList:
 class Lists:
     """The allow list and the deny list of a document.
 
-    >>> lists = Lists.compile(allow=["sk_internal_*"], deny=["ip:192.0.2.0/24"])
+    >>> lists = Lists.compile(allow=["api_key:sk_internal_*"], deny=["ip:192.0.2.0/24"])
     >>> lists.verdict(Request(api_key="sk_internal_7"))
     'allow'
     >>> lists.why(Request(api_key="sk_internal_7", ip="192.0.2.1"))
@@ -459,7 +460,7 @@ class Lists:
                 yield Network(version, length, prefix)
 
     def exact_values(self) -> Iterator[str]:
-        """Yield the values that are listed one by one: `user:42`, or `42` without an attribute."""
+        """Yield the values that are listed one by one: `user:42`."""
         for each in self._both:
             yield from each.exact_values()
 

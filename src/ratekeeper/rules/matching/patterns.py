@@ -57,7 +57,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
-from itertools import takewhile
 from socket import AF_INET, AF_INET6, inet_pton
 from typing import Any, Final, NamedTuple
 
@@ -387,16 +386,22 @@ _SPECIAL: Final = re.compile(r"[*?\[]")
 class Glob:
     """A pattern of one value: `*` any characters, `?` one, `[abc]` one of these.
 
-    `exact` is the only value that it matches, if it has no wildcard. `prefix` is the literal start
-    of every value. `is_prefix` is True if any value with that start matches, as in `sk_live_*`.
+    `exact` is the only value that it matches, if it has no wildcard. `literals` are the texts
+    before, between and after its wildcards: `("sk_", "_test")` of `sk_*_test`. Each may be empty.
+    `is_prefix` is True if any value with the first of them matches, as in `sk_live_*`.
     """
 
     text: str
     exact: str | None
-    prefix: str
+    literals: tuple[str, ...]
     is_prefix: bool
     regex: str
     _accepts: Callable[[str], object] = field(repr=False, compare=False)
+
+    @property
+    def prefix(self) -> str:
+        """The literal start of every value that it matches."""
+        return self.literals[0]
 
     def matches(self, value: str) -> bool:
         """Return whether the glob matches the whole of `value`."""
@@ -463,13 +468,19 @@ def _one_of(text: str, negated: bool, members: str) -> _Token:
 
 
 def _glob(text: str, tokens: list[_Token], any_character: str) -> Glob:
-    prefix = "".join(token.literal for token in takewhile(lambda token: token.literal, tokens))
+    literals = [""]
+    for token in tokens:
+        if token.literal:
+            literals[-1] += token.literal
+        else:
+            literals.append("")
+    prefix = literals[0]
     rest = tokens[len(prefix) :]
     exact = None if rest else prefix
     regex = _glob_regex(tokens, any_character)
     accepts = _Expression(regex) if rest else prefix.__eq__
     is_prefix = bool(rest) and all(token == _STAR for token in rest)
-    return Glob(text, exact, prefix, is_prefix, regex, accepts)
+    return Glob(text, exact, tuple(literals), is_prefix, regex, accepts)
 
 
 def _glob_regex(tokens: list[_Token], any_character: str) -> str:
@@ -515,6 +526,26 @@ class EndpointPattern:
     segments: tuple[Segment, ...]
     regex: str | None
     _accepts: Callable[[str], object] = field(repr=False, compare=False)
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """The texts before, between and after the wildcards of `segments`, as of a glob.
+
+        >>> compile_endpoint("/v1/{id}/report-*").literals
+        ('/v1/', '/report-', '', '')
+        """
+        found = [""]
+        for segment in self.segments:
+            if segment is not Wildcard.MANY:
+                found[-1] += "/"
+            if isinstance(segment, Glob):
+                found[-1] += segment.literals[0]
+                found += segment.literals[1:]
+            elif isinstance(segment, str):
+                found[-1] += segment
+            else:
+                found.append("")
+        return tuple(found)
 
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches a path, in one of its spellings."""

@@ -11,12 +11,16 @@ Testing 10,000 rules one by one would take milliseconds. So each rule is indexed
 that it shares with the fewest others:
 
 - its endpoints, in a tree of path segments: children by name, and one child for any segment. The
-  look-up of a path follows both. After `**` or a final `*` anything may follow, so the look-up
+  look-up of a path follows both. After a final `*` or `**` anything may follow, so the look-up
   collects such rules on its way. All `re:` endpoints are in one automaton.
 - the exact values of a condition (tenants, tiers, methods): one dict per attribute.
-- the literal start of its globs: one dict per attribute, with one look-up for each length.
+- a literal text of each of its globs, and of each endpoint with a wildcard within a segment or with
+  `**` before the end: the start of the value (`sk_*`), its end (`*.json`), or a gram, a text of a
+  few characters anywhere in it (`*-report-*`). Of several, the one that the fewest rules share.
+  A look-up takes one step for each length of a start or an end, and one for each character of the
+  value and each of the GRAM_LENGTHS that occurs.
 - Rules that have none of these are tested every time: those that match everything, and those that
-  have only networks or globs that start with `*`.
+  have only networks or globs without a literal character.
 
 The rules found under a request's path and values are candidates. Their conditions are tested in the
 order of the document. The index only leaves out rules that cannot match.
@@ -31,9 +35,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ratekeeper.core.errors import show
 from ratekeeper.core.model import REQUEST_FIELDS, Request
@@ -53,6 +58,8 @@ from ratekeeper.rules.matching.patterns import (
 MEMO_MAX: Final = 8_192
 # A request with a longer value is never cached: clients must not fill the memory.
 MEMO_VALUE_LENGTH_MAX: Final = 256
+# A literal in the middle of a pattern is indexed by so many of its first or last characters.
+GRAM_LENGTHS: Final = (6, 4, 2, 1)
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
@@ -70,8 +77,8 @@ class RuleCondition:
     holds: Test
     exact: frozenset[str] | None
     """The values that meet it, if no pattern has a wildcard."""
-    starts: frozenset[str] | None = None
-    """The literal starts of the patterns, if every pattern has one."""
+    literals: tuple[tuple[str, ...], ...] = ()
+    """The literal texts of each pattern, if one has a wildcard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +190,8 @@ def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> RuleCondition:
     exact = frozenset(glob.exact for glob in globs if glob.exact is not None)
     if all(glob.exact is not None for glob in globs):
         return RuleCondition(attribute, patterns, exact.__contains__, exact)
-    starts = frozenset(glob.prefix for glob in globs) if all(g.prefix for g in globs) else None
-    return RuleCondition(attribute, patterns, _any(glob.matches for glob in globs), None, starts)
+    literals = tuple(glob.literals for glob in globs)
+    return RuleCondition(attribute, patterns, _any(glob.matches for glob in globs), None, literals)
 
 
 def _any(tests: Iterable[Test]) -> Test:
@@ -223,28 +230,24 @@ class _PathNode:
         self.ends: _Candidates = ()  # patterns that end here
         self.open: _Candidates = ()  # patterns after which anything may follow
 
-    def add(self, endpoint: EndpointPattern, rule: CompiledRule, tests: _Tests) -> None:
+    def add(self, endpoint: EndpointPattern, candidate: _Candidate) -> None:
         segments: Sequence[object] = endpoint.segments
         if endpoint.exact is not None:
             segments = _segments(endpoint.exact)
         node = self
-        certain = True
-        for position, segment in enumerate(segments, start=1):
-            if segment is Wildcard.MANY:
-                certain = certain and position == len(segments)
-                node.open += (_candidate(rule, None if certain else (endpoint,), tests),)
+        for segment in segments:
+            if segment is Wildcard.MANY:  # the last one: see `_is_in_tree`
+                node.open += (candidate,)
                 return
             if isinstance(segment, str):
                 if node.children is _NO_CHILDREN:
                     node.children = {}
                 node = node.children.setdefault(segment, _PathNode())
             else:
-                # Any one segment; the pattern itself tests a glob within it.
-                certain = certain and segment is Wildcard.ONE
                 if node.any is None:
                     node.any = _PathNode()
                 node = node.any
-        node.ends += (_candidate(rule, None if certain else (endpoint,), tests),)
+        node.ends += (candidate,)
 
     def find(self, segments: list[str], found: list[_Candidate]) -> None:
         """Add the rules under a path of these segments to `found`, at its end or on the way."""
@@ -277,45 +280,97 @@ def _segments(path: str) -> list[str]:
     return path[1:].split("/") if len(path) > 1 else []
 
 
-class _ByStart:
-    """Rules by the literal start of a value."""
+def _is_in_tree(endpoint: EndpointPattern) -> bool:
+    """Return True if the tree finds exactly the paths that the pattern matches."""
+    return endpoint.regex is None and all(
+        isinstance(segment, str)
+        or segment is Wildcard.ONE
+        or (segment is Wildcard.MANY and position == len(endpoint.segments))
+        for position, segment in enumerate(endpoint.segments, start=1)
+    )
 
-    __slots__ = ("by_start", "lengths")
+
+Place = Literal["start", "end", "within"]
+
+
+class _ByLiteral:
+    """Rules by a literal text of a value: its start, its end, or a gram within it."""
+
+    __slots__ = ("_lengths", "_texts")
 
     def __init__(self) -> None:
-        self.by_start: dict[str, _Candidates] = {}
-        self.lengths: tuple[int, ...] = ()
+        self._texts: dict[Place, dict[str, _Candidates]] = {"start": {}, "end": {}, "within": {}}
+        self._lengths: dict[Place, tuple[int, ...]] = {}
 
-    def seal(self) -> None:
-        self.lengths = tuple(sorted(set(map(len, self.by_start))))
+    def add(self, place: Place, text: str, candidate: _Candidate) -> None:
+        texts = self._texts[place]
+        texts[text] = (*texts.get(text, ()), candidate)
+        self._lengths[place] = tuple(sorted({*self._lengths.get(place, ()), len(text)}))
 
     def find(self, value: str, found: list[_Candidate]) -> None:
-        """Add the rules under the starts of a value to `found`."""
-        for length in self.lengths:
-            if length > len(value):
-                return
-            start = value[:length]
-            if start in self.by_start:
-                found += self.by_start[start]
+        """Add the rules under the literal texts of a value to `found`; some perhaps twice."""
+        size = len(value)
+        for place, lengths in self._lengths.items():
+            texts = self._texts[place]
+            for length in lengths:
+                if length > size:
+                    break
+                if place == "start":
+                    text = value[:length]
+                elif place == "end":
+                    text = value[-length:]
+                else:
+                    for at in range(size - length + 1):
+                        text = value[at : at + length]
+                        if text in texts:
+                            found += texts[text]
+                    continue
+                if text in texts:
+                    found += texts[text]
 
 
-# A condition that a rule can be indexed by (None: its endpoints), and its index keys there.
-_Option = tuple[RuleCondition | None, tuple[Hashable, ...]]
+# An index key of a pattern: the attribute (None: the path); the place of a literal text in the
+# value, and that text; or None and the whole value or pattern.
+_Key = tuple[str | None, Place | None, Hashable]
+# A condition that a rule can be indexed by (None: its endpoints). For each of its patterns: the
+# keys of which one has to be in the index.
+_Option = tuple[RuleCondition | None, tuple[tuple[_Key, ...], ...]]
 
 
 def _options(rule: CompiledRule) -> list[_Option]:
     options: list[_Option] = []
     if rule.endpoints:
-        paths = tuple((each.exact, each.segments, each.regex) for each in rule.endpoints)
-        options.append((None, paths))
+        options.append((None, tuple(map(_path_keys, rule.endpoints))))
     # In reverse order, because there are more tenants than methods.
     for condition in reversed(rule.conditions):
-        values = condition.exact if condition.exact is not None else condition.starts
-        if values is not None:
-            exact = condition.exact is not None
-            keys = tuple((condition.attribute, exact, value) for value in values)
-            options.append((condition, keys))
+        name = condition.attribute
+        if condition.exact is not None:
+            options.append((condition, tuple(((name, None, each),) for each in condition.exact)))
+        elif condition.literals:
+            keys = tuple(tuple(_literal_keys(name, each)) for each in condition.literals)
+            if all(keys):
+                options.append((condition, keys))
     return options
+
+
+def _path_keys(endpoint: EndpointPattern) -> tuple[_Key, ...]:
+    if endpoint.regex is not None or _is_in_tree(endpoint):
+        return ((None, None, (endpoint.exact, endpoint.segments, endpoint.regex)),)
+    return tuple(_literal_keys(None, endpoint.literals))
+
+
+def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]:
+    """Yield the texts that every value of a pattern has; none if it has no literal character."""
+    first, *middle = literals
+    last = middle.pop() if middle else ""
+    if first:
+        yield name, "start", first
+    if last:
+        yield name, "end", last
+    for text in filter(None, middle):
+        length = next(each for each in GRAM_LENGTHS if each <= len(text))
+        yield name, "within", text[:length]
+        yield name, "within", text[-length:]
 
 
 class _RuleIndex:
@@ -323,7 +378,8 @@ class _RuleIndex:
 
     __slots__ = (
         "_always",
-        "_by_start",
+        "_by_literal",
+        "_by_path",
         "_by_value",
         "_positions",
         "_regex_rules",
@@ -335,23 +391,29 @@ class _RuleIndex:
         self._positions = positions
         self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Candidates]] = {}
-        self._by_start: dict[int, _ByStart] = {}
+        self._by_literal: dict[int, _ByLiteral] = {}
+        self._by_path: _ByLiteral | None = None
         self._always: list[_Candidate] = []
         self._regex_rules: list[_Candidate] = []
         regexes: list[str] = []
         options = [_options(rule) for rule in rules]
-        crowd = Counter(key for each in options for _, keys in each for key in set(keys))
+        crowd = Counter(
+            key for each in options for _, keys in each for key in set(chain.from_iterable(keys))
+        )
+
+        def rarest(keys: tuple[_Key, ...]) -> _Key:
+            return min(keys, key=lambda key: (crowd[key], -len(str(key[2]))))
+
         for rule, each in zip(rules, options, strict=True):
             if not each:
                 self._always.append(_candidate(rule, None, self._tests(rule)))
                 continue
-            fewest = min(each, key=lambda option: max(crowd[key] for key in option[1]))
+            chosen = [(condition, tuple(map(rarest, keys))) for condition, keys in each]
+            fewest = min(chosen, key=lambda option: max(crowd[key] for key in option[1]))
             if fewest[0] is None:
-                regexes += self._add_by_endpoint(rule)
+                regexes += self._add_by_endpoint(rule, fewest[1])
             else:
-                self._add_by_value(rule, fewest[0])
-        for by_start in self._by_start.values():
-            by_start.seal()
+                self._add_by_value(rule, fewest[0], fewest[1])
         self._regexes = Regexes(regexes) if regexes else None
 
     def _tests(self, rule: CompiledRule, but: RuleCondition | None = None) -> _Tests:
@@ -362,29 +424,37 @@ class _RuleIndex:
             if each is not but
         )
 
-    def _add_by_endpoint(self, rule: CompiledRule) -> list[str]:
+    def _add_by_endpoint(self, rule: CompiledRule, keys: tuple[_Key, ...]) -> list[str]:
         """Index a rule by its endpoints; return its `re:` patterns."""
         tests = self._tests(rule)
-        regexes = [each.regex for each in rule.endpoints if each.regex is not None]
-        self._regex_rules += [_candidate(rule, None, tests)] * len(regexes)
-        for endpoint in rule.endpoints:
-            if endpoint.regex is None:
+        regexes: list[str] = []
+        for endpoint, (_, place, text) in zip(rule.endpoints, keys, strict=True):
+            if endpoint.regex is not None:
+                regexes.append(endpoint.regex)
+                self._regex_rules.append(_candidate(rule, None, tests))
+            elif place is None:
                 if self._tree is None:
                     self._tree = _PathNode()
-                self._tree.add(endpoint, rule, tests)
+                self._tree.add(endpoint, _candidate(rule, None, tests))
+            else:
+                if self._by_path is None:
+                    self._by_path = _ByLiteral()
+                self._by_path.add(place, str(text), _candidate(rule, (endpoint,), tests))
         return regexes
 
-    def _add_by_value(self, rule: CompiledRule, condition: RuleCondition) -> None:
+    def _add_by_value(
+        self, rule: CompiledRule, condition: RuleCondition, keys: tuple[_Key, ...]
+    ) -> None:
         position = self._positions[condition.attribute]
-        if condition.exact is not None:
-            by_value = self._by_value.setdefault(position, {})
-            tests = self._tests(rule, but=condition)
-        else:
-            by_value = self._by_start.setdefault(position, _ByStart()).by_start
-            tests = self._tests(rule)
+        exact = condition.exact is not None
+        tests = self._tests(rule, but=condition if exact else None)
         candidate = _candidate(rule, rule.endpoints or None, tests)
-        for value in condition.exact or condition.starts or ():
-            by_value[value] = (*by_value.get(value, ()), candidate)
+        for _, place, text in dict.fromkeys(keys):
+            if place is None:
+                by_value = self._by_value.setdefault(position, {})
+                by_value[str(text)] = (*by_value.get(str(text), ()), candidate)
+            else:
+                self._by_literal.setdefault(position, _ByLiteral()).add(place, str(text), candidate)
 
     def candidates(self, path: str | None, values: Values) -> list[_Candidate]:
         """Return the rules that may match, in the document's order; a rule may occur twice."""
@@ -394,16 +464,18 @@ class _RuleIndex:
                 if self._tree.open:
                     found += self._tree.open
                 self._tree.find(_segments(path), found)
+            if self._by_path is not None:
+                self._by_path.find(path, found)
             if self._regexes is not None:
                 found += [self._regex_rules[index] for index in self._regexes.matching(path)]
         for position, by_value in self._by_value.items():
             value = values[position]
             if value in by_value:
                 found += by_value[value]
-        for position, starts in self._by_start.items():
+        for position, literals in self._by_literal.items():
             value = values[position]
             if value is not None:
-                starts.find(value, found)
+                literals.find(value, found)
         if len(found) > 1:
             found.sort(key=_order)
         return found

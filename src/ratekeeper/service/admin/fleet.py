@@ -18,7 +18,13 @@ from ratekeeper.core.version import __version__
 from ratekeeper.decide.fleet_monitor import FleetNode
 from ratekeeper.metrics.counters import JOIN, MetricsSnapshot, Values
 from ratekeeper.service.admin.control import AdminContext
-from ratekeeper.service.admin.operations import READ, AdminRoute, Control, error_responses
+from ratekeeper.service.admin.operations import (
+    READ,
+    ROLE,
+    AdminRoute,
+    Control,
+    error_responses,
+)
 from ratekeeper.service.admin.problems import ApiOutput
 
 router = APIRouter(tags=["fleet"], route_class=AdminRoute)
@@ -126,6 +132,7 @@ class FleetOut(ApiOutput):
     operation_id="get_fleet",
     summary="The nodes of the fleet",
     responses=error_responses(*READ),
+    openapi_extra={ROLE: "node"},
 )
 async def get_fleet(control: Control) -> FleetOut:
     """Return the nodes that share the limits, and how many checks this node answers itself."""

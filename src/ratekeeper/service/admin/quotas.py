@@ -9,7 +9,7 @@ import asyncio
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Final, Literal, cast
 
 from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
@@ -26,7 +26,7 @@ from ratekeeper.regions.settings import Scope
 from ratekeeper.rules.compiled import FACTOR_STEPS, RuleCheck
 from ratekeeper.rules.document.model import Document, EnvoyQuota, Mode
 from ratekeeper.rules.document.writing import limit_data, to_data
-from ratekeeper.rules.explain import Explanation, RuleExplained
+from ratekeeper.rules.explain import ExplainedVerdict, RuleExplained
 from ratekeeper.service.admin.control import ControlPlane, RuleSelection
 from ratekeeper.service.admin.operations import (
     ATTRIBUTES_MAX,
@@ -204,7 +204,10 @@ class RuleExplainedOut(QuotaRuleOut):
 class ExplanationOut(ApiOutput):
     """Every rule, whether it applies to a request, and why."""
 
-    verdict: Literal["allowed", "denied", "unknown"]
+    verdict: ExplainedVerdict
+    decides: str | None = Field(
+        description="The ID of the rule that decides; null if a list does, or no rule applies."
+    )
     version: str
     tier: str | None
     listed: str | None
@@ -445,8 +448,10 @@ async def explain(control: Control, request: ExplainIn) -> ExplanationOut:
         others += not rule.applies
         if rule.applies or others <= OTHERS_MAX:
             shown.append(rule)
+    decides = explanation.decides
     return ExplanationOut(
-        verdict=_verdict(explanation),
+        verdict=explanation.verdict,
+        decides=None if decides is None else decides.id,
         version=explanation.version,
         tier=explanation.tier,
         listed=explanation.listed or None,
@@ -478,20 +483,6 @@ def _explained(rule: RuleExplained, usage: GlobalUsageOut | None) -> RuleExplain
         envoy_quota=rule.envoy_quota,
         override=override,
     )
-
-
-def _verdict(explanation: Explanation) -> Any:
-    """Return `unknown` if the store failed for a rule and no other rule denies."""
-    if explanation.listed:
-        return "denied" if explanation.listed.startswith("deny ") else "allowed"
-    enforced = [rule for rule in explanation.applying if rule.mode == "enforce"]
-    never = any(
-        rule.decision is None and any(rule.units > limit.capacity for limit in rule.limits)
-        for rule in enforced
-    )
-    if never or any(rule.decision is not None and not rule.decision for rule in enforced):
-        return "denied"
-    return "unknown" if any(rule.decision is None for rule in enforced) else "allowed"
 
 
 @router.get(

@@ -35,8 +35,6 @@ router = APIRouter(route_class=AdminRoute)
 QUERY_LENGTH_MAX: Final = 600
 # A bare text is searched as each of these, in the order of subjects.
 _ATTRIBUTES: Final = ("api_key", "ip", "tenant", "user")
-# An entry of a list that names no attribute is about both.
-_BARE: Final = ("api_key:", "user:")
 _LISTS: Final[tuple[ListName, ...]] = ("allow", "deny")
 _PATTERN: Final = frozenset("*?[")
 
@@ -177,9 +175,8 @@ def _add_document(merged: _Merged, document: Document, begin: str, after: str) -
     for name in _LISTS:
         for text in document.allow if name == "allow" else document.deny:
             key = list_entry(name, text).key
-            for subject in [key] if ":" in key else [f"{owner}{key}" for owner in _BARE]:
-                if _is_exact(key) and subject.startswith(begin) and subject > after:
-                    merged.of(subject).lists.add(name)
+            if _is_exact(key) and key.startswith(begin) and key > after:
+                merged.of(key).lists.add(name)
 
 
 def _is_exact(key: str) -> bool:
@@ -202,24 +199,8 @@ async def _add_entries(
         listed = await rows.by_subject(name, begin, after, limit)
         merged.end([subject for subject, _ in listed])
         for key, _ in listed:
-            if ":" in key and _is_exact(key):
+            if _is_exact(key):
                 merged.of(key).lists.add(name)
-        await _add_bare(merged, rows, name, begin, after, limit)
-
-
-async def _add_bare(
-    merged: _Merged, rows: EntryRows, name: ListName, begin: str, after: str, limit: int
-) -> None:
-    """Add the entries that name no attribute, to a search for a user or a key."""
-    owner = next((each for each in _BARE if begin.startswith(each)), None)
-    if owner is None:
-        return
-    later = after.removeprefix(owner) if after.startswith(owner) else ""
-    found = await rows.by_subject(name, begin.removeprefix(owner), later, limit)
-    merged.end([f"{owner}{key}" for key, _ in found])
-    for key, _ in found:
-        if ":" not in key and _is_exact(key):
-            merged.of(f"{owner}{key}").lists.add(name)
 
 
 async def _add_records(

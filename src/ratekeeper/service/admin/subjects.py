@@ -145,7 +145,9 @@ class EntryPage(ApiOutput):
 class EntryIn(ApiInput):
     """An entry of a list: a key or user (exact or with * ? [abc]), an address or a network."""
 
-    entry: str = Field(examples=["sk_internal_*", "10.0.0.0/8"], min_length=1, max_length=1_100)
+    entry: str = Field(
+        examples=["api_key:sk_internal_*", "10.0.0.0/8"], min_length=1, max_length=1_100
+    )
     reason: Reason
 
 
@@ -479,7 +481,7 @@ async def delete_override(
     rule: Annotated[
         str | None,
         Query(
-            description="The override for this rule; by default the one for every rule.",
+            description="The override for this rule; by default the one that names no rule.",
             max_length=128,
         ),
     ] = None,

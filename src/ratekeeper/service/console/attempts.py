@@ -142,30 +142,13 @@ def verdict_of(found: Mapping[str, Any]) -> Verdict:
         name, _, entry = found["listed"].partition(" ")
         effect = "is denied" if name == "deny" else "is not limited"
         return Verdict(kind, f"It {effect}: {entry} is on the {name} list, before all rules.")
-    enforced = [each for each in found["rules"] if each["applies"] and each["mode"] == "enforce"]
-    if not enforced:
+    rule = next((each for each in found["rules"] if each["id"] == found["decides"]), None)
+    if rule is None:
         return Verdict(kind, "No enforced rule applies to it, so it is not limited.")
-    decided = [each for each in enforced if each["decision"] is not None]
-    if kind == "denied" and all(each["decision"]["allowed"] for each in decided):
-        never = next(each for each in enforced if each["decision"] is None)
-        return Verdict(kind, f"{never['error']}", never["id"])
     if kind == "unknown":
-        failed = next(each for each in enforced if each["decision"] is None)
-        text = f"Rule {failed['id']} has no decision: {failed['error']}"
-        return Verdict(kind, text, failed["id"])
-    tightest = min(decided, key=_tightness)
-    return Verdict(kind, _sentence(tightest), tightest["id"])
-
-
-def _tightness(rule: Mapping[str, Any]) -> tuple[bool, int, float, float]:
-    """Return the order in which a check reports the tightest limit; see `decide/combine.py`."""
-    decision = rule["decision"]
-    return (
-        decision["allowed"],
-        decision["remaining"],
-        -decision["retry_after"],
-        -decision["reset_after"],
-    )
+        text = f"Rule {rule['id']} has no decision: {rule['error']}"
+        return Verdict(kind, text, rule["id"])
+    return Verdict(kind, _sentence(rule) if rule["decision"] else f"{rule['error']}", rule["id"])
 
 
 def _sentence(rule: Mapping[str, Any]) -> str:

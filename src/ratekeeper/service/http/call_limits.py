@@ -7,9 +7,11 @@ name for them (`name`) and the key that is counted (`key`). Counts belong to the
 as those of `Limiter("10/minute", name="emails").check("user:42")`: the next call may give other
 numbers, and units that were spent stay spent.
 
-**Apart from rules.** No rule applies to such a call, and its counts are never those of a rule, even
-of one with the ID `emails`: the subject begins with a part that no rule's subject has. A token with
-a scope counts under its scope, so that two customers cannot spend each other's units.
+**Apart from rules.** No rule applies to such a call. In counts, replies, records and metrics its
+limits are named `limit:emails`, and no rule may have an ID that begins so. So a caller cannot mix
+its calls into the records of a rule or of a list, whatever name it gives. The subject begins with a
+part that no rule's subject has. A token with a scope counts under its scope, so that two customers
+cannot spend each other's units.
 
 **The right to call it** is not part of the role `check`: a caller that chooses its own limits could
 choose very high ones. The role `limit` has it.
@@ -34,6 +36,7 @@ from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, Limits, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, PARTS_MAX, subject_of
 from ratekeeper.limiter import AsyncLimiter
+from ratekeeper.rules.document.model import CALL_LIMIT
 from ratekeeper.rules.document.reading import DocumentError, from_data
 from ratekeeper.service.http.bodies import body_reader, problem_at
 from ratekeeper.service.http.checks import Units, check_reply
@@ -57,6 +60,7 @@ SUBJECT: Final = "(limit)"
 
 # The recorder takes the subject from the result.
 _NO_REQUEST: Final = Request()
+_NAME_MAX: Final = NAME_LENGTH_MAX - len(CALL_LIMIT)
 _KeyPart = Annotated[str, Meta(min_length=1, max_length=KEY_LENGTH_MAX)]
 
 
@@ -64,7 +68,7 @@ class LimitBody(msgspec.Struct, forbid_unknown_fields=True):
     """A key, and the limits that it is checked by."""
 
     name: Annotated[
-        str, Meta(min_length=1, max_length=NAME_LENGTH_MAX, description="The name of the limits.")
+        str, Meta(min_length=1, max_length=_NAME_MAX, description="The name of the limits.")
     ]
     key: Annotated[
         _KeyPart | Annotated[list[_KeyPart], Meta(min_length=1, max_length=PARTS_MAX // 2)],
@@ -142,7 +146,7 @@ class _CallLimiters:
         limiter = AsyncLimiter(
             parsed,
             store=self._context.limiter.store,
-            name=name,
+            name=f"{CALL_LIMIT}{name}",
             on_failure=settings.on_failure,
             local_fallback=settings.local_fallback,
         )

@@ -120,6 +120,8 @@ def _finish(method: str, operation: Json) -> None:
     if "HTTPValidationError" in str(operation["responses"].get("422")):
         del operation["responses"]["422"]
     operation.setdefault("x-role", "read" if method == "GET" else "admin")
+    if operation["x-role"] == "node":  # without a token file, it needs no token
+        operation["x-role"] = "read"
     for name in _INTERNAL:
         operation.pop(name, None)
 

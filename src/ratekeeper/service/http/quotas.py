@@ -7,6 +7,7 @@ peeks at each limit separately. It spends nothing.
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from urllib.parse import parse_qsl
@@ -128,6 +129,14 @@ class QuotaPenalty(msgspec.Struct):
     retry_after: Annotated[float, Meta(description="Seconds until it ends.")]
 
 
+class QuotaOverride(msgspec.Struct):
+    """The override that the limits of a rule come from."""
+
+    id: Annotated[str, Meta(description="Its id; empty if it has none.", examples=["acme-launch"])]
+    reason: str
+    until: Annotated[datetime | None, Meta(description="Its end; null: it stays.")]
+
+
 class QuotaRule(msgspec.Struct):
     """A rule that applies to a request, and its limits."""
 
@@ -141,6 +150,9 @@ class QuotaRule(msgspec.Struct):
         Meta(description="The penalty in force. Nothing remains of the limits until it ends."),
     ]
     limits: list[QuotaLimit]
+    override: Annotated[
+        QuotaOverride | None, Meta(description="The override in force; null: there is none.")
+    ] = None
     across_regions: Annotated[
         AcrossRegions | None,
         Meta(description="How regions share the limits; null for a rule of one region."),
@@ -200,6 +212,9 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
         # The limits of a global rule are counted together, so one peek covers all of them.
         look = await limiter.peek_rule(check._replace(units=0))
         limits = _global_limits(look, usage, check, penalty)
+    override = None
+    if (found := check.choice.override) is not None:
+        override = QuotaOverride(found.id, found.reason, found.until)
     return QuotaRule(
         rule=rule.id,
         mode=rule.mode,
@@ -208,6 +223,7 @@ async def _rule(limiter: AsyncLimiter, single: _SingleLimits, check: RuleCheck) 
         cost=check.units,
         penalty=penalty,
         limits=limits,
+        override=override,
         across_regions=rule.across,
         regions=None
         if usage is None

@@ -10,7 +10,8 @@ SHA-256. An attacker cannot guess 256 bits, so the hash needs no salt and need n
 change of the file replaces it by a rename under a lock, so a reader always sees a whole file.
 
 Without a token file, every client that can connect may check. `ratekeeper serve` makes sure that
-only this machine can connect then. The admin API always needs a token.
+only this machine can connect then, and may also look at the node and its fleet, as at the metrics.
+The rest of the admin API always needs a token.
 
 The file is examined at most once a second. If it disappears or cannot be read, the tokens that were
 read last stay valid: no such error opens the service.
@@ -42,9 +43,9 @@ from ratekeeper.web.addresses import counted_address
 
 Role = Literal["check", "limit", "read", "admin"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-# The permission that an endpoint requires. `quota`: the caller's own numbers. `read`: the admin
-# API.
-Permission = Literal["check", "limit", "quota", "read", "admin"]
+# The permission that an endpoint requires. `quota`: the caller's own numbers. `node`: the state of
+# the node and its fleet. `read`: the admin API.
+Permission = Literal["check", "limit", "quota", "node", "read", "admin"]
 
 FORMAT: Final = 1
 TOKENS_MAX: Final = 10_000
@@ -62,16 +63,19 @@ _WRITABLE_BY_OTHERS: Final = 0o022
 _PERMISSIONS: Final[dict[Role, frozenset[Permission]]] = {
     "check": frozenset({"check", "quota"}),
     "limit": frozenset({"check", "limit", "quota"}),
-    "read": frozenset({"quota", "read"}),
-    "admin": frozenset({"check", "limit", "quota", "read", "admin"}),
+    "read": frozenset({"quota", "node", "read"}),
+    "admin": frozenset({"check", "limit", "quota", "node", "read", "admin"}),
 }
 # The permissions that concern one request, so that a scope can be enforced.
 _SCOPED: Final[frozenset[Permission]] = frozenset({"check", "limit", "quota"})
+# The permissions that need no token while there is no token file.
+_OPEN: Final[frozenset[Permission]] = frozenset({*_SCOPED, "node"})
 # The smallest role with each permission, for the advice in error messages.
 _ROLE_FOR: Final[dict[Permission, Role]] = {
     "check": "check",
     "limit": "limit",
     "quota": "read",
+    "node": "read",
     "read": "read",
     "admin": "admin",
 }
@@ -233,7 +237,7 @@ class Tokens:
     @property
     def open_permissions(self) -> frozenset[Permission]:
         """The permissions that never need a token, because there is no token file."""
-        return frozenset() if self._path is not None or self._required else _SCOPED
+        return frozenset() if self._path is not None or self._required else _OPEN
 
     def permitted(
         self, authorization: str | None, permission: Permission
@@ -244,7 +248,7 @@ class Tokens:
         """
         if self._path is not None and self._monotonic_s() >= self._refresh_at_s:
             self._refresh()
-        if not self._required and permission in _SCOPED:
+        if not self._required and permission in _OPEN:
             return OPEN
         if authorization is None:
             return self._unauthenticated(permission, "this needs a token")
