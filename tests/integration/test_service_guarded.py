@@ -156,6 +156,41 @@ def test_the_access_log_has_no_keys(service: ServiceProcess) -> None:
     assert "sk_very_secret" not in service.log_text()
 
 
+# ── Bodies ───────────────────────────────────────────────────────────────────────────────────────
+
+FORM = b"Content-Type: application/x-www-form-urlencoded\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/console/login", b"/v1/check", b"/v1/check/batch"])
+def test_a_body_that_is_declared_too_large_is_rejected_unread(
+    service: ServiceProcess, path: bytes
+) -> None:
+    """The client gets 413 before it has sent a byte of the body, and needs no token for that."""
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: 15000000\r\n\r\n"
+    reply = raw(service, head % (path, FORM if b"console" in path else b""))
+    assert reply.startswith(b"HTTP/1.1 413"), reply
+
+
+def test_a_chunked_body_is_counted_while_it_arrives(service: ServiceProcess) -> None:
+    """A login of a few megabytes that never ends is rejected before its end."""
+    head = b"POST /console/login HTTP/1.1\r\nHost: localhost\r\n" + FORM
+    body = (b"10000\r\n" + b"x" * 65_536 + b"\r\n") * 40
+    reply = raw(service, head + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+    assert reply.startswith(b"HTTP/1.1 413"), reply
+
+
+@pytest.mark.parametrize("path", [b"/console/login", b"/v1/check"])
+def test_a_body_in_very_small_chunks_is_rejected(service: ServiceProcess, path: bytes) -> None:
+    """Each chunk costs the worker time. A short body may have chunks of one byte all the same."""
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n" % path
+    head += FORM if b"console" in path else b""
+    reply = raw(service, head + b"\r\n" + b"1\r\n \r\n" * 5_000)
+    assert reply.startswith(b"HTTP/1.1 400"), reply
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in b'{"user": "42"}')
+    if path == b"/v1/check":
+        assert raw(service, head + b"\r\n" + chunks + b"0\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
 # ── Tokens and connections ─────────────────────────────────────────────────────────────────────
 
 

@@ -43,6 +43,7 @@ from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.rules.entries import Entry, EntryKind
 from ratekeeper.service.http.activity import ActivityHistory
 from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.incoming import IncomingBodies
 from ratekeeper.service.http.loads import SharedLoads
 from ratekeeper.service.http.tokens import Tokens
 from ratekeeper.web.identity import Identity
@@ -72,6 +73,7 @@ class AdminContext(Protocol):
     identity: Identity
     activity: ActivityHistory
     store_name: str
+    bodies: IncomingBodies
 
     @property
     def totals(self) -> Callable[[], MetricsSnapshot]:
