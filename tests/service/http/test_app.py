@@ -288,7 +288,7 @@ async def half(http: HttpClient, said: list[Any]) -> None:
         "method": "POST",
         "path": "/v1/check",
         "query_string": b"",
-        "headers": [(b"content-length", b"100")],
+        "headers": [(b"host", b"localhost"), (b"content-length", b"100")],
     }
     await http.app(scope, receive, send)
 

@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from asyncio import CancelledError, current_task
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
@@ -64,6 +64,25 @@ from ratekeeper.service.http.tokens import OPEN, Token, TokenRejection
 
 # The form of a request ID that a client may choose; any other value is replaced.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+# Headers that decide who calls, or what is checked. A proxy in front of the service may read the
+# first of several lines and the service the last, so a request with several is rejected.
+_SINGLE_HEADERS: Final = frozenset(
+    {
+        b"authorization",
+        b"content-type",
+        b"host",
+        b"origin",
+        b"sec-fetch-site",
+        b"x-csrf-token",
+        b"x-forwarded-method",
+        b"x-forwarded-uri",
+        b"x-original-method",
+        b"x-original-uri",
+        b"x-ratekeeper-token",
+    }
+)
+# A Content-Length with more digits may be too large for a check, so it is looked at.
+_DIGITS: Final = 4
 # Pages of the admin application that never change; no token is needed to read them.
 _PAGES: Final = ("/docs", "/openapi.json")
 _ADMIN: Final = ("/v1/admin", *_PAGES)
@@ -126,8 +145,9 @@ class HttpService:
         if request_id is None or not _REQUEST_ID.fullmatch(request_id):
             request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
         token: Token | TokenRejection = OPEN
-        if b"origin" in headers or headers.get(b"host") not in self._accepted_hosts:
-            token = self._browsers.rejection(path, headers, scope.get("scheme", "http")) or OPEN
+        is_plain = b"origin" not in headers and len(headers) == len(scope["headers"])
+        if not is_plain or headers.get(b"host") not in self._accepted_hosts:
+            token = self._rejected_head(scope, headers) or OPEN
         methods = self._routes.get(path, _NO_ROUTES)
         if methods is _NO_ROUTES and token is OPEN and _is_admin(path):
             await self._call_admin(scope, request_id, receive, send)
@@ -138,17 +158,15 @@ class HttpService:
                 scope, methods, token
             )
             if permission is not None and permission not in self._open_permissions:
-                given = headers.get(b"authorization")
-                authorization = None if given is None else given.decode("latin-1")
+                authorization = headers.get(b"authorization", b"").decode("latin-1") or None
                 # A rejected web page stays rejected: it has no token.
                 token = token if token is not OPEN else self._permitted(authorization, permission)
             if isinstance(token, TokenRejection):
                 _reject(token)
             body = b""
             if bytes_max:
-                if scope["query_string"]:
-                    _reject_query(scope)
-                check_declared(headers, bytes_max)
+                if scope["query_string"] or len(headers.get(b"content-length", b"")) > _DIGITS:
+                    _check_unread(scope, headers, bytes_max)
                 task = current_task()
                 self._waiting[task] = self._bodies.now_s
                 try:
@@ -181,6 +199,12 @@ class HttpService:
         await send({"type": "http.response.body", "body": body})
         if is_too_large:
             await self._bodies.drop_rest(receive, headers)
+
+    def _rejected_head(self, scope: Scope, headers: Mapping[bytes, bytes]) -> TokenRejection | None:
+        """Return why a request is rejected because of its head; None if it is not."""
+        scheme = scope.get("scheme", "http")
+        wrong = _wrong_head(scope, headers)
+        return wrong or self._browsers.rejection(scope["path"], headers, scheme)
 
     async def _call_admin(
         self, scope: Scope, request_id: bytes, receive: Receive, send: Send
@@ -306,8 +330,30 @@ def _admin_apps(context: ServiceContext) -> tuple[Any, Any]:
     return admin, console_app(context, admin)
 
 
+def _wrong_head(scope: Scope, headers: Mapping[bytes, bytes]) -> TokenRejection | None:
+    """Return why a request is rejected whose head two programs could understand differently."""
+    names = [name for name, _ in scope["headers"] if name in _SINGLE_HEADERS]
+    for name in names:
+        if names.count(name) > 1:
+            given = name.decode("ascii")
+            detail = f"the header {given} is given {names.count(name)} times; send it once"
+            return TokenRejection(400, detail)
+    # granian writes an empty Host if the client sends none.
+    if not headers.get(b"host") and scope["http_version"] == "1.1":
+        detail = "the header Host is missing, which HTTP/1.1 requires; send it"
+        return TokenRejection(400, detail)
+    return None
+
+
 def _reject(rejection: TokenRejection) -> NoReturn:
     raise EarlyReply(token_reply(rejection))
+
+
+def _check_unread(scope: Scope, headers: Mapping[bytes, bytes], bytes_max: int) -> None:
+    """Reject a body that is declared too large, and a query beside a body."""
+    check_declared(headers, bytes_max)
+    if scope["query_string"]:
+        _reject_query(scope)
 
 
 def _reject_query(scope: Scope) -> NoReturn:
