@@ -108,6 +108,7 @@ HEADS: list[tuple[str, bytes]] = [
     ("a thousand of them", b"\r\n".join(b"X-%d: a" % n for n in range(1_000))),
     ("no name", b": a"),
     ("folded", b"X-Request-Id: a\r\n b"),
+    ("a hundred thousand", b"X-Long: " + b"a" * 100_000),
     ("two lengths", b"Content-Length: 2\r\nContent-Length: 3"),
     ("an invalid length", b"Content-Length: x"),
 ]
@@ -119,6 +120,29 @@ def test_an_invalid_head_is_4xx(service: ServiceProcess, head: bytes) -> None:
     reply = raw(service, b"POST /v1/check HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n{}")
     assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
     assert service.ask("GET", "/healthz").status == 200
+
+
+REPEATED = [
+    (b"GET /v1/quota?user=1", b"Host: localhost\r\nHost: 127.0.0.1"),
+    (b"GET /v1/quota?user=1", b"Host: localhost\r\nAuthorization: a\r\nAuthorization: b"),
+    (b"GET /v1/admin/rules", b"Host: localhost\r\nAuthorization: a\r\nauthorization: a"),
+    (b"GET /v1/authorize", b"Host: localhost\r\nX-Original-URI: /a\r\nX-Original-URI: /b"),
+    (b"GET /v1/authorize", b"Host: localhost\r\nX-Forwarded-Uri: /a\r\nX-Forwarded-Uri: /a"),
+    (
+        b"GET /v1/authorize",
+        b"Host: localhost\r\nX-Original-URI: /a" + b"\r\nX-Ratekeeper-Token: rk_1" * 2,
+    ),
+    (b"GET /v1/quota?user=1", b"Accept: */*"),
+    (b"GET /console/login", b"Accept: */*"),
+]
+
+
+@pytest.mark.parametrize(("line", "head"), REPEATED)
+def test_an_ambiguous_head_is_400(service: ServiceProcess, line: bytes, head: bytes) -> None:
+    """A header that decides who calls or what is checked is given once; Host is never missing."""
+    reply = raw(service, line + b" HTTP/1.1\r\n" + head + b"\r\n\r\n")
+    assert reply.startswith(b"HTTP/1.1 400"), reply
+    assert b"application/problem+json" in reply
 
 
 @pytest.mark.parametrize("value", ["é", "\x01", "a" * 500, "x" * 50_000])
@@ -167,6 +191,41 @@ def test_the_access_log_has_no_keys(service: ServiceProcess) -> None:
         60,
     )
     assert "sk_very_secret" not in service.log_text()
+
+
+# ── Bodies ───────────────────────────────────────────────────────────────────────────────────────
+
+FORM = b"Content-Type: application/x-www-form-urlencoded\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/console/login", b"/v1/check", b"/v1/check/batch"])
+def test_a_body_that_is_declared_too_large_is_rejected_unread(
+    service: ServiceProcess, path: bytes
+) -> None:
+    """The client gets 413 before it has sent a byte of the body, and needs no token for that."""
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: 15000000\r\n\r\n"
+    reply = raw(service, head % (path, FORM if b"console" in path else b""))
+    assert reply.startswith(b"HTTP/1.1 413"), reply
+
+
+def test_a_chunked_body_is_counted_while_it_arrives(service: ServiceProcess) -> None:
+    """A login of a few megabytes that never ends is rejected before its end."""
+    head = b"POST /console/login HTTP/1.1\r\nHost: localhost\r\n" + FORM
+    body = (b"10000\r\n" + b"x" * 65_536 + b"\r\n") * 40
+    reply = raw(service, head + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+    assert reply.startswith(b"HTTP/1.1 413"), reply
+
+
+@pytest.mark.parametrize("path", [b"/console/login", b"/v1/check"])
+def test_a_body_in_very_small_chunks_is_rejected(service: ServiceProcess, path: bytes) -> None:
+    """Each chunk costs the worker time. A short body may have chunks of one byte all the same."""
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n" % path
+    head += FORM if b"console" in path else b""
+    reply = raw(service, head + b"\r\n" + b"1\r\n \r\n" * 5_000)
+    assert reply.startswith(b"HTTP/1.1 400"), reply
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in b'{"user": "42"}')
+    if path == b"/v1/check":
+        assert raw(service, head + b"\r\n" + chunks + b"0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
 # ── Tokens and connections ─────────────────────────────────────────────────────────────────────
@@ -264,6 +323,28 @@ def test_idle_connections_of_one_client_do_not_lock_others_out(service: ServiceP
         idle[0].setblocking(False)
         with pytest.raises(BlockingIOError):
             idle[0].recv(1)
+
+
+class FewFiles(ServiceProcess):
+    """A service whose processes may open 200 files, and may not raise that."""
+
+    def command(self) -> list[str]:
+        """Return the command line, behind that of a shell that sets the limit."""
+        return ["sh", "-c", 'ulimit -n 200; exec "$@"', "sh", *super().command()]
+
+
+def test_a_service_with_few_files_answers_and_says_so() -> None:
+    """With 900 idle connections, a health check is answered, and the log has the remedy."""
+    with FewFiles(RULES) as service, ExitStack() as stack:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files[0], 4_096), files[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, files)
+        parts = urlsplit(service.url)
+        for _ in range(900):
+            stack.enter_context(socket.create_connection((parts.hostname, parts.port)))
+        assert service.ask("GET", "/healthz").status == 200
+        (warned,) = [each for each in service.events() if each["event"] == "few_files"]
+        assert "ulimit -n" in warned["message"]
 
 
 def test_tls(tmp_path: Path) -> None:

@@ -249,6 +249,15 @@ def test_the_number_of_values_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(problems.found[0]).startswith("t: the document has more than 4 values")
 
 
+def test_the_number_of_lists_and_mappings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes more memory and time than a text; the reader stops at the first one too many."""
+    monkeypatch.setattr(module, "COLLECTIONS_MAX", 3)
+    assert tree("[{}, []]")
+    assert rejected("[{}, [], {}]") == (
+        "t:1:10: the document has more than 3 lists and mappings; split it"
+    )
+
+
 def test_the_length_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A character of two bytes counts as two."""
     monkeypatch.setattr(module, "BYTES_MAX", 5)

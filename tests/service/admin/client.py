@@ -26,6 +26,7 @@ from ratekeeper.service.admin.api import admin_app
 from ratekeeper.service.admin.control import control_plane
 from ratekeeper.service.http.activity import ActivityHistory
 from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.incoming import IncomingBodies
 from ratekeeper.service.http.loads import SharedLoads
 from ratekeeper.service.http.tokens import Role, Tokens, create_token
 from ratekeeper.testing import ManualClock
@@ -63,6 +64,7 @@ class FakeContext:
     totals: Callable[[], MetricsSnapshot] = field(init=False)
     activity: ActivityHistory = field(init=False)
     store_name: str = "memory://"
+    bodies: IncomingBodies = field(default_factory=IncomingBodies)
 
     def __post_init__(self) -> None:
         self.totals = LimiterMetrics(self.limiter).snapshot

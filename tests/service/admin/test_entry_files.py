@@ -65,7 +65,7 @@ async def test_an_import_is_announced(admin: Admin, monkeypatch: pytest.MonkeyPa
 
 async def test_the_size_is_bounded(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer file is rejected before it is read."""
-    monkeypatch.setattr(entry_files, "FILE_BYTES_MAX", 10)
+    monkeypatch.setattr(entry_files, "FILE_BYTES", 10)
     found = await admin.rejected("POST", "/entries/import", 413, content=GOOD)
     assert "at most 10 bytes" in found["detail"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data, read
 from ratekeeper.rules.document.writing import to_data, to_yaml
+from ratekeeper.service.admin.control import HEAVY_LENGTH, HEAVY_OF_TOKEN_MAX
 from ratekeeper.service.admin.rules import merged
+from ratekeeper.service.http.tokens import Token
 from ratekeeper.testing import ManualClock
 from tests.regions.stores import two_regions
 from tests.service.admin.client import AUTHOR, RULES, Admin, admin, admin_of, from_file, template
@@ -145,6 +149,74 @@ async def test_an_unsafe_change_needs_force(admin: Admin) -> None:
     await admin.call("PUT", "/rules?force=true", content=unsafe, headers=YAML)
     entry = (await admin.call("GET", "/audit?limit=1")).json()["items"][0]
     assert "every request with user is denied" in entry["forced"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"version": 1, "rules": [' + "{}," * 350_000 + "{}]}", "[" + "{}," * 350_000 + "{}]"],
+    ids=["rules", "root"],
+)
+async def test_a_document_of_very_many_values_is_not_read_to_its_end(
+    admin: Admin, text: str
+) -> None:
+    """A reader could otherwise fill the memory with a megabyte of `{},{},`."""
+    found = (await admin.call("POST", "/rules/validate", content=text)).json()
+    (problem,) = found["problems"]
+    assert problem["message"] == "the document has more than 300,000 lists and mappings; split it"
+
+
+async def test_a_document_in_a_request_has_fewer_values_than_one_in_a_file(admin: Admin) -> None:
+    """A body has 5 MiB, which is room for fewer values than the 16 MiB of a file."""
+    text = "version: 1\ndeny: [" + "a," * 800_000 + "a]"
+    found = (
+        await admin.call(
+            "POST", "/rules/validate", content=text, headers={"Content-Type": "application/yaml"}
+        )
+    ).json()
+    (problem,) = found["problems"]
+    assert "more than 800,000 values" in problem["message"]
+
+
+async def test_a_document_of_ten_thousand_rules_is_validated(admin: Admin) -> None:
+    """The bounds leave room for large documents."""
+    rules = [
+        {"id": f"r{n}", "match": {"endpoint": f"/v1/a{n}/*"}, "by": ["user"], "limits": ["9/s"]}
+        for n in range(10_000)
+    ]
+    found = (
+        await admin.call("POST", "/rules/validate", json={"version": 1, "rules": rules})
+    ).json()
+    assert found["valid"], found["problems"]
+
+
+async def test_the_requests_of_one_token_that_take_long_wait_in_turn(admin: Admin) -> None:
+    """A worker does one at a time; some may wait, one more is 429, and other tokens are served.
+
+    Short documents do not wait.
+    """
+    long = RULES + "# " + "x" * HEAVY_LENGTH
+    heavy = admin.app.state.control.heavy
+    reader = {"Authorization": f"Bearer {admin.secrets['read']}"}
+
+    def ask(path: str, headers: dict[str, str]) -> asyncio.Task[httpx.Response]:
+        method, content = ("POST", long) if path == "/rules/validate" else ("GET", None)
+        url = f"/v1/admin{path}"
+        return asyncio.create_task(
+            admin.client.request(method, url, content=content, headers=headers)
+        )
+
+    async with heavy.turn(Token("other", "read")):
+        waiting = [ask("/rules/validate", reader) for _ in range(HEAVY_OF_TOKEN_MAX)]
+        while heavy.asked_by("read-token") < HEAVY_OF_TOKEN_MAX:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        await admin.call("POST", "/rules/validate", content=RULES, headers=reader)
+        await admin.call("GET", "/rules", headers=reader)
+        for path in ("/rules/validate", "/versions/1/diff"):
+            busy = await ask(path, reader)
+            assert (busy.status_code, busy.headers["retry-after"]) == (429, "1"), path
+            assert busy.json()["error"]["code"] == "BUSY"
+        own = ask("/rules/validate", {"Authorization": f"Bearer {admin.secrets['admin']}"})
+    assert [each.status_code for each in await asyncio.gather(*waiting, own)] == [200] * 4
 
 
 async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:

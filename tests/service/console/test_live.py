@@ -7,7 +7,7 @@ import json
 import time
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from ratekeeper.service.console import live
 from ratekeeper.service.console.live import LiveFeed
 from ratekeeper.service.console.views import COOKIE
 from ratekeeper.service.http.activity import Step
+from ratekeeper.service.http.tokens import Token
 from tests.service.console.client import ConsoleClient
 
 WAIT_S = 30.0
@@ -214,6 +215,26 @@ async def test_the_number_of_streams_is_bounded(
         await third.event("status")
 
 
+async def test_the_streams_of_a_reader_leave_room(
+    console: ConsoleClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token has a part of the streams, and readers together leave some to admins."""
+    monkeypatch.setattr(live, "STREAMS_OF_TOKEN_MAX", 2)
+    monkeypatch.setattr(live, "STREAMS_OF_READERS_MAX", 3)
+    await console.get("/audit")
+    feed = feed_of(console)
+    with ExitStack() as stack:
+        for name in ("bob", "bob", "eve"):
+            stack.enter_context(feed.subscribed(Token(name, "read")))
+        for token in (Token("bob", "read"), Token("dan", "read")):
+            with pytest.raises(live.TooManyStreams), feed.subscribed(token):
+                pass
+        for _ in range(2):
+            stack.enter_context(feed.subscribed(Token("ann", "admin")))
+        with pytest.raises(live.TooManyStreams), feed.subscribed(Token("ann", "admin")):
+            pass
+
+
 async def test_a_stream_ends_with_its_session(console: ConsoleClient) -> None:
     """An operator who logs out, or whose token is removed, gets nothing more."""
     async with opened(console) as stream:
@@ -251,7 +272,7 @@ async def test_a_browser_that_does_not_read_is_disconnected(console: ConsoleClie
     """What waits for it is bounded; it gets what it missed when it connects again."""
     await console.get("/audit")
     feed = feed_of(console)
-    with feed.subscribed() as queue:
+    with feed.subscribed(Token("ann", "admin")) as queue:
         for _ in range(20):
             feed._send(b"event")
         assert queue.qsize() <= 8

@@ -16,7 +16,8 @@ from ratekeeper.service.admin.api import admin_app
 from ratekeeper.service.console import views
 from ratekeeper.service.console.app import console_app
 from ratekeeper.service.console.sessions import Sessions
-from ratekeeper.service.console.views import COOKIE, FORM_BYTES_MAX, FORM_FIELDS_MAX, NAVIGATION
+from ratekeeper.service.console.views import COOKIE, FORM_FIELDS_MAX, NAVIGATION
+from ratekeeper.service.http.incoming import body_bytes_max
 from tests.service.console.client import NODE, ConsoleClient, console_of
 
 # What a reader may send: questions, and what concerns the own sessions.
@@ -283,14 +284,10 @@ async def test_a_login_leads_to_a_clean_header(console: ConsoleClient) -> None:
     assert "\n" not in answer.headers["location"]
 
 
-async def test_huge_input_is_rejected(
-    console: ConsoleClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_huge_input_is_rejected(console: ConsoleClient) -> None:
     """Forms, numbers of fields, cookies, URLs and query fields have bounds, and no defect."""
-    monkeypatch.setattr(views, "FORM_BYTES_MAX", 100_000)
-    assert FORM_BYTES_MAX < 64 * 2**20
-    form = f"csrf={console.csrf}&x=" + "a" * 100_000
     for path in routes_of(console, "POST"):
+        form = f"csrf={console.csrf}&x=" + "a" * body_bytes_max("POST", path)
         answer = await console.http.post(filled(path), content=form, headers={"Content-Type": FORM})
         assert answer.status_code == 413, path
         many = "&".join([f"csrf={console.csrf}", *["a=1"] * FORM_FIELDS_MAX])

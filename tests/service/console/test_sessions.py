@@ -130,6 +130,20 @@ def test_the_folder_is_bounded(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
     assert len(list((folder.path / "sessions").iterdir())) == 1
 
 
+def test_many_logins_of_one_token_end_its_own_sessions(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that logs in again and again does not end the older session of an administrator."""
+    monkeypatch.setattr(module, "SESSIONS_MAX", 3)
+    first = folder.sessions.begin(Token("ann", "admin"))
+    secrets = []
+    for _ in range(4):
+        folder.wall.now_s += 1
+        secrets.append(folder.sessions.begin(Token("bob", "read")))
+    assert folder.find(first) is not None
+    assert [folder.find(each) is not None for each in secrets] == [False, False, True, True]
+
+
 def test_damaged_files_are_no_sessions(folder: Folder) -> None:
     """A file that is cut or holds something else ends its session and nothing more."""
     secret = folder.sessions.begin(folder.token())

@@ -243,17 +243,34 @@ async def test_a_flood_ends_its_connection_only(caplog: pytest.LogCaptureFixture
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One address has half of them; an idle connection makes room for a new one."""
+    """One address has half of them: its next one closes its idle one, and is refused if none is."""
     monkeypatch.setattr(http2, "CONNECTIONS_MAX", 4)
+    started = asyncio.Event()
+
+    async def method(_: bytes, __: GrpcCall) -> bytes:
+        started.set()
+        await asyncio.Event().wait()
+        return b""
+
     async with (
-        serving(echo) as (server, _),
-        connected(server) as first,
-        connected(server) as second,
-        connected(server) as third,
+        serving(method) as (server, _),
+        connected(server, "127.0.0.2") as other,
+        connected(server) as silent,
+        connected(server) as busy,
     ):
-        await first.until(lambda got: got.frames)
-        await second.until(lambda got: got.frames)
-        assert not (await third.closed()).frames
+        await other.until(lambda got: got.frames)
+        await silent.until(lambda got: got.frames)
+        busy.writer.write(OPENING + call())
+        await asyncio.wait_for(started.wait(), WAIT_SECONDS)
+        started.clear()
+        async with connected(server) as new:
+            assert (await silent.closed()).goaway is not None
+            new.writer.write(OPENING + call())
+            await asyncio.wait_for(started.wait(), WAIT_SECONDS)
+            async with connected(server) as refused:
+                assert not (await refused.closed()).frames
+        assert not other.responses.goaway
+        assert not busy.responses.goaway
 
 
 async def test_a_worker_with_few_files_has_few_connections(
@@ -264,12 +281,13 @@ async def test_a_worker_with_few_files_has_few_connections(
     async with (
         serving(echo) as (server, _),
         connected(server) as first,
-        connected(server) as second,
-        connected(server) as third,
     ):
         await first.until(lambda got: got.frames)
-        await second.until(lambda got: got.frames)
-        assert not (await third.closed()).frames
+        server.tick()
+        async with connected(server) as second, connected(server) as third:
+            await second.until(lambda got: got.frames)
+            await third.until(lambda got: got.frames)
+            assert (await first.closed()).goaway is not None
 
 
 async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ class HttpClient:
         """Send a request. `body` is bytes or data for JSON; `chunks` are the parts that arrive."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         path, _, query = url.partition("?")
-        sent = {name.lower(): value for name, value in (headers or {}).items()}
+        sent = {"host": "localhost"}
+        sent |= {name.lower(): value for name, value in (headers or {}).items()}
         if declare:
             sent.setdefault("content-length", str(len(raw)))
         scope = {

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ratekeeper.service.admin import api
-from ratekeeper.service.http import app
-from ratekeeper.service.http.context import BATCH_BYTES_MAX, BODY_BYTES_MAX
+from ratekeeper.service.http import incoming
+from ratekeeper.service.http.incoming import BATCH_BYTES, CALL_BYTES
 from ratekeeper.service.http.tokens import create_token
 from tests.service.http.client import HttpClient, http_service
 
@@ -57,7 +57,7 @@ async def test_a_wrong_method_is_405_with_the_right_ones(
 
 
 @pytest.mark.parametrize(
-    ("path", "most"), [("/v1/check", BODY_BYTES_MAX), ("/v1/check/batch", BATCH_BYTES_MAX)]
+    ("path", "most"), [("/v1/check", CALL_BYTES), ("/v1/check/batch", BATCH_BYTES)]
 )
 @pytest.mark.parametrize("declare", [True, False])
 async def test_a_body_has_a_maximum_size(path: str, most: int, declare: bool) -> None:
@@ -75,7 +75,7 @@ async def test_a_body_has_a_maximum_size(path: str, most: int, declare: bool) ->
 async def test_a_declared_size_that_is_too_small_is_not_believed() -> None:
     """The bytes that arrive count, not the Content-Length."""
     async with http_service() as http:
-        body = b" " * (BODY_BYTES_MAX + 1)
+        body = b" " * (CALL_BYTES + 1)
         answer = await http("POST", "/v1/check", body, {"content-length": "2"})
         assert answer.status == 413
 
@@ -91,17 +91,17 @@ async def test_a_body_in_several_messages_is_one_body() -> None:
 
 async def test_bodies_in_parts_share_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of connections could each send a part of a long body. Whole bodies always pass."""
-    monkeypatch.setattr(app, "PARTIAL_BYTES_MAX", 10)
+    monkeypatch.setattr(incoming, "PARTIAL_BYTES_MAX", 10)
     pieces = [b'{"us', b'er": "4', b'2"}']
     async with http_service() as http:
         answer = await http("POST", "/v1/check", b"".join(pieces), chunks=pieces)
         assert answer.status == 503
         assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
         assert (await http.check(user="42")).data["remaining"] == 2
-        assert http.app._timeouts.partial_bytes == 0
-        monkeypatch.setattr(app, "PARTIAL_BYTES_MAX", 16)
+        assert http.context.bodies.partial_bytes == 0
+        monkeypatch.setattr(incoming, "PARTIAL_BYTES_MAX", 16)
         assert (await http("POST", "/v1/check", b"".join(pieces), chunks=pieces)).status == 200
-        assert http.app._timeouts.partial_bytes == 0
+        assert http.context.bodies.partial_bytes == 0
 
 
 async def test_a_client_that_disconnects_is_not_charged() -> None:
@@ -298,7 +298,7 @@ async def half(http: HttpClient, said: list[Any]) -> None:
         "method": "POST",
         "path": "/v1/check",
         "query_string": b"",
-        "headers": [(b"content-length", b"100")],
+        "headers": [(b"host", b"localhost"), (b"content-length", b"100")],
     }
     await http.app(scope, receive, send)
 
@@ -315,7 +315,7 @@ async def test_a_body_that_does_not_arrive_is_408() -> None:
         said: list[Any] = []
         waiting = asyncio.create_task(half(http, said))
         await settled()
-        timeouts = http.app._timeouts
+        timeouts = http.context.bodies
         timeouts.advance(SECONDS_MAX)
         await settled()
         assert not said
@@ -329,12 +329,12 @@ async def test_a_body_that_does_not_arrive_is_408() -> None:
 
 async def test_many_waiting_requests_get_a_shorter_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client cannot occupy the whole worker with bodies that never arrive."""
-    monkeypatch.setattr(app, "CROWD", 2)
+    monkeypatch.setattr(incoming, "CROWD", 2)
     async with http_service() as http:
         said: list[Any] = []
         waiting = [asyncio.create_task(half(http, said)) for _ in range(2)]
         await settled()
-        timeouts = http.app._timeouts
+        timeouts = http.context.bodies
         timeouts.advance(2.0)
         await settled()
         assert not said, "two are not many"
@@ -357,20 +357,20 @@ async def test_a_cancellation_by_the_server_is_not_a_timeout() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert not said
-        assert not http.app._timeouts.waiting
+        assert not http.context.bodies.waiting
 
 
 async def test_a_finished_request_leaves_no_entry() -> None:
     """A request stops waiting as soon as its body has arrived."""
     async with http_service() as http:
         assert (await http.check(user="1")).status == 200
-        assert not http.app._timeouts.waiting
+        assert not http.context.bodies.waiting
 
 
 async def test_timeouts_are_checked_while_the_service_runs() -> None:
     """The clock advances by itself."""
     async with http_service() as http:
-        timeouts = http.app._timeouts
+        timeouts = http.context.bodies
         checking = asyncio.create_task(timeouts.keep_checking(0.001))
         while timeouts.now_s < 0.003:  # noqa: ASYNC110 - it waits for time, not for an event
             await asyncio.sleep(0)

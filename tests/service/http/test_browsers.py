@@ -40,7 +40,8 @@ async def test_a_rebound_name_reaches_no_endpoint(host: str) -> None:
         for method, path in endpoints(http):
             headers = {"Host": host, "X-Original-URI": "/"}
             answer = await http(method, path, {"user": "1"}, headers)
-            assert answer.status == 403, (method, path)
+            # An empty Host is none, which is not permitted in HTTP/1.1.
+            assert answer.status == (403 if host else 400), (method, path)
             assert "Host" in answer.data["detail"]
         assert (await http.check(user="1")).data["remaining"] == 2
 

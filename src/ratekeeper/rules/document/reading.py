@@ -26,6 +26,7 @@ from ratekeeper.rules.document.grammar import document_at
 from ratekeeper.rules.document.model import Document, Rules
 from ratekeeper.rules.document.tree import (
     BYTES_MAX,
+    RECEIVED_NODES_MAX,
     TOO_LONG,
     DocumentNode,
     DocumentPlace,
@@ -65,6 +66,11 @@ def read(text: str, source: str = "<text>") -> Document:
     if not isinstance(text, str):
         _reject(source, f"a document is text, not {show(text)}; to read a file, use read_file()")
     return _read(source, lambda problems: tree_of_yaml(text, problems))
+
+
+def read_received(text: str) -> Document:
+    """Return the document in the body of a request, which may have fewer values than a file."""
+    return _read("<body>", lambda problems: tree_of_yaml(text, problems, RECEIVED_NODES_MAX))
 
 
 def read_file(path: str | Path) -> Document:

@@ -2,7 +2,8 @@
 
 Rule documents come from people and, over the admin API, from any client. Reading is therefore
 bounded. The reader takes YAML event by event instead of letting the library compose it. So it stops
-as soon as a document exceeds the depth or the number of nodes, and never builds the rest. An alias
+as soon as a document exceeds the depth, the number of nodes or that of lists and mappings, and
+never builds the rest. An alias
 counts as all the nodes that it expands to: ten lines of aliases to aliases (a "billion laughs")
 are rejected at the alias that exceeds the bound. Tags never construct objects.
 
@@ -31,6 +32,10 @@ from ratekeeper.core.errors import ConfigError, quoted, show
 BYTES_MAX: Final = 16 * 2**20
 TOO_LONG: Final = f"larger than {BYTES_MAX // 2**20} MiB; is this a rule document?"
 NODES_MAX: Final = 2_500_000  # enough for a list of a million entries and 20,000 rules
+# Of a document that arrives in a request, which has at most a third of the bytes of a file.
+RECEIVED_NODES_MAX: Final = 800_000
+# Lists and mappings: fifteen for each of 20,000 rules. Each takes more memory and time than a text.
+COLLECTIONS_MAX: Final = 300_000
 DEPTH_MAX: Final = 16
 # More would not help a reader, and a broken list of a million entries has a million problems.
 PROBLEMS_MAX: Final = 1_000
@@ -114,8 +119,13 @@ class DocumentNode:
 # ------------------------------------------------------------------------------------------ YAML
 
 
-def tree_of_yaml(text: str, problems: ProblemList) -> DocumentNode | None:
-    """Return the tree of a YAML or JSON text; after a problem, None."""
+def tree_of_yaml(
+    text: str, problems: ProblemList, nodes_max: int | None = None
+) -> DocumentNode | None:
+    """Return the tree of a YAML or JSON text; after a problem, None.
+
+    `nodes_max` is NODES_MAX unless given.
+    """
     try:
         import yaml  # noqa: PLC0415 - an extra that plain data does not need
     except ImportError:
@@ -129,7 +139,7 @@ def tree_of_yaml(text: str, problems: ProblemList) -> DocumentNode | None:
     if text.lstrip().startswith("{"):
         text = _JSON_PAIR.sub(_one_escape, text)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    builder = _Builder(loader)
+    builder = _Builder(loader, NODES_MAX if nodes_max is None else nodes_max)
     try:
         root = builder.build()
     except _Rejected as rejected:
@@ -199,8 +209,10 @@ class _Open:
 class _Builder:
     """Builds the tree from YAML events. It keeps its own stack, so nesting needs no recursion."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, nodes_max: int) -> None:
         self._loader = loader
+        self._nodes_max = nodes_max
+        self._collections = 0
         self._open: list[_Open] = []
         self._anchors: dict[str, tuple[DocumentNode, int, int]] = {}
         self._nodes = 0
@@ -255,6 +267,10 @@ class _Builder:
             kind = "other"
         node = DocumentNode(kind, [], "", mark.line + 1, mark.column + 1)
         self._count(1, event)
+        self._collections += 1
+        if self._collections > COLLECTIONS_MAX:
+            message = f"the document has more than {COLLECTIONS_MAX:,} lists and mappings; split it"
+            raise _Rejected(event.start_mark, message)
         self._open.append(_Open(node, event.anchor, self._nodes - 1))
 
     def _end(self, event: Any) -> None:
@@ -295,10 +311,10 @@ class _Builder:
 
     def _count(self, nodes: int, event: Any) -> None:
         self._nodes += nodes
-        if self._nodes > NODES_MAX:
+        if self._nodes > self._nodes_max:
             message = (
-                f"with all aliases expanded, the document has more than {NODES_MAX:,} values; "
-                f"split it, or use fewer aliases"
+                f"with all aliases expanded, the document has more than {self._nodes_max:,} "
+                f"values; split it, or use fewer aliases"
             )
             raise _Rejected(event.start_mark, message)
 

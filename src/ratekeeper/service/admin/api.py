@@ -3,19 +3,12 @@
 `/openapi.json` describes the whole service, including the raw endpoints. `/docs` shows it as a page
 that can send requests to this service, with the token that the reader gives it. The page loads
 nothing from other servers. Neither needs a token: they contain nothing beyond the public source.
-
-**Rejected bodies.** Many clients write a whole body before they read anything. If the reply comes
-first and the connection is closed, they report a broken pipe and never show the error. So the rest
-of a body is read and dropped before the reply, if it ends soon. A body that is declared much longer
-is not read, and neither is one of a client that asked whether to send it (`Expect: 100-continue`).
-This also applies to callers without a token, so it has a bound: when many bodies do not end,
-further requests get their replies at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, Final
@@ -24,7 +17,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratekeeper.core.version import __version__
 from ratekeeper.service.admin import (
@@ -88,7 +81,7 @@ def admin_app(context: AdminContext) -> FastAPI:
         # A trailing slash is another URL: on a redirect, some clients change the method.
         redirect_slashes=False,
         lifespan=_lifespan,
-        middleware=[Middleware(BodyDrain), Middleware(_Headers)],
+        middleware=[Middleware(_Headers)],
     )
     app.state.control = control_plane(context)
     app.router.routes += _operations().routes
@@ -153,67 +146,3 @@ class _Headers:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
-
-
-# ── Bodies of rejected requests ──────────────────────────────────────────────────────────────────
-
-DROPPED_BYTES_MAX: Final = 8 * 2**20
-DROPPING_SECONDS_MAX: Final = 5.0
-# How many of the requests in flight may wait for this at a time.
-DROPPING_MAX: Final = 64
-
-
-class BodyDrain:
-    """Middleware that reads and drops the rest of a body before the reply."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._dropping = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http" or not _should_drop(scope):
-            await self._app(scope, receive, send)
-            return
-        ended = False
-
-        async def received() -> Message:
-            nonlocal ended
-            message = await receive()
-            ended = not message.get("more_body", False)
-            return message
-
-        async def send_at_the_end(message: Message) -> None:
-            if message["type"] == "http.response.start" and not ended:
-                await self._drop(rest)
-            await send(message)
-
-        async def rest() -> None:
-            dropped = 0
-            while not ended and dropped <= DROPPED_BYTES_MAX:
-                dropped += len((await received()).get("body", b""))
-
-        await self._app(scope, received, send_at_the_end)
-
-    async def _drop(self, rest: Callable[[], Awaitable[None]]) -> None:
-        if self._dropping >= DROPPING_MAX:
-            return
-        self._dropping += 1
-        try:
-            async with asyncio.timeout(DROPPING_SECONDS_MAX):
-                await rest()
-        except TimeoutError:
-            return
-        finally:
-            self._dropping -= 1
-
-
-def _should_drop(scope: Scope) -> bool:
-    """Return True if the body is short enough and already on its way."""
-    headers = dict(scope["headers"])
-    if b"expect" in headers:
-        return False
-    length: bytes = headers.get(b"content-length", b"")
-    if length:
-        return len(length) < 19 and length.isdigit() and 0 < int(length) <= DROPPED_BYTES_MAX
-    return b"transfer-encoding" in headers

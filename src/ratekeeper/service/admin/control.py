@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -43,14 +44,22 @@ from ratekeeper.rules.document.writing import to_yaml
 from ratekeeper.rules.entries import Entry, EntryKind
 from ratekeeper.service.http.activity import ActivityHistory
 from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.incoming import IncomingBodies
 from ratekeeper.service.http.loads import SharedLoads
-from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.service.http.tokens import Token, Tokens
 from ratekeeper.web.identity import Identity
 
 # Each failed attempt means that another change succeeded; a rollback is urgent, so it is retried.
 ROLLBACK_ATTEMPTS_MAX: Final = 20
 # The rules of one subject whose quotas are shown or changed together.
 SUBJECT_RULES_MAX: Final = 500
+
+# Requests that do or await heavy work in a worker, and those of them with the same token.
+HEAVY_MAX: Final = 8
+HEAVY_OF_TOKEN_MAX: Final = 3
+# Work on less than this takes milliseconds, and needs no turn.
+HEAVY_LENGTH: Final = 32 * 1024
+HEAVY_ENTRIES: Final = 500
 
 _Result = TypeVar("_Result")
 
@@ -73,6 +82,7 @@ class AdminContext(Protocol):
     identity: Identity
     activity: ActivityHistory
     store_name: str
+    bodies: IncomingBodies
 
     @property
     def totals(self) -> Callable[[], MetricsSnapshot]:
@@ -105,6 +115,60 @@ class UnusableRules(ChangeRefused):
 
     def __init__(self, error: ConfigError) -> None:
         super().__init__(f"this service cannot use the document, so nothing was changed: {error}")
+
+
+class Busy(RatekeeperError):
+    """This worker does work that takes long, and as much of it waits as may wait."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this worker is busy with other requests that take long; repeat this one after a second"
+        )
+
+
+class HeavyWork:
+    """Lets one request at a time do work that can take a processor for seconds.
+
+    Anyone with a token may ask for such work: a draft is parsed, a document is written or compared.
+    It runs in a thread, which shares Python's lock with the checks of the worker, so several at a
+    time would delay checks and need the memory of all. Further requests wait for their turn: some
+    of each token, so that the requests of one do not displace those of another.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._asking: Counter[str] = Counter()
+
+    def asked_by(self, name: str) -> int:
+        """Return how many requests with the token of this name do such work or wait for it."""
+        return self._asking[name]
+
+    @asynccontextmanager
+    async def turn(self, token: Token, over: str | Document | None = None) -> AsyncIterator[None]:
+        """Wait for the turn of a request with this token. Raises Busy.
+
+        `over` is the text or the document that is worked on; a short one needs no turn.
+        """
+        if over is not None and _is_short(over):
+            yield
+            return
+        if self._asking[token.name] >= HEAVY_OF_TOKEN_MAX or self._asking.total() >= HEAVY_MAX:
+            raise Busy
+        self._asking[token.name] += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._asking[token.name] -= 1
+            if not self._asking[token.name]:
+                del self._asking[token.name]
+
+
+def _is_short(over: str | Document) -> bool:
+    if isinstance(over, str):
+        return len(over) < HEAVY_LENGTH
+    parts = (over.rules, over.assign, over.allow, over.deny, over.overrides)
+    return sum(map(len, parts)) < HEAVY_ENTRIES
 
 
 class CurrentRules(NamedTuple):
@@ -256,6 +320,7 @@ class ControlPlane:
         self._opening = asyncio.Lock()
         self.importing = asyncio.Lock()
         """Held by the one import of entries that this worker makes at a time."""
+        self.heavy = HeavyWork()
         self.previewing = asyncio.Lock()
         """Held by the one preview of a draft that this worker makes at a time."""
 

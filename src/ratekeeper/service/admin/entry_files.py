@@ -17,7 +17,6 @@ from typing import IO, Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
-from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from ratekeeper.control.entries import EntryChange
@@ -42,11 +41,11 @@ from ratekeeper.service.admin.operations import (
     error_responses,
 )
 from ratekeeper.service.admin.problems import ApiOutput, body_error
-from ratekeeper.service.http.bodies import incomplete, too_large, too_slow
+from ratekeeper.service.http.bodies import BodyRejected, too_slow
+from ratekeeper.service.http.incoming import FILE_BYTES, parts_of
 
 router = APIRouter(tags=["entries"], route_class=AdminRoute)
 
-FILE_BYTES_MAX: Final = 256 * 2**20
 FILE_ENTRIES_MAX: Final = 2_000_000
 FILE_SECONDS_MAX: Final = 600.0
 _TYPES: Final[dict[FileForm, str]] = {
@@ -106,18 +105,15 @@ async def import_entries(
 
 async def _receive(request: Request, file: IO[bytes]) -> None:
     """Write the body to a file. Raises AdminError."""
-    size = 0
+    headers = dict(request.scope["headers"])
     try:
         async with asyncio.timeout(FILE_SECONDS_MAX):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > FILE_BYTES_MAX:
-                    raise body_error(too_large(FILE_BYTES_MAX))
-                file.write(chunk)
+            async for part in parts_of(request.receive, headers, FILE_BYTES):
+                file.write(part)
     except TimeoutError:
         raise body_error(too_slow()) from None
-    except ClientDisconnect:
-        raise body_error(incomplete()) from None
+    except BodyRejected as error:
+        raise body_error(error) from None
 
 
 async def _import(

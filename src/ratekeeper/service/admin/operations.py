@@ -1,7 +1,7 @@
 """The code that all operations of the admin API use: authentication, bodies, conditions and pages.
 
 A request passes these steps in order, each before the next one costs anything. The token is
-checked before the body is read. The body is counted while it is read. Types, sizes and JSON are
+checked before the body is read. `http/incoming.py` bounds and reads the body. Types and JSON are
 those of the check API (`http/bodies.py`).
 
 Conditions are those of HTTP. `If-Match: "v12"` makes a change only if version 12 is the newest,
@@ -14,7 +14,6 @@ to it: a rule, an override, limits.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +25,6 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
-from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from ratekeeper.control.entries import EntryChange, check_signature
@@ -54,17 +52,15 @@ from ratekeeper.service.http.bodies import (
     YAML_TYPES,
     BodyRejected,
     check_json_type,
-    incomplete,
     is_json,
     media_type,
     problem_at,
     strict_json,
-    too_large,
-    too_slow,
     unknown_field,
     unsupported,
     utf8_text,
 )
+from ratekeeper.service.http.incoming import body_bytes_max, declared_bytes
 from ratekeeper.service.http.quotas import reason_text
 from ratekeeper.service.http.tokens import CALLER, Permission, Token, TokenRejection
 
@@ -134,9 +130,6 @@ class VersionOut(ApiOutput):
     )
 
 
-BODY_BYTES_MAX: Final = 5 * 2**20
-# Longer than for a check: a document of megabytes may come over a slow connection.
-BODY_SECONDS_MAX: Final = 30.0
 CONDITION_LENGTH_MAX: Final = 1_000
 # The member of an operation in the OpenAPI document that names the role.
 ROLE: Final = "x-role"
@@ -174,6 +167,8 @@ class AdminRoute(APIRoute):
         wants_json = self.body_field is not None and not any_content
         optional = self.body_field is not None and not self.body_field.field_info.is_required()
         patches = self.methods == {"PATCH"}
+        method = next(iter(self.methods or ()))
+        bytes_max = body_bytes_max(method, f"{PREFIX}{self.path.removeprefix(PREFIX)}")
 
         async def authorized(request: Request) -> Response:
             tokens = control_of(request).context.tokens
@@ -188,10 +183,10 @@ class AdminRoute(APIRoute):
             _check_url(request)
             parameters.check(request)
             scope = _as_json(request, patch=patches) if wants_json else request.scope
-            limited = _LimitedRequest(scope, request.receive)
+            limited = _LimitedRequest(request, scope, bytes_max)
             if wants_json and not optional and not await limited.body():
                 await limited.json()  # raises: FastAPI would report a missing field
-            if not wants_json and not any_content and await limited.body():
+            if not wants_json and not any_content and await _has_body(request):
                 raise ConfigError(_NO_BODY)
             response = await handle(limited)
             response.headers.setdefault("Cache-Control", "no-cache")
@@ -246,10 +241,16 @@ class QueryNames(NamedTuple):
 class _LimitedRequest(Request):
     """A request whose body has a maximum size, and whose JSON is parsed strictly."""
 
+    def __init__(self, request: Request, scope: Scope, bytes_max: int) -> None:
+        super().__init__(scope, request.receive)
+        self._bodies = control_of(request).context.bodies
+        self._bytes_max = bytes_max
+
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
+            headers = dict(self.scope["headers"])
             try:
-                self._body = await self._read()
+                self._body = await self._bodies.read_in_time(self.receive, headers, self._bytes_max)
             except BodyRejected as error:
                 raise body_error(error) from None
         return self._body
@@ -261,24 +262,14 @@ class _LimitedRequest(Request):
         except BodyRejected as error:
             raise body_error(error) from None
 
-    async def _read(self) -> bytes:
-        length = self.headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > BODY_BYTES_MAX:
-            raise too_large(BODY_BYTES_MAX)
-        chunks: list[bytes] = []
-        count = 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS_MAX):
-                async for chunk in self.stream():
-                    count += len(chunk)
-                    if count > BODY_BYTES_MAX:
-                        raise too_large(BODY_BYTES_MAX)
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise too_slow() from None
-        except ClientDisconnect:
-            raise incomplete() from None
-        return b"".join(chunks)
+
+async def _has_body(request: Request) -> bool:
+    """Return True if a request has a body. Reads no more than the beginning."""
+    length = declared_bytes(dict(request.scope["headers"]))
+    if length >= 0 or "transfer-encoding" not in request.headers:
+        return length > 0
+    message = await request.receive()
+    return bool(message.get("body") or message.get("more_body"))
 
 
 def _check_url(request: Request) -> None:

@@ -28,7 +28,7 @@ from ratekeeper.history.replay import (
 )
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.rules.document.model import Document
-from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.document.reading import read_received
 from ratekeeper.service.admin.operations import (
     READ,
     ROLE,
@@ -207,7 +207,6 @@ async def preview_rules(
         )
     period = _period(from_, to)
     limiter = control.context.limiter
-    draft = await asyncio.to_thread(_draft, text, limiter)
     if control.previewing.locked():
         raise AdminError(
             429,
@@ -217,6 +216,8 @@ async def preview_rules(
             {"Retry-After": "1"},
         )
     async with control.previewing:
+        async with control.heavy.turn(request.state.token, text):
+            draft = await asyncio.to_thread(_draft, text, limiter)
         deadline_s = time.monotonic() + SECONDS_MAX
         rows, all_read = await _read(recorder, period, limit, deadline_s)
         report, all_replayed = await asyncio.to_thread(
@@ -258,7 +259,7 @@ def _period(from_: str | None, to: str | None) -> _Period:
 
 
 def _draft(text: str, limiter: AsyncLimiter) -> Document:
-    document = read(text, "<body>")
+    document = read_received(text)
     limiter.require_usable(document)
     return document
 

@@ -30,7 +30,7 @@ from ratekeeper.core.errors import (
 )
 from ratekeeper.rules.document.reading import DocumentError
 from ratekeeper.rules.document.tree import DocumentProblem, below
-from ratekeeper.service.admin.control import NoDatabase, NoRegions, UnusableRules, etag_of
+from ratekeeper.service.admin.control import Busy, NoDatabase, NoRegions, UnusableRules, etag_of
 from ratekeeper.service.http.bodies import (
     BodyRejected,
     json_kind,
@@ -199,6 +199,8 @@ def error_response(error: RatekeeperError, *, conditional: bool) -> Response:
         return problem(409, "UNSAFE_CHANGE", detail, findings=found)
     if isinstance(error, DuplicateId):
         return problem(409, "DUPLICATE_ID", message)
+    if isinstance(error, Busy):
+        return problem(429, "BUSY", message, {"Retry-After": "1"})
     if isinstance(error, NoDatabase):
         return problem(409, "RULES_FROM_FILE", message)
     if isinstance(error, NoRegions):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
@@ -19,7 +20,12 @@ from ratekeeper.control.schema import AUTHOR_LENGTH_MAX, KIND_LENGTH_MAX
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.rules.document.model import Document, Rule
-from ratekeeper.rules.document.reading import DocumentError, DocumentPositions, from_data, read
+from ratekeeper.rules.document.reading import (
+    DocumentError,
+    DocumentPositions,
+    from_data,
+    read_received,
+)
 from ratekeeper.rules.document.safety import advice, new_findings
 from ratekeeper.rules.document.tree import DocumentProblem
 from ratekeeper.rules.document.writing import to_data, to_yaml
@@ -175,7 +181,7 @@ class AuditLogPage(ApiOutput):
 
 
 def _document_responses() -> dict[int | str, dict[str, Any]]:
-    found = rules_responses()
+    found = rules_responses(429)
     found[200] = {"description": "The document.", "content": _CONTENT, **found[200]}
     return found
 
@@ -188,6 +194,7 @@ def _document_responses() -> dict[int | str, dict[str, Any]]:
     responses=_document_responses(),
 )
 async def get_rules(
+    request: Request,
     control: Control,
     if_none_match: IfNoneMatch = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
@@ -197,10 +204,12 @@ async def get_rules(
         check_modified(etag_of(number), if_none_match)  # before a document of megabytes is read
     found = if_newer(await control.current(), if_none_match)
     headers = {"ETag": found.etag, "Vary": "Accept"}
-    if wants_yaml(accept):
-        return Response(await asyncio.to_thread(found.yaml), 200, headers, YAML)
-    text = await asyncio.to_thread(_json, found)
-    return Response(text, 200, headers, "application/json")
+    as_yaml = wants_yaml(accept)
+    if as_yaml and found.text is not None:
+        return Response(found.text, 200, headers, YAML)
+    async with control.heavy.turn(request.state.token, found.document):
+        text = await asyncio.to_thread(found.yaml if as_yaml else partial(_json, found))
+    return Response(text, 200, headers, YAML if as_yaml else "application/json")
 
 
 def _json(found: CurrentRules) -> str:
@@ -225,7 +234,7 @@ async def put_rules(
     """
     await control.repository()  # without a database, no other problem matters
     text = await text_of(request)
-    document = await asyncio.to_thread(read, text, "<body>")
+    document = await asyncio.to_thread(read_received, text)
     return version_reply(response, await control.apply(change, document, text))
 
 
@@ -233,19 +242,20 @@ async def put_rules(
     "/rules/validate",
     operation_id="validate_rules",
     summary="Validate a document",
-    responses=error_responses(400, 401, 403, 408, 413, 415, 422, 503),
+    responses=error_responses(400, 401, 403, 408, 413, 415, 422, 429, 503),
     openapi_extra={**DOCUMENT_BODY, ROLE: "read"},
 )
 async def validate_rules(request: Request, control: Control) -> ValidationOut:
     """Report the problems of a document, its findings and its changes. Applies nothing."""
     text = await text_of(request)
     found = await control.current()
-    return await asyncio.to_thread(_validated, text, found, control.context.limiter)
+    async with control.heavy.turn(request.state.token, text):
+        return await asyncio.to_thread(_validated, text, found, control.context.limiter)
 
 
 def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> ValidationOut:
     try:
-        document = read(text, "<body>")
+        document = read_received(text)
         limiter.require_usable(document)
     except DocumentError as error:
         problems = [PlaceOut(**problem_data(each)) for each in error.problems[:LISTED_MAX]]
@@ -507,9 +517,10 @@ async def get_version(number: Number, control: Control) -> VersionTextOut:
     "/versions/{number}/diff",
     operation_id="diff_versions",
     summary="Compare versions",
-    responses=error_responses(*READ, 404, _FROM_FILE),
+    responses=error_responses(*READ, 404, 429, _FROM_FILE),
 )
 async def diff_versions(
+    request: Request,
     number: Number,
     control: Control,
     against: Annotated[
@@ -524,12 +535,13 @@ async def diff_versions(
     """Return the changes from another version to this one, as a unified diff."""
     repository = await control.repository()
     before = number - 1 if against is None else against
-    if before:
-        diff = await repository.diff(before, number)
-    else:
-        text = (await repository.version(number)).text
-        names = "no version", f"version {number}"
-        diff = await asyncio.to_thread(unified_diff, "", text, *names)
+    async with control.heavy.turn(request.state.token):
+        if before:
+            diff = await repository.diff(before, number)
+        else:
+            text = (await repository.version(number)).text
+            names = "no version", f"version {number}"
+            diff = await asyncio.to_thread(unified_diff, "", text, *names)
     return DiffOut(before=before, after=number, diff=diff)
 
 

@@ -8,11 +8,12 @@ the length of the page, whatever the number of subjects.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from ratekeeper.control.entries import EntryRows
@@ -99,9 +100,10 @@ class _Merged:
     tags=["subjects"],
     operation_id="search_subjects",
     summary="Search subjects",
-    responses=page_responses(),
+    responses=page_responses(429),
 )
 async def search_subjects(
+    request: Request,
     response: Response,
     control: Control,
     q: Annotated[
@@ -125,11 +127,10 @@ async def search_subjects(
     document = (await control.current()).document
     rows = await control.entries()
     recorder = control.context.recorder
-    for begin in beginnings(q):
-        end = beyond(begin)
-        if end is not None and end <= after:
-            continue
-        _add_document(merged, document, begin, after)
+    wanted = [begin for begin in beginnings(q) if (end := beyond(begin)) is None or end > after]
+    async with control.heavy.turn(request.state.token, document):
+        await asyncio.to_thread(_add_document, merged, document, wanted, after)
+    for begin in wanted:
         if rows is not None:
             await _add_entries(merged, rows, begin, after, limit + 1)
         if recorder is not None:
@@ -164,7 +165,9 @@ def beginnings(text: str) -> list[str]:
     return sorted([*found, text]) if colon and name.isidentifier() else found
 
 
-def _add_document(merged: _Merged, document: Document, begin: str, after: str) -> None:
+def _add_document(merged: _Merged, document: Document, wanted: Sequence[str], after: str) -> None:
+    """Add the subjects of the document with one of these beginnings. It may have a million."""
+    begin = tuple(wanted)
     for subject, tier in document.assign.items():
         if subject.startswith(begin) and subject > after:
             merged.of(subject).tier = tier

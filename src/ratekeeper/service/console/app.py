@@ -154,7 +154,7 @@ async def _log_in(request: Request) -> Response:
     console: Console = request.app.state.console
     page = console.page(request, None)
     try:
-        form = await form_of(request)
+        form = await form_of(request, f"{ROOT}/login")
     except FormRejected as error:
         return page.failed(error.status, str(error))
     following = form.get("next", "")

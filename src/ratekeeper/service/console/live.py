@@ -8,7 +8,8 @@
     data: <section id="…">…                                  the state, as the page shows it
 
 **Cost.** A worker computes the events once for all its streams, and only while it has streams. The
-number of streams is bounded. A browser that reads too slowly is disconnected.
+number of streams is bounded: of a worker, of a token, and of all readers. A browser that reads too
+slowly is disconnected.
 
 **No gap.** A browser sends the time of the last step that it has (`since`), so a stream begins with
 the steps that it missed. The stream subscribes to events before it computes its first answer; the
@@ -38,6 +39,9 @@ TICK_SECONDS: Final = 2.0
 # How often a worker checks whether it is about to end; a shutdown waits for its streams.
 LOOK_SECONDS: Final = 0.2
 STREAMS_MAX: Final = 64
+# The streams of one token, and those of tokens with the role read: the rest is for admins.
+STREAMS_OF_TOKEN_MAX: Final = 16
+STREAMS_OF_READERS_MAX: Final = 48
 # Events that a browser has not read yet.
 _WAITING_MAX: Final = 8
 _RETRY_SECONDS: Final = 10
@@ -68,7 +72,8 @@ class LiveFeed:
         self._console = console
         # All operators may read the events, so they are computed once for all of them.
         self._api = AdminClient(console.admin, Token("console", "read"))
-        self._queues: set[_Queue] = set()
+        self._queues: dict[_Queue, Token] = {}
+        """The streams, and the tokens that opened them."""
         self._since: float | None = None
         """The last step that all streams have."""
         self._has_sent = False
@@ -81,23 +86,33 @@ class LiveFeed:
         return context.stopping or context.closing
 
     @contextmanager
-    def subscribed(self) -> Iterator[_Queue]:
+    def subscribed(self, token: Token) -> Iterator[_Queue]:
         """Return a queue that gets all events from now on; None is the end.
 
         Raises TooManyStreams.
         """
-        if self.is_ending or len(self._queues) >= STREAMS_MAX:
+        if self.is_ending or not self._has_room(token):
             raise TooManyStreams
         queue: _Queue = asyncio.Queue(_WAITING_MAX)
-        self._queues.add(queue)
+        self._queues[queue] = token
         try:
             yield queue
         finally:
-            self._queues.discard(queue)
+            del self._queues[queue]
             if not self._queues and self._task is not None:
                 self._task.cancel()
                 self._task = self._since = None
                 self._has_sent = False
+
+    def _has_room(self, token: Token) -> bool:
+        open_now = list(self._queues.values())
+        of_token = sum((each.name, each.sha256) == (token.name, token.sha256) for each in open_now)
+        of_readers = sum(each.role != "admin" for each in open_now)
+        return (
+            len(open_now) < STREAMS_MAX
+            and of_token < STREAMS_OF_TOKEN_MAX
+            and (token.role == "admin" or of_readers < STREAMS_OF_READERS_MAX)
+        )
 
     async def first(self, since: float | None) -> bytes:
         """Return the events with which a stream begins. Raises ApiProblem."""
@@ -205,7 +220,7 @@ def _since(given: str) -> float | None:
 
 async def _events(page: Page, feed: LiveFeed, since: float | None) -> AsyncIterator[bytes]:
     """Yield the events of one stream until its end."""
-    with feed.subscribed() as queue:
+    with feed.subscribed(page.session.token) as queue:
         yield await feed.first(since)
         while (found := await queue.get()) is not None:
             if await session_of(page.request) is None:

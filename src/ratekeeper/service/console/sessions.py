@@ -18,6 +18,7 @@ import os
 import secrets
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ CONSOLE: Final = "/console"
 FOLDER: Final = "sessions"
 SESSION_SECONDS: Final = 12 * 3600
 LINK_SECONDS: Final = 15 * 60
-# A login beyond this ends the oldest session.
+# A login beyond this ends the oldest session of the token that has the most.
 SESSIONS_MAX: Final = 1_000
 _SECRET_BYTES: Final = 32
 _SECRET_LENGTH_MAX: Final = 64
@@ -176,21 +177,27 @@ class Sessions:
         return self._folder.glob(f"{kind}*")
 
     def _clean(self) -> None:
-        """Remove files that have expired, and the oldest sessions if there are too many."""
+        """Remove files that have expired, and sessions if there are too many.
+
+        A client that logs in again and again ends its own sessions, and not those of others.
+        """
         now_s = self._now_s()
         for path in self._files(_LINK):
             link = self._read(path.name, LinkFile)
             if link is None or link.expires_s <= now_s:
                 self._remove(path.name)
-        kept: list[tuple[float, str]] = []
+        kept: defaultdict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
         for path in self._files(_SESSION):
             session = self._read(path.name, SessionFile)
             if session is None or session.expires_s <= now_s:
                 self._remove(path.name)
             else:
-                kept.append((session.created_s, path.name))
-        for _, key in sorted(kept)[: max(len(kept) - SESSIONS_MAX + 1, 0)]:
-            self._remove(key)
+                kept[session.name, session.token].append((session.created_s, path.name))
+        for _ in range(sum(map(len, kept.values())) - SESSIONS_MAX + 1):
+            most = max(kept.values(), key=len)
+            oldest = min(most)
+            most.remove(oldest)
+            self._remove(oldest[1])
 
     def _read(self, key: str, kind: type[_Stored]) -> _Stored | None:
         try:

@@ -29,7 +29,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -37,15 +37,14 @@ from starlette.types import ASGIApp
 from ratekeeper.core.version import __version__
 from ratekeeper.service.console.client import AdminClient, ApiProblem
 from ratekeeper.service.console.sessions import CONSOLE, Session, Sessions
+from ratekeeper.service.http.bodies import BodyRejected
 from ratekeeper.service.http.context import REQUEST_ID, ServiceContext
+from ratekeeper.service.http.incoming import body_bytes_max
 from ratekeeper.service.http.static_files import console_files
 from ratekeeper.web.requests import AsgiRequest
 
 ROOT: Final = CONSOLE
 COOKIE: Final = "ratekeeper_console"
-# A rule document may have 5 MB, and a form encodes many characters in three.
-FORM_BYTES_MAX: Final = 16 * 2**20
-FORM_SECONDS_MAX: Final = 30.0
 FORM_FIELDS_MAX: Final = 200
 # The pages of the navigation: name, path.
 NAVIGATION: Final = (
@@ -245,8 +244,9 @@ def view(path: str, handle: View, *methods: str, changes: bool = True) -> Route:
             return _must_log_in(page)
         try:
             if request.method == "POST":
-                page.form = await form_of(request)
-                check_form(page, changes=changes)
+                check_role(page, changes=changes)
+                page.form = await form_of(request, f"{ROOT}{path}")
+                check_form(page)
             return await handle(page)
         except FormRejected as error:
             return page.failed(error.status, str(error))
@@ -298,26 +298,30 @@ class FormRejected(Exception):
         super().__init__(detail)
 
 
-async def form_of(request: Request) -> dict[str, str]:
-    """Return the fields of a form. Raises FormRejected."""
+_FORM_PROBLEMS: Final = {
+    "BODY_TOO_LARGE": "The form is too large.",
+    "BODY_TOO_SLOW": "The form did not arrive in time; send it again.",
+    "BODY_INCOMPLETE": "The connection closed before the whole form arrived.",
+    "BODY_IN_SMALL_PARTS": "The form arrived in too many small parts; send it in one piece.",
+    "TOO_MANY_BODIES": "Too many forms are arriving; send it again.",
+}
+
+
+async def form_of(request: Request, path: str) -> dict[str, str]:
+    """Return the fields of a form of a route, which is declared as `path`. Raises FormRejected."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise FormRejected(415, "The console accepts forms only.")
-    chunks: list[bytes] = []
-    count = 0
+    console: Console = request.app.state.console
+    bytes_max = body_bytes_max("POST", path)
     try:
-        async with asyncio.timeout(FORM_SECONDS_MAX):
-            async for chunk in request.stream():
-                count += len(chunk)
-                if count > FORM_BYTES_MAX:
-                    raise FormRejected(413, "The form is too large.")
-                chunks.append(chunk)
+        form = await console.context.bodies.read_in_time(
+            request.receive, dict(request.scope["headers"]), bytes_max
+        )
         # A document of megabytes takes a tenth of a second: the worker answers checks meanwhile.
-        return await asyncio.to_thread(_fields, b"".join(chunks))
-    except TimeoutError:
-        raise FormRejected(408, "The form did not arrive in time; send it again.") from None
-    except ClientDisconnect:
-        raise FormRejected(400, "The connection closed before the whole form arrived.") from None
+        return await asyncio.to_thread(_fields, form)
+    except BodyRejected as error:
+        raise FormRejected(error.status, _FORM_PROBLEMS[error.code]) from None
     except ValueError:
         raise FormRejected(400, "The form is not valid UTF-8, or has too many fields.") from None
 
@@ -346,8 +350,18 @@ def is_own_origin(request: Request) -> bool:
     return site in {"same-origin", "none"} and same
 
 
-def check_form(page: Page, *, changes: bool = True) -> None:
-    """Raise FormRejected unless a form of this session was sent, by an operator who may send it."""
+def check_role(page: Page, *, changes: bool) -> None:
+    """Raise FormRejected if the form changes something and the operator may not do so."""
+    if changes and not page.can_change:
+        raise FormRejected(
+            403,
+            "Your role is read, so you may not change anything, and nothing was changed. Log in "
+            "with a token of the role admin.",
+        )
+
+
+def check_form(page: Page) -> None:
+    """Raise FormRejected unless a form of this session was sent."""
     given = page.form.get("csrf") or page.request.headers.get("x-csrf-token", "")
     right = hmac.compare_digest(given.encode("utf-8", "replace"), page.session.csrf.encode("ascii"))
     if not right or not is_own_origin(page.request):
@@ -355,12 +369,6 @@ def check_form(page: Page, *, changes: bool = True) -> None:
             403,
             "The form does not belong to this session, so nothing was changed. Open the page "
             "again, and send the form from there.",
-        )
-    if changes and not page.can_change:
-        raise FormRejected(
-            403,
-            "Your role is read, so you may not change anything, and nothing was changed. Log in "
-            "with a token of the role admin.",
         )
 
 

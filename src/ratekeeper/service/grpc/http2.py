@@ -353,11 +353,14 @@ class Http2Server:
             raise
 
     def admit(self, connection: _Connection, address: str) -> bool:
-        """Return False if there are too many connections."""
+        """Return False if there are too many connections, and none of them is idle.
+
+        A client beyond the bound of its address closes its own idle connections first.
+        """
         most = _connections_max()
-        if (address and self._addresses[address] >= most // 2) or (
-            len(self._connections) >= most and not self._close_idle()
-        ):
+        is_full = len(self._connections) >= most
+        at_bound = bool(address) and self._addresses[address] >= most // 2
+        if (is_full or at_bound) and not self._close_idle(address if at_bound else ""):
             self._count_resets("connections", 1)
             return False
         self._connections.add(connection)
@@ -365,11 +368,16 @@ class Http2Server:
         self._all_lost.clear()
         return True
 
-    def _close_idle(self) -> bool:
-        """Close the connection that has been idle for the longest time; False if none is."""
-        idle = [each for each in self._connections if each.is_idle]
+    def _close_idle(self, address: str) -> bool:
+        """Close the connection that has been idle for the longest time; False if none is.
+
+        One that never made a call comes first. With an address, only connections from there count.
+        """
+        idle = [
+            each for each in self._connections if each.is_idle and address in {"", each.address}
+        ]
         if idle:
-            min(idle, key=lambda each: each.active_tick).stop()
+            min(idle, key=lambda each: (each.has_called, each.active_tick)).stop()
         return bool(idle)
 
     def forget(self, connection: _Connection, address: str) -> None:
@@ -577,7 +585,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: Http2Server) -> None:
         self._server = server
         self.loop = server.loop
-        self._address = ""
+        self.address = ""
         self._in_flight: dict[int, _InFlight] = {}
         self._senders: dict[int, list[Future[None]]] = {}
         self._is_flushing = False
@@ -586,15 +594,16 @@ class _Connection(asyncio.Protocol):
         self._noticed_ticks = 0
         self._stuck_ticks = 0
         self.active_tick = server.ticks
+        self.has_called = False
 
     # ── Bytes ──────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._http2 = Connection(self._server.shared)
-        self._address = _address_of(transport)
+        self.address = _address_of(transport)
         secured = transport.get_extra_info("ssl_object")
-        if not self._server.admit(self, self._address) or (
+        if not self._server.admit(self, self.address) or (
             secured is not None and secured.selected_alpn_protocol() != "h2"
         ):
             self.abort()
@@ -611,6 +620,8 @@ class _Connection(asyncio.Protocol):
         except Http2Error as error:
             self._fail(error)
             return
+        if events:
+            self.has_called = True
         for event in events:
             if event[0] == CALL:
                 self._start_unary(*event[1:])
@@ -660,7 +671,7 @@ class _Connection(asyncio.Protocol):
         self._flush()
 
     def _fail(self, error: Http2Error) -> None:
-        text = f"a gRPC connection from {self._address or 'this machine'} was closed: {error}"
+        text = f"a gRPC connection from {self.address or 'this machine'} was closed: {error}"
         self._server.closed.note("%s", text)
         if not self._is_paused and not self._transport.is_closing():
             self._transport.write(self._to_send())
@@ -687,7 +698,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._has_ended = True
-        self._server.forget(self, self._address)
+        self._server.forget(self, self.address)
         for each in self._in_flight.values():
             each.cancel()
 

@@ -6,12 +6,7 @@ It is raw ASGI, because routing and reading a body with a framework takes ten ti
 check. The admin API is not on the path of any request, so it is a FastAPI application, which is
 imported at the first call.
 
-**Bodies that do not arrive.** A client that sends half a body must not occupy the worker for ever.
-A timer for each request would cost a tenth of a check, and almost no request needs it. Instead each
-request that waits for its body is an entry in a dict, which a task examines once a second. A
-request that has waited too long is cancelled and answers 408. When many requests wait for bodies,
-the timeout is much shorter. Bodies that arrive in parts share a bounded number of bytes: a request
-whose next part does not fit answers 503. A body that arrives in one part is never affected.
+`incoming.py` has the bounds of bodies, and reads them.
 """
 
 from __future__ import annotations
@@ -33,22 +28,17 @@ from ratekeeper.decide.store import probe
 from ratekeeper.service.http import authorize, call_limits, checks, health, quotas
 from ratekeeper.service.http.bodies import (
     KNOWN_JSON_TYPES,
+    BodyRejected,
     check_json_type,
-    incomplete,
     problem_at,
-    too_large,
-    too_many_parts,
     too_slow,
     unknown_field,
 )
 from ratekeeper.service.http.browsers import BrowserGuard
 from ratekeeper.service.http.context import (
-    BODY_SECONDS_MAX,
     CLOSE,
     REQUEST_ID,
     EarlyReply,
-    Message,
-    Receive,
     Routes,
     Scope,
     Send,
@@ -64,6 +54,7 @@ from ratekeeper.service.http.context import (
     token_reply,
 )
 from ratekeeper.service.http.health import WorkerMetrics
+from ratekeeper.service.http.incoming import Message, Receive, body_bytes_max, check_declared
 from ratekeeper.service.http.static_files import PREFIX as STATIC
 from ratekeeper.service.http.static_files import (
     REVALIDATED,
@@ -75,15 +66,31 @@ from ratekeeper.service.http.tokens import OPEN, Token, TokenRejection
 
 # The form of a request ID that a client may choose; any other value is replaced.
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+# Headers that decide who calls, or what is checked. A proxy in front of the service may read the
+# first of several lines and the service the last, so a request with several is rejected.
+_SINGLE_HEADERS: Final = frozenset(
+    {
+        b"authorization",
+        b"content-type",
+        b"host",
+        b"origin",
+        b"sec-fetch-site",
+        b"x-csrf-token",
+        b"x-forwarded-method",
+        b"x-forwarded-uri",
+        b"x-original-method",
+        b"x-original-uri",
+        b"x-ratekeeper-token",
+    }
+)
+# A Content-Length with more digits may be too large for a check, so it is looked at.
+_DIGITS: Final = 4
 # Pages of the admin application that never change; no token is needed to read them.
 _PAGES: Final = ("/docs", "/openapi.json")
 _ADMIN: Final = ("/v1/admin", *_PAGES)
 _CONSOLE: Final = "/console"
 # The routes of an unknown path.
 _NO_ROUTES: Final[dict[str, ServiceRoute]] = {}
-# A body that is too large is still read and dropped, if it is not much too large: many clients read
-# no answer before they have written the whole body.
-_DROPPED_BYTES_MAX: Final = 8 * 1024 * 1024
 # Three times as fast as calling the class, which does the same in Python.
 _new_tuple: Final = tuple.__new__
 
@@ -103,15 +110,17 @@ class HttpService:
         self._open_permissions = context.tokens.open_permissions
         self._browsers = BrowserGuard(context.tokens, loopback=context.settings.loopback)
         self._accepted_hosts = self._browsers.accepted
-        self._timeouts = BodyTimeouts(context.settings.body_seconds_max)
-        self._waiting = self._timeouts.waiting
-        self._routes: Routes = {
-            **checks.routes(context),
-            **call_limits.routes(context),
-            **quotas.routes(context),
-            **authorize.routes(context),
-            **health.routes(context, self.metrics),
-        }
+        self._bodies = context.bodies
+        self._waiting = self._bodies.waiting
+        self._routes = _with_bounds(
+            {
+                **checks.routes(context),
+                **call_limits.routes(context),
+                **quotas.routes(context),
+                **authorize.routes(context),
+                **health.routes(context, self.metrics),
+            }
+        )
         self._node_header = (b"x-ratekeeper-node", context.node_header.encode("ascii"))
         self._id_prefix = secrets.token_hex(6).encode("ascii")
         self._ids = count(1)
@@ -137,37 +146,36 @@ class HttpService:
         if request_id is None or not _REQUEST_ID.fullmatch(request_id):
             request_id = b"%b-%x" % (self._id_prefix, next(self._ids))
         token: Token | TokenRejection = OPEN
-        if b"origin" in headers or headers.get(b"host") not in self._accepted_hosts:
-            token = self._browsers.rejection(path, headers, scope.get("scheme", "http")) or OPEN
+        is_plain = b"origin" not in headers and len(headers) == len(scope["headers"])
+        if not is_plain or headers.get(b"host") not in self._accepted_hosts:
+            token = self._rejected_head(scope, headers) or OPEN
         methods = self._routes.get(path, _NO_ROUTES)
         if methods is _NO_ROUTES and token is OPEN and _is_admin(path):
             await self._call_admin(scope, request_id, receive, send)
             return
+        is_too_large = False
         try:
             handle, permission, bytes_max = methods.get(scope["method"]) or _any_method(
                 scope, methods, token
             )
             if permission is not None and permission not in self._open_permissions:
-                given = headers.get(b"authorization")
-                authorization = None if given is None else given.decode("latin-1")
+                authorization = headers.get(b"authorization", b"").decode("latin-1") or None
                 # A rejected web page stays rejected: it has no token.
                 token = token if token is not OPEN else self._permitted(authorization, permission)
             if isinstance(token, TokenRejection):
                 _reject(token)
             body = b""
             if bytes_max:
-                if scope["query_string"]:
-                    _reject_query(scope)
+                if scope["query_string"] or len(headers.get(b"content-length", b"")) > _DIGITS:
+                    _check_unread(scope, headers, bytes_max)
                 task = current_task()
-                self._waiting[task] = self._timeouts.now_s
+                self._waiting[task] = self._bodies.now_s
                 try:
                     message = await receive()
                     body = message.get("body", b"")
                     # A server may say `more_body` although only an empty message follows.
                     if headers.get(b"content-length") != b"%d" % len(body) or len(body) > bytes_max:
-                        body = await _rest_of_body(
-                            receive, message, headers, bytes_max, self._timeouts
-                        )
+                        body = await self._bodies.read(receive, headers, bytes_max, message)
                 finally:
                     self._waiting.pop(task, None)
                 if headers.get(b"content-type") not in KNOWN_JSON_TYPES:
@@ -176,11 +184,12 @@ class HttpService:
                 _new_tuple(ServiceRequest, (scope, headers, body, token, request_id))
             )
         except CancelledError:
-            if not self._timeouts.expired():
+            if not self._bodies.expired():
                 raise
             status, sent, body = body_reply(too_slow())
         except Exception as error:
             status, sent, body = error_reply(error) or _defect(self._defects, error, scope)
+            is_too_large = isinstance(error, BodyRejected) and status == 413
         requests, counted = self._requests, (path if methods else "(none)", status)
         requests[counted] = requests.get(counted, 0) + 1
         sent += (self._node_header, (b"x-request-id", request_id))
@@ -189,15 +198,33 @@ class HttpService:
             sent.append(CLOSE)
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
+        if is_too_large:
+            await self._bodies.drop_rest(receive, headers)
+
+    def _rejected_head(self, scope: Scope, headers: Mapping[bytes, bytes]) -> TokenRejection | None:
+        """Return why a request is rejected because of its head; None if it is not."""
+        scheme = scope.get("scheme", "http")
+        wrong = _wrong_head(scope, headers)
+        return wrong or self._browsers.rejection(scope["path"], headers, scheme)
 
     async def _call_admin(
         self, scope: Scope, request_id: bytes, receive: Receive, send: Send
     ) -> None:
         await self.open_admin()
         context = self.context
+        has_ended = False
+
+        async def received() -> Message:
+            nonlocal has_ended
+            message = await receive()
+            has_ended = not message.get("more_body", False)
+            return message
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal has_ended
             if message["type"] == "http.response.start":
+                # Nothing is read for a path that does not exist.
+                has_ended = has_ended or message["status"] == 404
                 counted = ("(admin)", message["status"])
                 self._requests[counted] = self._requests.get(counted, 0) + 1
                 own = (self._node_header, (b"x-request-id", request_id))
@@ -211,7 +238,9 @@ class HttpService:
         if _is_console(scope["path"]):
             app = console_files() if scope["path"].startswith(f"{STATIC}/") else self._console
             scope[REQUEST_ID] = request_id.decode("ascii")
-        await app(scope, receive, send_with_headers)
+        await app(scope, received, send_with_headers)
+        if not has_ended:
+            await self._bodies.drop_rest(received, dict(scope["headers"]))
 
     async def open_admin(self) -> None:
         """Import the admin API and the console. Otherwise their first request imports them."""
@@ -242,7 +271,7 @@ class HttpService:
             await probe(self.context.limiter.store)
         self._tasks = [
             asyncio.create_task(self.metrics.keep_writing()),
-            asyncio.create_task(self._timeouts.keep_checking()),
+            asyncio.create_task(self._bodies.keep_checking()),
             asyncio.create_task(self.context.loads.keep_following()),
             asyncio.create_task(self.context.activity.keep_counting()),
         ]
@@ -285,6 +314,17 @@ class _StaticPage:
         await send_reply(await self._file.reply(dict(scope["headers"]), REVALIDATED), scope, send)
 
 
+def _with_bounds(routes: Routes) -> Routes:
+    """Return the routes with the bounds of their bodies."""
+    return {
+        path: {
+            method: route._replace(body_bytes_max=body_bytes_max(method, path))
+            for method, route in methods.items()
+        }
+        for path, methods in routes.items()
+    }
+
+
 def _admin_apps(context: ServiceContext) -> tuple[Any, Any]:
     """Return the applications of the admin API and of the console, which calls it."""
     # Imported here: a worker that never serves the admin API needs no framework.
@@ -296,8 +336,30 @@ def _admin_apps(context: ServiceContext) -> tuple[Any, Any]:
     return admin, console_app(context, admin)
 
 
+def _wrong_head(scope: Scope, headers: Mapping[bytes, bytes]) -> TokenRejection | None:
+    """Return why a request is rejected whose head two programs could understand differently."""
+    names = [name for name, _ in scope["headers"] if name in _SINGLE_HEADERS]
+    for name in names:
+        if names.count(name) > 1:
+            given = name.decode("ascii")
+            detail = f"the header {given} is given {names.count(name)} times; send it once"
+            return TokenRejection(400, detail)
+    # granian writes an empty Host if the client sends none.
+    if not headers.get(b"host") and scope["http_version"] == "1.1":
+        detail = "the header Host is missing, which HTTP/1.1 requires; send it"
+        return TokenRejection(400, detail)
+    return None
+
+
 def _reject(rejection: TokenRejection) -> NoReturn:
     raise EarlyReply(token_reply(rejection))
+
+
+def _check_unread(scope: Scope, headers: Mapping[bytes, bytes], bytes_max: int) -> None:
+    """Reject a body that is declared too large, and a query beside a body."""
+    check_declared(headers, bytes_max)
+    if scope["query_string"]:
+        _reject_query(scope)
 
 
 def _reject_query(scope: Scope) -> NoReturn:
@@ -336,89 +398,3 @@ def _defect(defects: SeldomLog, error: Exception, scope: Scope) -> ServiceReply:
     """Log a defect and return the reply to the client: one in checks occurs at every check."""
     defects.note("a defect at %s %s", scope["method"], show(scope["path"]), error=error)
     return problem_reply(500, "INTERNAL", "a defect of the service; its log has the details")
-
-
-# ── Bodies ─────────────────────────────────────────────────────────────────────────────────────
-
-CHECK_SECONDS: Final = 1.0
-# When more requests wait than this, they get less time.
-CROWD: Final = 256
-CROWDED_SECONDS_MAX: Final = 1.0
-# The bytes of all bodies of a worker that have arrived in part.
-PARTIAL_BYTES_MAX: Final = 64 * 1024 * 1024
-
-_Task = asyncio.Task[Any]
-
-
-class BodyTimeouts:
-    """Cancels requests whose bodies do not arrive in time. For one event loop."""
-
-    def __init__(self, seconds_max: float = BODY_SECONDS_MAX) -> None:
-        self.waiting: dict[_Task | None, float] = {}
-        """The tasks that wait for a body, and since when, on the clock `now_s`."""
-        self.now_s = 0.0
-        """Seconds since `keep_checking` started; it advances in steps."""
-        self.partial_bytes = 0
-        """The bytes of bodies that have arrived in part."""
-        self._seconds_max = seconds_max
-        self._cancelled: set[_Task] = set()
-
-    async def keep_checking(self, pause_s: float = CHECK_SECONDS) -> None:
-        """Cancel requests that have waited too long, until this task is cancelled."""
-        while True:
-            await asyncio.sleep(pause_s)
-            self.advance(pause_s)
-
-    def advance(self, passed_s: float) -> None:
-        """Advance the clock, and cancel every request that has now waited too long."""
-        self.now_s += passed_s
-        seconds_max = self._seconds_max
-        if len(self.waiting) > CROWD:
-            seconds_max = min(seconds_max, CROWDED_SECONDS_MAX)
-        for task, since_s in list(self.waiting.items()):
-            if task is not None and self.now_s - since_s > seconds_max:
-                del self.waiting[task]
-                self._cancelled.add(task)
-                task.cancel()
-
-    def expired(self) -> bool:
-        """Return True, once, if the current task was cancelled by this object."""
-        task = asyncio.current_task()
-        if task is None or task not in self._cancelled:
-            return False
-        self._cancelled.discard(task)
-        task.uncancel()
-        return True
-
-
-async def _rest_of_body(
-    receive: Receive,
-    message: Message,
-    headers: Mapping[bytes, bytes],
-    bytes_max: int,
-    timeouts: BodyTimeouts,
-) -> bytes:
-    """Return the whole body, given its first message. Raises BodyRejected."""
-    length = headers.get(b"content-length", b"")
-    declared = int(length) if length.isdigit() and len(length) < 19 else -1
-    chunks: list[bytes] = [message.get("body", b"")]
-    size = kept = len(chunks[0])
-    timeouts.partial_bytes += kept
-    try:
-        while message.get("more_body") and max(size, declared) <= _DROPPED_BYTES_MAX:
-            message = await receive()
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if max(size, declared) <= bytes_max:
-                if timeouts.partial_bytes + len(chunk) > PARTIAL_BYTES_MAX:
-                    raise too_many_parts()
-                chunks.append(chunk)
-                kept += len(chunk)
-                timeouts.partial_bytes += len(chunk)
-    finally:
-        timeouts.partial_bytes -= kept
-    if message["type"] == "http.disconnect":
-        raise incomplete()
-    if max(size, declared) > bytes_max:
-        raise too_large(bytes_max)
-    return b"".join(chunks)

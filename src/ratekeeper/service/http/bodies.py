@@ -56,7 +56,10 @@ class BodyRejected(Exception):
 def too_large(bytes_max: int) -> BodyRejected:
     """Return the error for a body that is too large."""
     return BodyRejected(
-        413, "BODY_TOO_LARGE", f"a body may have at most {bytes_max:,} bytes here; send less"
+        413,
+        "BODY_TOO_LARGE",
+        f"a body may have at most {bytes_max:,} bytes here; send less",
+        close=True,
     )
 
 
@@ -70,6 +73,12 @@ def too_many_parts() -> BodyRejected:
     """Return the error for a part of a body that has no room beside those of other requests."""
     detail = "too many bodies are arriving in parts; send it again, in one piece"
     return BodyRejected(503, "TOO_MANY_BODIES", detail, close=True)
+
+
+def too_small_parts() -> BodyRejected:
+    """Return the error for a body that arrives in very many small parts."""
+    detail = "the body arrives in too many small parts; send it in larger chunks, or in one piece"
+    return BodyRejected(400, "BODY_IN_SMALL_PARTS", detail, close=True)
 
 
 def incomplete() -> BodyRejected:

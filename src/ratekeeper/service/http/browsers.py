@@ -50,8 +50,8 @@ class BrowserGuard:
 
     def __init__(self, tokens: Tokens, *, loopback: bool) -> None:
         """`loopback`: only this machine can reach the service, so it has no other name."""
-        self.accepted: set[bytes | None] = {None}
-        """Hosts that need no further look. HTTP/1.0 has none; every browser sends one."""
+        self.accepted: set[bytes | None] = set()
+        """Hosts that need no further look."""
         self._tokens = tokens
         self._loopback = loopback
 
@@ -73,7 +73,7 @@ class BrowserGuard:
             has_origin = b"origin" in headers and not from_gateway
             if has_origin and not _is_own_origin(path, headers, scheme):
                 return _FROM_PAGE
-        if len(self.accepted) < ACCEPTED_MAX:
+        if host is not None and len(self.accepted) < ACCEPTED_MAX:
             self.accepted.add(host)
         return None
 

@@ -86,7 +86,7 @@ class LimitBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def routes(context: ServiceContext) -> Routes:
     """Return the route of limits that are given with the call."""
-    route = ServiceRoute(_limit(context), "limit", context.settings.body_bytes_max)
+    route = ServiceRoute(_limit(context), "limit")
     return {"/v1/limit": {"POST": route}}
 
 

@@ -264,11 +264,10 @@ def request_of(fields: RequestFields) -> Request:
 
 def routes(context: ServiceContext) -> Routes:
     """Return the routes of checks."""
-    one, many = context.settings.body_bytes_max, context.settings.batch_bytes_max
     return {
-        "/v1/check": {"POST": ServiceRoute(_check(context), "check", one)},
-        "/v1/check/batch": {"POST": ServiceRoute(_batch(context), "check", many)},
-        "/v1/settle": {"POST": ServiceRoute(_settle(context), "check", one)},
+        "/v1/check": {"POST": ServiceRoute(_check(context), "check")},
+        "/v1/check/batch": {"POST": ServiceRoute(_batch(context), "check")},
+        "/v1/settle": {"POST": ServiceRoute(_settle(context), "check")},
     }
 
 

@@ -22,6 +22,7 @@ from ratekeeper.metrics.counters import Counters, MetricsSnapshot
 from ratekeeper.service.http.activity import ActivityHistory
 from ratekeeper.service.http.bodies import BodyRejected
 from ratekeeper.service.http.envoys import EnvoyDirectory
+from ratekeeper.service.http.incoming import IncomingBodies, Message
 from ratekeeper.service.http.loads import SharedLoads
 from ratekeeper.service.http.tokens import Permission, Token, TokenRejection, confined
 from ratekeeper.web.answers import (
@@ -42,15 +43,9 @@ if TYPE_CHECKING:
     from ratekeeper.web.identity import Identity
 
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 RawHeader = tuple[bytes, bytes]
 
-# A check has a few hundred bytes; a batch of a hundred checks has about ten thousand.
-BODY_BYTES_MAX: Final = 64 * 1024
-BATCH_BYTES_MAX: Final = 1024 * 1024
-BODY_SECONDS_MAX: Final = 10.0
 # A leaky bucket may delay a request. A longer delay is rejected: it would hold a connection open.
 HOLD_SECONDS_MAX: Final = 30.0
 
@@ -70,10 +65,6 @@ class WorkerSettings:
 
     style: Style
     """Which rate limit headers are sent."""
-    body_bytes_max: int = BODY_BYTES_MAX
-    batch_bytes_max: int = BATCH_BYTES_MAX
-    body_seconds_max: float = BODY_SECONDS_MAX
-    """How long a body may take to arrive."""
     counters: Path | None = None
     """The folder where workers write their counters for each other; None: a single worker."""
     loopback: bool = True
@@ -108,6 +99,8 @@ class ServiceContext:
     """The Unix time, for headers and records."""
     counters: Counters = field(default_factory=Counters)
     """The counters of requests and decision times."""
+    bodies: IncomingBodies = field(default_factory=IncomingBodies)
+    """The bodies that are being read."""
     recorder: Recorder | None = None
     """Records decisions and usage; None: nothing is recorded."""
     control: ControlPlane | None = None
@@ -165,7 +158,7 @@ class ServiceRoute(NamedTuple):
     permission: Permission | None = None
     """The permission that the caller's token must have; None: the route needs no token."""
     body_bytes_max: int = 0
-    """0: the route has no body, and none is read."""
+    """0: the route has no body, and none is read. HttpService sets it from the table of bounds."""
 
 
 Routes = dict[str, dict[str, ServiceRoute]]

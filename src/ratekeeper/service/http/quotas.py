@@ -177,7 +177,7 @@ def routes(context: ServiceContext) -> Routes:
     """Return the routes of quotas."""
     look = ServiceRoute(_look(context), "quota")
     reset = ServiceRoute(_reset(context), "admin")
-    grant = ServiceRoute(_grant(context), "admin", context.settings.body_bytes_max)
+    grant = ServiceRoute(_grant(context), "admin")
     return {
         "/v1/quota": {"GET": look, "HEAD": look, "DELETE": reset},
         "/v1/quota/grant": {"POST": grant},

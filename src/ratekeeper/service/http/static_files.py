@@ -31,7 +31,6 @@ from typing import Final
 
 from ratekeeper.service.http.context import (
     RawHeader,
-    Receive,
     Scope,
     Send,
     ServiceReply,
@@ -39,6 +38,7 @@ from ratekeeper.service.http.context import (
     no_path_detail,
     problem_reply,
 )
+from ratekeeper.service.http.incoming import Receive
 
 FOLDER: Final = Path(__file__).parents[1] / "console" / "static"
 PREFIX: Final = "/console/static"

@@ -141,14 +141,20 @@ OPEN: Final = Token("anyone", "check")
 
 
 class TokenRejection(NamedTuple):
-    """Why a caller was rejected. 401: the token is missing or unknown. 403: it lacks a right."""
+    """Why a caller was rejected.
 
-    status: Literal[401, 403]
+    400: the headers that name the caller are ambiguous. 401: the token is missing or unknown. 403:
+    it lacks a right.
+    """
+
+    status: Literal[400, 401, 403]
     detail: str
 
     @property
     def code(self) -> str:
         """The error code, for programs."""
+        if self.status == 400:
+            return "INVALID_REQUEST"
         return "UNAUTHENTICATED" if self.status == 401 else "PERMISSION_DENIED"
 
     @property

@@ -59,9 +59,13 @@ CONNECTIONS_MAX: Final = 8_192
 # Open files that are not connections: the store, the databases, the logs.
 _OTHER_FILES: Final = 256
 _CONNECTIONS_MIN: Final = 64
-# The longest head of a request. hyper doubles its buffer, so a head may use twice as much memory.
-HEAD_BYTES_MAX: Final = 64 * 1024
+# The buffer for the head of a request. hyper doubles it once more, so heads of up to 64 KiB may
+# pass and longer ones do not (431).
+HEAD_BYTES_MAX: Final = 32 * 1024
 HEAD_READ_MS: Final = 10_000
+# With fewer connections than this, an idle one is closed sooner, so that the next one is accepted.
+FEW_CONNECTIONS: Final = 512
+FEW_HEAD_READ_MS: Final = 1_000
 READY_SECONDS_MAX: Final = 60.0
 _READY_PAUSE_SECONDS: Final = 0.05
 # A worker writes its counters file just before it listens; after this time it surely listens.
@@ -117,6 +121,14 @@ def serve_until_signal(settings: ServiceSettings, counters: Path, version: str, 
     resource_tracker.ensure_running()
     # Workers inherit this, so SIGUSR1 does not kill one that has not installed its handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if connections_max() < FEW_CONNECTIONS:
+        log.warning(
+            "each worker accepts only %d connections, because it may open only %d files; raise the "
+            "limit (ulimit -n 65536, LimitNOFILE= of systemd) before you serve strangers",
+            connections_max(),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            extra=logs.event("few_files", connections=connections_max()),
+        )
     server = _server(settings)
     server.counters = counters
     threading.Thread(target=_announce, args=(settings, version, rules), daemon=True).start()
@@ -138,7 +150,7 @@ def _server(settings: ServiceSettings) -> DrainingServer:
         # protocol: idle clients could occupy all connections.
         http=HTTPModes.http1,
         http1_settings=HTTP1Settings(
-            header_read_timeout=HEAD_READ_MS, max_buffer_size=HEAD_BYTES_MAX
+            header_read_timeout=head_read_ms(), max_buffer_size=HEAD_BYTES_MAX
         ),
         log_level=LogLevels.warning,
         log_dictconfig=logs.configuration(settings.log_format, settings.node_name),
@@ -166,6 +178,11 @@ def connections_max() -> int:
     if files == resource.RLIM_INFINITY:
         return CONNECTIONS_MAX
     return max(min(CONNECTIONS_MAX, files - _OTHER_FILES), _CONNECTIONS_MIN)
+
+
+def head_read_ms() -> int:
+    """Return how long a connection may be idle, and a head may take to arrive."""
+    return FEW_HEAD_READ_MS if connections_max() < FEW_CONNECTIONS else HEAD_READ_MS
 
 
 class DrainingServer(Granian):  # type: ignore[misc, valid-type]  # a variable: one of two servers

@@ -50,8 +50,9 @@ from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.regions.settings import Regions
 from ratekeeper.service.console.sessions import FOLDER as SESSIONS
 from ratekeeper.service.http.app import HttpService
-from ratekeeper.service.http.context import Receive, Scope, Send, ServiceContext, WorkerSettings
+from ratekeeper.service.http.context import Scope, Send, ServiceContext, WorkerSettings
 from ratekeeper.service.http.health import fold_dead
+from ratekeeper.service.http.incoming import Receive
 from ratekeeper.service.http.tokens import Tokens
 from ratekeeper.service.process.identify import identity_of
 from ratekeeper.service.process.logs import event
