@@ -36,6 +36,7 @@ def folder(tmp_path: Path) -> Path:
     files = {
         "src/ratekeeper/core/version.py": '__version__ = "0.2.0"\n',
         "CHANGELOG.md": CHANGES,
+        "README.md": "# Shop\n\nInstall it by name.\n",
         "tests/test_packages.py": PACKAGES,
         ".gitignore": "dist/\n__pycache__/\n.pytest_cache/\n",
     }
@@ -85,6 +86,16 @@ def test_a_section_that_is_not_named_yet_is_to_be_named(folder: Path) -> None:
     code, printed = release(folder)
     assert code == 0, printed
     assert "name the section [Unreleased] of CHANGELOG.md [0.2.0]" in printed
+
+
+def test_a_readme_that_installs_from_a_checkout_is_to_be_changed(folder: Path) -> None:
+    """An index shows the README to users who install by name."""
+    readme = (RELEASE.parents[1] / "README.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    commit(folder)
+    code, printed = release(folder)
+    assert code == 0, printed
+    assert ("Before you publish: README.md says" in printed) == ("from a checkout" in readme)
 
 
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "new.txt"])

@@ -19,6 +19,7 @@ from typing import Final
 VERSION: Final = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 # The newest section: its heading, and the first paragraph below it.
 SECTION: Final = re.compile(r"^## (.+)\n\n?(.*)", re.MULTILINE)
+UNPUBLISHED: Final = "Nothing is published yet"
 
 
 def git(*arguments: str) -> str:
@@ -71,6 +72,11 @@ def main() -> None:
     print(f"ratekeeper {version} is built, and nothing was uploaded:", *files, sep="\n  ")
     if version not in heading:
         print(f"\nBefore you publish: name the section {heading} of CHANGELOG.md [{version}].")
+    # The index shows the README as the description of the package.
+    if UNPUBLISHED in (root / "README.md").read_text(encoding="utf-8"):
+        print(
+            f"\nBefore you publish: README.md says {UNPUBLISHED!r}; write how to install it by name."
+        )
     print(
         "\nThe wheel is for this machine; an index accepts only the wheels of `cibuildwheel "
         "--platform linux --output-dir dist` (Docker).\nThis command publishes the source "
