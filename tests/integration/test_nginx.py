@@ -75,8 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
 class Edge:
     """nginx and the application behind it."""
 
-    def __init__(self, url: str, application: Application) -> None:
-        self.url = url
+    def __init__(self, nginx: Nginx, application: Application) -> None:
+        self.url = nginx.url
+        self.folder = nginx.folder
         self.application = application
 
     def get(self, path: str, method: str = "GET", **options: Any) -> httpx.Response:
@@ -95,7 +96,7 @@ def edge(ratekeeper_port: int, change: Mapping[str, str] | None = None) -> Itera
             assert old in text
             text = text.replace(old, new)
         with Nginx(text) as nginx:
-            yield Edge(nginx.url, application)
+            yield Edge(nginx, application)
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,13 @@ def test_the_node_that_decided_is_named(there: Edge, service: ServiceProcess) ->
     answers = [there.get("/keys/1", headers={"X-API-Key": "node"}) for _ in range(3)]
     assert [each.status_code for each in answers] == [200, 200, 429]
     assert {each.headers["x-ratekeeper-node"] for each in answers} == {node}
+
+
+def test_nginx_writes_into_its_own_folder(there: Edge) -> None:
+    """Defect: the example had no `pid`, so nginx needed the rights of root."""
+    temporary = {f"{each}_temp" for each in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")}
+    written = {path.name for path in there.folder.iterdir()}
+    assert written >= {"nginx.pid", "access.log", "error.log", *temporary}
 
 
 def test_clients_cannot_reach_the_internal_location(there: Edge) -> None:
