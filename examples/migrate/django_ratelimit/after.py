@@ -61,8 +61,8 @@ def sms(request: HttpRequest) -> HttpResponse:
     return HttpResponse("sent")
 
 
-@rate_limit("10/d")
-@rate_limit("2/d", key=lambda request: request.native.POST.get("user"))
+@rate_limit("10 in any day")
+@rate_limit("2 in any day", key=lambda request: request.native.POST.get("user"))
 def login(request: HttpRequest) -> HttpResponse:
     return HttpResponse("welcome")
 

@@ -72,7 +72,7 @@ def tools() -> str:
 
 
 @app.post("/login")
-@limit("2/day", count=lambda status: status == 401, override_defaults=True)
+@limit("2 in any day", count=lambda status: status == 401, override_defaults=True)
 def login() -> tuple[str, int]:
     return ("welcome", 200) if request.form["password"] == "horse" else ("wrong", 401)
 
