@@ -44,7 +44,7 @@ ADMIN: Final = "/v1/admin"
 METHODS: Final = ("get", "put", "post", "delete", "patch", "head", "options")
 _SCHEMAS: Final = "#/components/schemas/{name}"
 
-DESCRIPTION: Final = """A distributed rate limiter: never over the limit.
+DESCRIPTION: Final = """A distributed rate limiter with exact limits.
 
 Checks spend units of a quota; the admin API changes the rules that define the quotas. Every error \
 is problem JSON (RFC 9457). Tokens are sent as `Authorization: Bearer rk_…`; their roles are \
