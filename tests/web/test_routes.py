@@ -429,10 +429,10 @@ def test_a_route_that_inherits_a_key_of_the_client_is_warned_about(
     ],
     ids=["none", "address", "session", "claim", "function", "of the route"],
 )
-def test_a_route_with_a_verified_key_is_not_warned_about(
+def test_a_key_that_clients_cannot_invent_is_not_warned_about(
     sites: Sites, key: Any, own: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So is a key function of the application, and a key that the route itself names."""
+    """Nor about the address, a key function of the application, or a key that the route names."""
     site = sites({"/login": limit("5/minute", key=own)}, "100/minute", key=key)
     assert site.statuses("/login") == [200]
     assert "key of the application" not in caplog.text
