@@ -74,9 +74,7 @@ def main() -> None:
         print(f"\nBefore you publish: name the section {heading} of CHANGELOG.md [{version}].")
     # The index shows the README as the description of the package.
     if UNPUBLISHED in (root / "README.md").read_text(encoding="utf-8"):
-        print(
-            f"\nBefore you publish: README.md says {UNPUBLISHED!r}; write how to install it by name."
-        )
+        print(f"\nBefore you publish: README.md says {UNPUBLISHED!r}. Install it by name there.")
     print(
         "\nThe wheel is for this machine; an index accepts only the wheels of `cibuildwheel "
         "--platform linux --output-dir dist` (Docker).\nThis command publishes the source "

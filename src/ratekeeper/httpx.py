@@ -171,6 +171,12 @@ class _Origins:
         self._pace = pace
         self._known: OrderedDict[Hashable, _Origin] = OrderedDict()
         self._lock = fork_safe(threading.Lock())
+        switches.forgetting(self)
+
+    def forget_all(self) -> None:
+        """Forget all origins."""
+        with self._lock:
+            self._known.clear()
 
     def keys_of(self, url: httpx.URL) -> tuple[Hashable, Hashable]:
         """Return the key of the budget and the key of the pace."""

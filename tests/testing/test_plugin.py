@@ -98,6 +98,28 @@ def test_each_test_starts_with_fresh_counts(pytester: pytest.Pytester, fixture: 
     _run(pytester).assert_outcomes(passed=4)
 
 
+def test_each_test_starts_without_pauses_of_servers(pytester: pytest.Pytester) -> None:
+    """Defect: a transport kept the `Retry-After` of the test before, with the times of its clock."""
+    pytester.makepyfile(
+        """
+    import httpx, pytest
+    from ratekeeper.httpx import LimitTransport, RetryTransport
+
+    BUSY = httpx.MockTransport(lambda request: httpx.Response(429, headers={"Retry-After": "60"}))
+    TRANSPORTS = [
+        kind(transport=BUSY, attempts_max=1, wait_max=1)
+        for kind in (RetryTransport, lambda **settings: LimitTransport("9/second", **settings))
+    ]
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_one(transport, number, ratekeeper_clock):
+        assert transport.handle_request(httpx.Request("GET", "http://a.test")).status_code == 429
+    """
+    )
+    _run(pytester).assert_outcomes(passed=4)
+
+
 def test_all_tests_can_start_with_fresh_counts(pytester: pytest.Pytester) -> None:
     """pytest's own setting `usefixtures` applies the fixture to each test."""
     pytester.makeini("[pytest]\nusefixtures = ratekeeper_fresh")

@@ -3,7 +3,7 @@
 Middleware, decorators, `hold` and `wait` answer a denial themselves, so an application does not
 see it. They log it (`LimiterPath.log_denial`) on the logger `ratekeeper.denied`:
 
-    denied rule="login" limit="5 in any minute" subject="ip:203.0.113.7" reason=limit denials=7 since=60s
+    denied rule="login" limit="5 in any minute" subject="user:42" reason=limit denials=7 since=60s
 
 (`extra` has the same fields). A caller of `check` has the decision in hand, so `check`
 logs nothing, and a check in the kernel stays without Python code.

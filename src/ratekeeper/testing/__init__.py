@@ -61,7 +61,8 @@ def limiting_off() -> Iterator[None]:
 def forget_counts() -> None:
     """Forget the counts of every `memory://` store of this process, so that a test starts fresh.
 
-    Counts of `shared://` and Redis stay, because other processes use them.
+    The pauses that servers have asked the httpx transports for are forgotten, too. Counts of
+    `shared://` and Redis stay, because other processes use them.
 
     >>> from ratekeeper import Limiter
     >>> limiter = Limiter("1/minute")
