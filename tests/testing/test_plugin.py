@@ -99,7 +99,7 @@ def test_each_test_starts_with_fresh_counts(pytester: pytest.Pytester, fixture: 
 
 
 def test_each_test_starts_without_pauses_of_servers(pytester: pytest.Pytester) -> None:
-    """Defect: a transport kept the `Retry-After` of the test before, with the times of its clock."""
+    """Defect: a transport kept the `Retry-After` of the test before, in the time of its clock."""
     pytester.makepyfile(
         """
     import httpx, pytest
