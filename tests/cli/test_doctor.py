@@ -445,6 +445,13 @@ def test_other_file_is_not_changed(tmp_path: Path) -> None:
     assert examine("shared://relative").exit_code == 2
 
 
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """No process writes into it. The file is a problem, at once."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    report = examine(f"shared://{tmp_path}/pipe")
+    assert (not_ok(report), report.exit_code) == ({"file": "problem"}, 2)
+
+
 def test_order_of_checks() -> None:
     """Each check occurs once, in the order of the output."""
     assert len(set(CHECKS)) == len(CHECKS)

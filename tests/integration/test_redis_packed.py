@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from random import Random
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import ALGORITHM_NAMES
 from ratekeeper.decide.store import Store
@@ -354,3 +355,30 @@ async def test_asyncio_counts_in_the_same_places(server: Single) -> None:
     with Limiter("100/hour", store=f"{server.uri}?{PATIENT}") as threads:
         assert threads.peek("k").remaining == 40
     await limiter.close()
+
+
+def test_a_key_has_a_bounded_number_of_limits_of_one_name(server: Single, store: Store) -> None:
+    """More are rejected. The limits that it has, its other names and its neighbours are decided."""
+
+    def gate(seconds: int, name: str = "one") -> Any:
+        return store.gate([Limit(9, per=3_600 + seconds)], name)
+
+    crowded, neighbour = neighbours(2)
+    known = 0
+    with suppress(StoreFull):
+        while known < 1_000:
+            assert gate(known).check(crowded, 1)
+            known += 1
+    with pytest.raises(StoreFull, match="limits of one name"):
+        gate(known).check(crowded, 1)
+    assert 100 < known < 330
+    together = store.check_together([(gate(known), crowded, 1), (gate(0), neighbour, 1)])
+    assert isinstance(together[0], StoreFull)
+    assert gate(0).peek(neighbour, 1).remaining == 9
+    for number in (0, known - 1):
+        decisions = [gate(number).check(crowded, 1).allowed for _ in range(9)]
+        assert decisions == [True] * 8 + [False]
+    assert gate(known, "two").check(crowded, 1)
+    assert gate(known).check(neighbour, 1).remaining == 8
+    gate(0).reset(crowded)
+    assert gate(known).check(crowded, 1)

@@ -314,6 +314,18 @@ def test_a_full_table_rejects_new_keys_and_keeps_the_others(path: Path) -> None:
         assert all(full.peek(f"key-{number}").remaining == 4 for number in range(100))
 
 
+def test_settlements_of_keys_with_many_names_leave_room_for_other_names(path: Path) -> None:
+    """60 keys settle 1,100 times each. A settlement of another key is still applied once."""
+    with limiter(path, "capacity=1000", "1000/hour") as tokens:
+        for key, name in product(range(60), range(1_100)):
+            assert tokens.settle(f"k{key}", 1, 1, reservation=str(name)) == 0
+        for user in range(20):
+            tokens.check(f"u{user}", 50)
+            for _ in range(2):
+                tokens.settle(f"u{user}", 50, 40, reservation="one")
+            assert tokens.peek(f"u{user}").remaining in range(960, 970)
+
+
 def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
     """Run a Python script in another process and return its output."""
     done = subprocess.run(

@@ -186,6 +186,21 @@ async def test_a_name_has_few_limits() -> None:
         assert (await limit(http, limits="99/1s")).status == 200
 
 
+async def test_a_token_does_not_use_up_the_limits_of_another_one(tmp_path: Path) -> None:
+    """The second customer may use a name although the first has used 32 different limits of it."""
+    path = tmp_path / "tokens.json"
+    first, second = (
+        create_token(path, f"t{number}", "limit", {"tenant": str(number)}) for number in range(2)
+    )
+    async with http_service(path, rules=EMPTY) as http:
+        answers = [
+            await limit(http, first, limits=f"3/{number + 1}s")
+            for number in range(call_limits.LIMITS_OF_NAME_MAX + 1)
+        ]
+        assert [each.status for each in answers[-2:]] == [200, 400]
+        assert (await limit(http, second, limits="3/day")).status == 200
+
+
 async def test_a_full_store_is_counted_as_such(caplog: pytest.LogCaptureFixture) -> None:
     """The metrics have each failed check, and the log one line for all names together."""
     async with http_service(rules=EMPTY, store=open_store("memory://?capacity=8")) as http:

@@ -773,7 +773,8 @@ rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_E
     rk_format format;
     error[0] = 0;
     *stats = (rk_stats){.states = 0};
-    int fd = open(options->path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    /* Otherwise opening a named pipe would wait for a process that writes into it. */
+    int fd = open(options->path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
         return fail(RK_UNAVAILABLE, error, "%s cannot be opened: %s", options->path, reason(errno));
     rk_status status = check_kind(fd, options, &info, error);

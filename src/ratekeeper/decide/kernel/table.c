@@ -1021,7 +1021,9 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
  * The names of a subject's last settlements, so that none is applied twice. They are the entries of
  * a ring, as the times of a log, and the slot expires as a whole. Marks use only room that is left:
  * a state that finds its segment full takes their slots, and they take a block of the slab only
- * while less than a quarter of it is in use. So no number of settlements makes a check fail. */
+ * while a part of it is free: a ring grows while less than a quarter is in use, and the first name
+ * of a subject finds room until that is a half. So no number of settlements makes a check fail, and
+ * subjects with many names leave room for those with few. */
 
 /* The ring of the subject's marks. One that has expired is empty. */
 static void load_marks(const rk_table *table, rk_segment *segment, rk_hash subject, int64_t now_ns,
@@ -1067,17 +1069,19 @@ static rk_status mark_locked(rk_table *table, rk_segment *segment, rk_hash subje
         return RK_OK;
     p.after = p.before;
     rk_ring *ring = &p.after.ring;
-    if (!p.before.present)
+    bool is_first = !p.before.present;
+    uint64_t taken = rk_log_bytes_taken(table), most = rk_log_bytes(table);
+    if (is_first)
         *ring = (rk_ring){.count = 0};
-    if (ring->count == RK_MARKS_MAX)
+    if (ring->count == RK_MARKS_MAX ||
+        (!is_first && ring->count == ring->capacity && taken > most / 4))
         ring->head = (ring->head + 1) % ring->capacity; /* the oldest is forgotten */
     else
         ring->count++;
     p.after.present = true;
     p.after.last_ns = name; /* the entry that prepare_rings pushes */
     rk_status status = place_parts(table, segment, &p, 1, now_ns, may_sweep, &claim);
-    if (status == RK_OK && ring->count > ring->capacity &&
-        rk_log_bytes_taken(table) > rk_log_bytes(table) / 4)
+    if (status == RK_OK && is_first && taken > most / 2)
         status = RK_LOG_FULL;
     if (status == RK_OK)
         status = prepare_rings(table, segment, &p, 1, &claim);

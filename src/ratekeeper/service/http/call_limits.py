@@ -16,12 +16,14 @@ cannot spend each other's units.
 **The right to call it** is not part of the role `check`: a caller that chooses its own limits could
 choose very high ones. The role `limit` has it.
 
-Limits are parsed once for each name and text, and kept.
+Limits are parsed once for each token, name and text, and kept.
 
 **A name has few limits.** The counts of one name and key are in one place of the store, which has
-room for about a hundred limits that differ in algorithm, window or their own name. A name with more
-than LIMITS_OF_NAME_MAX of them is rejected: most likely the caller writes into the limits what
-belongs into the name or the key. The numbers may differ as often as the caller likes.
+room for about a hundred limits that differ in algorithm, window or their own name. A token may use
+LIMITS_OF_NAME_MAX of them under one name, and gets an error for more: most likely the caller writes
+into the limits what belongs into the name or the key. The numbers may differ as often as the caller
+likes. Other tokens are not affected. The bound is of one worker and its memory: the store has the
+bound that no caller can pass.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from ratekeeper.service.http.tokens import Token
 # Limiters that are kept, each a few kilobytes; when there are more, all are dropped. Their counts
 # are in the store.
 LIMITERS_MAX: Final = 1_024
-# Limits of one name that differ in algorithm, window or their own name.
+# Limits of one token and name that differ in algorithm, window or their own name.
 LIMITS_OF_NAME_MAX: Final = 32
 # The first part of every subject. The parts of a rule's subject have a colon.
 SUBJECT: Final = "(limit)"
@@ -97,7 +99,7 @@ def _limit(context: ServiceContext) -> Handler:
     async def limit(http_request: ServiceRequest) -> ServiceReply:
         body = read(http_request.body)
         key = _key_of(http_request.token, body.key)
-        limiter = limiters.of(body.name, bytes(body.limits))
+        limiter = limiters.of(http_request.token, body.name, bytes(body.limits))
         started_ns = perf_counter_ns()
         result = await limiter.evaluate(key, body.cost)
         context.counters.decision_seconds.note(perf_counter_ns() - started_ns)
@@ -124,21 +126,22 @@ class _CallLimiters:
 
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
-        self._limiters: dict[tuple[str, bytes], AsyncLimiter] = {}
-        self._of_name: dict[str, set[str]] = {}
+        self._limiters: dict[tuple[str, str, bytes], AsyncLimiter] = {}
+        # The identities of the limits that a token has used under a name.
+        self._used: dict[tuple[str, str], set[str]] = {}
 
-    def of(self, name: str, limits: bytes) -> AsyncLimiter:
+    def of(self, token: Token, name: str, limits: bytes) -> AsyncLimiter:
         """Return the limiter of a name and limits in JSON. Raises ConfigError."""
-        limiter = self._limiters.get((name, limits))
+        limiter = self._limiters.get((token.name, name, limits))
         if limiter is not None:
             return limiter
         settings = self._context.settings
         parsed = limits_of_data(msgspec.json.decode(limits))
         if len(self._limiters) >= LIMITERS_MAX:
             self._limiters.clear()
-            self._of_name.clear()
-        known = self._of_name.get(name, set()) | {limit.identity for limit in parsed}
-        if len(known) > LIMITS_OF_NAME_MAX:
+            self._used.clear()
+        used = self._used.get((token.name, name), set()) | {limit.identity for limit in parsed}
+        if len(used) > LIMITS_OF_NAME_MAX:
             raise ConfigError(
                 f"the body: name={show(name)} has {LIMITS_OF_NAME_MAX} limits of different "
                 f"algorithms, windows or names already; give these limits another name"
@@ -151,8 +154,8 @@ class _CallLimiters:
             local_fallback=settings.local_fallback,
         )
         limiter.count_errors_in(self._context.counters.store_errors)
-        self._of_name[name] = known
-        self._limiters[name, limits] = limiter
+        self._used[token.name, name] = used
+        self._limiters[token.name, name, limits] = limiter
         return limiter
 
 

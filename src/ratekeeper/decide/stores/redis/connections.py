@@ -102,6 +102,9 @@ class NotSent(StoreUnavailable):
 # A missing permission inside a script, in Redis 7.0 and in later versions.
 _NOPERM_IN_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 
+# The error of check.lua for a key that has too many limits.
+_CROWDED: Final = "CROWDED"
+
 _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
     "WRONGPASS": "; check username and password",
@@ -124,6 +127,11 @@ def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
         error = StoreFull(
             f"{config.shown()} is out of memory (maxmemory) and refuses new states; "
             f"raise maxmemory, or add nodes"
+        )
+    elif _CROWDED in text:
+        error = StoreFull(
+            "this key holds hundreds of limits of one name, more than one key may have of it; give "
+            "limits that differ in algorithm or window other names. More memory does not help"
         )
     else:
         hint = _HINTS.get(word, "")

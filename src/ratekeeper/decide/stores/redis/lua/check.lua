@@ -64,7 +64,7 @@ local answer, size, passes = {now}, 1, true
 local need_us = late and late + 2000000 or 0
 local logs_us = need_us -- of logs that are in another hash
 local appends -- writes to logs
-local logs_before = wanted and {} -- start, live times, all units that count; of each log
+local earlier = wanted and {} -- start, live times, all units that count; of each log
 
 for i = 0, limits - 1 do
     local g = GATE_FIRST + i * GATE_STEP
@@ -139,14 +139,14 @@ for i = 0, limits - 1 do
         b = p and b or gate[g + FULL] -- for a new log, the times per chunk
         local per_chunk, alive, blocking = fmod(b, 1024), 0, granted and '' or 0
         if wanted then
-            logs_before[g] = {0, 0, 0, log = log}
+            earlier[g] = {0, 0, 0, log = log}
         end
         if p then
             kept = (b - per_chunk) / 1024
             if kept == 0 then -- it has holds only
                 last, at, answer[size - 1] = -1, now, -1
             end
-            alive, dead = log.alive_and_dead(at - gate[g + WINDOW], last, a, kept, per_chunk)
+            alive, dead = log.split(at - gate[g + WINDOW], last, a, kept, per_chunk)
             local u1, t1, u2, t2 = 0, 0, 0, 0
             if holding then -- as if they were times after all others
                 u1, t1, u2, t2 = holds_of(id)
@@ -166,7 +166,7 @@ for i = 0, limits - 1 do
                 end
             end
             if wanted then
-                logs_before[g] = {a + dead, alive, all, log = log}
+                earlier[g] = {a + dead, alive, all, log = log}
             end
             alive = granted and alive or all
         end
@@ -210,7 +210,7 @@ for i = 0, limits - 1 do
             if kind == LOG then
                 added = ended_holds(id, at, at - gate[g + WINDOW])
                 if wanted then
-                    logs_before[g].ended = added
+                    earlier[g].ended = added
                 end
             end
             live_holds(id, max(now, last))
@@ -260,6 +260,9 @@ for i = 0, limits - 1 do
             end
         end
         if own > 0 or kind == LOG then
+            if not p and held[NUMBERS_MAX] then
+                error('CROWDED')
+            end
             p = p or #held + 1
             held[p], held[p + 1], held[p + 2] = id, held[1] - at, a
             if wide then
@@ -328,20 +331,20 @@ if wanted then
         if gate[g + KIND] == LOG then
             -- The log after the check has, in this order: its times, holds that have ended, the time of
             -- the check, and the other holds.
-            local start, alive, all = unpack(logs_before[g])
+            local start, alive, all = unpack(earlier[g])
             local number, blocking = all + cost + leased - gate[g + CAPACITY] + cost - 1, 0
             if passes and not granted and leased < cost and number >= 0 then
                 local id, p = gate[g + ID], place(gate[g + ID])
                 local u1, t1, u2, t2 = holds_of(id)
                 local later = {}
-                for _, each in ipairs(logs_before[g].ended or later) do
+                for _, each in ipairs(earlier[g].ended or later) do
                     later[#later + 1] = each
                 end
                 later[#later + 1] = {held[1] - held[p + 1], cost}
                 later[#later + 1] = {t1, u1}
                 later[#later + 1] = {t2, u2}
                 if number < alive then
-                    blocking = logs_before[g].log.time_at(fmod(held[p + 3], 1024), start + number)
+                    blocking = earlier[g].log.time_at(fmod(held[p + 3], 1024), start + number)
                 end
                 number = number - alive
                 for _, each in ipairs(later) do

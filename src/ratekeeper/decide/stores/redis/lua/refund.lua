@@ -41,7 +41,7 @@ local function refunded_log(g, last, a, b, units, charged)
     local finish = a + kept
     if not charged then -- the oldest times of the window
         local oldest = max(now, last) - gate[g + WINDOW]
-        local alive, dead = log.alive_and_dead(oldest, last, a, kept, per_chunk)
+        local alive, dead = log.split(oldest, last, a, kept, per_chunk)
         local start = a + dead + min(units, alive)
         moves[#moves + 1] = function()
             local last_dropped = start < finish and start - per_chunk or finish - 1
@@ -52,7 +52,7 @@ local function refunded_log(g, last, a, b, units, charged)
         end
         return
     end
-    local newer, older = log.alive_and_dead(charged, last, a, kept, per_chunk)
+    local newer, older = log.split(charged, last, a, kept, per_chunk)
     local removed = min(units, older)
     if removed == 0 then
         return last, a, b

@@ -32,6 +32,10 @@
 -- The bucket lives as long as the longest of its states. A state that has ended equals an absent one,
 -- and is deleted in passing: see `keep`.
 --
+-- A field that has NUMBERS_MAX numbers, of about 200 limits, gets no new states. Otherwise the limits
+-- that a caller invents under one name would make each of its checks slower, until the field has more
+-- numbers than the scripts can read. A rule of 16 limits has 256, with all that can belong to them.
+--
 -- A field has at most 64 bytes of a value; a longer one continues in the fields \2 1:<field>,
 -- \2 2:<field> and so on. A hash of short values is one packed piece of memory, of half the size or
 -- less.
@@ -48,7 +52,7 @@ local KIND, ID, CAPACITY, NUMERATOR, DENOMINATOR, WINDOW, FULL, STEP = 0, 1, 2, 
 local BUCKET, FIXED, COUNTER, LOG = 1, 2, 3, 4
 local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 3
 local MICROS_PER_UNIT = 1000000
-local TIME_BYTES, PIECE_BYTES = 7, 64
+local TIME_BYTES, PIECE_BYTES, NUMBERS_MAX = 7, 64, 640
 
 local in_bucket, apart, log_key, log_field = #gate % GATE_STEP == 2, false, key, field
 if in_bucket then
@@ -93,7 +97,7 @@ log_of = log_of and function(g)
     end
 
     -- Return how many of the times are after `oldest`, and how many are not.
-    function log.alive_and_dead(oldest, last, start, kept, per_chunk)
+    function log.split(oldest, last, start, kept, per_chunk)
         if kept == 0 or last <= oldest then
             return 0, kept
         end
@@ -302,7 +306,7 @@ local function keep(states, need_us, logs_us)
             -- A piece of a longer value has a longer name.
             if #name == 8 and struct.unpack('>I4', value, 8) * 1000000 <= now then
                 dead[#dead + 1] = name
-                for number = 1, #value == PIECE_BYTES and 31 or 0 do
+                for number = 1, #value == PIECE_BYTES and 127 or 0 do
                     dead[#dead + 1] = '\2' .. number .. ':' .. name
                 end
             end
