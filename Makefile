@@ -73,7 +73,7 @@ docs: $(READY)  ## build the documentation site: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
-	$(BIN)/ratekeeper simulate random --seconds $(or $(SECONDS),60)
+	$(BIN)/python -m tests.simulator random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
 
 release: $(READY)  ## build the packages into dist/ and try them; uploads nothing

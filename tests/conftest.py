@@ -77,7 +77,7 @@ _LONGEST = (
         "tests/integration/test_repository_huge.py",
         "tests/integration/test_schemathesis.py",
         "tests/kernel/test_drivers.py",
-        "tests/lab/",
+        "tests/simulator/",
         "tests/test_deploy.py",
         "tests/test_packages.py",
         "tests/test_site.py",

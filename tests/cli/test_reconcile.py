@@ -44,7 +44,7 @@ from tests.redis_servers.ports import free_port
 RULES: dict[str, Any] = {
     "version": 1,
     "rules": [
-        {"id": "orders", "match": {"endpoint": "/orders/*"}, "by": ["user"], "limits": ["5/hour"]},
+        {"id": "orders", "by": ["user"], "limits": ["5/hour"]},
         {"id": "vip", "match": {"endpoint": "/orders/1"}, "by": ["user"], "limits": ["9/hour"]},
         {"id": "old", "match": {"endpoint": "/old"}, "by": ["ip"], "limits": ["1/day"]},
         {"id": "off", "by": ["ip"], "limits": ["1/day"], "mode": "off"},

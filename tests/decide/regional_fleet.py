@@ -24,7 +24,7 @@ from ratekeeper.decide.regional import (
     Shares,
     micros_left,
 )
-from ratekeeper.lab.regions import result_of
+from tests.simulator.regions import result_of
 
 START_S = 1_800_000_000
 

@@ -19,8 +19,8 @@ from ratekeeper.decide.regional import (
     Report,
     Shares,
 )
-from ratekeeper.lab.regions import result_of
 from tests.decide.regional_fleet import run_random
+from tests.simulator.regions import result_of
 
 START_S = 1_800_000_000
 HUNDRED = (Limit(100, per=60),)

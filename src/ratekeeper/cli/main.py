@@ -41,7 +41,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "load": ("load", "app"),
     "metrics": ("metrics", "app"),
     "records": ("records", "app"),
-    "simulate": ("simulate", "app"),
 }
 
 

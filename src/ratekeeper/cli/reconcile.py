@@ -806,17 +806,16 @@ def _rule_findings(options: ReconcileOptions) -> list[ReconcileFinding]:
     document = options.document
     if document is None:
         return [ReconcileFinding("rules", "ok", "not checked: give --rules, or --url and a token")]
-    covered = [each for each in findings(document) if each.code == "unreachable"]
+    unused = [each for each in findings(document) if each.code == "unreachable"]
     found = [
         ReconcileFinding(
             "rules", "warning", f"rule {each.rule}: {each.what}: {each.why}", (), each.remedy
         )
-        for each in covered[:RULES_SHOWN_MAX]
+        for each in unused[:RULES_SHOWN_MAX]
     ]
-    if not covered:
-        found.append(
-            ReconcileFinding("rules", "ok", f"every one of {len(document.rules):,} rules can apply")
-        )
+    if not unused:
+        what = f"none of {len(document.rules):,} rules is behind a rule for all requests"
+        found.append(ReconcileFinding("rules", "ok", what))
     found += _traffic_findings(options, document)
     return found
 

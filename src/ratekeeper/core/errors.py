@@ -42,6 +42,7 @@ FindingCode = Literal[
     "short-window",
     "open-exact",
     "many-buckets",
+    "absent-attribute",
     "unreachable",
 ]
 
@@ -51,6 +52,7 @@ _ADVICE: tuple[FindingCode, ...] = (
     "short-window",
     "open-exact",
     "many-buckets",
+    "absent-attribute",
 )
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20

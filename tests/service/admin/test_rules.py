@@ -222,18 +222,21 @@ async def test_the_requests_of_one_token_that_take_long_wait_in_turn(admin: Admi
 async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:
     """Problems, findings and the diff."""
     same = (await admin.call("POST", "/rules/validate", content=RULES)).json()
-    (advice,) = same.pop("findings")
+    advice = same.pop("findings")
     assert same == {"valid": True, "safe": True, "problems": [], "diff": ""}
-    assert (advice["code"], advice["where"], advice["is_advice"]) == (
-        *("hidden-tier", "tiers.free"),
-        True,
-    )
+    assert [(each["code"], each["where"], each["is_advice"]) for each in advice] == [
+        ("hidden-tier", "tiers.free", True),
+        ("absent-attribute", "rules[0].by", True),
+    ]
     unsafe = (
         await admin.call("POST", "/rules/validate", content=RULES + "deny: ['user:*']\n")
     ).json()
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
-    assert [each["code"] for each in unsafe["findings"]] == ["denies-all", "hidden-tier"]
-    assert [each["line"] for each in unsafe["findings"]] == [10, 3]
+    assert [(each["code"], each["line"]) for each in unsafe["findings"]] == [
+        ("denies-all", 10),
+        ("hidden-tier", 3),
+        ("absent-attribute", 5),
+    ]
     assert "--- v1\n+++ <body>\n" in unsafe["diff"]
     wrong = (await admin.call("POST", "/rules/validate", content="version: 2")).json()
     assert (wrong["valid"], wrong["safe"]) == (False, False)

@@ -5,24 +5,15 @@ everyone, stops enforcing, leaves a tier without limits or contains a rule that 
 rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
 that no rule uses is only advice: an author may add it before the rule that uses it. So is an exact
 global rule whose window is too short for regions to share it well, or that admits without counting
-while it cannot be decided.
+while it cannot be decided, and a rule under which anonymous clients may share one count.
 
-Harmless documents are never reported. Numbers are rounded in the rule's favour, and a pattern
-counts as covered only if another certainly matches everything that it matches.
-
-**Rules that can never match.** A rule covers a later one if each of its conditions is also a
-condition of the later rule and matches everything that the later rule's condition matches. The
-test is sound but not complete: some covered rules are not found (two `re:` patterns, or a glob with
-a star inside). Comparing each rule with all earlier ones would take minutes for 20,000 rules.
-Instead, each rule is indexed by the literal start of its patterns, where a pattern that it covers
-finds it: `/v1/*` under `/v1`, a network under its prefix. A covered rule is not indexed, because
-the earlier rule also covers everything that it covers. COMPARISONS_MAX bounds the rest.
+Harmless documents are never reported. Numbers are rounded in the rule's favour.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import chain, islice
 from math import ceil, floor
@@ -30,9 +21,10 @@ from typing import Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
-from ratekeeper.core.model import REQUEST_FIELDS, Limit, Limits
+from ratekeeper.core.model import Limit, Limits
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
+    OWNERS,
     Document,
     Match,
     Override,
@@ -40,17 +32,7 @@ from ratekeeper.rules.document.model import (
     override_changes,
 )
 from ratekeeper.rules.document.tree import below
-from ratekeeper.rules.matching.patterns import (
-    EndpointPattern,
-    Glob,
-    Network,
-    Segment,
-    Wildcard,
-    compile_endpoint,
-    compile_glob,
-    compile_methods,
-    compile_network,
-)
+from ratekeeper.rules.matching.patterns import Network, compile_glob, compile_network
 
 FINDINGS_MAX: Final = 1_000
 # The least number of regions that share a global rule.
@@ -75,7 +57,7 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
         _no_limits(document),
         _no_default_tier(document),
         advice(document),
-        _unreachable(document, before),
+        _unreachable(document),
     )
     return tuple(islice(found, FINDINGS_MAX))
 
@@ -339,7 +321,31 @@ def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFindi
         short_windows(document, REGIONS_MIN),
         open_exact(document, on_failure),
         _many_buckets(document),
+        _absent_attributes(document),
     )
+
+
+def _absent_attributes(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules for all requests that count by an attribute that some requests lack.
+
+    Only the program that checks knows which requests have a user, API key or tenant. A document
+    with an enforced rule by `ip` alone expects clients without them.
+    """
+    if not any(rule.by == ("ip",) and _in_force(rule) for rule in document.rules):
+        return
+    for place, rule in enumerate(document.rules):
+        if not _in_force(rule) or "ip" in rule.by or rule.match != Match():
+            continue
+        for name in OWNERS:
+            if name in rule.by:
+                yield SafetyFinding(
+                    "absent-attribute",
+                    below(below("rules", place), "by"),
+                    f"it counts by {name}",
+                    f"all requests without {name} share one count, so they deny one another",
+                    f'write match: {{{name}: "*"}}, and limit the other requests by ip',
+                    rule.id,
+                )
 
 
 def _many_buckets(document: Document) -> Iterator[SafetyFinding]:
@@ -417,26 +423,28 @@ def open_exact(document: Document, on_failure: str) -> Iterator[SafetyFinding]:
             )
 
 
-def _unreachable(document: Document, before: Document | None) -> Iterator[SafetyFinding]:
-    """Find rules that can never match. Moving one of two that match the same helps neither."""
-    was_shadow = {rule.id for rule in before.rules if rule.mode == "shadow"} if before else set()
-    for place, earlier in covered_rules(document.rules):
-        rule, other = document.rules[place], document.rules[earlier]
-        name = quoted(other.id)
-        remedy = f"move it before {name}, or remove it"
-        if other.id in was_shadow or _covers(_conditions(rule.match), _conditions(other.match)):
-            remedy = (
-                f"if rule {name} is meant to take its place, write replaces: {quoted(rule.id)} in "
-                f"rule {name} and put that directly before it; otherwise remove one of them"
+def _unreachable(document: Document) -> Iterator[SafetyFinding]:
+    """Find rules behind a rule for all requests that has the same `by` and mode."""
+    for_all: dict[tuple[tuple[str, ...], str], Rule] = {}
+    for place, rule in enumerate(document.rules):
+        if rule.mode == "off":
+            continue
+        other = for_all.get((rule.by, rule.mode))
+        if other is None:
+            if rule.match == Match() and rule.rollout == 100:
+                for_all[rule.by, rule.mode] = rule
+        elif other.replaces != rule.id:  # a replaced rule stays in the document for a return to it
+            name = quoted(other.id)
+            yield SafetyFinding(
+                "unreachable",
+                below("rules", place),
+                "it can never match",
+                f"the earlier rule {name} counts by the same and applies to all requests",
+                f"move it before {name}, or remove one of them; if {name} is meant to take its "
+                f"place, write replaces: {quoted(rule.id)} in rule {name} and put that directly "
+                f"before it",
+                rule.id,
             )
-        yield SafetyFinding(
-            "unreachable",
-            below("rules", place),
-            "it can never match",
-            f"the earlier rule {name} counts by the same and matches all its requests",
-            remedy,
-            rule.id,
-        )
 
 
 def new_findings(document: Document, before: Document | None) -> tuple[SafetyFinding, ...]:
@@ -454,179 +462,3 @@ def new_findings(document: Document, before: Document | None) -> tuple[SafetyFin
 def _finding_key(finding: SafetyFinding) -> tuple[str, str, str, str]:
     """Return the identity of a finding. Its path changes when a rule is added before it."""
     return finding.code, finding.rule, finding.what, finding.why
-
-
-COMPARISONS_MAX: Final = 1_000_000
-# The attributes that distinguish most rules come first.
-_FILED_BY: Final = ("api_key", "user", "tenant", "ip", "endpoint", "tier", "method")
-
-Pattern = EndpointPattern | Glob | Network | str
-Conditions = dict[str, tuple[Pattern, ...]]
-
-
-def covered_rules(rules: Sequence[Rule]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions: a rule that can never match, and the earlier rule that covers it.
-
-    Only a rule that counts by the same attributes and has the same mode can cover another. A rule
-    that is off, or rolled out to a part of the subjects, covers nothing.
-    """
-    indexes: dict[Hashable, _CoverIndex] = {}
-    comparisons = iter(range(COMPARISONS_MAX))
-    for place, rule in enumerate(rules):
-        if rule.mode == "off":
-            continue
-        index = indexes.setdefault((rule.by, rule.mode), _CoverIndex())
-        conditions = _conditions(rule.match)
-        is_covered = False
-        for earlier, others in index.candidates(conditions):
-            if next(comparisons, None) is None:
-                return
-            if _covers(others, conditions):
-                is_covered = True
-                # A rule that was replaced stays in the document for a return to it.
-                if rules[earlier].replaces != rule.id:
-                    yield place, earlier
-                    break
-        if not is_covered and rule.rollout == 100:
-            index.add(place, conditions)
-
-
-def _conditions(match: Match) -> Conditions:
-    """Return the compiled patterns by attribute; a method stays text."""
-    found: Conditions = {}
-    for name in REQUEST_FIELDS:
-        if name == "method" and match.method:
-            found[name] = compile_methods(match.method)
-        elif texts := getattr(match, name):
-            found[name] = tuple(_compiled(name, text) for text in texts)
-    for name, texts in match.attributes.items():
-        found[name] = tuple(compile_glob(text) for text in texts)
-    return found
-
-
-def _compiled(name: str, text: str) -> Pattern:
-    if name == "endpoint":
-        return compile_endpoint(text)
-    if name == "ip":
-        return compile_network(text)
-    return compile_glob(text)
-
-
-class _CoverIndex:
-    """Rules by one of their conditions and the literal start of its patterns."""
-
-    def __init__(self) -> None:
-        self._for_all: list[tuple[int, Conditions]] = []
-        self._by_start: dict[Hashable, list[tuple[int, Conditions]]] = {}
-
-    def add(self, place: int, conditions: Conditions) -> None:
-        named = (name for name in _FILED_BY if name in conditions)
-        name = next(named, next(iter(conditions), None))
-        if name is None:
-            self._for_all.append((place, conditions))
-            return
-        for pattern in conditions[name]:
-            start = next(_starts(pattern))
-            self._by_start.setdefault((name, start), []).append((place, conditions))
-
-    def candidates(self, conditions: Conditions) -> Iterator[tuple[int, Conditions]]:
-        """Yield the rules that may cover these conditions."""
-        yield from self._for_all
-        for name, patterns in conditions.items():
-            # A rule must cover every pattern, so looking up one of them finds all candidates.
-            for start in _starts(patterns[0]):
-                yield from self._by_start.get((name, start), ())
-
-
-def _starts(pattern: Pattern) -> Iterator[Hashable]:
-    """Yield the pattern's own index key, then the keys of the patterns that may cover it."""
-    if isinstance(pattern, str):
-        yield pattern
-    elif isinstance(pattern, Network):
-        for shift in range(pattern.prefix_length + 1):
-            yield pattern.version, pattern.prefix_length - shift, pattern.prefix >> shift
-    elif isinstance(pattern, Glob):
-        if pattern.exact is not None:
-            yield "exact", pattern.exact
-        for length in range(len(pattern.prefix), -1, -1):
-            yield pattern.prefix[:length]
-    else:
-        head = _literal_head(pattern)
-        if pattern.exact is not None:
-            yield "exact", pattern.exact
-        for length in range(len(head), -1, -1):
-            yield head[:length]
-
-
-def _literal_head(endpoint: EndpointPattern) -> tuple[str, ...]:
-    if endpoint.exact is not None:
-        return tuple(endpoint.exact.split("/")[1:])
-    head: list[str] = []
-    for segment in endpoint.segments:
-        if not isinstance(segment, str):
-            break
-        head.append(segment)
-    return tuple(head)
-
-
-def _covers(wide: Conditions, narrow: Conditions) -> bool:
-    """Return whether every request that meets `narrow` also meets `wide`."""
-    return all(
-        name in narrow
-        and all(any(covers(one, other) for one in patterns) for other in narrow[name])
-        for name, patterns in wide.items()
-    )
-
-
-def covers(wide: Pattern, narrow: Pattern) -> bool:
-    """Return whether `wide` certainly matches everything that `narrow` matches.
-
-    >>> covers(compile_endpoint("/v1/*"), compile_endpoint("/v1/orders/{id}"))
-    True
-    """
-    if isinstance(wide, Network) and isinstance(narrow, Network):
-        shift = narrow.prefix_length - wide.prefix_length
-        return (
-            wide.version == narrow.version and shift >= 0 and narrow.prefix >> shift == wide.prefix
-        )
-    if isinstance(wide, Glob) and isinstance(narrow, Glob):
-        return _glob_covers(wide, narrow)
-    if isinstance(wide, EndpointPattern) and isinstance(narrow, EndpointPattern):
-        if wide.text == narrow.text:
-            return True
-        if narrow.exact is not None:
-            return wide.matches_normalised(narrow.exact)
-        return _segments_cover(wide.segments, narrow.segments)
-    return wide == narrow
-
-
-def _glob_covers(wide: Glob, narrow: Glob) -> bool:
-    if wide.text == narrow.text:
-        return True
-    if narrow.exact is not None:
-        return wide.matches(narrow.exact)
-    return wide.is_prefix and narrow.prefix.startswith(wide.prefix)
-
-
-def _segments_cover(wide: tuple[Segment, ...], narrow: tuple[Segment, ...]) -> bool:
-    if not wide or not narrow:  # one of them is a re: pattern
-        return False
-    goes_on = wide[-1] is Wildcard.MANY
-    one_by_one = wide[:-1] if goes_on else wide
-    if Wildcard.MANY in one_by_one or Wildcard.MANY in narrow[: len(one_by_one)]:
-        return False
-    if len(narrow) < len(one_by_one) or (len(narrow) > len(one_by_one) and not goes_on):
-        return False
-    return all(map(_segment_covers, one_by_one, narrow))
-
-
-def _segment_covers(wide: Segment, narrow: Segment) -> bool:
-    if wide is Wildcard.ONE or wide == narrow:
-        return True
-    if not isinstance(wide, Glob):
-        return False
-    return wide.matches(narrow) if isinstance(narrow, str) else _glob_covers_segment(wide, narrow)
-
-
-def _glob_covers_segment(wide: Glob, narrow: Segment) -> bool:
-    return isinstance(narrow, Glob) and _glob_covers(wide, narrow)

@@ -6,23 +6,14 @@ random times between a tenth and nine tenths of the run, and last for a random p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from random import Random
-from typing import Any, Final
-
-from ratekeeper.core.errors import ConfigError, show
-
-EVENTS_MAX: Final = 1_000
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of one run; by default none.
-
-    >>> parse_faults(["loss=0.05", "crashes=3"])
-    Faults(loss=0.05, crashes=3)
-    """
+    """The faults of one run; by default none."""
 
     loss: float = 0.0
     """The share of datagrams that are lost. A lost call to the authority is repeated by TCP."""
@@ -49,21 +40,11 @@ class Faults:
     scale_from: int = 0
     """How many nodes the fleet has at first; the others start during the first half. 0: all."""
 
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.given().items())
-        return f"Faults({given})"
-
-    def given(self) -> dict[str, Any]:
-        """Return the faults that are not at their default."""
-        return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if getattr(self, each.name) != each.default
-        }
+    def given(self) -> set[str]:
+        """Return the names of the faults that are not at their default."""
+        return {each.name for each in fields(self) if getattr(self, each.name) != each.default}
 
 
-NAMES: Final = tuple(each.name for each in fields(Faults))
-# The faults of `--faults all`.
 ALL_FAULTS: Final = Faults(
     loss=0.05,
     duplication=0.02,
@@ -77,40 +58,6 @@ ALL_FAULTS: Final = Faults(
     failovers=1,
     outages=1,
 )
-
-
-def parse_faults(texts: Sequence[str]) -> Faults:
-    """Return the faults in arguments such as `loss=0.05,crashes=3` or `all`."""
-    faults = Faults()
-    for part in (part.strip() for text in texts for part in text.split(",")):
-        name, equals, text = part.partition("=")
-        if part == "all":
-            faults = replace(ALL_FAULTS, **faults.given())
-        elif name in NAMES and equals:
-            given: dict[str, Any] = {name: _number(name, text)}
-            faults = replace(faults, **given)
-        else:
-            raise ConfigError(
-                f"--faults {show(part)} is not a fault; for example --faults loss=0.05,crashes=3, "
-                f"or --faults all. The names are {', '.join(NAMES)}"
-            )
-    return faults
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if name in ("loss", "duplication"):
-        if not 0.0 <= number < 1.0:
-            raise ConfigError(f"--faults {name}={show(text)} is not a share; try {name}=0.05")
-        return number
-    if not 0.0 <= number <= EVENTS_MAX or (name != "delay_ms" and number != int(number)):
-        raise ConfigError(
-            f"--faults {name}={show(text)} is not a number from 0 to {EVENTS_MAX:,}; try {name}=3"
-        )
-    return number if name == "delay_ms" else int(number)
 
 
 def random_faults(random: Random) -> Faults:

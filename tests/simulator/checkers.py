@@ -30,7 +30,7 @@ from typing import Final, Protocol
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import MICROS_PER_UNIT, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, State
-from ratekeeper.lab.network import EventLoop
+from tests.simulator.network import EventLoop
 
 VIOLATIONS_MAX: Final = 20
 # A denial that is announced again within this time is the same one.

@@ -6,9 +6,9 @@ from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.model import Limit
 from ratekeeper.core.steps import Call
 from ratekeeper.decide.leasing import LeaseCheck, LeaseTerms
-from ratekeeper.lab.authority import SimulatedAuthority
-from ratekeeper.lab.checkers import NeverOver
-from ratekeeper.lab.network import NS_PER_MS, EventLoop
+from tests.simulator.authority import SimulatedAuthority
+from tests.simulator.checkers import NeverOver
+from tests.simulator.network import NS_PER_MS, EventLoop
 
 LIMITS = (Limit(10, per=60, algorithm="fixed_window"),)
 

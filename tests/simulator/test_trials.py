@@ -8,7 +8,7 @@ from time import process_time
 
 import pytest
 
-from ratekeeper.lab.trials import SEED_BITS, random_plan, run_trial
+from tests.simulator.trials import SEED_BITS, random_plan, run_trial
 
 # Fresh seeds on every run, for so much processor time; `make fuzz` tries more.
 SECONDS = float(os.environ.get("RATEKEEPER_TRIAL_SECONDS", "2"))
@@ -35,4 +35,4 @@ def test_no_random_fleet_breaks_a_promise() -> None:
     while process_time() < until_s:
         seed = secrets.randbits(SEED_BITS)
         problems = run_trial(seed)
-        assert not problems, f"repeat it with: ratekeeper simulate random --seed {seed}"
+        assert not problems, f"repeat it with: python -m tests.simulator random --seed {seed}"

@@ -8,10 +8,10 @@ import pytest
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.rates import parse_limits
-from ratekeeper.lab.fleet import SimulatedFleet
-from ratekeeper.lab.network import Quality
-from ratekeeper.lab.node import DEADLINE_NS, NodeProcess, address_of, number_of
-from tests.lab.test_fleet import PLAN
+from tests.simulator.fleet import SimulatedFleet
+from tests.simulator.network import Quality
+from tests.simulator.node import DEADLINE_NS, NodeProcess, address_of, number_of
+from tests.simulator.test_fleet import PLAN
 
 QUIET = replace(PLAN, traffic=(), nodes=3, limits=parse_limits("1000/minute"))
 

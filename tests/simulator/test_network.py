@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.lab.network import (
+from tests.simulator.network import (
     NS_PER_MS,
     START_NS,
     Cut,

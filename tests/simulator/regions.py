@@ -35,10 +35,9 @@ from random import Random
 from typing import Any, Final, Literal, TypeVar
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.core.errors import CapacityError, ConfigError, StoreError, StoreUnavailable
+from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Decision, Limit, Limits
 from ratekeeper.decide.regional import (
-    REGIONS_MAX,
     Accepted,
     AcrossRegions,
     Learnt,
@@ -50,10 +49,10 @@ from ratekeeper.decide.regional import (
     rule_number,
 )
 from ratekeeper.decide.store import AsyncGate, Gate
-from ratekeeper.lab.checkers import CentralLimiter, NeverOver, percentile
-from ratekeeper.lab.network import START_NS, seeded
 from ratekeeper.regions import exchange
 from ratekeeper.regions.table import TABLE_NOTE, share_table, shares_with, shares_without
+from tests.simulator.checkers import CentralLimiter, NeverOver, percentile
+from tests.simulator.network import START_NS, seeded
 
 T = TypeVar("T")
 
@@ -130,14 +129,6 @@ class RegionsPlan:
     """How many times an operator changes the shares."""
     removals: int = 0
     """How many times a region is cut off, then lost and removed; it is added again later."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.regions <= REGIONS_MAX:
-            raise ConfigError(f"regions={self.regions} is not between 1 and {REGIONS_MAX}")
-        if not 0 <= self.latency_ms[0] <= self.latency_ms[1] <= 2_000:
-            raise ConfigError(
-                f"latency_ms={self.latency_ms} is not the least and the most latency, up to 2,000"
-            )
 
     @property
     def is_calm(self) -> bool:
@@ -451,18 +442,18 @@ class SimulatedRegions:
         self._nodes: dict[str, _Node] = {}
         self._ends_s = START_S + plan.seconds
 
-    def run(self, progress: Callable[[float], None] | None = None) -> None:
-        """Run the plan. `progress` gets the simulated seconds."""
+    def run(self) -> None:
+        """Run the plan."""
         log = logging.getLogger(exchange.__name__.rpartition(".")[0])
         level = log.level
         log.setLevel(logging.CRITICAL + 1)  # a simulation causes faults on purpose
         try:
-            self.loop.run_until_complete(self._run(progress))
+            self.loop.run_until_complete(self._run())
         finally:
             self._end()
             log.setLevel(level)
 
-    async def _run(self, progress: Callable[[float], None] | None) -> None:
+    async def _run(self) -> None:
         for number in range(self.plan.nodes):
             for region in self.names:
                 self._start_node(region, f"{region}-{number + 1}")
@@ -470,10 +461,7 @@ class SimulatedRegions:
         for load in self.plan.loads:
             self._requests(load)
         self._faults()
-        while self.loop.time() < self._ends_s + DRAIN_S:
-            await asyncio.sleep(1)
-            if progress is not None:
-                progress(min(self.loop.time() - START_S, self.plan.seconds))
+        await asyncio.sleep(self.plan.seconds + DRAIN_S)
 
     def _end(self) -> None:
         """Cancel the nodes, and close the loop."""
@@ -782,30 +770,6 @@ def rows_of_regions(run: SimulatedRegions) -> list[tuple[str, str]]:
 
 def _milliseconds(run: SimulatedRegions) -> str:
     return f"{1_000 * run.known_s(0.5):.0f} ms (50 %), {1_000 * run.known_s(0.99):.0f} ms (99 %)"
-
-
-def results_of(run: SimulatedRegions) -> Mapping[str, object]:
-    """Return the results for programs."""
-    subjects = {
-        subject: {
-            "asked": counts.asked,
-            "admitted": counts.admitted,
-            "over_units": run.never_over.over.get(subject, 0),
-            "fewer": run.shortfall(subject),
-            "denied_late": counts.denied_late,
-            "broken_waits": counts.broken_waits,
-            "delivered": run.delivered(subject),
-        }
-        for subject, counts in run.subjects.items()
-    }
-    return {
-        "subjects": subjects,
-        "known_seconds_p50": run.known_s(0.5),
-        "known_seconds_p99": run.known_s(0.99),
-        "takeover_seconds_max": max(run.takeovers_s, default=0.0),
-        "excess_units": run.excess_units,
-        "problems": run.problems(),
-    }
 
 
 def run_random_regions(seed: int) -> list[str]:

@@ -1,21 +1,13 @@
-"""The results of a simulated fleet: numbers, a table, and plots."""
+"""The results of a simulated fleet: numbers and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
-from ratekeeper.lab.checkers import percentile
-from ratekeeper.lab.fleet import SimulatedFleet
-from ratekeeper.lab.network import NS_PER_MS
-
-_CHART_HEIGHT: Final = 8
-_CHART_WIDTH_MAX: Final = 90
-_SVG_WIDTH: Final = 900
-_SVG_HEIGHT: Final = 320
-_SVG_MARGIN: Final = 50
+from tests.simulator.checkers import percentile
+from tests.simulator.fleet import SimulatedFleet
+from tests.simulator.network import NS_PER_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,65 +105,3 @@ def rows_of(summary: FleetSummary) -> list[tuple[str, str]]:
             f"{mean_kb:.1f} and {most_kb:.1f} KB/s",
         ),
     ]
-
-
-def chart_of(fleet: SimulatedFleet) -> list[str]:
-    """Return a plot of text: requests and admissions in each second."""
-    seconds = fleet.counts.seconds
-    group = -(-len(seconds) // _CHART_WIDTH_MAX) or 1
-    columns = [
-        (
-            sum(each.requests for each in seconds[at : at + group]) / group,
-            sum(each.admitted for each in seconds[at : at + group]) / group,
-        )
-        for at in range(0, len(seconds), group)
-    ]
-    most = max((requests for requests, _ in columns), default=0) or 1
-    lines = []
-    for row in range(_CHART_HEIGHT, 0, -1):
-        least = (row - 0.5) * most / _CHART_HEIGHT
-        bars = "".join(
-            "█" if admitted >= least else "░" if requests >= least else " "
-            for requests, admitted in columns
-        )
-        lines.append(f"{row * most / _CHART_HEIGHT:9,.0f} │{bars}")
-    lines.append(f"{'':9} └{'─' * len(columns)}")
-    lines.append(f"{'':11}a column is {group} s; per second: █ admitted, ░ denied")
-    return lines
-
-
-def svg_of(fleet: SimulatedFleet) -> str:
-    """Return a plot as SVG: a line each for requests, admissions, and answers in the node."""
-    seconds = fleet.counts.seconds
-    series = (
-        ("requests", "#b0b0b0", [each.requests for each in seconds]),
-        ("admitted", "#1b7f4b", [each.admitted for each in seconds]),
-        ("perfect limiter", "#c2410c", [each.ideal for each in seconds]),
-        ("answered in the node", "#2563eb", [each.in_node for each in seconds]),
-    )
-    most = max((max(values, default=0) for _, _, values in series), default=0) or 1
-    right, bottom = _SVG_WIDTH - _SVG_MARGIN, _SVG_HEIGHT - _SVG_MARGIN
-    lines = "".join(
-        f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" '
-        f'points="{_points(values, most, bottom)}"/>\n'
-        f'<text x="{_SVG_MARGIN + 160 * at}" y="{_SVG_HEIGHT - 8}" fill="{colour}">{name}</text>\n'
-        for at, (name, colour, values) in enumerate(series)
-    )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SVG_WIDTH} {_SVG_HEIGHT}"
-  font-family="sans-serif" font-size="12">
-<rect width="{_SVG_WIDTH}" height="{_SVG_HEIGHT}" fill="white"/>
-<path d="M{_SVG_MARGIN} 20V{bottom}H{right}" fill="none" stroke="black"/>
-<text x="{_SVG_MARGIN}" y="{bottom + 18}">0 s</text>
-<text x="{right}" y="{bottom + 18}" text-anchor="end">{len(seconds)} s</text>
-<text x="{_SVG_MARGIN}" y="14" text-anchor="middle">{most:,}/s</text>
-{lines}</svg>
-"""
-
-
-def _points(values: Sequence[int], most: int, bottom: int) -> str:
-    width = _SVG_WIDTH - 2 * _SVG_MARGIN
-    step = width / max(len(values) - 1, 1)
-    return " ".join(
-        f"{_SVG_MARGIN + at * step:.1f},{bottom - value * (bottom - 20) / most:.1f}"
-        for at, value in enumerate(values)
-    )

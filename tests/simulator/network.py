@@ -29,7 +29,7 @@ Event = tuple[int, int, Callable[..., None], tuple[Any, ...]]
 
 def seeded(seed: float) -> Random:
     """Return a random generator that gives the same numbers for the same seed."""
-    return Random(seed)  # noqa: S311 - a simulation must be repeatable, and keeps no secret
+    return Random(seed)
 
 
 class EventLoop:

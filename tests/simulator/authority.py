@@ -12,8 +12,8 @@ from ratekeeper.core.steps import Call
 from ratekeeper.decide.leasing import LeaseCheck, LeasedAnswer
 from ratekeeper.decide.store import Gate
 from ratekeeper.decide.stores.memory import PythonMemoryStore
-from ratekeeper.lab.checkers import NeverOver
-from ratekeeper.lab.network import EventLoop
+from tests.simulator.checkers import NeverOver
+from tests.simulator.network import EventLoop
 
 RULE: Final = "simulated"
 
@@ -78,7 +78,7 @@ class SimulatedAuthority:
         return [(table.entries, table.expiries) for table in self._tables()]
 
     def _tables(self) -> list[Any]:
-        tables = self.store._tables  # noqa: SLF001 - stores have no failover
+        tables = self.store._tables
         return list(tables.values())
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, State
-from ratekeeper.lab.checkers import CentralLimiter, NeverOver, percentile
+from tests.simulator.checkers import CentralLimiter, NeverOver, percentile
 
 START_S = 1_800_000_000
 Arrivals = list[tuple[int, int]]  # milliseconds since the one before, and cost

@@ -13,18 +13,17 @@ while, and only a partition loses a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ratekeeper.core.clock import NS_PER_SECOND, ns_from_seconds
-from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.fleet.datagrams import Address, Message
-from ratekeeper.lab.authority import SimulatedAuthority
-from ratekeeper.lab.checkers import CentralLimiter, DenialTimes, NeverOver
-from ratekeeper.lab.faults import Faults
-from ratekeeper.lab.network import (
+from tests.simulator.authority import SimulatedAuthority
+from tests.simulator.checkers import CentralLimiter, DenialTimes, NeverOver
+from tests.simulator.faults import Faults
+from tests.simulator.network import (
     NS_PER_MS,
     START_NS,
     Cut,
@@ -33,8 +32,8 @@ from ratekeeper.lab.network import (
     VirtualNetwork,
     seeded,
 )
-from ratekeeper.lab.node import AUTHORITY, SimulatedNode
-from ratekeeper.lab.traffic import USUAL_MIX, Traffic
+from tests.simulator.node import AUTHORITY, SimulatedNode
+from tests.simulator.traffic import USUAL_MIX, Traffic
 
 RETRANSMIT_NS: Final = 200 * NS_PER_MS
 CLOCK_STEP_S: Final = 60
@@ -71,27 +70,10 @@ class FleetPlan:
     faults: Faults = field(default_factory=Faults)
     quality: Quality = field(default_factory=Quality)
 
-    def __post_init__(self) -> None:
-        if self.faults.scale_from > self.nodes:
-            raise ConfigError(
-                f"scale_from={self.faults.scale_from} is more than the {self.nodes} nodes of the "
-                f"fleet; for example scale_from={max(self.nodes // 10, 1)}"
-            )
-
     @property
     def is_exact(self) -> bool:
         """True if the limits must never be exceeded, whatever happens."""
         return self.consistency != "eventual"
-
-
-@dataclass(slots=True)
-class SecondOfTraffic:
-    """The counts of one second, for the plot."""
-
-    requests: int = 0
-    admitted: int = 0
-    in_node: int = 0
-    ideal: int = 0
 
 
 @dataclass(slots=True)
@@ -111,7 +93,6 @@ class FleetCounts:
     """Calls to the authority, of requests and of reports."""
     by_subject: dict[str, int] = field(default_factory=dict)
     """Requests that were admitted."""
-    seconds: list[SecondOfTraffic] = field(default_factory=list)
 
 
 class SimulatedFleet:
@@ -150,34 +131,16 @@ class SimulatedFleet:
         self._changed_ns = 0
         self._after_kill = False
         self._looks = False
-        self._second = SecondOfTraffic()
 
-    def run(self, progress: Callable[[float], None] | None = None) -> None:
-        """Run the whole plan. `progress` is called with the simulated seconds so far."""
-        for _ in self.steps():
-            if progress is not None:
-                progress((self.loop.now - START_NS) / NS_PER_SECOND)
-
-    def steps(self) -> Iterator[None]:
-        """Run the plan, one simulated second at a time."""
-        self._start()
-        end_ns = START_NS + ns_from_seconds(self.plan.seconds)
-        while self.loop.now < end_ns:
-            self._second = SecondOfTraffic()
-            self.counts.seconds.append(self._second)
-            self.loop.run_until(min(self.loop.now + NS_PER_SECOND, end_ns))
-            yield
-        self._end()
-
-    def _start(self) -> None:
+    def run(self) -> None:
+        """Run the whole plan."""
         for node in self.nodes[: self.plan.faults.scale_from or None]:
             self.start_node(node)
         _FaultSchedule(self).start()
         random = seeded(self.random.random())
         for group in self.plan.traffic:
             group.start(self.loop, random, self.arrived)
-
-    def _end(self) -> None:
+        self.loop.run_until(START_NS + ns_from_seconds(self.plan.seconds))
         self.live = []  # no further request is counted
         self.loop.run_until(self.loop.now + DRAIN_NS)
         for node in self.nodes:
@@ -190,7 +153,7 @@ class SimulatedFleet:
         charge and no hint is lost. The units that the nodes admit while the authority is away are
         within the limit, too, as long as no node dies before it has announced its units.
         """
-        faults = self.plan.faults.given().keys()
+        faults = self.plan.faults.given()
         found = [] if faults & _LOSES_MEMBERS else list(self.outage_over.violations)
         if self.plan.is_exact:
             return found + self.never_over.violations
@@ -227,25 +190,20 @@ class SimulatedFleet:
         if not self.live:
             return
         self.counts.requests += 1
-        second = self._second
-        second.requests += 1
-        if self.central.arrived(subject, cost, self.loop.now):
-            second.ideal += 1
+        self.central.arrived(subject, cost, self.loop.now)
         self.random.choice(self.live).check(subject, cost)
 
     def decided(
         self, node: int, subject: str, cost: int, decision: Decision | None, *, in_node: bool
     ) -> None:
         """Count an answer; None if the authority did not answer."""
-        counts, second = self.counts, self._second
+        counts = self.counts
         if in_node:
             counts.in_node += 1
-            second.in_node += 1
         if decision is None:
             counts.failed += 1
         elif decision.allowed:
             counts.admitted += 1
-            second.admitted += 1
             counts.by_subject[subject] = counts.by_subject.get(subject, 0) + 1
             if in_node:
                 self.never_over.admitted(subject, cost, self.loop.now, f"node {node}")
@@ -260,7 +218,6 @@ class SimulatedFleet:
         counts = self.counts
         counts.locally += 1
         counts.admitted += 1
-        self._second.admitted += 1
         counts.by_subject[subject] = counts.by_subject.get(subject, 0) + 1
         self.outage_over.admitted(subject, cost, self.loop.now, f"the totals of node {node}")
 

@@ -24,11 +24,11 @@ from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.outage import NodeTotals
 from ratekeeper.fleet.reports import BATCH_MAX, Reports, round_ns
 from ratekeeper.fleet.settings import Fleet
-from ratekeeper.lab.authority import RULE
-from ratekeeper.lab.network import NS_PER_MS, NodeClock, seeded
+from tests.simulator.authority import RULE
+from tests.simulator.network import NS_PER_MS, NodeClock, seeded
 
 if TYPE_CHECKING:
-    from ratekeeper.lab.fleet import SimulatedFleet
+    from tests.simulator.fleet import SimulatedFleet
 
 AUTHORITY: Final = -1
 """The authority's address in the network."""

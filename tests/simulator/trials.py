@@ -1,8 +1,8 @@
 """Random fleets with random faults: each trial follows from its seed.
 
 A trial is small, so that many of them fit into a minute: a few nodes, a few busy subjects, and a
-short limit that is reached again and again. `ratekeeper simulate random` runs trials, and repeats
-one by its seed.
+short limit that is reached again and again. `python -m tests.simulator random` runs trials, and
+repeats one by its seed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from random import Random
 from typing import Final
 
 from ratekeeper.core.model import ALGORITHM_NAMES, Limit
-from ratekeeper.lab.faults import random_faults
-from ratekeeper.lab.fleet import FleetPlan, SimulatedFleet
-from ratekeeper.lab.network import seeded
-from ratekeeper.lab.traffic import TrafficGroup
+from tests.simulator.faults import random_faults
+from tests.simulator.fleet import FleetPlan, SimulatedFleet
+from tests.simulator.network import seeded
+from tests.simulator.traffic import TrafficGroup
 
 SEED_BITS: Final = 32
 

@@ -1,1 +1,0 @@
-"""Trials without risk: simulations of a fleet."""
