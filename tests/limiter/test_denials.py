@@ -217,6 +217,20 @@ def test_a_line_has_no_secret_and_stays_one_line(
     assert subject.isprintable()
 
 
+def test_a_client_cannot_appear_as_another_one(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that looks like the digest of another client in the log is a digest of its own."""
+    limiter = Limiter("1/hour")
+    shown: list[str] = []
+    for name in ("sk_victim", None):
+        key = f"api_key:{name or shown[0].partition(':')[2]}"
+        limiter.check(key)
+        denied(limiter.hold(key).__enter__)
+        shown.append(caplog.records[-1].subject)  # type: ignore[attr-defined]  # extra
+    assert len(set(shown)) == 2
+
+
 def test_a_denial_is_seen_without_configuration() -> None:
     """`logging` prints warnings on standard error if nothing else is configured."""
     program = (

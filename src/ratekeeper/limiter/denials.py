@@ -54,7 +54,9 @@ _SOURCES: Final = frozenset(
 _KIND: Final = re.compile(r"[a-z_]{1,32}")
 _ID: Final = re.compile(r"[0-9]{1,9}")
 _FUNCTION: Final = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_<>]+)+")
-_DIGEST: Final = re.compile(r"#[0-9a-f]{24,32}")
+# A digest of the middleware. It is longer than those of this log, so that a value which a client
+# chose never looks like the digest of another client.
+_DIGEST: Final = re.compile(r"#[0-9a-f]{32}")
 _DIGEST_BYTES: Final = 12
 _TEXT_LENGTH_MAX: Final = 100
 
