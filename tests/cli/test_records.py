@@ -84,13 +84,13 @@ def test_a_command_queries_and_prints(
 
 
 def test_counts_have_no_fractions() -> None:
-    """An estimate of 12.0 requests is 12, and one of 1,234.6 is 1235; a rate has three digits."""
-    counts = [(12.0, 0.5), (1234.6, 20.576666), (3.0, 1.0)]
+    """Estimated counts are halved every minute; the next whole number is shown. Rates have digits."""
+    counts = [(12.0, 0.5), (1234.6, 20.576666), (2.509, 1.0), (0.3, 120.0)]
     items = [{**BUSY, "count": count, "per_second": rate} for count, rate in counts]
     with stub_service(200, {"items": items}) as service:
         shown = run("records", "top", url=service.url).stdout
     assert [line.split()[-2:] for line in shown.splitlines()[1:]] == [
-        *(["12", "0.5"], ["1235", "20.6"], ["3", "1"])
+        *(["12", "0.5"], ["1235", "20.6"], ["3", "1"], ["1", "120"])
     ]
 
 

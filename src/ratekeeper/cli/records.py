@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -246,9 +247,12 @@ def _usage(each: Mapping[str, Any]) -> list[str]:
 
 
 def _busy(each: Mapping[str, Any]) -> list[str]:
+    count = each.get("count")
+    if isinstance(count, float):  # an estimate; halved every minute, it has fractions
+        count = math.ceil(count)
     return [
         *(_parts(each.get("subject")), _text(each.get("rule"))),
-        *(_text(each.get("count")), _text(each.get("per_second"))),
+        *(_text(count), _text(each.get("per_second"))),
     ]
 
 
@@ -259,6 +263,6 @@ def _parts(value: object) -> str:
 
 def _text(value: object) -> str:
     """Return a value of the answer as one line; "-" if there is none."""
-    if isinstance(value, float):  # an estimated count, or a rate
-        value = f"{value:.0f}" if value.is_integer() or value >= 100 else f"{value:.3g}"
+    if isinstance(value, float):  # a rate
+        value = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
     return "-" if value is None or value == "" else one_line(str(value))[:_TEXT_MAX]
