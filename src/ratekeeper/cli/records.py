@@ -14,7 +14,7 @@ from ratekeeper.cli.common import (
     CliCommand,
     CliGroup,
     JsonOption,
-    parse_moment,
+    parse_period,
     print_json,
     print_table,
     print_text,
@@ -191,9 +191,8 @@ def _called(
     from_: str | None,
     to: str | None,
 ) -> dict[str, Any]:
-    for name, text in (("from", from_), ("to", to)):
-        if (time := parse_moment(f"--{name}", text)) is not None:
-            query[name] = time.isoformat()
+    period = parse_period(("--from", "--to"), from_, to)
+    query |= {n: time.isoformat() for n, time in zip(("from", "to"), period, strict=True) if time}
     with service:
         return service.call("GET", path, query=query, expected="items")
 
