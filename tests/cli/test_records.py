@@ -84,30 +84,30 @@ def test_a_command_queries_and_prints(
 
 
 def test_counts_have_no_fractions() -> None:
-    """An estimate of 12.0 requests is 12, and one of 1,234.6 is 1235; a rate has three digits."""
-    counts = [(12.0, 0.5), (1234.6, 20.576666), (3.0, 1.0)]
+    """Estimates, which are halved every minute, are rounded up; a rate has three digits."""
+    counts = [(12.0, 0.5), (1234.6, 20.576666), (2.509, 1.0), (0.3, 120.0)]
     items = [{**BUSY, "count": count, "per_second": rate} for count, rate in counts]
     with stub_service(200, {"items": items}) as service:
         shown = run("records", "top", url=service.url).stdout
     assert [line.split()[-2:] for line in shown.splitlines()[1:]] == [
-        *(["12", "0.5"], ["1235", "20.6"], ["3", "1"])
+        *(["12", "0.5"], ["1235", "20.6"], ["3", "1"], ["1", "120"])
     ]
 
 
-def test_a_time_of_day_is_today() -> None:
-    """In UTC; the forms of a time are in the error message."""
+@pytest.mark.parametrize("minutes", [-61, 61])
+def test_a_time_of_day_is_the_last_one(minutes: int) -> None:
+    """In UTC: at 00:10, 23:50 was yesterday. The forms of a time are in the error message."""
+    asked = datetime.now(UTC).replace(microsecond=0) + timedelta(minutes=minutes)
     with stub_service(200, {"items": []}) as service:
-        before = datetime.now(UTC).date()
-        command = ("records", "decisions", "--from", "14:03", "--to", "1h")
+        command = ("records", "decisions", "--from", f"{asked:%H:%M:%S}", "--to", "10m")
         assert run(*command, url=service.url).exit_code == 0
         wrong = run("records", "decisions", "--from", "yesterday", url=service.url)
     query = parse_qs(urlsplit(service.received[0].target).query)
     start, end = (datetime.fromisoformat(query[name][0]) for name in ("from", "to"))
-    assert before <= start.date() <= datetime.now(UTC).date()
-    assert (start.hour, start.minute, start.second, start.tzinfo) == (14, 3, 0, UTC)
-    assert timedelta(hours=1) <= datetime.now(UTC) - end < timedelta(hours=2)
+    assert start == asked - timedelta(days=asked > datetime.now(UTC))
+    assert timedelta(minutes=10) <= datetime.now(UTC) - end < timedelta(minutes=15)
     assert wrong.exit_code == 2
-    assert "--from 'yesterday' is not a time; write 14:03 (today, UTC), 2h (ago)" in wrong.output
+    assert "--from 'yesterday' is not a time; write 14:03 (the last one, UTC)" in wrong.output
 
 
 def test_no_records_and_strange_answers() -> None:

@@ -635,3 +635,20 @@ def test_keys_of_a_key_function_are_valid_and_never_collide(
         assert not isinstance(found, Request)
         subjects.append(subject_of(found))
     assert (subjects[0] == subjects[1]) is (parts(one) == parts(two))
+
+
+@pytest.mark.parametrize("victim", ["v" * 300, "a\x1fb"])
+@pytest.mark.parametrize(("long", "forged"), [("user", "tenant"), ("tenant", "user")])
+def test_a_key_function_may_return_the_digest_of_another_field(
+    victim: str, long: str, forged: str
+) -> None:
+    """A client that sends a long user and its digest as tenant does not count as that tenant."""
+    keys = _keys(key=lambda web_request: None)
+
+    def counted(**fields: str) -> str | None:
+        found = keys.of_hook(Request(**fields), _request())
+        assert isinstance(found, Request)
+        return str(getattr(found, forged))
+
+    sent = {long: victim, forged: digest_of(victim)}
+    assert counted(**sent) != counted(**{forged: victim}) == digest_of(victim)

@@ -60,7 +60,7 @@ _URL: Final = re.compile(r"\S*://\S*")
 _TOKEN: Final = re.compile(r"\brk_[\w-]+")
 _DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?) ?(?P<unit>[a-z]{0,12})")
 _TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
-TIME_FORMS: Final = "14:03 (today, UTC), 2h (ago), 2026-11-15 or 2026-11-15T14:30Z"
+TIME_FORMS: Final = "14:03 (the last one, UTC), 2h (ago), 2026-11-15 or 2026-11-15T14:30Z"
 
 ReasonOption = Annotated[
     str, typer.Option("--reason", metavar="TEXT", help="The reason for the change.")
@@ -361,16 +361,34 @@ def parse_duration_s(option: str, text: str) -> float:
     return float(found["number"]) * unit_ns / NS_PER_SECOND
 
 
-def parse_moment(option: str, text: str | None, now: datetime | None = None) -> datetime | None:
-    """Parse a time, in one of the TIME_FORMS. Raises ConfigError.
+def parse_period(
+    options: tuple[str, str],
+    start: str | None,
+    end: str | None,
+    now: datetime | None = None,
+) -> tuple[datetime | None, datetime | None]:
+    """Parse the start and the end of a period, each in one of the TIME_FORMS. Raises ConfigError.
 
-    >>> noon = datetime(2026, 11, 15, 12, tzinfo=UTC)
-    >>> [f"{parse_moment('--from', text, noon):%d %H:%M}" for text in ("2h", "2 hours ago", "9:05")]
-    ['15 10:00', '15 10:00', '15 09:05']
+    A start that would be later today was yesterday, and so was an end that would be later today.
+
+    >>> now = datetime(2026, 11, 15, 0, 10, tzinfo=UTC)
+    >>> [f"{time:%d %H:%M}" for time in parse_period(("--from", "--to"), "23:50", "23:55", now)]
+    ['14 23:50', '14 23:55']
+    >>> [f"{time:%d %H:%M}" for time in parse_period(("--from", "--to"), "0:05", "9:00", now)]
+    ['15 00:05', '15 09:00']
     """
+    now = datetime.now(UTC) if now is None else now
+    times = [_moment(*each, now) for each in zip(options, (start, end), strict=True)]
+    if start and times[0] and _TIME_OF_DAY.fullmatch(start) and times[0] > now:
+        times[0] -= timedelta(days=1)
+        if end and times[1] and _TIME_OF_DAY.fullmatch(end) and times[1] > now:
+            times[1] -= timedelta(days=1)
+    return times[0], times[1]
+
+
+def _moment(option: str, text: str | None, now: datetime) -> datetime | None:
     if text is None:
         return None
-    now = datetime.now(UTC) if now is None else now
     try:
         if found := _TIME_OF_DAY.fullmatch(text):
             hour, minute, second = (int(each or 0) for each in found.groups())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -13,7 +14,7 @@ from ratekeeper.cli.common import (
     CliCommand,
     CliGroup,
     JsonOption,
-    parse_moment,
+    parse_period,
     print_json,
     print_table,
     print_text,
@@ -190,9 +191,8 @@ def _called(
     from_: str | None,
     to: str | None,
 ) -> dict[str, Any]:
-    for name, text in (("from", from_), ("to", to)):
-        if (time := parse_moment(f"--{name}", text)) is not None:
-            query[name] = time.isoformat()
+    period = parse_period(("--from", "--to"), from_, to)
+    query |= {n: time.isoformat() for n, time in zip(("from", "to"), period, strict=True) if time}
     with service:
         return service.call("GET", path, query=query, expected="items")
 
@@ -246,9 +246,12 @@ def _usage(each: Mapping[str, Any]) -> list[str]:
 
 
 def _busy(each: Mapping[str, Any]) -> list[str]:
+    count = each.get("count")
+    if isinstance(count, float):  # an estimate; halved every minute, it has fractions
+        count = math.ceil(count)
     return [
         *(_parts(each.get("subject")), _text(each.get("rule"))),
-        *(_text(each.get("count")), _text(each.get("per_second"))),
+        *(_text(count), _text(each.get("per_second"))),
     ]
 
 
@@ -259,6 +262,6 @@ def _parts(value: object) -> str:
 
 def _text(value: object) -> str:
     """Return a value of the answer as one line; "-" if there is none."""
-    if isinstance(value, float):  # an estimated count, or a rate
-        value = f"{value:.0f}" if value.is_integer() or value >= 100 else f"{value:.3g}"
+    if isinstance(value, float):  # a rate
+        value = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
     return "-" if value is None or value == "" else one_line(str(value))[:_TEXT_MAX]

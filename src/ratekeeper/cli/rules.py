@@ -36,7 +36,7 @@ from ratekeeper.cli.common import (
     JsonOption,
     ReasonOption,
     UndoesChanges,
-    parse_moment,
+    parse_period,
     print_json,
     print_table,
     print_text,
@@ -109,6 +109,7 @@ _HISTORY_MAX: Final = 1_000
 _SHOWN_MAX: Final = 10
 # A person waits for the answer, and a first connection takes longer than a check.
 _EXPLAIN_DEADLINE_MS: Final = 2_000
+_PERIOD: Final = ("--since", "--until")
 # A service replays for up to 10 s.
 _PREVIEW_TIMEOUT_S: Final = 30.0
 # Without a store, a global rule is explained as if there were one region.
@@ -665,9 +666,7 @@ def audit_(
     """
     from ratekeeper.control.audit import AuditCursor, AuditFilter  # noqa: PLC0415 - needs an extra
 
-    wanted = AuditFilter(
-        author, kind, key, parse_moment("--since", since), parse_moment("--until", until)
-    )
+    wanted = AuditFilter(author, kind, key, *parse_period(_PERIOD, since, until))
     cursor = None if before is None else AuditCursor.read(before)
 
     async def find() -> AuditPage:
@@ -1080,8 +1079,8 @@ def preview(
     Example: ratekeeper rules preview limits.yaml --url http://127.0.0.1:8080 --since 2026-11-15
     """
     document = source_from_file(file).document()
-    moments = {"from": parse_moment("--since", since), "to": parse_moment("--until", until)}
-    query = {name: each.isoformat() for name, each in moments.items() if each is not None}
+    period = parse_period(_PERIOD, since, until)
+    query = {n: time.isoformat() for n, time in zip(("from", "to"), period, strict=True) if time}
     if limit is not None:
         query["limit"] = str(limit)
     with service as client:

@@ -12,7 +12,8 @@ logs nothing, and a check in the kernel stays without Python code.
 with their number follows with the first denial after INTERVAL_NS, of that subject or of any other.
 A process tracks SUBJECTS_MAX subjects at a time, and so logs SUBJECTS_MAX + 1 lines in an interval
 at most: the denials of all further subjects have one line. Nothing runs in the background, so the
-counts of the last denials are logged with the next one.
+counts of the last denials are logged with the next one, or when the process exits. A forked child
+begins without counts: those before the fork are the parent's.
 
 **Level.** `logging` prints warnings on standard error if the application configures nothing, so a
 denial is a warning: the bound keeps it from filling a terminal.
@@ -25,8 +26,10 @@ are quoted as JSON: a line stays one line.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import os
 import re
 import threading
 from hashlib import blake2b
@@ -54,7 +57,9 @@ _SOURCES: Final = frozenset(
 _KIND: Final = re.compile(r"[a-z_]{1,32}")
 _ID: Final = re.compile(r"[0-9]{1,9}")
 _FUNCTION: Final = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_<>]+)+")
-_DIGEST: Final = re.compile(r"#[0-9a-f]{24,32}")
+# A digest of the middleware. It is longer than those of this log, so that a value which a client
+# chose never looks like the digest of another client.
+_DIGEST: Final = re.compile(r"#[0-9a-f]{32}")
 _DIGEST_BYTES: Final = 12
 _TEXT_LENGTH_MAX: Final = 100
 
@@ -97,6 +102,18 @@ class DenialLog:
         """Begin again without counts."""
         with self._lock:
             self._clear()
+
+    def flush(self) -> None:
+        """Log the counts that no line has yet, and begin again."""
+        now_ns = self._now_ns()
+        with self._lock:
+            waiting = [each for each in self._tracked.values() if each.denials]
+            lines = [_fields_of(each, now_ns, _shown(each.subject)) for each in waiting]
+            if self._others.denials:
+                lines.append(_fields_of(self._others, now_ns, _OTHERS))
+            self._clear()
+        for fields in lines:
+            _write(fields)
 
     def note(self, result: CheckResult, key: Key | Request) -> None:
         """Count the denial of a request, and log the lines that are due.
@@ -150,13 +167,13 @@ class DenialLog:
                 lines.append(self._logged(denied, now_ns))
         others = self._others
         if others.denials and not 0 <= now_ns - others.logged_ns < INTERVAL_NS:
-            lines.append(_fields_of(others, now_ns, subject=_OTHERS))
+            lines.append(_fields_of(others, now_ns, _OTHERS))
             self._others = _Denied("", "")
         return lines
 
     def _logged(self, denied: _Denied, now_ns: int) -> dict[str, Any]:
         """Return the line of a subject, and track the subject until its next one."""
-        fields = _fields_of(denied, now_ns, subject=_shown(denied.subject))
+        fields = _fields_of(denied, now_ns, _shown(denied.subject))
         denied.denials, denied.logged_ns = 0, now_ns
         self._tracked[denied.rule, denied.subject] = denied
         return fields
@@ -242,3 +259,5 @@ def _digest(value: str) -> str:
 
 denials: Final = DenialLog(SystemClock())
 """The log of this process."""
+atexit.register(denials.flush)
+os.register_at_fork(after_in_child=denials.forget_all)
