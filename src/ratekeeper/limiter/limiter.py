@@ -108,7 +108,9 @@ class Limiter(LimiterSetup):
 
     def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
-        return run(self._rules().explain_steps(request_of(request), units_of(cost, "cost")))
+        rules = self._rules()
+        found = rules.explained(request_of(request), units_of(cost, "cost"))
+        return run(rules.answer_steps(*found))
 
     def refund(self, key: Key | Request, cost: int = 1, decision: Decision | None = None) -> None:
         """Undo a decision that spent `cost` units, or a part of them. Raises StoreError.

@@ -981,9 +981,14 @@ class RuleEngine:
         except StoreError:
             return True
 
-    def explain_steps(self, request: Request, cost: int) -> Steps[Explanation]:
-        """Explain which rules apply and why, and the decision of each. Spends nothing."""
-        explanation, checks = explain(self.compiled_rules, request, cost)
+    def explained(self, request: Request, cost: int) -> tuple[Explanation, list[RuleCheck | None]]:
+        """Explain which rules apply and why. It examines every rule: 10,000 take 100 ms."""
+        return explain(self.compiled_rules, request, cost)
+
+    def answer_steps(
+        self, explanation: Explanation, checks: Sequence[RuleCheck | None]
+    ) -> Steps[Explanation]:
+        """Return an explanation with the decision of each rule. Spends nothing."""
         answers: list[RuleAnswer] = []
         for check in checks:
             try:

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data, read
 from ratekeeper.rules.document.writing import to_data, to_yaml
-from ratekeeper.service.admin.control import HEAVY_LENGTH, HEAVY_OF_TOKEN_MAX
+from ratekeeper.service.admin.control import (
+    HEAVY_ENTRIES,
+    HEAVY_LENGTH,
+    HEAVY_OF_TOKEN_MAX,
+    HeavyWork,
+)
 from ratekeeper.service.admin.rules import merged
 from ratekeeper.service.http.tokens import Token
 from ratekeeper.testing import ManualClock
@@ -217,6 +222,38 @@ async def test_the_requests_of_one_token_that_take_long_wait_in_turn(admin: Admi
             assert busy.json()["error"]["code"] == "BUSY"
         own = ask("/rules/validate", {"Authorization": f"Bearer {admin.secrets['admin']}"})
     assert [each.status_code for each in await asyncio.gather(*waiting, own)] == [200] * 4
+
+
+async def test_questions_about_a_long_document_wait_in_turn(admin: Admin) -> None:
+    """Listing subjects takes long with a long document only."""
+    reader = {"Authorization": f"Bearer {admin.secrets['read']}"}
+    heavy = admin.app.state.control.heavy
+
+    async def statuses() -> list[int]:
+        paths = ("/lists/deny", "/assignments")
+        calls = [admin.client.get(f"/v1/admin{path}", headers=reader) for path in paths]
+        return [(await each).status_code for each in calls]
+
+    async def ask_beside() -> list[int]:
+        token = Token("read-token", "read")
+        async with heavy.turn(token):
+            others = [asyncio.create_task(_turn(heavy, token)) for _ in range(2)]
+            while heavy.asked_by(token.name) < HEAVY_OF_TOKEN_MAX:  # noqa: ASYNC110 - see above
+                await asyncio.sleep(0)
+            found = await statuses()
+        await asyncio.gather(*others)
+        return found
+
+    assert await ask_beside() == [200, 200]
+    deny = "\n".join(["deny:", *(f"  - user:bad{n}" for n in range(HEAVY_ENTRIES))])
+    await admin.call("PUT", "/rules", content=f"{RULES.rstrip()}\n{deny}\n")
+    assert await statuses() == [200, 200]
+    assert await ask_beside() == [429, 429]
+
+
+async def _turn(heavy: HeavyWork, token: Token) -> None:
+    async with heavy.turn(token):
+        pass
 
 
 async def test_a_document_is_validated_without_being_applied(admin: Admin) -> None:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 import re
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +16,13 @@ import pytest
 from starlette.routing import Route
 
 from ratekeeper.service.admin.api import admin_app
+from ratekeeper.service.admin.control import HEAVY_LENGTH, HEAVY_OF_TOKEN_MAX
 from ratekeeper.service.console import views
 from ratekeeper.service.console.app import console_app
 from ratekeeper.service.console.sessions import Sessions
 from ratekeeper.service.console.views import COOKIE, FORM_FIELDS_MAX, NAVIGATION
 from ratekeeper.service.http.incoming import body_bytes_max
+from ratekeeper.service.http.tokens import Token
 from tests.service.console.client import NODE, ConsoleClient, console_of
 
 # What a reader may send: questions, and what concerns the own sessions.
@@ -300,6 +305,51 @@ async def test_huge_input_is_rejected(console: ConsoleClient) -> None:
         console.http.cookies.clear()
         answer = await console.http.get("/console/audit", headers={"Cookie": f"{COOKIE}={cookie}"})
         assert answer.status_code == 303
+
+
+async def test_a_form_is_decoded_in_little_memory(console: ConsoleClient) -> None:
+    """A reader's form of 16 MB of escapes took a gigabyte and stopped the worker for a second."""
+    form = f"csrf={console.csrf}&name=" + "%41" * 500_000
+    # Loads the templates and the code of the page.
+    await console.http.post("/console/try", data={"csrf": console.csrf}, headers={"Origin": NODE})
+    tracemalloc.start()
+    try:
+        answer = await console.http.post(
+            "/console/rules/check", content=form, headers={"Content-Type": FORM}
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 200
+    assert peak < 10 * len(form), f"{peak:,} bytes for a form of {len(form):,}"
+
+
+@pytest.mark.parametrize("slice_bytes", [3, 4, 5, 7, 64])
+async def test_a_form_is_decoded_in_slices(
+    console: ConsoleClient, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
+) -> None:
+    """Wherever a slice ends, the text is that of the operator: no escape is cut."""
+    monkeypatch.setattr(views, "SLICE_BYTES", slice_bytes)
+    text = "a: é%41 +%\nb: €&=%%%2\n"
+    answer = await console.post("/rules/check", 200, document=text)
+    assert f"\n{html.escape(text)}</textarea>" in answer.text
+
+
+async def test_a_long_form_waits_for_its_turn(console: ConsoleClient) -> None:
+    """It is work that takes long: with as much of one token as may wait, one more is 429."""
+    heavy = console.service._console.state.console.heavy
+    token = console.context.tokens.permitted(f"Bearer {console.secrets['admin']}", "read")
+    assert isinstance(token, Token)
+    long = "x" * HEAVY_LENGTH
+    async with heavy.turn(token):
+        posts = [console.post("/rules/check", 200, document=long) for _ in range(2)]
+        waiting = [asyncio.create_task(each) for each in posts]
+        while heavy.asked_by(token.name) < HEAVY_OF_TOKEN_MAX:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        await console.post("/rules/check", 200, document="a: 1")
+        answer = await console.post("/rules/check", 429, document=long)
+        assert "This worker is busy" in answer.text
+    await asyncio.gather(*waiting)
 
 
 HOSTILE = "\"'><x-evil onclick=evil()></textarea></script><script>evil()</script>\x00\x1b\u2028é"

@@ -60,7 +60,8 @@ EXPONENT: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]+")
 _WHOLE: Final = re.compile(r"-?(?:0|[1-9][0-9]{0,99})")
 _DECIMAL: Final = re.compile(r"-?[0-9]*\.[0-9]+|-?[0-9]+\.|-?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
 # The parser's time grows with the square of the number of %TAG directives. No document needs one.
-_TAG_DIRECTIVE: Final = re.compile("^%TAG", re.MULTILINE)
+# A line of YAML also ends at CR, NEL, LS and PS.
+_TAG_DIRECTIVE: Final = re.compile("(?:\\A|(?<=[\n\r\x85\u2028\u2029]))%TAG")
 # JSON writes a character above U+FFFF as two escapes, which YAML does not combine.
 _JSON_PAIR: Final = re.compile(
     r"(?<!\\)((?:\\\\)*)\\u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})", re.IGNORECASE

@@ -144,10 +144,12 @@ class HeavyWork:
         return self._asking[name]
 
     @asynccontextmanager
-    async def turn(self, token: Token, over: str | Document | None = None) -> AsyncIterator[None]:
+    async def turn(
+        self, token: Token, over: str | bytes | Document | None = None
+    ) -> AsyncIterator[None]:
         """Wait for the turn of a request with this token. Raises Busy.
 
-        `over` is the text or the document that is worked on; a short one needs no turn.
+        `over` is the text, form or document that is worked on; a short one needs no turn.
         """
         if over is not None and _is_short(over):
             yield
@@ -164,8 +166,8 @@ class HeavyWork:
                 del self._asking[token.name]
 
 
-def _is_short(over: str | Document) -> bool:
-    if isinstance(over, str):
+def _is_short(over: str | bytes | Document) -> bool:
+    if isinstance(over, str | bytes):
         return len(over) < HEAVY_LENGTH
     parts = (over.rules, over.assign, over.allow, over.deny, over.overrides)
     return sum(map(len, parts)) < HEAVY_ENTRIES

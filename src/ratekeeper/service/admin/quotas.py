@@ -431,13 +431,14 @@ async def grant_quota(control: Control, signed: Signed, grant: GrantIn) -> Quota
     "/explain",
     operation_id="explain",
     summary="Explain a request",
-    responses=error_responses(*_POST),
+    responses=error_responses(*_POST, 429),
     openapi_extra={ROLE: "read"},
 )
-async def explain(control: Control, request: ExplainIn) -> ExplanationOut:
+async def explain(call: Request, control: Control, request: ExplainIn) -> ExplanationOut:
     """Return every rule, whether it applies and why, and its decision. Spends nothing."""
     limiter, asker = control.context.limiter, _request_of(request)
-    explanation = await limiter.explain(asker, request.cost)
+    async with control.heavy.turn(call.state.token, limiter.compiled_rules.document):
+        explanation = await limiter.explain(asker, request.cost)
     usages: dict[str, GlobalUsageOut | None] = {}
     for check in control.compiled_rules().plan(asker, request.cost).checks:
         with suppress(StoreError):  # the rule has an error, too

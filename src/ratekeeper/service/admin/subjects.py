@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
 
 from ratekeeper.control import edits
@@ -245,9 +245,10 @@ async def delete_tier(name: TierName, editor: Editor) -> VersionOut:
     tags=["assignments"],
     operation_id="list_assignments",
     summary="All assignments",
-    responses=rules_responses(paged=True),
+    responses=rules_responses(429, paged=True),
 )
 async def list_assignments(
+    request: Request,
     response: Response,
     control: Control,
     tier: Annotated[
@@ -259,12 +260,18 @@ async def list_assignments(
 ) -> AssignmentPage:
     """Return the subjects and their tiers: entries by subject, then those of the document."""
     found = await _current(response, control, if_none_match)
-    in_document = [Entry("assignment", *pair) for pair in found.document.assign.items()]
-    in_document = [entry for entry in in_document if tier in {None, entry.data}]
+    async with control.heavy.turn(request.state.token, found.document):
+        in_document = await asyncio.to_thread(_assignments_of, found.document, tier)
     page = await _page(control, "assignment", in_document, limit, offset, tier)
     items = [AssignmentOut(subject=entry.key, tier=entry.data) for entry in page.items]
     _link(response, "/assignments", page.next, limit, tier=tier)
     return AssignmentPage(items=items, total=page.total, next=page.next)
+
+
+def _assignments_of(document: Document, tier: str | None) -> list[Entry]:
+    """Return the assignments of a document, which may have a million."""
+    found = (Entry("assignment", *pair) for pair in document.assign.items())
+    return [entry for entry in found if tier in {None, entry.data}]
 
 
 async def _current(
@@ -516,9 +523,10 @@ async def delete_override(
     tags=["lists"],
     operation_id="get_list",
     summary="The entries of a list",
-    responses=rules_responses(paged=True),
+    responses=rules_responses(429, paged=True),
 )
 async def get_list(
+    request: Request,
     list_name: Which,
     response: Response,
     control: Control,
@@ -537,9 +545,11 @@ async def get_list(
 ) -> EntryPage:
     """Return the entries of `allow` (never limited) or `deny` (always denied; it has priority)."""
     found = await _current(response, control, if_none_match)
-    in_document = [
-        entries.list_entry(list_name, each) for each in getattr(found.document, list_name)
-    ]
+    listed = getattr(found.document, list_name)
+    async with control.heavy.turn(request.state.token, found.document):
+        in_document = await asyncio.to_thread(
+            lambda: [entries.list_entry(list_name, each) for each in listed]
+        )
     if entry is not None:
         return await _listed(control, in_document, entries.list_entry(list_name, entry))
     page = await _page(control, list_name, in_document, limit, offset)

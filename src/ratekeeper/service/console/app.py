@@ -43,7 +43,7 @@ from ratekeeper.service.console.views import (
     view,
 )
 from ratekeeper.service.http.context import ServiceContext
-from ratekeeper.service.http.tokens import Token, TokenRejection
+from ratekeeper.service.http.tokens import OPEN, Token, TokenRejection
 
 # A page and its answers belong to one operator: no cache keeps them.
 _HEADERS: Final = (
@@ -57,7 +57,7 @@ _HEADERS: Final = (
 log = logging.getLogger("ratekeeper.console")
 
 
-def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
+def console_app(context: ServiceContext, admin: Starlette) -> Starlette:
     """Return the application for /console. `admin` is the application of the admin API."""
     folder = context.settings.sessions
     if folder is None:
@@ -79,7 +79,7 @@ def console_app(context: ServiceContext, admin: ASGIApp) -> Starlette:
     )
     # A trailing slash is another URL.
     app.router.redirect_slashes = False
-    app.state.console = Console(context, admin, Sessions(folder))
+    app.state.console = Console(context, admin, Sessions(folder), admin.state.control.heavy)
     app.state.live = LiveFeed(app.state.console)
     return app
 
@@ -154,7 +154,7 @@ async def _log_in(request: Request) -> Response:
     console: Console = request.app.state.console
     page = console.page(request, None)
     try:
-        form = await form_of(request, f"{ROOT}/login")
+        form = await form_of(request, f"{ROOT}/login", OPEN)
     except FormRejected as error:
         return page.failed(error.status, str(error))
     following = form.get("next", "")

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -35,17 +35,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ratekeeper.core.version import __version__
+from ratekeeper.service.admin.control import Busy, HeavyWork
 from ratekeeper.service.console.client import AdminClient, ApiProblem
 from ratekeeper.service.console.sessions import CONSOLE, Session, Sessions
 from ratekeeper.service.http.bodies import BodyRejected
 from ratekeeper.service.http.context import REQUEST_ID, ServiceContext
 from ratekeeper.service.http.incoming import body_bytes_max
 from ratekeeper.service.http.static_files import console_files
+from ratekeeper.service.http.tokens import Token
 from ratekeeper.web.requests import AsgiRequest
 
 ROOT: Final = CONSOLE
 COOKIE: Final = "ratekeeper_console"
 FORM_FIELDS_MAX: Final = 200
+# A form is decoded in slices: the decoder needs a hundred times the memory of what it decodes.
+SLICE_BYTES: Final = 64 * 1024
 # The pages of the navigation: name, path.
 NAVIGATION: Final = (
     ("Overview", ROOT),
@@ -108,6 +112,7 @@ class Console:
     context: ServiceContext
     admin: ASGIApp
     sessions: Sessions
+    heavy: HeavyWork
     templates: Environment = field(default_factory=environment)
 
     def page(self, request: Request, session: Session | None) -> Page:
@@ -245,7 +250,7 @@ def view(path: str, handle: View, *methods: str, changes: bool = True) -> Route:
         try:
             if request.method == "POST":
                 check_role(page, changes=changes)
-                page.form = await form_of(request, f"{ROOT}{path}")
+                page.form = await form_of(request, f"{ROOT}{path}", page.session.token)
                 check_form(page)
             return await handle(page)
         except FormRejected as error:
@@ -307,8 +312,11 @@ _FORM_PROBLEMS: Final = {
 }
 
 
-async def form_of(request: Request, path: str) -> dict[str, str]:
-    """Return the fields of a form of a route, which is declared as `path`. Raises FormRejected."""
+async def form_of(request: Request, path: str, token: Token) -> dict[str, str]:
+    """Return the fields of a form of a route, which is declared as `path`. Raises FormRejected.
+
+    A long form waits for its turn among the heavy work of the worker, with this token.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise FormRejected(415, "The console accepts forms only.")
@@ -319,23 +327,37 @@ async def form_of(request: Request, path: str) -> dict[str, str]:
             request.receive, dict(request.scope["headers"]), bytes_max
         )
         # A document of megabytes takes a tenth of a second: the worker answers checks meanwhile.
-        return await asyncio.to_thread(_fields, form)
+        async with console.heavy.turn(token, form):
+            return await asyncio.to_thread(_fields, form)
     except BodyRejected as error:
         raise FormRejected(error.status, _FORM_PROBLEMS[error.code]) from None
+    except Busy:
+        raise FormRejected(429, "This worker is busy; send the form again in a second.") from None
     except ValueError:
         raise FormRejected(400, "The form is not valid UTF-8, or has too many fields.") from None
 
 
 def _fields(form: bytes) -> dict[str, str]:
-    pairs = parse_qsl(
-        form.decode("ascii"),
-        keep_blank_values=True,
-        encoding="utf-8",
-        errors="strict",
-        max_num_fields=FORM_FIELDS_MAX,
-    )
+    """Return the fields of a form. Raises ValueError."""
+    if not form.isascii() or form.count(b"&") >= FORM_FIELDS_MAX:
+        raise ValueError
+    pairs = (field.partition(b"=")[::2] for field in form.split(b"&") if field)
     # Browsers send line breaks as CR LF.
-    return {name: value.replace("\r\n", "\n") for name, value in pairs}
+    return {_decoded(name): _decoded(value).replace("\r\n", "\n") for name, value in pairs}
+
+
+def _decoded(given: bytes) -> str:
+    """Return a name or a value of a form as text. Raises ValueError."""
+    decoded = bytearray()
+    begin = 0
+    while begin < len(given):
+        end = begin + SLICE_BYTES
+        # An escape has three characters. A slice ends before one that it would cut.
+        cut = given.rfind(b"%", end - 2, end) if end < len(given) else -1
+        end = end if cut < 0 else cut
+        decoded += unquote_to_bytes(given[begin:end].replace(b"+", b" "))
+        begin = end
+    return decoded.decode()
 
 
 def is_own_origin(request: Request) -> bool:
