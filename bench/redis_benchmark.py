@@ -1,6 +1,7 @@
 """redis-benchmark runs the script of a check: the throughput of Redis with a client written in C.
 
-It sends the arguments of a check for random keys out of the same set. redis-benchmark cuts an
+It sends the arguments of a check for random keys out of the same set, each a bucket with one state.
+redis-benchmark cuts an
 argument at a zero byte, and most encoded gates contain one. Therefore, one line is added to the
 script, which sets the gate from a literal. The argument has other bytes instead of the zeros, so
 the number of bytes sent and parsed is the same. The line has no measurable cost: with a gate
@@ -20,7 +21,7 @@ from tests.redis_servers.server import program_path
 
 from bench.redis_engines import Rates, our_limits
 from bench.redis_measure import Sample
-from ratekeeper.decide.stores.redis.codec import encode_limits
+from ratekeeper.decide.stores.redis.codec import BucketPlaces
 from ratekeeper.decide.stores.redis.scripts import CHECK
 
 CLIENTS: Final = 2
@@ -34,7 +35,7 @@ class RedisBenchmark:
     connections = CLIENTS
 
     def __init__(self, server: Single, rates: Rates, keys: int, requests: int) -> None:
-        gate = encode_limits(our_limits(rates), rule="")
+        _, gate, _ = BucketPlaces(our_limits(rates), rule="", prefix="rk", hash_key="").of("user")
         literal = "".join(f"\\{byte:03}" for byte in gate)
         sha = server.admin.script_load(f"ARGV[1] = '{literal}'\n{CHECK.text.decode()}")
         self._command: list[str | bytes] = [
@@ -42,7 +43,7 @@ class RedisBenchmark:
             *("-h", server.address[0], "-p", str(server.port)),
             *("-c", str(CLIENTS), "-P", str(PIPELINE)),
             *("-n", str(requests), "-r", str(keys), "--csv"),
-            *("EVALSHA", sha, "1", "rk:{user:__rand_int__}", gate.replace(b"\0", b"\1"), "1"),
+            *("EVALSHA", sha, "1", "rk:{%__rand_int__}", gate.replace(b"\0", b"\1"), "1"),
         ]
 
     async def run(self) -> Sample:

@@ -1,4 +1,6 @@
-"""The memory of a state in Redis: `used_memory` of a fresh server before and after it is filled.
+"""The memory of a state of peers: `used_memory` of a fresh server before and after it is filled.
+
+The states of ratekeeper share keys. redis_packed.py measures their memory.
 
 `used_memory` is the memory that the allocator gave the server. It includes keys, expiries and the
 hash tables of both. The resident set is reported, too.
@@ -6,8 +8,7 @@ hash tables of both. The resident set is reported, too.
 A state is one limit's count of one subject. Subjects start at `user:1000000`, so their names are as
 long as those of ten million users. Each subject has spent between 1 and 10,000 units. The numbers
 are drawn on a logarithmic scale: as many subjects spent 1 to 10 as 1,000 to 10,000. Limits are
-10,000 units in windows from an hour to 30 days; a single limit has a window of 30 days. A count
-above 4,294 units takes 9 bytes instead of 5, so both extremes are measured as well.
+10,000 units in windows from an hour to 30 days; a single limit has a window of 30 days.
 
 The size for 10 million states is computed. The memory of a key does not depend on the number of
 keys, except for two hash tables: all keys, and all keys that expire. Each has 8 bytes per slot and
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final
@@ -34,12 +35,10 @@ from bench.redis_engines import (
     DAY,
     HOUR,
     LIMITS_FIXED,
-    OURS,
     THROTTLED,
     AsyncSession,
     Rates,
     RedisEngine,
-    our_rule,
 )
 from bench.redis_measure import RedisEffort
 
@@ -62,23 +61,20 @@ _TABLES: Final = 2
 _STEADY_SECONDS: Final = 0.5
 _STEADY_SECONDS_MAX: Final = 10.0
 
-Cost = Callable[[], int]
-
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """The content of a server: the engines that check every subject, with their limits."""
+    """The content of a server: the engine that checks every subject, and the limits."""
 
     work: str
-    engine: str
-    parts: Sequence[tuple[RedisEngine, Rates]]
+    engine: RedisEngine
+    rates: Rates
     subjects: int
-    cost: Cost
 
     @property
     def states(self) -> int:
         """Return the number of all states."""
-        return self.subjects * sum(len(rates) for _, rates in self.parts)
+        return self.subjects * len(self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +121,11 @@ def _tables_bytes(keys: int) -> int:
 
 
 def fillings(effort: RedisEffort) -> Iterator[Filling]:
-    """Return all servers to measure. Peers get fewer subjects, because they are slower."""
-    many, few = effort.subjects, effort.subjects // 10
-    fewer = 3 * few
-    rng = random.Random(SEED)
-
-    def mixed() -> int:
-        return int(SPENT_MAX ** rng.random())
-
-    # With a hash for each subject, whose size does not depend on the number of subjects. For
-    # packed states, see redis_packed.py.
-    ten, one = (OURS, TEN_LIMITS), (OURS, ONE_LIMIT)
-    orders = (our_rule("orders"), TEN_LIMITS)
-    rules = [(our_rule(f"rule{number}"), (each,)) for number, each in enumerate(TEN_LIMITS)]
-    yield Filling("ten limits in one", OURS.name, [ten], fewer, mixed)
-    yield Filling("ten limits in one", OURS.name, [ten], many, mixed)
-    yield Filling("  a rule's: orders", OURS.name, [orders], fewer, mixed)
-    yield Filling("  each spent 1", OURS.name, [ten], few, lambda: 1)
-    yield Filling("  each spent 10,000", OURS.name, [ten], few, lambda: SPENT_MAX)
-    yield Filling("ten rules of one", OURS.name, rules, few, mixed)
+    """Return all servers to measure."""
     for peer in (LIMITS_FIXED, THROTTLED):
-        yield Filling("ten limits", peer.name, [(peer, TEN_LIMITS)], few, mixed)
-    yield Filling("one limit", OURS.name, [one], many, mixed)
-    for peer in (LIMITS_FIXED, THROTTLED):
-        yield Filling("one limit", peer.name, [(peer, ONE_LIMIT)], fewer, mixed)
+        yield Filling("ten limits", peer, TEN_LIMITS, effort.subjects)
+        yield Filling("one limit", peer, ONE_LIMIT, effort.subjects)
+        yield Filling("one limit", peer, ONE_LIMIT, 3 * effort.subjects)
 
 
 def measure_bytes(filling: Filling) -> Bytes:
@@ -165,7 +142,7 @@ def measure_bytes(filling: Filling) -> Bytes:
             raise RuntimeError(f"{keys} keys of {filling.subjects} subjects: some have expired")
     return Bytes(
         filling.work,
-        filling.engine,
+        filling.engine.name,
         filling.subjects,
         filling.states,
         keys,
@@ -175,22 +152,22 @@ def measure_bytes(filling: Filling) -> Bytes:
 
 
 async def _fill(uri: str, filling: Filling, subjects: int) -> None:
-    own = f"{uri}?layout=subject"
-    sessions = [
-        engine.open_async(own if engine.ours else uri, rates) for engine, rates in filling.parts
-    ]
+    rng = random.Random(SEED)
+
+    def cost() -> int:
+        return int(SPENT_MAX ** rng.random())
+
+    session = filling.engine.open_async(uri, filling.rates)
     work = iter(range(_FIRST_USER, _FIRST_USER + subjects))
-    await asyncio.gather(*(_spend(sessions, work, filling.cost) for _ in range(CONNECTIONS_MAX)))
-    for session in sessions:
-        await session.close()
+    await asyncio.gather(*(_spend(session, work, cost) for _ in range(CONNECTIONS_MAX)))
+    await session.close()
 
 
-async def _spend(sessions: Sequence[AsyncSession], work: Iterator[int], cost: Cost) -> None:
+async def _spend(session: AsyncSession, work: Iterator[int], cost: Callable[[], int]) -> None:
     for number in work:
         units = cost()
-        for session in sessions:
-            if not session.allowed(await session.check(f"user:{number}", units)):
-                raise RuntimeError(f"user:{number} was denied {units} units, far below its limits")
+        if not session.allowed(await session.check(f"user:{number}", units)):
+            raise RuntimeError(f"user:{number} was denied {units} units, far below its limits")
 
 
 def _settled(server: Single) -> tuple[int, int]:

@@ -71,8 +71,8 @@ def _patient(uri: str) -> str:
     return f"{uri}{'&' if '?' in uri else '?'}{_DEADLINE}"
 
 
-def _ours_async(uri: str, rates: Rates, name: str = "") -> AsyncSession:
-    limiter = AsyncLimiter(our_limits(rates), store=_patient(uri), on_failure="raise", name=name)
+def _ours_async(uri: str, rates: Rates) -> AsyncSession:
+    limiter = AsyncLimiter(our_limits(rates), store=_patient(uri), on_failure="raise")
     return AsyncSession(limiter.check, allowed=bool, close=limiter.close)
 
 
@@ -178,11 +178,6 @@ def _client(store: Any) -> Any:
 def _limits_engine(name: str, strategy: str, *, full_answer: bool) -> RedisEngine:
     options: dict[str, Any] = {"strategy": f"{strategy}RateLimiter", "full_answer": full_answer}
     return RedisEngine(name, partial(_limits_async, **options), partial(_limits, **options))
-
-
-def our_rule(name: str) -> RedisEngine:
-    """Return ratekeeper with a rule name, for several rules of the same subjects."""
-    return RedisEngine(name, partial(_ours_async, name=name), _ours, ours=True)
 
 
 OURS: Final = RedisEngine("ratekeeper token bucket", _ours_async, _ours, ours=True)

@@ -33,9 +33,9 @@ class RedisEffort:
     tool_requests: int
     """Requests of redis-benchmark in a run."""
     subjects: int
-    """The largest number of subjects whose memory is measured. Peers get fewer."""
+    """The subjects that are loaded to measure the memory of peers."""
     packed_states: int
-    """The largest number of subjects that are loaded to measure packed states."""
+    """The largest number of subjects that are loaded to measure our memory."""
     packed_rounds: int
 
 
@@ -43,7 +43,7 @@ FULL: Final = RedisEffort(
     rounds=5,
     run_seconds=0.25,
     tool_requests=50_000,
-    subjects=50_000,
+    subjects=5_000,
     packed_states=400_000,
     packed_rounds=60,
 )
@@ -51,7 +51,7 @@ QUICK: Final = RedisEffort(
     rounds=3,
     run_seconds=0.1,
     tool_requests=20_000,
-    subjects=20_000,
+    subjects=2_000,
     packed_states=50_000,
     packed_rounds=20,
 )

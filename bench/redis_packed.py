@@ -1,4 +1,4 @@
-"""Memory and server time of packed states, beside those of a hash for each subject, in one run.
+"""Memory and server time of states in buckets.
 
 A bucket holds the states of many subjects, so the memory of a state depends on the number of
 subjects: with few of them, most buckets hold one state. The rows show the sizes from a thousand
@@ -8,9 +8,8 @@ buckets are as dense as ten million in 262,144. `--subjects 10000000` loads all 
 
 The memory is the growth of `used_memory`. The server time is that of `INFO commandstats`: the mean
 time of EVALSHA in the fastest run of 500 calls, which other processes have disturbed least. For new
-subjects, it is the fastest of the last quarter of the runs, when the buckets are nearly full. The
-two layouts have a server each and take turns. Subjects have spent 1 to 5,000 units on a logarithmic
-scale; calls spend one more.
+subjects, it is the fastest of the last quarter of the runs, when the buckets are nearly full.
+Subjects have spent 1 to 5,000 units on a logarithmic scale; calls spend one more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,7 +32,6 @@ from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 
-LAYOUTS: Final = ("subject", "packed")
 SUBJECTS: Final = (1_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 _CALLS: Final = 500
 _REPLY_BYTES: Final = 1 << 16
@@ -44,44 +41,29 @@ _COLUMNS: Final = {
     "work": 12,
     "subjects": 10,
     "loaded": 10,
-    "bytes: own": 10,
-    "bytes: packed": 13,
-    "bytes ratio": 11,
-    "µs new: own": 11,
-    "µs new: packed": 14,
-    "µs check: own": 13,
-    "µs check: packed": 16,
-    "µs ratio": 8,
+    "bytes": 8,
+    "µs new": 8,
+    "µs check": 8,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Both layouts with one number of subjects."""
+    """The sizes and times with one number of subjects."""
 
     work: str
     subjects: int
     loaded: int
-    bytes_per_state: dict[str, float]
-    new_us: dict[str, float]
+    bytes_per_state: float
+    new_us: float
     """Server time of a call that creates a subject's states."""
-    check_us: dict[str, float]
+    check_us: float
     """Server time of a call that finds them."""
-
-    @property
-    def bytes_ratio(self) -> float:
-        """Return the memory of packed states, relative to that of a hash for each subject."""
-        return self.bytes_per_state["packed"] / self.bytes_per_state["subject"]
-
-    @property
-    def time_ratio(self) -> float:
-        """Return the server time of a call on packed states, relative to the other layout's."""
-        return self.check_us["packed"] / self.check_us["subject"]
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """A server with one layout, and a connection that sends checks to it."""
+    """A server, and a connection that sends checks to it."""
 
     server: Single
     scripts: RuleScripts
@@ -91,8 +73,7 @@ class _Loaded:
 
     def payload(self, number: int, cost: int) -> bytes:
         attempt = CheckAttempt((self.scripts, f"user:{number}", cost), 0)
-        if self.buckets:
-            attempt.key = b"rk:{%%%b}" % bucket_name(number % self.buckets)
+        attempt.key = b"rk:{%%%b}" % bucket_name(number % self.buckets)
         return attempt.payload()
 
     def run(self, numbers: Sequence[int], cost: Callable[[], int]) -> float:
@@ -125,29 +106,20 @@ def _row(work: str, rates: Rates, subjects: int, effort: RedisEffort) -> PackedR
     loaded = min(subjects, effort.packed_states) // _CALLS * _CALLS
     buckets = max(BUCKETS * loaded // subjects, 1)
     rng = random.Random(SEED)
-    row = PackedRow(work, subjects, loaded, {}, {}, {})
-    with ExitStack() as stack:
-        servers = {}
-        for layout in LAYOUTS:
-            server = stack.enter_context(Single())
-            server.admin.script_load(CHECK.text)
-            config = parse(server.uri, layout=layout)
-            scripts = RuleScripts(our_limits(rates), "", config, SystemClock())
-            connection = stack.enter_context(socket.create_connection(server.address))
-            one = _Loaded(server, scripts, buckets if layout == "packed" else 0, connection)
-            one.run(range(_CALLS), lambda: 1)  # allocates the buffers
-            server.flush()
-            before = one.used_memory()
-            row.new_us[layout] = _load(one, loaded, rng)
-            row.bytes_per_state[layout] = (one.used_memory() - before) / loaded / len(rates)
-            servers[layout] = one
-        times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-        for _ in range(effort.packed_rounds):
-            numbers = [_FIRST_USER + rng.randrange(loaded) for _ in range(_CALLS)]
-            for layout, one in servers.items():
-                times[layout].append(one.run(numbers, lambda: 1))
-        row.check_us.update((layout, min(found)) for layout, found in times.items())
-    return row
+    with Single() as server, socket.create_connection(server.address) as connection:
+        server.admin.script_load(CHECK.text)
+        scripts = RuleScripts(our_limits(rates), "", parse(server.uri), SystemClock())
+        one = _Loaded(server, scripts, buckets, connection)
+        one.run(range(_CALLS), lambda: 1)  # allocates the buffers
+        server.flush()
+        before = one.used_memory()
+        new_us = _load(one, loaded, rng)
+        per_state = (one.used_memory() - before) / loaded / len(rates)
+        check_us = min(
+            one.run([_FIRST_USER + rng.randrange(loaded) for _ in range(_CALLS)], lambda: 1)
+            for _ in range(effort.packed_rounds)
+        )
+    return PackedRow(work, subjects, loaded, per_state, new_us, check_us)
 
 
 def _load(one: _Loaded, subjects: int, rng: random.Random) -> float:
@@ -164,19 +136,16 @@ def _load(one: _Loaded, subjects: int, rng: random.Random) -> float:
 def packed_heading() -> str:
     """Return the lines above the rows."""
     return (
-        "\nredis, packed states (layout=packed, the default) beside a hash per subject "
-        "(layout=subject), in one run: used_memory per state,\nand the server time of a call "
-        "that creates a subject's states (new) or finds them (check); units spent: 1 to 5,000\n"
+        "\nredis, bytes per state of ratekeeper: used_memory; and the server time of a call that "
+        "creates a subject's states (new)\nor finds them (check); units spent: 1 to 5,000\n"
         f"{_line(_COLUMNS)}\n{_line('-' * width for width in _COLUMNS.values())}"
     )
 
 
 def packed_line(row: PackedRow) -> str:
     """Return the line of one row."""
-    sizes = [f"{row.bytes_per_state[layout]:.1f}" for layout in LAYOUTS]
-    new, check = ([f"{us[layout]:.2f}" for layout in LAYOUTS] for us in (row.new_us, row.check_us))
-    ratios = f"{row.bytes_ratio:.2f}", f"{row.time_ratio:.2f}"
-    numbers = f"{row.subjects:,}", f"{row.loaded:,}", *sizes, ratios[0], *new, *check, ratios[1]
+    measured = (row.bytes_per_state, row.new_us, row.check_us)
+    numbers = f"{row.subjects:,}", f"{row.loaded:,}", *(f"{each:.2f}" for each in measured)
     return _line((row.work, *numbers))
 
 

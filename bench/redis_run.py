@@ -124,7 +124,7 @@ def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress)
 def _run_bytes(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
     print(bytes_heading(), flush=True)
     for filling in fillings(effort):
-        progress(f"filling redis, {filling.work.strip()}, {filling.engine} …")
+        progress(f"filling redis, {filling.work}, {filling.engine.name} …")
         found = measure_bytes(filling)
         progress("")
         results.sizes.append(found)

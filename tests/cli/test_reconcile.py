@@ -26,17 +26,13 @@ from ratekeeper.cli.reconcile import (
     report_data,
     rules_used,
     rules_without_checks,
-    states_by_rule,
-    states_without_rule,
 )
 from ratekeeper.cli.service_client import read_metrics
 from ratekeeper.control.database import Database
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.decide.stores.redis.codec import field_of
 from ratekeeper.history import tables
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data
-from ratekeeper.rules.penalties import COOLDOWN
 from tests.cli.stub_service import run as run_command
 from tests.http_thread import serving
 from tests.redis_servers.ports import free_port
@@ -195,23 +191,6 @@ def test_how_long_a_state_can_be_needed(
     """The longest of all limits, tiers, keys and penalties, plus the margin of the scripts."""
     needed = needed_ms_of(document(*rules, **others))
     assert seconds * 1_000 <= needed <= seconds * 1_000 * 9 / 8 + 1_000
-
-
-def test_states_belong_to_rules_by_their_fields() -> None:
-    """Short names, long names and penalties; states of no rule are counted apart."""
-    rules = document({"limits": ["1/hour"]}, {"id": "a-rule-with-a-long-name", "limits": ["1/s"]})
-    fields = {
-        field_of("r0"): 3,
-        field_of("r0" + COOLDOWN): 2,
-        field_of("a-rule-with-a-long-name"): 7,
-        b"gone": 4,
-        field_of("another-rule-that-is-gone"): 1,
-    }
-    assert states_by_rule(rules, fields) == {"r0": 5, "a-rule-with-a-long-name": 7}
-    strange = states_without_rule(rules, fields)
-    assert strange["gone"] == 4
-    assert strange.total() == 5
-    assert all(name.isprintable() for name in strange)
 
 
 # ------------------------------------------------------------------------------------ traffic

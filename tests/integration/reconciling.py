@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratekeeper import Limiter
+from ratekeeper import Limit, Limiter
 from ratekeeper.cli.reconcile import (
     ReconcileFinding,
     ReconcileOptions,
@@ -13,6 +13,7 @@ from ratekeeper.cli.reconcile import (
 )
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data
+from tests.integration.redis_wires import logs_key_of
 
 
 def document(limits: str = "100/hour", rule: str = "orders") -> Document:
@@ -26,11 +27,13 @@ def patient(uri: str) -> str:
 
 
 def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
-    """Create healthy states, and return their keys, which show their subjects."""
-    with Limiter("100/hour", store=patient(uri) + "&layout=subject", name=rule) as limiter:
-        for number in range(keys):
-            limiter.check(f"user:{number}")
-    return [b"rk:{user:%d}" % number for number in range(keys)]
+    """Create logs, which have a key for each subject; return the keys."""
+    logs = Limit(100, per=3_600, algorithm="sliding_window_log")
+    subjects = [f"user:{number}" for number in range(keys)]
+    with Limiter(logs, store=patient(uri), name=rule) as limiter:
+        for each in subjects:
+            limiter.check(each)
+    return [logs_key_of(each).encode() for each in subjects]
 
 
 def reconciled(uri: str, **options: Any) -> ReconcileReport:

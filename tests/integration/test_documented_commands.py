@@ -91,7 +91,7 @@ BEFORE: Final[Table] = {
     # `reconcile` has no default for the service. The rules of this one get too little traffic.
     (COMMANDS, RECONCILE): """
         export RATEKEEPER_URL=
-        redis-cli -u "$REDIS" hset 'rk:{api_key:sk_4}' orders unreadable
+        redis-cli -u "$REDIS" hset 'rk:{%AAA}' orders unreadable
     """,
     ("docs/operate.md", "ratekeeper reconcile "): "export RATEKEEPER_URL=",
 }

@@ -10,6 +10,7 @@ import pytest
 from ratekeeper import Limiter
 from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.integration.reconciling import found, patient, reconciled, spend, wrong
+from tests.integration.redis_wires import logs_key_of
 from tests.redis_servers import Cluster, Single, running, until
 
 SECONDS_MAX = 30.0
@@ -64,7 +65,7 @@ def test_write_that_was_not_replicated_is_drift(cluster: Cluster) -> None:
     drift = [each for each in found(report, "drift") if each.level == "problem"]
     assert len(drift) == 1
     assert f"of 127.0.0.1:{node.port}" in drift[0].where[0]
-    assert drift[0].where[1] == "rk:{user:0}: its fields differ"
+    assert drift[0].where[1] == f"{keys[0].decode()}: its fields differ"
     cluster.flush()
 
 
@@ -132,14 +133,14 @@ def test_replica_that_differs(how: str, words: str, pair: tuple[Single, Single])
     primary.flush()
     spend(primary.uri)
     in_sync(primary)
-    key = "rk:{user:5}"
+    key = logs_key_of("user:5")
     match how:
         case "field":
             replica.admin.hset(key, "orders", "other")
         case "missing":
             replica.admin.delete(key)
         case "extra":
-            key = "rk:{user:more}"
+            key = logs_key_of("user:more")
             replica.admin.hset(key, "orders", "1")
         case "expiry":
             replica.admin.persist(key)

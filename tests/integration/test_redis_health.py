@@ -17,6 +17,7 @@ from ratekeeper import AsyncLimiter, Limit, Limiter
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis import health as health_module
+from ratekeeper.decide.stores.redis.codec import bucket_name
 from ratekeeper.decide.stores.redis.health import RedisHealth, count_states, survey
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.decide.stores.redis.topology import Topology
@@ -186,13 +187,14 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
         pipeline.set(f"other:{number}", 1)
     pipeline.execute()
     with (
-        opened(single.uri, layout="subject") as store,
+        opened(single.uri) as store,
         closing(Topology(store.config)) as topology,
     ):
         Limiter("5/minute; 100/hour", store=store).check("a")
-        hash_of_a = single.admin.execute_command("DUMP", "rk:{a}", NEVER_DECODE=True)
+        bucket = single.admin.execute_command("DUMP", key_of("a"), NEVER_DECODE=True)
         for number in range(10_000):
-            pipeline.restore(f"rk:{{user:{number}}}", 3_600_000, hash_of_a)
+            key = b"rk:{%%%b}" % bucket_name(number)
+            pipeline.restore(key, 3_600_000, bucket, replace=True)
         pipeline.execute()
         before = scans_seen(single)
         counted = count_states(topology, "rk")

@@ -248,12 +248,11 @@ def test_a_server_that_is_away_is_an_error_of_each_call(wire: str) -> None:
         assert isinstance(answer, StoreError)
 
 
-@pytest.mark.parametrize("layout", ["packed", "subject"])
 @pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_log"])
-def test_a_state_lives_as_long_as_its_holds(server: Single, layout: str, algorithm: Any) -> None:
+def test_a_state_lives_as_long_as_its_holds(server: Single, algorithm: Any) -> None:
     """The key outlives the hold, and the time in which the held units are whole again."""
     server.flush()
-    with Node(server.uri, "threads", layout=layout) as node:
+    with Node(server.uri, "threads") as node:
         # 100 units a second: the one unit that is charged is whole again after 10 ms.
         gate = node.gate(Limit(1_000, per=10, algorithm=algorithm))
         lease = leased(node.lease((gate, "a", 1))[0])
@@ -263,32 +262,15 @@ def test_a_state_lives_as_long_as_its_holds(server: Single, layout: str, algorit
         assert ends_ms * 1_000_000 >= lease.ends_ns + whole_ns
 
 
-@both_wires
-def test_with_both_layouts_nodes_lease_nothing_and_charge_both_places(
-    server: Single, wire: str
-) -> None:
-    """Two places would lease different units. A late charge counts in both."""
-    server.flush()
-    with Node(server.uri, wire, layout="both") as node:
-        gate = node.gate()
-        assert leased(node.lease((gate, "a", 1))[0]) == NO_LEASE
-        assert remaining(node.report([LateCharge(gate, "a", 9, 0)])) == [990]
-        assert remaining(node.report([GiveBack(gate, "a", 5, 10**18)])) == [990]
-    for layout in ("packed", "subject"):
-        with Node(server.uri, wire, layout=layout) as node:
-            assert remaining(node.report([LateCharge(node.gate(), "a", 0, 0)])) == [990]
-
-
 def test_leased_units_belong_to_the_state_of_their_limit(server: Single) -> None:
     """`stats` counts one state. A reset keeps its holds until they are given back."""
     server.flush()
-    for layout in ("packed", "subject"):
-        with Node(server.uri, "threads", layout=layout, prefix=layout) as node:
-            gate = node.store.gate([HOUR], "r")
-            lease = leased(node.lease((gate, "a", 1))[0])
-            assert node.store.stats().states == 1
-            gate.reset("a")
-            assert gate.peek("a", 1).remaining == 1_000 - lease.units
-            node.report([GiveBack(gate, "a", lease.units, lease.ends_ns)])
-            assert gate.peek("a", 1).remaining == 1_000
-            assert node.store.stats().states == 0
+    with Node(server.uri, "threads") as node:
+        gate = node.store.gate([HOUR], "r")
+        lease = leased(node.lease((gate, "a", 1))[0])
+        assert node.store.stats().states == 1
+        gate.reset("a")
+        assert gate.peek("a", 1).remaining == 1_000 - lease.units
+        node.report([GiveBack(gate, "a", lease.units, lease.ends_ns)])
+        assert gate.peek("a", 1).remaining == 1_000
+        assert node.store.stats().states == 0

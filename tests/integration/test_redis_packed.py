@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import count
-from random import Random
-from time import time_ns
 from typing import Any
 
 import pytest
@@ -18,13 +16,13 @@ from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import ALGORITHM_NAMES
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name, is_bucket
+from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.conformance.stores import PATIENCE, PATIENT
 from tests.integration.redis_wires import YEAR, key_of, logs_key_of
-from tests.redis_servers import Single, running, until
+from tests.redis_servers import Single, until
 
 SECONDS_MAX = 20.0
 PACKED: tuple[Any, ...] = tuple(name for name in ALGORITHM_NAMES if name != "sliding_window_log")
@@ -255,24 +253,10 @@ def test_the_hash_key_chooses_the_place(server: Single) -> None:
         each.close()
 
 
-def test_both_layouts_are_read_by_their_own_option(server: Single) -> None:
-    """`layout=subject` keeps the hash per subject that earlier versions wrote."""
-    server.flush()
-    with Limiter("5/hour", store=f"{server.uri}?layout=subject&{PATIENT}") as own:
-        own.check("k")
-        assert server.admin.keys() == ["rk:{k}"]
-        with Limiter("5/hour", store=f"{server.uri}?{PATIENT}") as packed:
-            assert packed.check("k").remaining == 4
-            assert own.check("k").remaining == 3
-    keys = server.admin.keys()
-    assert sorted(is_bucket(key.encode()) for key in keys) == [False, True]
-
-
-@pytest.mark.parametrize("layout", ["packed", "subject", "both"])
-def test_a_log_changes_no_count_of_another_limit(server: Single, layout: str) -> None:
+def test_a_log_changes_no_count_of_another_limit(server: Single) -> None:
     """Ten units settled for each request, then a log that is added: a limit of 100 stays used."""
     server.flush()
-    uri = f"{server.uri}?layout={layout}&{PATIENT}"
+    uri = f"{server.uri}?{PATIENT}"
     units = Limit(100, per=YEAR, algorithm="fixed_window")
     log = Limit(1_000, per=3_600, algorithm="sliding_window_log")
     with Limiter([units, log], store=uri) as both, Limiter(units, store=uri) as alone:
@@ -284,67 +268,6 @@ def test_a_log_changes_no_count_of_another_limit(server: Single, layout: str) ->
         assert alone.peek("k").remaining == 0
         assert alone.check("other", 100)
         assert not both.check("other")
-
-
-@pytest.mark.parametrize(("before", "after"), [("subject", "packed"), ("packed", "subject")])
-@every_packed_algorithm
-def test_a_fleet_that_changes_its_layout_never_exceeds_a_limit(
-    algorithm: Any, before: str, after: str, server: Single
-) -> None:
-    """Nodes with `both` count with the nodes of either layout, before and after the change."""
-    server.flush()
-    limit, random = Limit(100, per=YEAR, algorithm=algorithm), Random(7)
-    old, both, new = (
-        Limiter(limit, store=f"{server.uri}?layout={layout}&denied_cache_ms=0&{PATIENT}")
-        for layout in (before, "both", after)
-    )
-    # The first nodes have changed to `both`: the old nodes and they share the quota of a window.
-    allowed = [random.choice((old, both)).check("first").allowed for _ in range(130)]
-    assert sum(allowed) == 100
-    # A window later all nodes have `both`, and some change on: they share the quota, too.
-    allowed = [random.choice((both, new)).check("next", 3).allowed for _ in range(50)]
-    assert sum(allowed) == 33
-    assert both.peek("next").remaining == new.peek("next").remaining == 1
-    both.refund("next", 3)
-    assert new.peek("next").remaining == 4
-    both.grant("next", 5)
-    assert new.peek("next").remaining == 9
-    both.reset("next")
-    assert new.peek("next").remaining == both.peek("next").remaining == 100
-    for each in (old, both, new):
-        each.close()
-
-
-@pytest.mark.parametrize("kind", ["single", "cluster"])
-async def test_several_subjects_are_charged_in_both_layouts_or_in_none(kind: str) -> None:
-    """Also in a cluster, where the two places of a subject are on different nodes."""
-    uri = running(kind).uri
-    key = f"both {kind} {time_ns()}"
-    limits = [Limit(4, per=YEAR, algorithm="fixed_window")]
-    stores = {
-        layout: open_store(uri, layout=layout, denied_cache_ms=0, **PATIENCE)
-        for layout in ("packed", "subject", "both")
-    }
-    both: Any = stores["both"]
-    gate, awaited = both.gate(limits, "r"), both.async_gate(limits, "r")
-
-    def left(subject: str) -> set[int]:
-        gates = [each.gate(limits, "r") for each in stores.values()]
-        return {each.peek(f"{key} {subject}", 0).remaining for each in gates}
-
-    assert all(both.check_together([(gate, f"{key} a", 1), (gate, f"{key} b", 3)]))
-    assert (left("a"), left("b")) == ({3}, {1})
-    checks = [(awaited, f"{key} a", 1), (awaited, f"{key} b", 2)]
-    assert not all(await both.check_together_async(checks))
-    assert (left("a"), left("b")) == ({3}, {1})
-    assert (await awaited.check(f"{key} a", 2)).remaining == 1
-    await awaited.refund(f"{key} a", 1, None)
-    assert left("a") == {2}
-    await awaited.reset(f"{key} a")
-    assert (await awaited.peek(f"{key} a", 0)).remaining == 4
-    await both.aclose()
-    for each in stores.values():
-        each.close()
 
 
 async def test_asyncio_counts_in_the_same_places(server: Single) -> None:

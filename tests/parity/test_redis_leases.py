@@ -57,7 +57,7 @@ def comparable(answer: object) -> object:
 
 
 def played(
-    seed: int, kind: str, layout: str, *algorithms: AlgorithmName, changes: int = 0
+    seed: int, kind: str, *algorithms: AlgorithmName, changes: int = 0
 ) -> tuple[LeasePlay, ...]:
     """Play one trace on the reference and on Redis. The limits change so many times."""
     random = Random(seed)
@@ -70,7 +70,7 @@ def played(
     for place in ("reference", kind):
         clock = clock_at(start_ns)
         clock.step_ns = 1_000
-        prefix = f"leases{seed}{layout}"
+        prefix = f"leases{seed}"
         store = (
             PythonMemoryStore(clock)
             if place == "reference"
@@ -78,7 +78,6 @@ def played(
                 running(kind).uri,
                 clock,
                 prefix=prefix,
-                layout=layout,
                 denied_cache_ms=0,
                 **PATIENCE,
             )
@@ -98,13 +97,12 @@ def assert_alike(reference: LeasePlay, redis: LeasePlay, seed: int) -> None:
         assert got == wanted, f"seed {seed}, step {number} on {reference.limits}"
 
 
-@pytest.mark.parametrize("layout", ["packed", "subject"])
 @pytest.mark.parametrize("algorithm", ALGORITHM_NAMES)
-def test_leases_of_one_limit(algorithm: AlgorithmName, layout: str) -> None:
+def test_leases_of_one_limit(algorithm: AlgorithmName) -> None:
     """Lease, give back, late charge and all other verbs."""
     leased = 0
     for seed in range(TRACES):
-        reference, redis = played(seed, "single", layout, algorithm)
+        reference, redis = played(seed, "single", algorithm)
         assert_alike(reference, redis, seed)
         leased += redis.leased
     assert leased == 0 if algorithm == "leaky_bucket" else leased > TRACES
@@ -115,7 +113,7 @@ def test_leases_of_one_limit(algorithm: AlgorithmName, layout: str) -> None:
 def test_leases_of_a_limit_that_changes(algorithm: AlgorithmName) -> None:
     """Leases and late charges of earlier limits, which were lower or higher."""
     for seed in range(TRACES):
-        reference, redis = played(seed, "single", "packed", algorithm, changes=1 + seed % 3)
+        reference, redis = played(seed, "single", algorithm, changes=1 + seed % 3)
         assert_alike(reference, redis, seed)
     running("single").flush()
 
@@ -126,7 +124,7 @@ def test_leases_of_several_limits(kind: str, traces: int) -> None:
     for seed in range(traces):
         random = Random(-1 - seed)
         algorithms = random.choices(ALGORITHM_NAMES, k=random.choice((2, 3)))
-        assert_alike(*played(seed, kind, "packed", *algorithms), seed)
+        assert_alike(*played(seed, kind, *algorithms), seed)
     running(kind).flush()
 
 

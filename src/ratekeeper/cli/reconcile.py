@@ -56,7 +56,6 @@ from ratekeeper.core.model import BUCKETS, Limit, Limits
 from ratekeeper.core.version import __version__
 from ratekeeper.decide.store import LOG_FULLNESS_HIGH, StoreStats
 from ratekeeper.decide.stores import examine_shared, open_store
-from ratekeeper.decide.stores.redis.codec import field_of
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -64,7 +63,7 @@ from ratekeeper.metrics.counters import OTHERS
 from ratekeeper.rules.document.model import Document, Rule
 from ratekeeper.rules.document.reading import from_data
 from ratekeeper.rules.document.safety import findings
-from ratekeeper.rules.penalties import COOLDOWN, LEVEL, room_s
+from ratekeeper.rules.penalties import room_s
 
 if TYPE_CHECKING:
     # These need the libraries of the redis extra; a shared:// store does not.
@@ -83,9 +82,6 @@ EXAMPLES_MAX: Final = 5
 RULES_SHOWN_MAX: Final = 20
 REPAIRS_MAX: Final = 10_000
 FULLNESS_HIGH: Final = 0.8
-# One holder with this share of all states is reported, if there are at least STATES_MIN.
-SHARE_HIGH: Final = 0.25
-STATES_MIN: Final = 1_000
 # The findings of `doctor` that this command repeats.
 _REPEATED_CHECKS: Final = frozenset({"clock", "connection"})
 _CHECK_WIDTH: Final = 13
@@ -605,9 +601,6 @@ def _scan_findings(
     if done := sum(repair.done for repair in repairs):
         yield ReconcileFinding("repair", "ok", f"repaired: {done:,}")
     yield _memory(audited)
-    yield from _share_findings(audited)
-    if options.document is not None:
-        yield from _stored_rules(options.document, audited)
 
 
 _DEFECTS: Final[Mapping[DefectKind, tuple[FindingLevel, str, str]]] = {
@@ -668,50 +661,6 @@ def _memory(audited: Sequence[AuditedServer]) -> ReconcileFinding:
         f"{counted['bytes a state']:,} bytes per state"
     )
     return ReconcileFinding("memory", "ok", found)
-
-
-def _share_findings(audited: Sequence[AuditedServer]) -> Iterator[ReconcileFinding]:
-    """Report holders of a large share of all states."""
-    states = sum(one.states for one in audited)
-    holders: Counter[bytes] = Counter()
-    for one in audited:
-        holders.update(one.holders)
-    large = [
-        (holder, count)
-        for holder, count in holders.most_common(EXAMPLES_MAX)
-        if states >= STATES_MIN and count >= SHARE_HIGH * states
-    ]
-    if not large:
-        packed = sum(one.in_buckets for one in audited)
-        what = f"no holder has more than {SHARE_HIGH:.0%} of the states"
-        if packed:
-            what += f"; {packed:,} states are packed, and do not show their subjects"
-        yield ReconcileFinding("shares", "ok", what)
-    for holder, count in large:
-        found = f"{key_text(holder)} has {count / states:.0%} of all {states:,} states"
-        remedy = "does this client invent keys? Add a rule that counts by a field it cannot choose"
-        yield ReconcileFinding("shares", "warning", found, remedy=remedy)
-
-
-def _stored_rules(
-    document: Document, audited: Sequence[AuditedServer]
-) -> Iterator[ReconcileFinding]:
-    """Report which rules the states belong to."""
-    fields: Counter[bytes] = Counter()
-    for one in audited:
-        fields.update(one.rules)
-    held = states_by_rule(document, fields)
-    kept = sum(bool(count) for count in held.values())
-    what = f"{kept:,} of {len(held):,} rules have states in the store"
-    if packed := sum(one.in_buckets for one in audited):
-        what += f", besides {packed:,} packed states, which do not show their rules"
-    yield ReconcileFinding("rules kept", "ok", what)
-    strange = states_without_rule(document, fields)
-    if strange:
-        named = [f"{name} {count:,}" for name, count in strange.most_common(EXAMPLES_MAX)]
-        what = f"{strange.total():,} states belong to rules that are not in the document"
-        remedy = "states of removed rules expire; or another service shares this prefix"
-        yield ReconcileFinding("rules kept", "ok", what, tuple(named), remedy)
 
 
 def _drift_findings(compared: Sequence[ReplicaComparison]) -> Iterator[ReconcileFinding]:
@@ -887,34 +836,6 @@ def rules_without_checks(document: Document, metrics: Scrape) -> list[str] | Non
     if OTHERS in counted:
         return None
     return [rule.id for rule in active_rules(document) if not counted.get(rule.id)]
-
-
-def states_by_rule(document: Document, fields: Mapping[bytes, int]) -> dict[str, int]:
-    """Return the number of states per rule, including those of its penalty."""
-    return {
-        rule.id: sum(
-            fields.get(field_of(name), 0) for name in (rule.id, rule.id + COOLDOWN, rule.id + LEVEL)
-        )
-        for rule in document.rules
-    }
-
-
-def states_without_rule(document: Document, fields: Mapping[bytes, int]) -> Counter[str]:
-    """Return the number of states that belong to no rule of the document, by field."""
-    known = {
-        field_of(name)
-        for rule in document.rules
-        for name in (rule.id, rule.id + COOLDOWN, rule.id + LEVEL)
-    }
-    return Counter(
-        {_field_text(name): count for name, count in fields.items() if name not in known}
-    )
-
-
-def _field_text(name: bytes) -> str:
-    """Return a field as text; a digest in hexadecimal."""
-    text = name.decode(errors="replace")
-    return text if text.isprintable() else name.hex()
 
 
 def key_text(key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Reading a subject's hash outside the scripts: valid states are read, others are reported."""
+"""Reading states outside the scripts: valid states are read, others are reported."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_any_value_is_read_or_reported(raw: bytes) -> None:
 # ── Buckets
 # ─────────────────────────────────────────────────────────────────────────────────────────
 
-NAME = bytes(range(1, 9))  # begins like a chunk of a log, which only an own hash has
+NAME = bytes(range(1, 9))  # begins like a chunk of a log, which only a hash of logs has
 
 
 def bucket_value(*numbers: int, ends_s: int = 1_763_000_060) -> bytes:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.errors import CapacityError, ConfigError, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, UNITS_MAX, WINDOW_NS_MAX, Limit
 from ratekeeper.core.rates import parse_limits
@@ -30,10 +29,8 @@ from ratekeeper.decide.stores.redis.codec import (
     field_of,
     id_of,
     is_bucket,
-    subject_of_logs,
+    is_logs,
 )
-from ratekeeper.decide.stores.redis.config import parse
-from ratekeeper.decide.stores.redis.scripts import RuleScripts
 from tests.redis_servers import Single, running
 
 YEAR = 366 * 86_400
@@ -407,11 +404,10 @@ def test_subjects_spread_over_all_buckets() -> None:
 
 
 @given(st.text(min_size=1, max_size=8))
-def test_no_subject_has_the_key_of_a_bucket_or_of_logs_beside_it(subject: str) -> None:
-    """Even if a client chooses a subject that looks like one."""
-    config = parse("redis://localhost", layout="subject")
-    scripts = RuleScripts((limit_of("token_bucket"),), "r", config, SystemClock())
-    likely = (f"%{subject}", "%AAA", f"%AAA}}log:{subject}", f"x:{{%{subject}}}", f"}}{subject}")
-    for each in (subject, *likely):
-        assert not is_bucket(scripts.key(each))
-        assert subject_of_logs(scripts.key(each)) is None
+def test_the_logs_of_a_subject_have_the_key_of_no_bucket_and_no_other_logs(subject: str) -> None:
+    """Even if a client chooses a subject that looks like a key."""
+    logs = BucketPlaces((limit_of("sliding_window_log"),), "r", "rk", "")
+    subjects = {subject, f"%{subject}", "%AAA", f"log:{subject}", f"{{%AAA}}log:{subject}"}
+    keys = {logs.of(each)[0] for each in subjects}
+    assert len(keys) == len(subjects)
+    assert all(is_logs(key) and not is_bucket(key) for key in keys)

@@ -34,8 +34,11 @@ BOTH = "no connection; another part of the request may have been counted once"
 # A full bucket at a time in microseconds: allowed. And an empty one: denied.
 ALLOWED = [10, -1, 0]
 DENIED = [~10, 10, 9_000_000]
-# With a hash for each subject, a key shows its subject.
-CONFIG = parse("redis://localhost", layout="subject")
+SCRIPTS = {
+    subject: RuleScripts((Limit(limit, per=60),), "rule", parse("redis://localhost"), SystemClock())
+    for subject, limit in (("a", 5), ("b", 6))
+}
+SUBJECTS = {scripts.key(subject): subject for subject, scripts in SCRIPTS.items()}
 NAMES = {CHECK: "check", JOINT_CHECK: "joint", REFUND: "refund"}
 
 
@@ -60,16 +63,13 @@ class ScriptedDriver:
 def _shown(call: ScriptCall) -> str:
     """Return the name of the script, and the subjects of its keys."""
     name = "peek" if call.arguments[-1] == b"look" else NAMES[call.script]
-    keys = [key.decode()[-2] for key in (call.key, *call.more_keys)[::2]]
-    return f"{name} {'+'.join(keys)}"
+    subjects = [SUBJECTS[key] for key in (call.key, *call.more_keys)[::2]]
+    return f"{name} {'+'.join(subjects)}"
 
 
 def joint_check(optional: Collection[int] = (), cost: int = 1) -> JointCheck:
     """Return checks of the subjects `a` with 5 a minute, and `b` with 6."""
-    checks = [
-        (RuleScripts((Limit(limit, per=60),), "rule", CONFIG, SystemClock()), subject, cost)
-        for subject, limit in (("a", 5), ("b", 6))
-    ]
+    checks = [(scripts, subject, cost) for subject, scripts in SCRIPTS.items()]
     return JointCheck(checks, DenialCache(0), optional)
 
 

@@ -41,9 +41,9 @@ from ratekeeper.decide.stores.redis.codec import (
     TIME_BYTES,
     is_bucket,
     is_log_id,
+    is_logs,
     is_regional_state,
     regional_type,
-    subject_of_logs,
 )
 from ratekeeper.decide.stores.redis.config import Address
 from ratekeeper.decide.stores.redis.topology import (
@@ -62,9 +62,6 @@ FIELDS_READ_MAX: Final = 128
 FIELDS_NAMED_MAX: Final = 20_000
 DEFECTS_MAX: Final = 10_000
 SAMPLE_MAX: Final = 200
-# Holders counted at a time, to find the largest; beyond that, only the largest HOLDERS_KEPT stay.
-HOLDERS_MAX: Final = 20_000
-HOLDERS_KEPT: Final = 5_000
 # Keys seen so far, by their hashes: SCAN may return a key twice.
 SEEN_MAX: Final = 2_000_000
 TTL_SLACK_MS: Final = 3_600_000
@@ -76,8 +73,6 @@ _PERMISSIONS: Final = (
     "; an audit needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
     "and repairs need +eval +pexpire +hget +hdel +del"
 )
-_SEPARATOR: Final = b"\x1f"
-_PART: Final = b"~"
 
 DefectKind = Literal["no expiry", "long expiry", "wrong type", "unreadable", "not ours"]
 
@@ -100,7 +95,7 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-# ── A subject's hash
+# ── A bucket, or the logs of a subject
 # ────────────────────────────────────────────────────────────────────────────────
 
 PIECE_BYTES: Final = 64
@@ -191,7 +186,7 @@ def read_subject(
     *,
     in_bucket: bool = False,
 ) -> StoredSubject:
-    """Return the contents of a subject's hash, or of a bucket.
+    """Return the contents of a bucket, or of a subject's hash of logs.
 
     `names` has the names of all its fields if `values` omits chunks of logs.
     """
@@ -391,8 +386,6 @@ class AuditedServer:
     address: Address
     keys: int = 0
     states: int = 0
-    in_buckets: int = 0
-    """States in buckets, which do not name their rules and subjects."""
     memory_bytes: int = 0
     weighed: int = 0
     """Keys whose size the server returned."""
@@ -403,10 +396,6 @@ class AuditedServer:
     counts: Counter[DefectKind] = field(default_factory=Counter)
     defects: list[KeyDefect] = field(default_factory=list)
     """The first DEFECTS_MAX; `counts` counts all."""
-    rules: Counter[bytes] = field(default_factory=Counter)
-    """States in subjects' own hashes, by the rule's field."""
-    holders: Counter[bytes] = field(default_factory=Counter)
-    """The same states by holder: a part of a subject such as `tenant:acme`."""
     sample: list[bytes] = field(default_factory=list)
     """A uniform random sample of the keys."""
 
@@ -498,7 +487,7 @@ class _ServerAudit:
             self._count(key, weight)
             if (wanted := regional_type(key)) is not None:
                 self._judge_regional(key, kind, wanted, ttl_ms)
-            elif not key.endswith(b"}") and subject_of_logs(key) is None:
+            elif not is_bucket(key) and not is_logs(key):
                 self._note(
                     KeyDefect(
                         "not ours", self._node, key, "its name does not have the form of our keys"
@@ -590,12 +579,6 @@ class _ServerAudit:
 
     def _judge(self, key: bytes, ttl_ms: int, read: StoredSubject, now_us: int) -> None:
         self._found.states += read.states
-        if is_bucket(key):
-            self._found.in_buckets += read.states
-        else:
-            for name, each in read.rules.items():
-                self._found.rules[name] += len({state.limit_id for state in each.states})
-            self._count_holders(key, read.states)
         for wrong in read.unreadable:
             why = f"field {wrong.field!r}: {wrong.why}"
             self._note(KeyDefect("unreadable", self._node, key, why, unreadable=wrong))
@@ -612,16 +595,6 @@ class _ServerAudit:
             needed_s = most_ms / 1_000
             why = f"it expires in {ttl_ms / 1_000:,.0f} s; no limit needs more than {needed_s:,.0f}"
             self._note(KeyDefect("long expiry", self._node, key, why))
-
-    def _count_holders(self, key: bytes, states: int) -> None:
-        """Add the states to each part of the subject."""
-        holders = self._found.holders
-        subject = subject_of_logs(key) or key[len(self._head) : -1]
-        for part in subject.split(_SEPARATOR):
-            if not part.startswith(_PART):
-                holders[part] += states
-        if len(holders) > HOLDERS_MAX:
-            self._found.holders = Counter(dict(holders.most_common(HOLDERS_KEPT)))
 
 
 def _longest_grant_ms(read: StoredSubject, now_us: int) -> float:

@@ -58,8 +58,8 @@ _BUCKET_NAME: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 _BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
 # A subject's logs have a hash of their own, with the hash tag of the subject's bucket.
 _LOGS: Final = b"log:"
-_LOGS_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:(.+)", re.DOTALL)
-# Global limits have keys of their own: see regional.py. No subject's tag begins with one % alone.
+_LOGS_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:.+", re.DOTALL)
+# Global limits have keys of their own: see regional.py.
 _REGIONAL_KEY: Final = re.compile(rb"[^{]*:\{%r[0-9]{0,2}\}:(.+)", re.DOTALL)
 _REGIONAL_STATE: Final = re.compile(rb"[0-9a-f]{16}:")
 _REGIONAL_TYPES: Final = {
@@ -78,7 +78,7 @@ _CACHED_SUBJECTS: Final = 4_096  # of each store, about 1.5 MB
 
 
 def field_of(rule: str) -> bytes:
-    """Return the name of a rule's field in a subject's hash."""
+    """Return the name of a rule's field in a subject's hash of logs."""
     name = rule.encode()
     if len(name) <= FIELD_BYTES_MAX:
         return name
@@ -102,7 +102,7 @@ def is_log_id(number: int) -> bool:
 
 
 def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
-    """Return the first argument of every script: the rule's field, and eight numbers per limit."""
+    """Return the gate of a rule that has only logs: its field, and eight numbers per limit."""
     values = _numbers_of(limits)
     return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
 
@@ -153,14 +153,13 @@ def is_regional_state(key: bytes) -> bool:
 
 
 def is_bucket(key: bytes) -> bool:
-    """Return True for the key of a bucket, False for that of a subject's own hash."""
+    """Return True for the key of a bucket."""
     return _BUCKET_KEY.fullmatch(key) is not None
 
 
-def subject_of_logs(key: bytes) -> bytes | None:
-    """Return the subject of a hash of logs beside a bucket; None for any other key."""
-    found = _LOGS_KEY.fullmatch(key)
-    return found and found[1]
+def is_logs(key: bytes) -> bool:
+    """Return True for the key of a subject's logs."""
+    return _LOGS_KEY.fullmatch(key) is not None
 
 
 Place = tuple[bytes, bytes, bytes]

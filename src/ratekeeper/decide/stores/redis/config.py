@@ -11,9 +11,7 @@ or from keyword arguments; an argument overrides the query:
 
     db, username, password
     prefix                             the beginning of every key; default "rk"
-    layout                             packed (default): subjects share hashes;
-                                       subject: a hash for each subject; both: count in both
-    hash_key                           a secret that chooses the places of packed states
+    hash_key                           a secret that chooses the places of states
     deadline_ms, connect_ms            timeout of a call and of connecting; 50 and 1000
     tls_ca, tls_cert, tls_key          PEM files; tls_ca defaults to the system's
     tls_verify                         full (default), ca (any host name) or none
@@ -48,7 +46,6 @@ from ratekeeper.core.errors import ConfigError, show
 
 Mode = Literal["standalone", "sentinel", "cluster"]
 Verify = Literal["full", "ca", "none"]
-Layout = Literal["packed", "subject", "both"]
 
 URI_CHARACTERS_MAX: Final = 2**16
 DB_MAX: Final = 2**31 - 1
@@ -150,11 +147,8 @@ class RedisConfig:
     """Set whenever `username` is set; then it may be empty."""
     tls: TlsOptions | None = None
     prefix: str = "rk"
-    layout: Layout = "packed"
-    """packed: subjects share hashes, except for logs. subject: each subject has its own hash.
-    both: count in both places, while a fleet changes from one to the other."""
     hash_key: str = field(default="", repr=False)
-    """The key of the hash that chooses the places of packed states; the same on all nodes."""
+    """The key of the hash that chooses the places of states; the same on all nodes."""
     deadline_ns: int = 50_000_000
     connect_ns: int = 1_000_000_000
     service: str = ""
@@ -544,13 +538,6 @@ def _prefix(name: str, value: object) -> str:
     return text
 
 
-def _layout(name: str, value: object) -> Layout:
-    text = _text(name, value)
-    if text not in ("packed", "subject", "both"):
-        raise ConfigError(f"{name}={_quoted(value)} must be packed, subject or both")
-    return cast("Layout", text)
-
-
 def _hash_key(name: str, value: object) -> str:
     text = _text(name, value)
     if len(text.encode()) > HASH_KEY_BYTES_MAX:
@@ -584,7 +571,6 @@ READERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "username": _text,
     "password": _text,
     "prefix": _prefix,
-    "layout": _layout,
     "hash_key": _hash_key,
     "deadline_ms": _duration_ns,
     "connect_ms": _duration_ns,

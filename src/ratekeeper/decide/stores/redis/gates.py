@@ -12,7 +12,7 @@ run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
 
 from hiredis import ReplyError
@@ -21,9 +21,8 @@ from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable, 
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Steps, Undo, run, run_async
 from ratekeeper.decide.busiest import Busiest
-from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
-from ratekeeper.decide.store import Answer, AsyncGateCheck, GateCheck
+from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores.redis.coalescing import batch_max
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.connections import NotSent
@@ -119,11 +118,6 @@ class RedisGate(_GateLogic):
 
     __slots__ = ("_driver",)
 
-    @property
-    def gates(self) -> tuple[RedisGate]:
-        """The gates of all places where this one counts."""
-        return (self,)
-
     def __init__(
         self,
         scripts: RuleScripts,
@@ -184,11 +178,6 @@ class AsyncRedisGate(_GateLogic):
     """
 
     __slots__ = ("_capacity", "_driver", "_driver_of_loop")
-
-    @property
-    def gates(self) -> tuple[AsyncRedisGate]:
-        """The gates of all places where this one counts."""
-        return (self,)
 
     def __init__(
         self,
@@ -263,102 +252,6 @@ class AsyncRedisGate(_GateLogic):
         """Forget what the subject spent and was granted."""
         call = self.scripts.reset(subject)
         await run_async(self._giving(self._driver_of_loop(), subject, call))
-
-
-class MovingGate:
-    """One rule's limits in both layouts, for threads, while a fleet changes its layout.
-
-    A check charges both places or none. So the nodes of either layout see every charge of this
-    node, and this node sees those of all nodes. Its decision is the tighter of the two.
-    """
-
-    __slots__ = ("_check_together", "gates", "limits")
-
-    def __init__(
-        self,
-        gates: tuple[RedisGate, ...],
-        check_together: Callable[[Sequence[GateCheck]], list[Answer]],
-    ) -> None:
-        self.limits = gates[0].limits
-        self.gates = gates
-        self._check_together = check_together
-
-    def fast_check(self, fallback: Callable[..., Decision]) -> None:
-        """Return None: the server decides."""
-
-    def check(self, subject: str, cost: int) -> Decision:
-        """Spend `cost` units if every limit has room in both places."""
-        return decision_of(self._check_together([(self, subject, cost)])[0])
-
-    def peek(self, subject: str, cost: int) -> Decision:
-        """Return the answer of `check`, with the remaining quota as it is now."""
-        return combine_decisions([gate.peek(subject, cost) for gate in self.gates])
-
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Give units that were charged at `charged_ns` back to every limit."""
-        for gate in self.gates:
-            gate.refund(subject, units, charged_ns)
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Add extra units on top of every limit."""
-        for gate in self.gates:
-            gate.grant(subject, units, ttl_ns)
-
-    def reset(self, subject: str) -> None:
-        """Forget what the subject spent and was granted."""
-        for gate in self.gates:
-            gate.reset(subject)
-
-
-class AsyncMovingGate:
-    """`MovingGate` for asyncio."""
-
-    __slots__ = ("_check_together", "gates", "limits")
-
-    def __init__(
-        self,
-        gates: tuple[AsyncRedisGate, ...],
-        check_together: Callable[[Sequence[AsyncGateCheck]], Awaitable[list[Answer]]],
-    ) -> None:
-        self.limits = gates[0].limits
-        self.gates = gates
-        self._check_together = check_together
-
-    async def check(self, subject: str, cost: int) -> Decision:
-        """Spend `cost` units if every limit has room in both places."""
-        return decision_of((await self._check_together([(self, subject, cost)]))[0])
-
-    async def peek(self, subject: str, cost: int) -> Decision:
-        """Return the answer of `check`, with the remaining quota as it is now."""
-        return combine_decisions([await gate.peek(subject, cost) for gate in self.gates])
-
-    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Give units that were charged at `charged_ns` back to every limit."""
-        for gate in self.gates:
-            await gate.refund(subject, units, charged_ns)
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Add extra units on top of every limit."""
-        for gate in self.gates:
-            await gate.grant(subject, units, ttl_ns)
-
-    async def reset(self, subject: str) -> None:
-        """Forget what the subject spent and was granted."""
-        for gate in self.gates:
-            await gate.reset(subject)
-
-
-def decision_of(answer: Answer) -> Decision:
-    """Return a decision; raise the error of a check that failed."""
-    if isinstance(answer, StoreError):
-        raise answer
-    return answer
-
-
-def tighter(answers: Sequence[Answer]) -> Answer:
-    """Return the error or the tightest decision among the places of one check."""
-    failed = [each for each in answers if isinstance(each, StoreError)]
-    return failed[0] if failed else combine_decisions([decision_of(each) for each in answers])
 
 
 class JointCheck:

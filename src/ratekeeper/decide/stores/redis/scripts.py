@@ -178,7 +178,6 @@ class RuleScripts:
 
     __slots__ = (
         "_clock",
-        "_key_head",
         "by_server_clock",
         "decoder",
         "encoded",
@@ -197,14 +196,10 @@ class RuleScripts:
         self.decoder = ReplyDecoder(limits, rule)
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
-        self._key_head = config.prefix.encode() + b":{"
-        # In a subject's own hash, all limits that the rule has or ever had keep their states in
-        # this field.
+        # In a subject's hash of logs, all logs that the rule has or ever had are in this field.
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
-        self.place = self._place_in_own_hash
-        if config.layout == "packed":
-            self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
+        self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
         # Of a check's payload: the bytes between the key and the gate, and those after the gate.
         # The gates of all subjects have the same length.
         self.middle = b"\r\n$%d\r\n" % len(self.place("")[1])
@@ -222,13 +217,6 @@ class RuleScripts:
             return _SERVER_NOW
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
-
-    def _place_in_own_hash(self, subject: str) -> Place:
-        # The hash tag is the subject. Redis ignores an empty tag, so a subject that begins with a
-        # brace gets an escape. No subject's tag begins with one % alone: those are the buckets'.
-        if subject[:1] in {"}", "%"}:
-            subject = "%" + subject
-        return b"%b%b}" % (self._key_head, subject.encode()), self.encoded, b""
 
     def key(self, subject: str) -> bytes:
         """Return the key that the slot of a subject's states follows from."""

@@ -40,17 +40,14 @@ from ratekeeper.decide.store import (
 from ratekeeper.decide.stores.redis.breakers import BreakerListener
 from ratekeeper.decide.stores.redis.cells import RedisCells
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
-from ratekeeper.decide.stores.redis.config import Layout, RedisConfig
+from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
 from ratekeeper.decide.stores.redis.gates import (
-    AsyncMovingGate,
     AsyncRedisGate,
     JointCheck,
-    MovingGate,
     RedisGate,
     reporting,
-    tighter,
 )
 from ratekeeper.decide.stores.redis.health import (
     RedisHealth,
@@ -152,18 +149,13 @@ class RedisStore:
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> RedisGate | MovingGate:
+    ) -> RedisGate:
         """Prepare a rule's limits for threads."""
         require_strict(consistency)
         require_regional(across)
         self._require_open()
-        gates = tuple(
-            [
-                RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
-                for scripts in self._scripts(limits, rule)
-            ]
-        )
-        return gates[0] if len(gates) == 1 else MovingGate(gates, self.check_together)
+        scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
+        return RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
 
     def async_gate(
         self,
@@ -171,19 +163,14 @@ class RedisStore:
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> AsyncRedisGate | AsyncMovingGate:
+    ) -> AsyncRedisGate:
         """Prepare a rule's limits for asyncio."""
         require_strict(consistency)
         require_regional(across)
         self._require_open()
         servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
-        gates = tuple(
-            [
-                AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
-                for scripts in self._scripts(limits, rule)
-            ]
-        )
-        return gates[0] if len(gates) == 1 else AsyncMovingGate(gates, self.check_together_async)
+        scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
+        return AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
 
     def check_together(
         self, checks: Sequence[GateCheck], optional: Container[int] = ()
@@ -195,11 +182,11 @@ class RedisStore:
         """
         if not checks:
             return []
-        joint, places = self._joint_check(checks, optional)
+        joint = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is None:
             answers = run(joint.deciding(self._threads))
-        return _by_check(answers, places)
+        return answers
 
     async def check_together_async(
         self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
@@ -207,27 +194,26 @@ class RedisStore:
         """`check_together`, awaited. A caller that is cancelled has spent nothing."""
         if not checks:
             return []
-        joint, places = self._joint_check(checks, optional)
+        joint = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is None:
             answers = await self._shielded(joint)
-        return _by_check(answers, places)
+        return answers
 
     def lease(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
     ) -> list[LeasedAnswer]:
         """Check several subjects, all or none, and lease units with those that are charged.
 
-        Round trips and errors are those of `check_together`. With `layout=both` there are no
-        leases, because two places would lease different units.
+        Round trips and errors are those of `check_together`.
         """
         if not checks:
             return []
-        joint, places = self._leased_check(checks, optional)
+        joint = self._leased_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is None:
             answers = run(joint.deciding(self._threads))
-        return _with_leases(_by_check(answers, places), joint)
+        return _with_leases(answers, joint)
 
     async def lease_async(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
@@ -235,60 +221,33 @@ class RedisStore:
         """`lease`, awaited. A caller that is cancelled has spent and leased nothing."""
         if not checks:
             return []
-        joint, places = self._leased_check(checks, optional)
+        joint = self._leased_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is None:
             answers = await self._shielded(joint)
-        return _with_leases(_by_check(answers, places), joint)
+        return _with_leases(answers, joint)
 
     def report(self, reports: Sequence[Report]) -> list[Answer]:
-        """Give units back and charge late: one batch of calls for each server.
-
-        With `layout=both`, late charges count in both places, and no units are given back.
-        """
-        attempts, places = self._report_attempts(reports)
-        answers = run(reporting(self._threads, self._cache, attempts)) if attempts else []
-        return _by_check(answers, places)
+        """Give units back and charge late: one batch of calls for each server."""
+        if not reports:
+            return []
+        return run(reporting(self._threads, self._cache, [_attempt_of(each) for each in reports]))
 
     async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
         """`report`, awaited."""
-        attempts, places = self._report_attempts(reports)
-        driver = self._driver_of_loop()
-        answers = []
-        if attempts:
-            answers = await run_async(reporting(driver, self._cache, attempts))
-        return _by_check(answers, places)
+        if not reports:
+            return []
+        attempts = [_attempt_of(each) for each in reports]
+        return await run_async(reporting(self._driver_of_loop(), self._cache, attempts))
 
-    def _leased_check(
-        self, checks: Sequence[LeaseCheck], optional: Container[int]
-    ) -> tuple[JointCheck, list[int]]:
-        gates = [cast("_AnyGate", check.gate) for check in checks]
-        plain = [
-            (gate, check.subject, check.cost) for gate, check in zip(gates, checks, strict=True)
+    def _leased_check(self, checks: Sequence[LeaseCheck], optional: Container[int]) -> JointCheck:
+        parts = [
+            (cast("_AnyGate", check.gate).scripts, check.subject, check.cost) for check in checks
         ]
-        if self.config.layout == "both":
-            return self._joint_check(cast("Sequence[GateCheck]", plain), optional)
-        parts = [(gate.gates[0].scripts, subject, cost) for gate, subject, cost in plain]
         # Two checks of one counter: the lease of the first could deny the second.
         once = len({(scripts.encoded, subject) for scripts, subject, _ in parts}) == len(parts)
         terms = [check.terms for check in checks] if once else []
-        return JointCheck(parts, self._cache, optional, terms), []
-
-    def _report_attempts(self, reports: Sequence[Report]) -> tuple[list[ReportAttempt], list[int]]:
-        """Return the reports of all places, and the number of places of each report."""
-        attempts: list[ReportAttempt] = []
-        places: list[int] = []
-        for each in reports:
-            is_late = isinstance(each, LateCharge)
-            time_ns = each.age_ns if isinstance(each, LateCharge) else each.ends_ns
-            gates = cast("_AnyGate", each.gate).gates
-            units = each.units if is_late or len(gates) == 1 else 0
-            attempts += [
-                ReportAttempt(gate.scripts, each.subject, units, is_late, time_ns // NS_PER_US)
-                for gate in gates
-            ]
-            places.append(len(gates))
-        return attempts, places
+        return JointCheck(parts, self._cache, optional, terms)
 
     async def _shielded(self, joint: JointCheck) -> list[Answer]:
         """Decide checks that go on if the caller is cancelled, because they must be undone then.
@@ -309,33 +268,10 @@ class RedisStore:
         self,
         checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
         optional: Container[int],
-    ) -> tuple[JointCheck, list[int]]:
-        """Return the checks of all places, and with `layout=both` the number of each check's."""
-        # They are gates of this store.
-        if self.config.layout != "both":
-            own = cast("Sequence[tuple[RedisGate | AsyncRedisGate, str, int]]", checks)
-            parts = [(gate.scripts, subject, cost) for gate, subject, cost in own]
-            return JointCheck(parts, self._cache, optional), []
-        moving = cast("Sequence[tuple[_AnyGate, str, int]]", checks)
-        parts = []
-        places: list[int] = []
-        optional_parts: set[int] = set()
-        for number, (gate, subject, cost) in enumerate(moving):
-            for each in gate.gates:
-                if number in optional:
-                    optional_parts.add(len(parts))
-                parts.append((each.scripts, subject, cost))
-            places.append(len(gate.gates))
-        return JointCheck(parts, self._cache, optional_parts), places
-
-    def _scripts(self, limits: Sequence[Limit], rule: str) -> list[RuleScripts]:
-        """Return the calls for each place where the states are counted: one, or two."""
-        layout = self.config.layout
-        layouts: tuple[Layout, ...] = ("packed", "subject") if layout == "both" else (layout,)
-        return [
-            RuleScripts(tuple(limits), rule, replace(self.config, layout=layout), self._clock)
-            for layout in layouts
-        ]
+    ) -> JointCheck:
+        own = cast("Sequence[tuple[_AnyGate, str, int]]", checks)  # they are gates of this store
+        parts = [(gate.scripts, subject, cost) for gate, subject, cost in own]
+        return JointCheck(parts, self._cache, optional)
 
     def _driver_of_loop(self) -> AsyncioDriver:
         loop = asyncio.get_running_loop()
@@ -533,18 +469,14 @@ class RedisStore:
         self._drivers.clear()
 
 
-_AnyGate = RedisGate | AsyncRedisGate | MovingGate | AsyncMovingGate
+_AnyGate = RedisGate | AsyncRedisGate
 
 
-def _by_check(answers: list[Answer], places: list[int]) -> list[Answer]:
-    """Return one answer for each check from those of its places; each has one without `places`."""
-    if not places:
-        return answers
-    found, start = [], 0
-    for count in places:
-        found.append(tighter(answers[start : start + count]))
-        start += count
-    return found
+def _attempt_of(report: Report) -> ReportAttempt:
+    is_late = isinstance(report, LateCharge)
+    time_ns = report.age_ns if isinstance(report, LateCharge) else report.ends_ns
+    scripts = cast("_AnyGate", report.gate).scripts
+    return ReportAttempt(scripts, report.subject, report.units, is_late, time_ns // NS_PER_US)
 
 
 def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]:

@@ -1,7 +1,7 @@
--- Count the states in KEYS[1]: a subject's hash, a bucket, or a key of global limits. It only reads, and does not use state.lua,
--- which explains the layout: that reads one rule of one subject, and this all of them.
+-- Count the states in KEYS[1]: a bucket, a subject's logs, or a key of global limits. It only reads, and does not use state.lua,
+-- which explains the fields: that reads one rule of one subject, and this all of them.
 --
--- A key that ends in {%...}, without another % or }, is a bucket. In a subject's hash, a field that
+-- A key that ends in {%...}, without another % or }, is a bucket. In a hash of logs, a field that
 -- begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There may be many
 -- long chunks, so only their names are read. In a bucket, a field that continues another has more than
 -- 8 bytes. Of a long bucket, the first 1,000 fields are read.

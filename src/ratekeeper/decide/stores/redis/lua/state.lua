@@ -2,10 +2,10 @@
 -- before it.
 --
 -- Each limit has one place, whatever the other limits of its rule are. The states of logs are in a
--- field of the subject's own hash. Those of all other limits are in a field of a bucket, a hash that
+-- field of a hash of the subject. Those of all other limits are in a field of a bucket, a hash that
 -- many subjects share. KEYS[1] is the hash of the states. If a rule has limits of both kinds, KEYS[1] is
 -- the bucket, and KEYS[2] the hash of the logs: it has the same hash tag, so both are in one slot of a
--- cluster. (With `layout=subject`, all limits of a rule are in one field of the subject's own hash.)
+-- cluster.
 -- The states of a field are one array, `held`:
 --
 --     base, ttl, and for each limit: id, lag, a (, b)
@@ -24,7 +24,7 @@
 --        granted    units left, microseconds since the epoch at which they end
 --        leased     units held, microseconds since the epoch until which they are held
 --
--- In the subject's own hash, the value is msgpack of that array. A log's times are 7 bytes each, in
+-- In the hash of logs, the value is msgpack of that array. A log's times are 7 bytes each, in
 -- chunks: the fields \1 <id>.<number>:<field>.
 --
 -- In a bucket, the field is 8 bytes of a hash of rule and subject. The value is base in 7 bytes, the
@@ -76,11 +76,7 @@ end
 
 -- Return the functions for a log's chunks. Made only for a log: a script makes its functions each
 -- time it runs, and each costs 0.1 to 0.4 us, which is a good part of a call.
-local log_of
-for g = GATE_FIRST, in_bucket and not apart and 0 or #gate, GATE_STEP do
-    log_of = log_of or gate[g] == LOG
-end
-log_of = log_of and function(g)
+local log_of = (apart or not in_bucket) and function(g)
     local log, chunks = {}, {}
     local prefix, suffix = '\1' .. gate[g + ID] .. '.', ':' .. log_field
 
