@@ -136,6 +136,7 @@ DEFECTS: dict[str, tuple[str, Make]] = {
     "a piece": ("unreadable", lambda server, key: server.hset(key, b"\x021:gone", b"12")),
     "no piece": ("unreadable", lambda server, key: server.hset(key, b"\x02what", b"12")),
     "expires late": ("long expiry", lambda server, key: server.expire(key, 90 * 86_400)),
+    "a tag": ("not ours", lambda server, key: server.set(b"rk:{%b}" % key, "1", ex=900)),
     "a name": ("not ours", lambda server, key: server.set(b"rk:{old}:%b" % key, "1", ex=900)),
 }
 
