@@ -1,10 +1,10 @@
 """Limits as the scripts read them, and the scripts' replies as decisions.
 
-`encode_limits` packs a rule's limits into the bytes that go along with every call. `ReplyDecoder`
-turns a reply into a decision. The scripts decide and charge. The other fields of a decision
-(remaining units, time to retry) are computed here, by the reference algorithms, from the states
-before the check, which the reply contains. So there is one implementation of them, and the scripts
-stay short.
+`BucketPlaces` returns the keys of a subject's states, and a rule's limits as the bytes that go
+along with every call. `ReplyDecoder` turns a reply into a decision. The scripts decide and charge.
+The other fields of a decision (remaining units, time to retry) are computed here, by the reference
+algorithms, from the states before the check, which the reply contains. So there is one
+implementation of them, and the scripts stay short.
 
 Redis measures time in microseconds. Waits are rounded up to whole microseconds, because a request
 that came a part of one too early would be denied again.

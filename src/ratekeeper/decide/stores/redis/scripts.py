@@ -145,7 +145,7 @@ def pack(*parts: str | bytes | int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A script to run on the hash of one subject, or on several hashes of one slot."""
+    """A script to run on one hash, or on several hashes of one slot."""
 
     script: LuaScript
     key: bytes
