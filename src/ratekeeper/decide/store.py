@@ -335,7 +335,7 @@ class Store(Protocol):
         ...
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
     ) -> list[Answer]:
         """Check several subjects: one answer for each, in order; all pass or none is charged.
 

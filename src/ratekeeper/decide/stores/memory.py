@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, cast
 
@@ -31,7 +31,7 @@ from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from ratekeeper.decide.busiest import Busiest
-from ratekeeper.decide.combine import check_in_turn, combine
+from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
@@ -72,6 +72,11 @@ _MARKS_MAX: Final = 200_000
 
 Entry = tuple[State, int, Credit | None]
 _ABSENT: Final[Entry] = (None, 0, None)
+# What earlier checks of the same call will write: the entry of a table and a subject.
+_Pending = dict[tuple["_Table", str], Entry]
+_NOTHING: Final[_Pending] = {}
+# A decision, and the entries to write.
+_Trial = tuple[Decision, list[Entry]]
 
 
 class _Table:
@@ -208,10 +213,69 @@ class PythonMemoryStore:
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
     ) -> list[Answer]:
-        with self._lock:  # in one step: no other thread sees a charge that is refunded
-            return check_in_turn(checks, optional)
+        now_ns = self._clock.now_ns()
+        errors: dict[int, StoreError] = {}
+        with self._lock:
+            if self._closed:
+                return [_closed()] * len(checks)
+            while True:
+                trials = self._decide_all(checks, errors, now_ns)
+                if not all(decision for decision, _ in trials.values()):
+                    break
+                failed = self._charge_all(checks, trials, now_ns)
+                if failed is None:
+                    for at in trials:
+                        self.checks.note(checks[at][1])
+                    return [errors.get(at) or trials[at][0] for at in range(len(checks))]
+                at, errors[at] = failed
+                if at not in optional:
+                    break
+            return [
+                errors.get(at) or _gate_of(check).uncharged(check, trials[at][0], now_ns)
+                for at, check in enumerate(checks)
+            ]
+
+    def _decide_all(
+        self, checks: Sequence[GateCheck], errors: Mapping[int, StoreError], now_ns: int
+    ) -> dict[int, _Trial]:
+        """Decide the checks without an error, each after the units of those before it."""
+        trials: dict[int, _Trial] = {}
+        pending: _Pending = {}
+        for at, check in enumerate(checks):
+            if at in errors:
+                continue
+            gate, (_, subject, cost) = _gate_of(check), check
+            trials[at] = decision, entries = gate.decide(subject, cost, now_ns, pending)
+            if cost and decision.allowed:
+                for table, entry in zip(gate.tables, entries, strict=True):
+                    pending[table, subject] = entry
+        return trials
+
+    def _charge_all(
+        self, checks: Sequence[GateCheck], trials: Mapping[int, _Trial], now_ns: int
+    ) -> tuple[int, StoreError] | None:
+        """Write all entries; if one finds no room, write none, and return its position."""
+        before: list[tuple[_Table, str, Entry | None]] = []
+        for at, (_, entries) in trials.items():
+            _, subject, cost = checks[at]
+            tables = _gate_of(checks[at]).tables
+            if not cost:
+                continue
+            try:
+                self.reserve(tables, subject, now_ns)
+            except StoreFull as error:
+                for table, written, entry in reversed(before):
+                    if entry is None:
+                        self.drop(table, written)
+                    else:
+                        self.write(table, written, entry)
+                return at, error
+            for table, entry in zip(tables, entries, strict=True):
+                before.append((table, subject, table.entries.get(subject)))
+                self.write(table, subject, entry)
+        return None
 
     # The reference of an authority: see decide/leasing.py.
 
@@ -221,7 +285,7 @@ class PythonMemoryStore:
         # They are gates of this store.
         gates = [cast("MemoryGate", check.gate) for check in checks]
         with self._lock:
-            answers = check_in_turn(
+            answers = self.check_together(
                 [
                     (gate, check.subject, check.cost)
                     for gate, check in zip(gates, checks, strict=True)
@@ -316,7 +380,7 @@ class PythonMemoryStore:
 
     def require_open(self) -> None:
         if self._closed:
-            raise StoreUnavailable("the store is closed; open another one")
+            raise _closed()
 
     def count_check(self, subject: str) -> None:
         """Count a check for `busiest`. Raises StoreUnavailable if the store is closed."""
@@ -374,10 +438,14 @@ _ENTRY_BYTES: Final = sum(
 )
 
 
+def _closed() -> StoreUnavailable:
+    return StoreUnavailable("the store is closed; open another one")
+
+
 class MemoryGate:
     """One rule's limits in a PythonMemoryStore."""
 
-    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "_tables", "limits")
+    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "limits", "tables")
 
     def __init__(
         self,
@@ -391,7 +459,7 @@ class MemoryGate:
         self.limits = limits
         self._store = store
         self._clock = clock
-        self._tables = tables
+        self.tables = tables
         self._rule = rule
         self._lock = lock
         self._parts = tuple(
@@ -405,11 +473,10 @@ class MemoryGate:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
             self._store.count_check(subject)
-            outcomes, entries = self._decide(subject, cost, now_ns)
-            decision = self._combine(subject, cost, now_ns, outcomes, entries)
+            decision, entries = self.decide(subject, cost, now_ns)
             if cost and decision.allowed:
-                self._store.reserve(self._tables, subject, now_ns)
-                for table, entry in zip(self._tables, entries, strict=True):
+                self._store.reserve(self.tables, subject, now_ns)
+                for table, entry in zip(self.tables, entries, strict=True):
                     self._store.write(table, subject, entry)
         return decision
 
@@ -429,7 +496,7 @@ class MemoryGate:
             allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = outcome
             if allowed and cost:
                 if entry is None:
-                    self._store.reserve(self._tables, subject, now_ns)
+                    self._store.reserve(self.tables, subject, now_ns)
                 expires_ns = now_ns + reset_ns
                 if credit is not None and credit[1] > expires_ns:
                     expires_ns = credit[1]
@@ -458,20 +525,33 @@ class MemoryGate:
         now_ns = self._clock.now_ns()
         with self._lock:
             self._store.require_open()
-            outcomes, entries = self._decide(subject, cost, now_ns)
-            if all(outcome.allowed for outcome in outcomes):
-                outcomes, entries = self._decide(subject, 0, now_ns)
-            return self._combine(subject, cost, now_ns, outcomes, entries)
+            decision, _ = self.decide(subject, cost, now_ns)
+            return self.uncharged((self, subject, cost), decision, now_ns)
+
+    def uncharged(self, check: GateCheck, decision: Decision, now_ns: int) -> Decision:
+        """Return the answer to a check that is not charged: what remains is what there is now."""
+        return self.decide(check[1], 0, now_ns)[0] if decision.allowed else decision
+
+    def decide(self, subject: str, cost: int, now_ns: int, pending: _Pending = _NOTHING) -> _Trial:
+        """Return the decision of a check, and the entries to write. The store's lock is held."""
+        outcomes, entries = self._decide(subject, cost, now_ns, pending)
+        return self._combine(subject, cost, now_ns, outcomes, entries, pending), entries
 
     def _combine(
-        self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome], entries: list[Entry]
+        self,
+        subject: str,
+        cost: int,
+        now_ns: int,
+        outcomes: list[Outcome],
+        entries: list[Entry],
+        pending: _Pending,
     ) -> Decision:
         granted = [credit[0] if credit else 0 for _, _, credit in entries]
         decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
         if decision.allowed or len(self._parts) == 1:
             return decision
         held = [
-            (algorithm, *table.entries.get(subject, _ABSENT)[::2], limit)
+            (algorithm, *_entry(table, subject, pending)[::2], limit)
             for limit, algorithm, table in self._parts
         ]
         if all(credit is None for _, _, credit, _ in held):
@@ -497,7 +577,7 @@ class MemoryGate:
             self._store.require_open()
             if units == 0:
                 return
-            self._store.reserve(self._tables, subject, now_ns)
+            self._store.reserve(self.tables, subject, now_ns)
             for limit, _, table in self._parts:
                 state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
                 until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
@@ -518,7 +598,7 @@ class MemoryGate:
         if not check.cost:
             return NO_LEASE
         subject, now_ns = check.subject, decision.decided_ns
-        entries = [table.entries.get(subject, _ABSENT) for table in self._tables]
+        entries = [table.entries.get(subject, _ABSENT) for table in self.tables]
         parts = [
             (limit, algorithm, entry[0])
             for (limit, algorithm, _), entry in zip(self._parts, entries, strict=True)
@@ -535,17 +615,16 @@ class MemoryGate:
 
     def _denied_ns(self, subject: str, cost: int, now_ns: int) -> int:
         try:
-            outcomes, entries = self._decide(subject, cost, now_ns)
+            return self.decide(subject, cost, now_ns)[0].retry_after_ns
         except CapacityError:  # it used granted units; no wait would help
             return 0
-        return self._combine(subject, cost, now_ns, outcomes, entries).retry_after_ns
 
     def report(self, report: Report) -> Decision:
         """Give units back, or charge late. The store's lock is held."""
         self._store.require_open()
         subject, units, now_ns = report.subject, report.units, self._clock.now_ns()
         if isinstance(report, LateCharge):
-            self._store.reserve(self._tables, subject, now_ns)
+            self._store.reserve(self.tables, subject, now_ns)
         elif not may_be_given_back(report.ends_ns, now_ns):
             units = 0
         if units:
@@ -582,12 +661,14 @@ class MemoryGate:
         expires_ns = max(now_ns + lasts_ns, credit[1] if credit else 0)
         self._store.write(table, subject, (state, expires_ns, credit))
 
-    def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
+    def _decide(
+        self, subject: str, cost: int, now_ns: int, pending: _Pending
+    ) -> tuple[list[Outcome], list[Entry]]:
         """Return the outcome of each limit, and the entries to write if all of them allow."""
         outcomes = []
         entries: list[Entry] = []
         for limit, algorithm, table in self._parts:
-            entry = table.entries.get(subject)
+            entry = pending.get((table, subject)) or table.entries.get(subject)
             if entry is None:
                 after, outcome = algorithm.decide(None, limit, now_ns, cost)
                 entries.append((after, now_ns + outcome.reset_after_ns, None))
@@ -602,3 +683,12 @@ class MemoryGate:
                 entries.append((after, expires_ns, left))
             outcomes.append(outcome)
         return outcomes, entries
+
+
+def _entry(table: _Table, subject: str, pending: _Pending) -> Entry:
+    return pending.get((table, subject)) or table.entries.get(subject, _ABSENT)
+
+
+def _gate_of(check: GateCheck) -> MemoryGate:
+    """Return the gate of a check of this store."""
+    return cast("MemoryGate", check[0])
