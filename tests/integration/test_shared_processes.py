@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ratekeeper.core.model import ALGORITHM_NAMES
+from tests.integration.hammer import TOGETHER_MAX
 
 PROCESSES = 4
 # Kills per algorithm, one every 10 ms. The seed is printed when a test fails.
@@ -69,3 +70,27 @@ def test_killed_workers_block_no_other_and_lose_no_count(algorithm: str, tmp_pat
     in_flight = charged - result["admitted"]
     assert 0 <= in_flight <= result["kills"], f"seed {seed}: {result}"
     assert result["kills"] > KILLS, f"seed {seed}: {result}: too few kills to test anything"
+
+
+@pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_log"])
+@pytest.mark.parametrize("kills", [0, KILLS])
+def test_keys_checked_together_are_charged_together(
+    algorithm: str, kills: int, tmp_path: Path
+) -> None:
+    """Processes that check overlapping sets of keys, in different orders, wait for no dead lock.
+
+    Every key is charged the units of the admitted calls, and no more than its limit. A killed
+    process may have charged a part of the one call that was in flight.
+    """
+    seed = int.from_bytes(os.urandom(4))
+    keys, limit = 24, 2_000
+    result = hammer(
+        "together",
+        tmp_path / "together.limits",
+        *(algorithm, PROCESSES, keys, limit, kills, seed),
+    )
+    charged = keys * limit - sum(result["left"])
+    in_flight = charged - result["admitted"]
+    assert 0 <= in_flight <= kills * TOGETHER_MAX, f"seed {seed}: {result}"
+    assert min(result["left"]) == 0, f"seed {seed}: {result}"
+    assert result["statuses"] == [0] * PROCESSES, f"seed {seed}: {result}"

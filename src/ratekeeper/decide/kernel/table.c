@@ -39,6 +39,19 @@
  * completely or not at all. Blocks of the slab are taken before and returned afterwards. A kill in
  * between leaks the block, and the next process that opens the file alone reclaims it.
  *
+ * Several charges. A request of several rules, or a batch, makes several charges: all or none.
+ * rk_check_all takes the locks of their segments in ascending order, so that two calls never wait
+ * for each other. If a lock stays taken, it releases the others, and the caller waits for that one
+ * and calls again. Under the locks it first decides all charges. Charges of the same state see each
+ * other's units: the later one begins with what the earlier one leaves, and writes for both. If all
+ * allow, it does everything that can fail: it finds slots, and takes blocks for logs. If that
+ * fails, it returns the blocks, and nothing has been charged, so there is nothing to undo; at most
+ * a state has moved to its other bucket, and expired ones are gone. Then it writes, charge by
+ * charge, each through the journal of its segment. Only a kill between two of them leaves some of
+ * the charges made and others not. Nobody has an answer to such a call, and the units that it
+ * charged only make later calls admit fewer. The next process that needs one of its locks finds
+ * each segment consistent. A kill before the writes leaks the blocks that were taken.
+ *
  * Data is not trusted. After a power cut the file may contain anything, so every time, count and
  * reference is clamped when it is loaded: the worst result is a wrong count, not a crash. A time is
  * at most a window ahead of the latest time that this process has seen, so no wait is longer than
@@ -60,6 +73,9 @@
 #define META_LOG 0x8000u    /* the value refers to a block of the slab */
 #define META_TAG_SHIFT 16
 #define GROUP_SHIFT (64 - RK_GROUP_BITS)
+
+/* Parts of a check of one subject, which is worth a copy of them of its own. */
+#define PLAIN_CHECK inline __attribute__((always_inline))
 
 /* The maximum of a bucket in micro-units. We never write a higher value. */
 static const uint64_t VALUE_MAX = (uint64_t)RK_UNITS_MAX * RK_MICROS_PER_UNIT;
@@ -379,7 +395,7 @@ static bool decide_with_credit(part *p, int64_t now_ns, int64_t cost)
     return true;
 }
 
-static bool decide(part *p, int64_t now_ns, int64_t cost)
+static PLAIN_CHECK bool decide(part *p, int64_t now_ns, int64_t cost)
 {
     p->credit_left = 0;
     p->own = cost;
@@ -580,7 +596,7 @@ static void return_rings(rk_table *table, const part *parts, int count)
 }
 
 /* Prepare the rings of all parts that log something. */
-static rk_status fit_rings(rk_table *table, part *parts, int count)
+static PLAIN_CHECK rk_status fit_rings(rk_table *table, part *parts, int count)
 {
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
@@ -598,7 +614,7 @@ static rk_status fit_rings(rk_table *table, part *parts, int count)
 
 /* Note the entries to push into the rings. Blocks that became too small are remembered, and
  * returned once nothing refers to them. */
-static void push_entries(rk_segment *segment, part *parts, int count, claims *claim)
+static PLAIN_CHECK void push_entries(rk_segment *segment, part *parts, int count, claims *claim)
 {
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
@@ -720,8 +736,8 @@ static void give_blocks(rk_table *table, const claims *claim)
 }
 
 /* Write the parts, for which there is room. */
-static void write_parts(rk_table *table, rk_segment *segment, part *parts, int count,
-                        int64_t now_ns, claims *claim)
+static PLAIN_CHECK void write_parts(rk_table *table, rk_segment *segment, part *parts, int count,
+                                    int64_t now_ns, claims *claim)
 {
     uint32_t writes = 0;
     push_entries(segment, parts, count, claim);
@@ -755,8 +771,8 @@ static bool tighter(const rk_outcome *a, const rk_outcome *b)
 }
 
 /* As decide/combine.py: report the tightest of the limits that denied, or of all if none did. */
-static void combine(const part *parts, int count, bool allowed, int64_t now_ns,
-                    rk_decision *decision)
+static PLAIN_CHECK void combine(const part *parts, int count, bool allowed, int64_t now_ns,
+                                rk_decision *decision)
 {
     int speaker = -1;
     int64_t retry_ns = 0, delay_ns = 0, charged_ns = INT64_MAX;

@@ -218,10 +218,10 @@ class PythonMemoryStore:
         now_ns = self._clock.now_ns()
         errors: dict[int, StoreError] = {}
         with self._lock:
-            if self._closed:
-                return [_closed()] * len(checks)
             while True:
                 trials = self._decide_all(checks, errors, now_ns)
+                if any(at not in optional for at in errors):
+                    break
                 if not all(decision for decision, _ in trials.values()):
                     break
                 failed = self._charge_all(checks, trials, now_ns)
@@ -229,53 +229,59 @@ class PythonMemoryStore:
                     for at in trials:
                         self.checks.note(checks[at][1])
                     return [errors.get(at) or trials[at][0] for at in range(len(checks))]
-                at, errors[at] = failed
-                if at not in optional:
-                    break
-            return [
-                errors.get(at) or _gate_of(check).uncharged(check, trials[at][0], now_ns)
-                for at, check in enumerate(checks)
-            ]
+                errors |= failed
+            for at, (decision, entries) in trials.items():  # what remains is what there is now
+                gate, subject, _ = checks[at]
+                if decision.allowed:
+                    trials[at] = cast("MemoryGate", gate).decide(subject, 0, now_ns)[0], entries
+            return [errors.get(at) or trials[at][0] for at in range(len(checks))]
 
     def _decide_all(
-        self, checks: Sequence[GateCheck], errors: Mapping[int, StoreError], now_ns: int
+        self, checks: Sequence[GateCheck], errors: dict[int, StoreError], now_ns: int
     ) -> dict[int, _Trial]:
         """Decide the checks without an error, each after the units of those before it."""
         trials: dict[int, _Trial] = {}
         pending: _Pending = {}
-        for at, check in enumerate(checks):
+        for at, (gate, subject, cost) in enumerate(checks):
             if at in errors:
                 continue
-            gate, (_, subject, cost) = _gate_of(check), check
-            trials[at] = decision, entries = gate.decide(subject, cost, now_ns, pending)
+            ours = cast("MemoryGate", gate)
+            try:
+                trials[at] = decision, entries = ours.decide(subject, cost, now_ns, pending)
+            except StoreError as error:
+                errors[at] = error
+                continue
             if cost and decision.allowed:
-                for table, entry in zip(gate.tables, entries, strict=True):
+                for table, entry in zip(ours.tables, entries, strict=True):
                     pending[table, subject] = entry
         return trials
 
     def _charge_all(
         self, checks: Sequence[GateCheck], trials: Mapping[int, _Trial], now_ns: int
-    ) -> tuple[int, StoreError] | None:
-        """Write all entries; if one finds no room, write none, and return its position."""
+    ) -> dict[int, StoreError] | None:
+        """Write all entries; if one finds no room, write none, and return its error."""
         before: list[tuple[_Table, str, Entry | None]] = []
         for at, (_, entries) in trials.items():
-            _, subject, cost = checks[at]
-            tables = _gate_of(checks[at]).tables
+            gate, subject, cost = checks[at]
+            tables = cast("MemoryGate", gate).tables
             if not cost:
                 continue
             try:
                 self.reserve(tables, subject, now_ns)
             except StoreFull as error:
-                for table, written, entry in reversed(before):
-                    if entry is None:
-                        self.drop(table, written)
-                    else:
-                        self.write(table, written, entry)
-                return at, error
+                self._restore(before)
+                return {at: error}
             for table, entry in zip(tables, entries, strict=True):
                 before.append((table, subject, table.entries.get(subject)))
                 self.write(table, subject, entry)
         return None
+
+    def _restore(self, before: Sequence[tuple[_Table, str, Entry | None]]) -> None:
+        for table, subject, entry in reversed(before):
+            if entry is None:
+                self.drop(table, subject)
+            else:
+                self.write(table, subject, entry)
 
     # The reference of an authority: see decide/leasing.py.
 
@@ -380,7 +386,7 @@ class PythonMemoryStore:
 
     def require_open(self) -> None:
         if self._closed:
-            raise _closed()
+            raise StoreUnavailable("the store is closed; open another one")
 
     def count_check(self, subject: str) -> None:
         """Count a check for `busiest`. Raises StoreUnavailable if the store is closed."""
@@ -436,10 +442,6 @@ class PythonMemoryStore:
 _ENTRY_BYTES: Final = sum(
     sys.getsizeof(part) for part in ((None, 0, None), (0, 0), (0, ""), 1 << 60, 1 << 60, 1 << 60)
 )
-
-
-def _closed() -> StoreUnavailable:
-    return StoreUnavailable("the store is closed; open another one")
 
 
 class MemoryGate:
@@ -524,16 +526,12 @@ class MemoryGate:
     def peek(self, subject: str, cost: int) -> Decision:
         now_ns = self._clock.now_ns()
         with self._lock:
-            self._store.require_open()
             decision, _ = self.decide(subject, cost, now_ns)
-            return self.uncharged((self, subject, cost), decision, now_ns)
-
-    def uncharged(self, check: GateCheck, decision: Decision, now_ns: int) -> Decision:
-        """Return the answer to a check that is not charged: what remains is what there is now."""
-        return self.decide(check[1], 0, now_ns)[0] if decision.allowed else decision
+            return self.decide(subject, 0, now_ns)[0] if decision.allowed else decision
 
     def decide(self, subject: str, cost: int, now_ns: int, pending: _Pending = _NOTHING) -> _Trial:
         """Return the decision of a check, and the entries to write. The store's lock is held."""
+        self._store.require_open()
         outcomes, entries = self._decide(subject, cost, now_ns, pending)
         return self._combine(subject, cost, now_ns, outcomes, entries, pending), entries
 
@@ -687,8 +685,3 @@ class MemoryGate:
 
 def _entry(table: _Table, subject: str, pending: _Pending) -> Entry:
     return pending.get((table, subject)) or table.entries.get(subject, _ABSENT)
-
-
-def _gate_of(check: GateCheck) -> MemoryGate:
-    """Return the gate of a check of this store."""
-    return cast("MemoryGate", check[0])
