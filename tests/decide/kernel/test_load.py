@@ -111,6 +111,24 @@ def test_a_rule_that_arrives_first_does_not_keep_its_room() -> None:
     assert fill_logs(login, "login", 63, 2 * SECOND_NS) == 102
 
 
+def test_charges_that_find_no_room_take_none() -> None:
+    """A new log of one rule is given up if another charge of the call finds no room for its own."""
+    table = _kernel.Table(None, capacity=10_000, log_bytes=1 << 16)
+    hog, login = (_kernel.Gate(table, (LOG,), name) for name in ("hog", "login"))
+    fill_logs(hog, "hog", 63, 0)
+    before = table.stats()
+    for _ in range(50):
+        for checks in ([(login, "k", 5), (hog, "new", 63)], [(hog, "new", 63), (login, "k", 5)]):
+            answers = table.check_all(checks, (), 0)
+            assert sorted(type(each).__name__ for each in answers) == ["Decision", "StoreFull"]
+    after = table.stats()
+    assert after["refused"] - before["refused"] == 100
+    assert {**after, "refused": 0} == {**before, "refused": 0}
+    optional = table.check_all([(hog, "new", 63), (login, "k", 5)], {0}, 0)
+    assert [isinstance(each, StoreFull) for each in optional] == [True, False]
+    assert login.peek("k", 0, 0).remaining == LOG.limit - 5
+
+
 def test_limits_of_one_rule_share_its_room() -> None:
     """A rule with several logs gets no more than a rule with one."""
     table = _kernel.Table(None, capacity=10_000, log_bytes=1 << 16)
