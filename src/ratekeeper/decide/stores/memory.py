@@ -1,7 +1,7 @@
 """The in-process store in pure Python: the reference for the kernel.
 
 Each limit of a rule has a table from subject to entry (state, expires_ns, credit). From expires_ns
-on, an entry means the same as no entry, and may be dropped at any time. Three bounds hold without a
+on, an entry means the same as no entry, and may be dropped at any time. These bounds hold without a
 background thread:
 
 - A heap beside each table orders the entries by expiry. It has an item for each entry, whose time
@@ -12,6 +12,9 @@ background thread:
   StoreFull. It never evicts: otherwise a client that fills the store with throw-away keys could
   evict its own limited key.
 - One lock protects everything. No code under it blocks or calls other modules' hooks.
+
+Several checks of one request are first decided, each after the units of those before it. Then all
+are charged, or none. The kernel's `rk_check_all` does the same.
 """
 
 from __future__ import annotations
@@ -191,7 +194,7 @@ class PythonMemoryStore:
         self.checks = Busiest()
         self._marks = _Marks()
         self._tables: dict[tuple[str, str], _Table] = {}
-        # Reentrant: `check_together` holds it while it calls gates.
+        # Reentrant: `lease` holds it while it calls `check_together`.
         self._lock = fork_safe(threading.RLock())
 
     @property
