@@ -31,7 +31,7 @@ class _PartlyFailingGate:
         self._store = store
         self._gate = gate
         self._rule = rule.partition("\x1f")[0]
-        self.limits = gate.limits
+        self.limits, self.tables = gate.limits, gate.tables
         self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
         self.lease, self.report = gate.lease, gate.report
 
@@ -41,6 +41,10 @@ class _PartlyFailingGate:
     def _require_working(self) -> None:
         if self._rule in self._store.failing:
             raise StoreUnavailable(f"the shard of {self._rule} is down")
+
+    def decide(self, *arguments: Any) -> Any:
+        self._require_working()
+        return self._gate.decide(*arguments)
 
     def check(self, subject: str, cost: int) -> Decision:
         self._require_working()

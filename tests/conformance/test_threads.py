@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import TypeVar
 
 import pytest
@@ -204,3 +206,25 @@ def test_closing_a_limiter_leaves_a_shared_store_open(store: Store, clock: Stepp
         first.check("k", 2)
         second = Limiter("5/second", store=first.store, clock=clock)
     assert second.check("k").remaining == 2
+
+
+@every_connection
+def test_threads_that_check_overlapping_keys_together_charge_all_or_none(
+    store: Store, clock: SteppedClock
+) -> None:
+    """Whatever the order of the keys, each is charged the units of the calls that passed."""
+    limiter = Limiter(Limit(40, per=60), store=store, clock=clock)
+    keys = "abcdef"
+
+    def work(number: int) -> Counter[str]:
+        random = Random(number)
+        admitted = Counter[str]()
+        for _ in range(40):
+            chosen = random.sample(keys, 3)
+            if all(result.decision for result in limiter.evaluate_all([(k, 1) for k in chosen])):
+                admitted.update(chosen)
+        return admitted
+
+    admitted = sum(at_once(work), Counter[str]())
+    assert {key: 40 - limiter.peek(key).remaining for key in keys} == dict(admitted)
+    assert max(admitted.values()) == 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count, product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from ratekeeper import CapacityError, StoreError, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, Decision, Limit
 from ratekeeper.decide.algorithms import Outcome
-from ratekeeper.decide.combine import check_in_turn, combine, combine_decisions
+from ratekeeper.decide.combine import combine, combine_decisions
 from ratekeeper.decide.store import Answer, Gate, Store
 from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.testing import ManualClock
 from tests.redis_servers import running
 
@@ -121,11 +123,12 @@ def test_several_rules_report_the_tightest_decision() -> None:
 
 
 _prefixes = count()
-KINDS = (
-    "memory",
+SERVERS = (
     pytest.param("single", marks=pytest.mark.server),
     pytest.param("cluster", marks=pytest.mark.server),
 )
+LOCAL = ("python", "memory", "shared")
+KINDS = (*LOCAL, *SERVERS)
 
 
 @pytest.fixture
@@ -133,15 +136,21 @@ def clock() -> ManualClock:
     return ManualClock(start=1_700_000_000)
 
 
+def opened_store(kind: str, clock: ManualClock, folder: Path) -> Store:
+    if kind == "python":
+        return PythonMemoryStore(clock)
+    if kind == "memory":
+        return open_store("memory://", clock)
+    if kind == "shared":
+        return open_store(f"shared://{folder}/limits?capacity=1000", clock)
+    prefix = f"together{next(_prefixes)}"
+    return open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
+
+
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
     """An empty store of each kind."""
-    if request.param == "memory":
-        opened = open_store("memory://", clock)
-    else:
-        servers = running(request.param)
-        prefix = f"together{next(_prefixes)}"
-        opened = open_store(servers.uri, clock, prefix=prefix, deadline_ms=10_000)
+    opened = opened_store(request.param, clock, tmp_path)
     yield opened
     opened.close()
 
@@ -204,7 +213,7 @@ def test_a_closed_store_is_unavailable(store: Store) -> None:
     assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", SERVERS)
 async def test_asyncio_gives_the_same_decisions(kind: str, clock: ManualClock) -> None:
     """Also through asyncio, all are charged or none."""
     prefix = f"together{next(_prefixes)}"
@@ -262,7 +271,7 @@ def look(gate: Gate, cost: int) -> tuple[bool, int, int]:
     return decision.allowed, decision.remaining, decision.reset_after_ns
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("seed", range(10))
 def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualClock) -> None:
     """A random trace in memory and on Redis; with odd seeds a subject may occur several times."""
@@ -301,34 +310,3 @@ def _essence(answer: Answer) -> tuple[bool, int, int]:
     assert not isinstance(answer, StoreError)
     # Redis has a clock of microseconds.
     return answer.allowed, answer.remaining, -(-answer.retry_after_ns // 1_000)
-
-
-class RacedGate:
-    """A gate whose last unit another client takes right after each peek; it counts checks."""
-
-    def __init__(self, gate: Gate, raced: bool) -> None:
-        self._gate = gate
-        self._raced = raced
-        self.checks = 0
-
-    def peek(self, subject: str, cost: int) -> Decision:
-        decision = self._gate.peek(subject, cost)
-        if self._raced:
-            self._gate.check(subject, decision.remaining)
-        return decision
-
-    def check(self, subject: str, cost: int) -> Decision:
-        self.checks += 1
-        return self._gate.check(subject, cost)
-
-
-def test_the_subject_with_the_least_room_is_charged_first(clock: ManualClock) -> None:
-    """A request that loses the race for its user's last units never charges the tenant."""
-    store = open_store("memory://", clock)
-    user, tenant = gates_of(store)
-    raced: Any = RacedGate(user, raced=True)
-    shared: Any = RacedGate(tenant, raced=False)
-    answers = check_in_turn([(shared, "t:1", 1), (raced, "u:1", 1)])
-    assert [not isinstance(each, StoreError) and each.allowed for each in answers] == [True, False]
-    assert (shared.checks, raced.checks) == (0, 1)
-    store.close()

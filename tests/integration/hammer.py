@@ -3,6 +3,7 @@
     python -m tests.integration.hammer exact FILE ALGORITHM PROCESSES KEYS LIMIT
     python -m tests.integration.hammer reopening FILE ALGORITHM PROCESSES KEYS LIMIT
     python -m tests.integration.hammer killed FILE ALGORITHM PROCESSES KEYS LIMIT KILLS SEED
+    python -m tests.integration.hammer together FILE ALGORITHM PROCESSES KEYS LIMIT KILLS SEED
 
 Each prints one JSON object. All limits are per year, so no units are refilled during a run.
 """
@@ -22,13 +23,16 @@ from ratekeeper import Limit, Limiter
 
 YEAR = 365 * 86_400
 ROOM = f"capacity=1000&log_bytes={1 << 23}"
+# Some 20 segments of the table, so that a call of several keys takes several locks.
+LARGE_ROOM = f"capacity=30000&log_bytes={1 << 23}"
+TOGETHER_MAX = 6
 
 
-def open_limiter(path: str, algorithm: str, limit: int) -> Limiter:
+def open_limiter(path: str, algorithm: str, limit: int, room: str = ROOM) -> Limiter:
     limits = [Limit(limit, per=YEAR, algorithm=algorithm)]  # type: ignore[arg-type]  # from argv
     if algorithm != "fixed_window":  # a second limit that never denies tests all-or-nothing
         limits.append(Limit(10 * limit, per=YEAR, algorithm="fixed_window"))
-    return Limiter(limits, store=f"shared://{path}?{ROOM}", on_failure="raise")
+    return Limiter(limits, store=f"shared://{path}?{room}", on_failure="raise")
 
 
 class Counts:
@@ -41,8 +45,8 @@ class Counts:
     def __init__(self, workers: int) -> None:
         self._counts = memoryview(mmap.mmap(-1, 8 * workers)).cast("q")
 
-    def add(self, worker: int) -> None:
-        self._counts[worker] += 1
+    def add(self, worker: int, units: int = 1) -> None:
+        self._counts[worker] += units
 
     def total(self) -> int:
         return sum(self._counts)
@@ -144,6 +148,39 @@ def killed(
     return {"admitted": counts.total(), "left": sum(left), "kills": starts}
 
 
+def together(
+    path: str, algorithm: str, processes: int, keys: int, limit: int, kills: int, seed: int
+) -> dict[str, object]:
+    """Let workers check random keys together, in any order, until most are spent.
+
+    The first `kills` workers are killed while they do, one after the other.
+    """
+    names = [f"key-{key}" for key in range(keys)]
+    counts = Counts(processes + kills)
+
+    def work(worker: int) -> None:
+        random = Random(seed + worker)
+        own = open_limiter(path, algorithm, limit, LARGE_ROOM)
+        denied = 0
+        while denied < 50 or worker < kills:
+            chosen = random.sample(names, random.randint(2, TOGETHER_MAX))
+            if all(result.decision for result in own.evaluate_all([(name, 1) for name in chosen])):
+                counts.add(worker, len(chosen))
+                denied = 0
+            else:
+                denied += 1
+
+    children = [start(lambda worker=w: work(worker)) for w in range(processes)]
+    for victim in range(kills):
+        time.sleep(Random(seed + victim).uniform(0.001, 0.02))  # the interval between kills
+        os.kill(children[victim], signal.SIGKILL)
+        children.append(start(lambda worker=processes + victim: work(worker)))
+    statuses = wait_for(children)
+    limiter = open_limiter(path, algorithm, limit, LARGE_ROOM)
+    left = [limiter.peek(name).remaining for name in names]
+    return {"admitted": counts.total(), "left": left, "statuses": statuses[kills:]}
+
+
 def _spend(limiter: Limiter, name: str, counts: Counts, worker: int) -> bool:
     decision = limiter.check(name)
     if decision:
@@ -158,6 +195,8 @@ if __name__ == "__main__":
         result = exact(path, algorithm, processes, keys, limit)
     elif verb == "reopening":
         result = reopening(path, algorithm, processes, keys, limit)
+    elif verb == "together":
+        result = together(path, algorithm, processes, keys, limit, int(numbers[3]), int(numbers[4]))
     else:
         result = killed(path, algorithm, processes, keys, limit, int(numbers[3]), int(numbers[4]))
     print(json.dumps(result))

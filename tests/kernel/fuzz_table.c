@@ -30,6 +30,33 @@ static rk_limit next_limit(input *in, uint64_t id)
     return make_limit(algorithm, limit, windows_ns[next(in) % 4], capacity, id);
 }
 
+/* Several charges of some keys, each under the first limits. */
+static void fuzz_several(rk_table *table, const rk_limit *limits, int count, int64_t now_ns,
+                         input *in)
+{
+    rk_charge charges[12];
+    int most = 1 + next(in) % 12, at;
+    for (int i = 0; i < most; i++) {
+        uint8_t key = next(in), units = next(in), left_out = units > 250;
+        key %= 32;
+        charges[i] = (rk_charge){.subject = rk_subject_hash(table, &key, 1),
+                                 .limits = limits,
+                                 .count = 1 + units % count,
+                                 .cost = units / 4,
+                                 .status = left_out ? RK_BUSY : RK_OK};
+    }
+    if (rk_check_all(table, charges, most, now_ns, most % 5 > 0, &at) != RK_OK)
+        return;
+    for (int i = 0; i < most; i++) {
+        const rk_decision *d = &charges[i].decision;
+        if (charges[i].status != RK_OK)
+            continue;
+        REQUIRE(d->remaining >= 0, "remaining %lld", (long long)d->remaining);
+        REQUIRE(d->allowed == (d->retry_after_ns == 0), "retry %lld", (long long)d->retry_after_ns);
+        REQUIRE(d->allowed || d->remaining < charges[i].cost, "denied");
+    }
+}
+
 static void call(rk_table *table, const rk_limit *limits, int count, int64_t *now_ns, input *in)
 {
     uint8_t verb = next(in), key = next(in) % 32, units = next(in), time = next(in);
@@ -59,6 +86,9 @@ static void call(rk_table *table, const rk_limit *limits, int count, int64_t *no
             rk_unmark(table, subject, 1 + units, *now_ns);
         else
             rk_mark(table, subject, 1 + units, *now_ns, (int64_t)time << 24, &is_new);
+        return;
+    case 6:
+        fuzz_several(table, limits, count, *now_ns, in);
         return;
     default:
         if (rk_check(table, subject, limits, count, *now_ns, units, verb % 8 != 4, &decision) !=

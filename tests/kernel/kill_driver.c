@@ -9,6 +9,9 @@
  * parent has open itself, so that the parent really takes the lock of a dead owner. While the
  * child is stopped inside the lock, the parent's own call must return RK_BUSY and not hang.
  *
+ * A call of several charges holds several locks. Killed in between, each charge is made completely
+ * or not at all, and the others find all locks free.
+ *
  *   kill_driver FOLDER */
 #include "layout.h"
 #include "stepping.h"
@@ -214,6 +217,110 @@ static void walk_in_a_full_table(const char *folder, rk_limit limit)
     rk_close(table);
 }
 
+/* ---- several charges in one call ---- */
+
+enum { CHARGES = 5, SEVERAL_CAPACITY = 4000 };
+
+static void set_charges(const rk_table *table, const rk_limit limits[4], rk_charge *charges)
+{
+    /* Two are of the same states. The last three are of one rule, and so of one segment. */
+    static const char *const names[CHARGES] = {"a new key", "two", "one", "one", "one"};
+    static const int firsts[CHARGES] = {0, 0, 0, 2, 2}, counts[CHARGES] = {1, 2, 1, 2, 1};
+    for (int i = 0; i < CHARGES; i++) {
+        rk_hash subject = rk_subject_hash(table, names[i], strlen(names[i]));
+        charges[i] = (rk_charge){.subject = rk_group_hash(subject, i < 2 ? (uint64_t)i : 7),
+                                 .limits = &limits[firsts[i]],
+                                 .count = counts[i],
+                                 .cost = 3 + i,
+                                 .status = RK_OK};
+    }
+}
+
+static void charge_several(rk_table *table, const rk_limit limits[4])
+{
+    rk_charge charges[CHARGES];
+    rk_status status;
+    int at;
+    set_charges(table, limits, charges);
+    while ((status = rk_check_all(table, charges, CHARGES, NOW_NS, true, &at)) == RK_BUSY)
+        REQUIRE(patiently(table, charges[at].subject, status) == RK_OK, "a lock stays taken");
+    REQUIRE(status == RK_OK && at == -1, "status %d at %d", status, at);
+}
+
+/* The units that the charges have spent of each limit, apart from `before`; all limits of a charge
+ * lose its cost or none does. Return the number of charges that were made. */
+static int charges_made(rk_table *table, const rk_limit limits[4], const int64_t before[CHARGES][2],
+                        int64_t left[CHARGES][2], long killed)
+{
+    rk_charge charges[CHARGES];
+    int made = 0;
+    set_charges(table, limits, charges);
+    for (int i = 0; i < CHARGES; i++)
+        for (int k = 0; k < charges[i].count; k++)
+            left[i][k] = remaining(table, charges[i].subject, &charges[i].limits[k]);
+    for (int i = 0; before != NULL && i < 3; i++)
+        for (int k = 0; k < charges[i].count; k++) {
+            REQUIRE(before[i][k] - left[i][k] == (before[i][0] == left[i][0] ? 0 : charges[i].cost),
+                    "killed after %ld: charge %d, limit %d: %lld", killed, i, k,
+                    (long long)left[i][k]);
+            made += k == 0 && before[i][0] != left[i][0];
+        }
+    if (before != NULL) { /* the units of both charges of the log are written at once */
+        int64_t log = before[3][0] - left[3][0], journal = before[3][1] - left[3][1];
+        bool first = journal == charges[3].cost, both = log == charges[3].cost + charges[4].cost;
+        REQUIRE((journal == 0 || first) && (log == 0 || both), "killed after %ld: %lld and %lld",
+                killed, (long long)log, (long long)journal);
+        made += first + both;
+    }
+    return made;
+}
+
+static void walk_several(const char *folder, const rk_limit limits[4])
+{
+    char path[512], copy[520];
+    int64_t before[CHARGES][2], left[CHARGES][2];
+    int made = 0, changes = 0, partly = 0;
+    long instructions = 0;
+    snprintf(path, sizeof path, "%s/several.limits", folder);
+    snprintf(copy, sizeof copy, "%s.copy", path);
+    rk_table *table = open_or_die(
+        &(rk_options){.path = path, .capacity = SEVERAL_CAPACITY, .log_bytes = 1 << 14});
+    for (int i = 0; i < 2; i++)
+        charge_several(table, limits); /* the next one finds rings that have to grow */
+    rk_charge charges[CHARGES];
+    set_charges(table, limits, charges);
+    REQUIRE(rk_reset(table, charges[0].subject, charges[0].limits, 1) == RK_OK, "reset");
+    charges_made(table, limits, NULL, before, 0);
+    pid_t child = fork();
+    REQUIRE(child >= 0, "%s", strerror(errno));
+    if (child == 0) {
+        int at;
+        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
+        raise(SIGSTOP);
+        rk_check_all(table, charges, CHARGES, NOW_NS, true, &at);
+        _exit(0);
+    }
+    int state;
+    REQUIRE(waitpid(child, &state, 0) == child && WIFSTOPPED(state), "the child: %d", state);
+    for (; run_child(child, 1); instructions++) {
+        if (!has_changed(table, changes == 0))
+            continue;
+        changes++;
+        copy_file(path, copy);
+        rk_table *left_behind = open_or_die(&(rk_options){.path = copy});
+        int now = charges_made(left_behind, limits, before, left, instructions);
+        REQUIRE(now >= made, "killed after %ld: a charge was undone", instructions);
+        made = now;
+        partly += made > 0 && made < CHARGES;
+        charge_several(left_behind, limits); /* and life goes on */
+        rk_close(left_behind);
+    }
+    unlink(copy);
+    REQUIRE(made == CHARGES && partly > 0, "%d made, %d partly: this tested nothing", made, partly);
+    printf("several: %ld instructions, %d change the file\n", instructions, changes);
+    rk_close(table);
+}
+
 int main(int count, char **arguments)
 {
     REQUIRE(count == 2, "usage: kill_driver FOLDER");
@@ -239,6 +346,7 @@ int main(int count, char **arguments)
         inside += kill_here_and_there(table, &scenes[i], instructions);
     }
     walk_in_a_full_table(arguments[1], token);
+    walk_several(arguments[1], (const rk_limit[]){token, counter, journal, small});
     REQUIRE(inside > 10, "only %d were killed inside the lock: this tested nothing", inside);
     printf("%d killed inside the lock\n", inside);
     rk_close(table);

@@ -14,12 +14,12 @@
 
 #include "limits.h"
 
-enum { STEPS = 20000, SUBJECTS = 300, LIMITS = 4 };
+enum { STEPS = 20000, SUBJECTS = 300, LIMITS = 4, CHARGES = 20 };
 
 typedef struct {
     rk_table *table;
     rk_options options;
-    bool damaged;
+    bool damaged, changed;
     uint64_t random;
     rk_limit limits[LIMITS];
     int count;
@@ -107,6 +107,65 @@ static void check_or_peek(run *r, bool spend)
             (long long)decision.remaining, (long long)look.remaining);
 }
 
+/* The units that remain in each limit of the charges, one limit after the other. */
+static void read_remaining(run *r, const rk_charge *charges, int count, int64_t *remaining)
+{
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < charges[i].count; k++) {
+            rk_decision look = {.remaining = 0};
+            rk_check(r->table, charges[i].subject, &r->limits[k], 1, r->now_ns, 0, false, &look);
+            remaining[i * LIMITS + k] = look.remaining;
+        }
+}
+
+/* Units are charged to all limits of all charges, or to none. */
+static void check_conserved(const rk_charge *charges, int count, const int64_t *before,
+                            const int64_t *after, bool charged)
+{
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < charges[i].count; k++) {
+            int64_t units = 0;
+            for (int j = 0; j < count; j++)
+                if (charges[j].status == RK_OK && charges[j].subject.low == charges[i].subject.low)
+                    units += charges[j].count > k ? charges[j].cost : 0;
+            int at = i * LIMITS + k;
+            REQUIRE(after[at] == before[at] - (charged ? units : 0),
+                    "limit %d of charge %d had %lld and has %lld; %s %lld", k, i,
+                    (long long)before[at], (long long)after[at], charged ? "charged" : "not",
+                    (long long)units);
+        }
+}
+
+static void check_several(run *r)
+{
+    rk_charge charges[CHARGES];
+    int64_t before[CHARGES * LIMITS], after[CHARGES * LIMITS];
+    int count = 1 + (int)below(r, below(r, 4) ? 4 : CHARGES), at;
+    bool spend = below(r, 8) > 0, charged = spend;
+    for (int i = 0; i < count; i++)
+        charges[i] = (rk_charge){.subject = random_subject(r),
+                                 .limits = r->limits,
+                                 .count = 1 + (int)below(r, (uint64_t)r->count),
+                                 .cost = random_cost(r),
+                                 .status = below(r, 10) ? RK_OK : RK_BUSY};
+    read_remaining(r, charges, count, before);
+    rk_status status = rk_check_all(r->table, charges, count, r->now_ns, spend, &at);
+    REQUIRE(status != RK_LOST || r->damaged, "an intact file is lost");
+    if (status == RK_LOST)
+        reopen(r);
+    if (status == RK_BUSY && r->damaged)
+        REQUIRE(rk_wait(r->table, charges[at].subject, SECOND_NS) == RK_OK, "a lock stays taken");
+    for (int i = 0; i < count && status == RK_OK; i++) {
+        if (charges[i].status == RK_OK)
+            check_answer(r, &charges[i].decision, charges[i].cost);
+        charged = charged && (charges[i].status == RK_OK ? charges[i].decision.allowed : i != at);
+    }
+    if (r->damaged || r->changed)
+        return;
+    read_remaining(r, charges, count, after);
+    check_conserved(charges, count, before, after, charged && status == RK_OK);
+}
+
 static void damage(run *r)
 {
     struct stat info;
@@ -154,8 +213,10 @@ static void step(run *r)
     else if (dice < 310)
         r->now_ns -= (int64_t)below(r, 2000000000);
     r->latest_ns = r->now_ns > r->latest_ns ? r->now_ns : r->latest_ns;
-    if (dice < 850)
+    if (dice < 780)
         check_or_peek(r, true);
+    else if (dice < 850)
+        check_several(r);
     else if (dice < 900)
         check_or_peek(r, false);
     else if (dice < 940)
@@ -203,8 +264,10 @@ static void drive(const char *folder, uint64_t seed)
         step(&r);
         if (r.damaged && below(&r, 500) == 0)
             damage(&r);
-        if (below(&r, 2000) == 0)
+        if (below(&r, 20000) == 0) {
             r.limits[0] = random_limit(&r, 100 + below(&r, 3));
+            r.changed = true; /* a state may expire by its old limit and count by the new one */
+        }
     }
     rk_close(r.table);
     unlink(path);

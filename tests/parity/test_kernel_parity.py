@@ -27,7 +27,7 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
     if verb in ("check", "peek"):
         spend = verb == "check"
         return (
-            answer(kernel.decide, subject, units, now_ns, spend),
+            answer(kernel.check if spend else kernel.peek, subject, units, now_ns),
             answer(reference.check, subject, units, now_ns, spend=spend),
         )
     if verb == "refund":
@@ -35,7 +35,7 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[A
         kernel.refund(subject, units, charged_ns, now_ns)
         reference.refund(subject, units, charged_ns, now_ns)
     elif verb == "grant":
-        kernel.grant(subject, units, -1 if step.ttl_ns is None else step.ttl_ns, now_ns)
+        kernel.grant(subject, units, step.ttl_ns, now_ns)
         reference.grant(subject, units, step.ttl_ns, now_ns)
     elif verb == "reset":
         kernel.reset(subject)

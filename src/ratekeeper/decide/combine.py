@@ -5,23 +5,13 @@ A request may have to pass several limits of one rule (`combine`) and several ru
 allows, then the least remaining, then the longest time to retry and to reset. A denied decision
 always reports a limit that denied: each of those has less remaining than the cost, and each limit
 that would have allowed the request has at least the cost.
-
-`check_in_turn` decides several subjects of one request in memory: all pass, or none is charged.
-It peeks at every subject first and charges only if all of them have room, the one with the least
-room first. Another thread or process may spend in between. If that took the last units of the
-first subject, nothing is charged. Otherwise the units that were already charged are refunded. A
-check that the store cannot decide (its table is full) says nothing about the others: they are
-decided, and charged if the caller declares the failed one optional. Redis decides the subjects in
-one script call instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
-from ratekeeper.core.errors import StoreError
-from ratekeeper.core.model import UNITS_MAX, Decision, Limit, decision_with
-from ratekeeper.decide.store import Answer, GateCheck
+from ratekeeper.core.model import Decision, Limit, decision_with
 
 
 def combine(
@@ -120,71 +110,3 @@ def uncharged(decision: Decision, cost: int) -> Decision:
 def _tightness(answer: Decision) -> tuple[bool, int, int, int]:
     """Return the sort key of a decision, as in `combine`; the smallest is the tightest."""
     return answer.allowed, answer.remaining, -answer.retry_after_ns, -answer.reset_after_ns
-
-
-def check_in_turn(checks: Sequence[GateCheck], optional: Container[int] = ()) -> list[Answer]:
-    """Check each (gate, subject, cost) on gates that answer at once; see Store.check_together."""
-    looks: list[Answer] = []
-    failed: list[int] = []
-    least, first = UNITS_MAX, 0
-    for gate, subject, cost in checks:
-        try:
-            look = gate.peek(subject, cost)
-        except StoreError as error:
-            failed.append(len(looks))
-            looks.append(error)
-        else:
-            remaining = look.remaining
-            if remaining < least:
-                least, first = remaining, len(looks)
-            looks.append(look)
-    if not all(looks):  # a denial; an error counts as true
-        return looks
-    order = list(range(len(checks)))
-    if first:
-        order.insert(0, order.pop(first))
-    if failed:
-        if any(at not in optional for at in failed):
-            return looks
-        order = [at for at in order if at not in failed]
-    return _charge_in_turn(checks, looks, order, optional)
-
-
-def _charge_in_turn(
-    checks: Sequence[GateCheck],
-    looks: Sequence[Answer],
-    order: Sequence[int],
-    optional: Container[int],
-) -> list[Answer]:
-    """Charge the checks at these positions, all or none; `looks` are the answers of a peek."""
-    answers = list(looks)
-    try:
-        for at in order:
-            gate, subject, cost = checks[at]
-            try:
-                answers[at] = decision = gate.check(subject, cost)
-            except StoreError as error:  # no room for a new state
-                answers[at] = error
-                if at in optional:
-                    continue
-                break
-            if not decision.allowed:
-                break
-        else:
-            return answers
-    except BaseException:
-        _refund_charged(checks, looks, answers)
-        raise
-    _refund_charged(checks, looks, answers)
-    return answers
-
-
-def _refund_charged(
-    checks: Sequence[GateCheck], looks: Sequence[Answer], answers: list[Answer]
-) -> None:
-    """Refund the checks that were charged; their answers are those of the peek again."""
-    for at, (gate, subject, cost) in enumerate(checks):
-        answer = answers[at]
-        if answer is not looks[at] and not isinstance(answer, StoreError) and answer.allowed:
-            gate.refund(subject, cost, answer.charged_ns)
-            answers[at] = looks[at]

@@ -335,13 +335,15 @@ class Store(Protocol):
         ...
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
     ) -> list[Answer]:
         """Check several subjects: one answer for each, in order; all pass or none is charged.
 
         A check that cannot be decided has a StoreError as its answer. Then nothing is charged,
         unless its position is `optional`: the checks without an error are charged if all of them
-        pass. Raises CapacityError; nothing is charged then.
+        pass. If nothing is charged, the answers of the checks that would pass say what remains now.
+        Checks of one subject and limit see each other's units. Raises CapacityError; nothing is
+        charged then. The kernel takes 10,000 checks at most, and raises ConfigError for more.
         """
         ...
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
 
-from ratekeeper import CapacityError, Decision, Limit, Limiter, StoreUnavailable
+from ratekeeper import CapacityError, ConfigError, Decision, Limit, Limiter, StoreUnavailable
 from ratekeeper.core.model import DECISION_FIELDS, decision_fields, decision_with
 from ratekeeper.decide import kernel
 from ratekeeper.decide.kernel import _kernel
@@ -27,7 +29,7 @@ def gate() -> _kernel.Gate:
 @pytest.fixture
 def decisions(gate: _kernel.Gate) -> list[Decision]:
     """Two allowed decisions, the second with a delay, and a denied one."""
-    return [gate.decide("k", cost, 0, True) for cost in (1, 2, 1)]
+    return [gate.check("k", cost, 0) for cost in (1, 2, 1)]
 
 
 def test_the_kernel_is_built() -> None:
@@ -195,10 +197,10 @@ class Closes:
 
 def test_a_number_that_closes_the_table_is_an_error_and_not_a_crash() -> None:
     """Reading an argument may run any code, so the table is checked afterwards."""
-    for verb in ("decide", "refund", "grant"):
+    for verb in ("check", "peek", "refund", "grant"):
         table = _kernel.Table(None, capacity=100)
         gate = _kernel.Gate(table, (LIMIT,), "")
-        arguments = {"decide": (0, True), "refund": (None, 0), "grant": (-1, 0)}[verb]
+        arguments = (None, 0) if verb in ("refund", "grant") else (0,)
         with pytest.raises(StoreUnavailable, match="closed"):
             getattr(gate, verb)("k", Closes(table), *arguments)
 
@@ -207,11 +209,11 @@ def test_a_cost_above_64_bits_never_fits() -> None:
     """Not even with the largest capacity and the largest grant."""
     largest = Limit(10**9, per=1)
     gate = _kernel.Gate(_kernel.Table(None, capacity=100), (largest,), "")
-    gate.grant("k", 10**9, -1, 0)
+    gate.grant("k", 10**9, None, 0)
     for cost in (2 * 10**9 + 1, 10**30):
         with pytest.raises(CapacityError):
-            gate.decide("k", cost, 0, True)
-    assert gate.decide("k", 2 * 10**9, 0, True).allowed
+            gate.check("k", cost, 0)
+    assert gate.check("k", 2 * 10**9, 0).allowed
 
 
 def test_a_patched_check_is_called(
@@ -220,3 +222,53 @@ def test_a_patched_check_is_called(
     """Limiters that are created after `Limiter.check` was patched use the patch."""
     monkeypatch.setattr(Limiter, "check", lambda self, key, cost=1: "patched")
     assert Limiter("5/m").check("k") == "patched"
+
+
+def test_up_to_ten_thousand_charges_are_one_call() -> None:
+    """More are an error that says so; anything but gates of the table is one, too."""
+    table = _kernel.Table(None, capacity=100_000)
+    gate = _kernel.Gate(table, (Limit(10, per=1),), "r")
+    checks = [(gate, f"key-{number % 5_000}", 3) for number in range(10_000)]
+    assert {answer.remaining for answer in table.check_all(checks, (), 0)} == {7, 4}
+    denied = table.check_all(checks, (), 0)
+    assert [bool(answer) for answer in denied] == [True] * 5_000 + [False] * 5_000
+    assert {answer.remaining for answer in denied} == {4, 1}
+    with pytest.raises(ConfigError, match="10001 checks in one call are more than 10000"):
+        table.check_all([*checks, checks[0]], (), 0)
+    other = _kernel.Gate(_kernel.Table(None, capacity=100), (LIMIT,), "r")
+    for wrong in ((other, "k", 1), (None, "k", 1), (gate, 1, 1), (gate, "k"), [gate, "k", 1]):
+        with pytest.raises(TypeError, match="a gate of this table, a subject and a cost"):
+            table.check_all([wrong], (), 0)  # type: ignore[list-item]  # the point
+
+
+def test_the_positions_of_a_call_are_read_only_after_a_failure() -> None:
+    """What they do meanwhile is no matter: they may close the table."""
+
+    class Closing:
+        def __contains__(self, at: object) -> bool:
+            table.close()
+            return True
+
+    log = Limit(10, per=1, algorithm="sliding_window_log")
+    table = _kernel.Table(None, capacity=100, log_bytes=256)
+    gate = _kernel.Gate(table, (log,), "r")
+    assert all(table.check_all([(gate, "a", 1), (gate, "b", 1)], Closing(), 0))
+    full = [(gate, f"key-{number}", 1) for number in range(9)]
+    assert [type(answer) for answer in table.check_all(full, Closing(), 0)] == [
+        StoreUnavailable
+    ] * 9
+
+
+def test_a_clock_that_refers_to_its_limiter_is_collected() -> None:
+    """The table refers to the clock, so it takes part in garbage collection."""
+
+    class Clock(ManualClock):
+        limiter: Limiter
+
+    clock = Clock()
+    clock.limiter = Limiter("1/minute", clock=clock)
+    assert clock.limiter.check("k")
+    gone = weakref.ref(clock)
+    del clock
+    gc.collect()
+    assert gone() is None

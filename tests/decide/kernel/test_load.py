@@ -20,7 +20,7 @@ def fill(gate: _kernel.Gate, now_ns: int) -> int:
     number = 0
     try:
         while True:
-            gate.decide(f"key-{number}", 1 + number % 9, now_ns, True)
+            gate.check(f"key-{number}", 1 + number % 9, now_ns)
             number += 1
     except StoreFull:
         return number
@@ -36,7 +36,7 @@ def test_a_table_holds_its_capacity(kind: str, tmp_path: Path) -> None:
     filled = fill(gate, 0)
     assert CAPACITY <= filled <= table.stats()["states_max"]
     for number in range(filled):
-        assert gate.decide(f"key-{number}", 0, 0, False).remaining == 9 - number % 9
+        assert gate.peek(f"key-{number}", 0, 0).remaining == 9 - number % 9
 
 
 def test_expired_states_are_reused_without_a_sweep() -> None:
@@ -46,7 +46,7 @@ def test_expired_states_are_reused_without_a_sweep() -> None:
     fill(gate, 0)
     later_ns = 100 * 10**9
     for number in range(CAPACITY):
-        gate.decide(f"new-{number}", 1, later_ns, True)
+        gate.check(f"new-{number}", 1, later_ns)
     assert table.stats()["expired"] > CAPACITY // 2
 
 
@@ -65,7 +65,7 @@ def fill_logs(gate: _kernel.Gate, name: str, entries: int, now_ns: int) -> int:
     number = 0
     try:
         while True:
-            gate.decide(f"{name}-{number}", entries, now_ns, True)
+            gate.check(f"{name}-{number}", entries, now_ns)
             number += 1
     except StoreFull:
         return number
@@ -111,6 +111,24 @@ def test_a_rule_that_arrives_first_does_not_keep_its_room() -> None:
     assert fill_logs(login, "login", 63, 2 * SECOND_NS) == 102
 
 
+def test_charges_that_find_no_room_take_none() -> None:
+    """A new log of one rule is given up if another charge of the call finds no room for its own."""
+    table = _kernel.Table(None, capacity=10_000, log_bytes=1 << 16)
+    hog, login = (_kernel.Gate(table, (LOG,), name) for name in ("hog", "login"))
+    fill_logs(hog, "hog", 63, 0)
+    before = table.stats()
+    for _ in range(50):
+        for checks in ([(login, "k", 5), (hog, "new", 63)], [(hog, "new", 63), (login, "k", 5)]):
+            answers = table.check_all(checks, (), 0)
+            assert sorted(type(each).__name__ for each in answers) == ["Decision", "StoreFull"]
+    after = table.stats()
+    assert after["refused"] - before["refused"] == 100
+    assert {**after, "refused": 0} == {**before, "refused": 0}
+    optional = table.check_all([(hog, "new", 63), (login, "k", 5)], {0}, 0)
+    assert [isinstance(each, StoreFull) for each in optional] == [True, False]
+    assert login.peek("k", 0, 0).remaining == LOG.limit - 5
+
+
 def test_limits_of_one_rule_share_its_room() -> None:
     """A rule with several logs gets no more than a rule with one."""
     table = _kernel.Table(None, capacity=10_000, log_bytes=1 << 16)
@@ -128,7 +146,7 @@ def test_many_rules_find_room(rules: int) -> None:
     fill_logs(hog, "hog", 15, 0)
     for number in range(rules):
         gate = _kernel.Gate(table, (LOG,), f"rule-{number}")
-        assert gate.decide(f"key-{number}", 1, 0, True).allowed
+        assert gate.check(f"key-{number}", 1, 0).allowed
 
 
 def test_logs_of_all_sizes_leave_no_memory_behind() -> None:
@@ -142,7 +160,7 @@ def test_logs_of_all_sizes_leave_no_memory_behind() -> None:
             gate.reset(key)
         else:
             with suppress(StoreFull):
-                gate.decide(key, random.randrange(1, 500), turn, True)
+                gate.check(key, random.randrange(1, 500), turn)
     for number in range(200):
         gate.reset(f"key-{number}")
     assert table.stats()["log_bytes_used"] == 0
@@ -153,7 +171,7 @@ def test_a_live_log_is_never_dropped(logs: _kernel.Gate) -> None:
     """If the slab is full of live logs, a new key is rejected, and they keep their counts."""
     filled = fill_logs(logs, "kept", 63, 0)
     for number in range(filled):
-        assert logs.decide(f"kept-{number}", 0, 0, False).remaining == 1_000 - 63
+        assert logs.peek(f"kept-{number}", 0, 0).remaining == 1_000 - 63
 
 
 def test_a_grant_is_never_lost_among_expired_ones() -> None:
@@ -162,13 +180,13 @@ def test_a_grant_is_never_lost_among_expired_ones() -> None:
     for turn in range(5_000):
         now_ns = turn * SECOND_NS // 3
         subject = f"key-{turn * 7 % 31}"
-        before = gate.decide(subject, 0, now_ns, False).remaining
+        before = gate.peek(subject, 0, now_ns).remaining
         try:
             gate.grant(subject, 7, 1, now_ns)
         except StoreFull:
             continue
-        assert gate.decide(subject, 0, now_ns, False).remaining == before + 7
-        gate.decide(f"other-{turn}", 1, now_ns, True)
+        assert gate.peek(subject, 0, now_ns).remaining == before + 7
+        gate.check(f"other-{turn}", 1, now_ns)
 
 
 def test_a_state_takes_at_most_32_bytes() -> None:

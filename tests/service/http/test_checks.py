@@ -61,7 +61,7 @@ class _Failing:
     def _fail(self, *_: Any) -> Any:
         raise StoreUnavailable("the store is unavailable")
 
-    check = peek = refund = grant = reset = _fail
+    check = peek = decide = refund = grant = reset = _fail
 
     def fast_check(self, fallback: Any) -> None:
         """Return None, as most gates do."""

@@ -40,6 +40,6 @@ else:
     Decision.register(_kernel.Decision)
 
     def _pass_on_switches() -> None:
-        _kernel.set_bypass(switches.clock is not None or switches.limiting_off)
+        _kernel.set_switches(switches.clock is not None, switches.limiting_off)
 
     switches.on_change(_pass_on_switches)

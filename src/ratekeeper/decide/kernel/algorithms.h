@@ -44,17 +44,23 @@ typedef struct {
     uint64_t rule;    /* hash of the rule: limits of one rule share the room for their logs */
 } rk_limit;
 
-/* A ring of admission times, oldest first. A later time than `latest_ns` is read as that one. */
+/* A ring of admission times, oldest first. A later time than `latest_ns` is read as that one. The
+ * last `pending` entries are not in memory yet: they are charges at `pending_ns` that another
+ * charge of the same call has decided and not written. */
 typedef struct {
     int64_t *times;
     int64_t latest_ns;
+    int64_t pending_ns;
     uint32_t capacity;
     uint32_t head;
     uint32_t count;
+    uint32_t pending;
 } rk_ring;
 
 static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
 {
+    if (index >= ring->count - ring->pending)
+        return ring->pending_ns;
     uint32_t place = ring->head + index;
     int64_t time_ns = ring->times[place < ring->capacity ? place : place - ring->capacity];
     return time_ns < RK_NOW_NS_MIN     ? RK_NOW_NS_MIN

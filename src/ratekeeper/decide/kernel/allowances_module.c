@@ -176,9 +176,11 @@ PyTypeObject rk_allowances_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Allowances",
     .tp_doc = "A node's allowances in one block of memory, of this process or of a file.",
     .tp_basicsize = sizeof(allowances_object),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = rk_table_new,
     .tp_dealloc = (destructor)allowances_dealloc,
+    .tp_traverse = (traverseproc)rk_table_traverse,
+    .tp_clear = (inquiry)rk_table_clear,
     .tp_methods = allowances_methods,
     .tp_members = rk_table_members,
 };

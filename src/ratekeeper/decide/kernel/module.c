@@ -16,9 +16,10 @@ static const int64_t LOCK_WAIT_NS = 1000000000;
 enum { KEY_LENGTH_MAX = 512, SEPARATOR = 0x1f };
 
 PyObject *rk_error_unavailable;
-static PyObject *error_capacity, *error_full, *error_timeout, *error_config;
+static PyObject *error_capacity, *error_full, *error_timeout, *error_config, *error_store;
 static PyObject *decision_repr, *decision_fields, *python_decision, *seconds_from_ns;
-static int bypass; /* a test has replaced the clock or switched limiting off */
+static int bypass;         /* a test has replaced the clock or switched limiting off */
+static int clock_replaced; /* a test has replaced the clock */
 
 /* ---- Decision ---- */
 
@@ -265,18 +266,22 @@ static rk_table *open_table(const rk_options *options, PyObject **notice)
 PyObject *rk_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"path",    "capacity", "log_bytes", "mode", "epoch_offset_ns",
-                            "on_loss", NULL};
-    PyObject *path = Py_None, *on_loss = Py_None;
+                            "on_loss", "now",      "is_real",   NULL};
+    PyObject *path = Py_None, *on_loss = Py_None, *now = Py_None;
+    int is_real = 0;
     rk_options options = {.path = NULL};
     unsigned long long capacity = 0, log_bytes = 0;
     long long epoch_offset_ns = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKILO", names, &path, &capacity, &log_bytes,
-                                     &options.mode, &epoch_offset_ns, &on_loss))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$KKILOOp", names, &path, &capacity,
+                                     &log_bytes, &options.mode, &epoch_offset_ns, &on_loss, &now,
+                                     &is_real))
         return NULL;
     rk_table_object *self = (rk_table_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     self->on_loss = Py_NewRef(on_loss);
+    self->now = now == Py_None ? NULL : Py_NewRef(now);
+    self->is_real = is_real;
     if (path != Py_None && !PyUnicode_FSConverter(path, &self->path)) {
         Py_DECREF(self);
         return NULL;
@@ -406,8 +411,22 @@ PyObject *rk_table_reopen(rk_table_object *self, PyObject *unused)
     return notice;
 }
 
+int rk_table_traverse(rk_table_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->on_loss);
+    Py_VISIT(self->now);
+    return 0;
+}
+
+int rk_table_clear(rk_table_object *self)
+{
+    Py_CLEAR(self->now);
+    return 0;
+}
+
 void rk_table_dealloc(rk_table_object *self)
 {
+    PyObject_GC_UnTrack(self);
     if (self->retired != NULL)
         rk_close(self->retired);
     if (self->table != NULL)
@@ -415,6 +434,7 @@ void rk_table_dealloc(rk_table_object *self)
     Py_XDECREF(self->path);
     Py_XDECREF(self->notice);
     Py_XDECREF(self->on_loss);
+    Py_XDECREF(self->now);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -427,11 +447,15 @@ PyObject *rk_table_now_ns(rk_table_object *self, PyObject *unused)
 bool rk_parse_now(rk_table_object *self, PyObject *value, int64_t *now_ns)
 {
     int64_t real_ns = rk_now_ns(self->table); /* examines the file, whatever the clock */
-    if (value == Py_None) {
+    if (value == Py_None && (self->now == NULL || (self->is_real && !clock_replaced))) {
         *now_ns = real_ns;
         return true;
     }
-    *now_ns = PyLong_AsLongLong(value);
+    PyObject *read = value == Py_None ? PyObject_CallNoArgs(self->now) : Py_NewRef(value);
+    if (read == NULL)
+        return false;
+    *now_ns = PyLong_AsLongLong(read);
+    Py_DECREF(read);
     if (*now_ns == -1 && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
         return false;
     if (PyErr_Occurred() || *now_ns < RK_NOW_NS_MIN || *now_ns > RK_NOW_NS_MAX) {
@@ -529,7 +553,11 @@ static PyObject *table_busiest(rk_table_object *self, PyObject *argument)
     return list;
 }
 
+static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, Py_ssize_t nargs);
+
 static PyMethodDef table_methods[] = {
+    {"check_all", (PyCFunction)(void (*)(void))table_check_all, METH_FASTCALL,
+     "check_all($self, checks, optional=(), now_ns=None, /)\n--\n\nSee Store.check_together."},
     {"close", (PyCFunction)rk_table_close, METH_NOARGS, "Unmap the memory."},
     {"reopen", (PyCFunction)rk_table_reopen, METH_NOARGS,
      "Open a lost file again; return why it was created again, or an empty text."},
@@ -553,22 +581,28 @@ static PyTypeObject table_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Table",
     .tp_doc = "Quotas in one block of memory, of this process or of a file.",
     .tp_basicsize = sizeof(rk_table_object),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = rk_table_new,
     .tp_dealloc = (destructor)rk_table_dealloc,
+    .tp_traverse = (traverseproc)rk_table_traverse,
+    .tp_clear = (inquiry)rk_table_clear,
     .tp_methods = table_methods,
     .tp_members = rk_table_members,
 };
 
 /* ---- Gate ---- */
 
+/* A Gate is one rule's limits on a table, and a FastCheck is its check with a plain key. */
 typedef struct {
     PyObject_HEAD rk_table_object *table;
-    PyObject *limits, *rule, *slow;
+    PyObject *limits, *rule;
+    PyObject *slow;          /* of a FastCheck: the Python path */
+    int64_t allowed, denied; /* by a FastCheck; the interpreter's lock protects them */
     int count;
-    int64_t allowed, denied; /* by `check`; the interpreter's lock protects them */
     rk_limit numbers[RK_LIMITS_MAX];
 } gate_object;
+
+static PyTypeObject gate_type, fast_check_type;
 
 static const char *const ALGORITHMS[] = {
     "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
@@ -652,10 +686,10 @@ static bool read_limit(gate_object *self, PyObject *limit, rk_limit *numbers)
 
 static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"table", "limits", "rule", "slow", NULL};
-    PyObject *table, *limits, *rule, *slow = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U|O", names, &table_type, &table,
-                                     &PyTuple_Type, &limits, &rule, &slow))
+    static char *names[] = {"table", "limits", "rule", NULL};
+    PyObject *table, *limits, *rule;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U", names, &table_type, &table,
+                                     &PyTuple_Type, &limits, &rule))
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(limits);
     if (count < 1 || count > RK_LIMITS_MAX) {
@@ -670,7 +704,6 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->table = (rk_table_object *)Py_NewRef(table);
     self->limits = Py_NewRef(limits);
     self->rule = Py_NewRef(rule);
-    self->slow = Py_NewRef(slow);
     self->count = (int)count;
     for (int i = 0; i < self->count; i++)
         if (!read_limit(self, PyTuple_GET_ITEM(limits, i), &self->numbers[i])) {
@@ -783,8 +816,8 @@ const char *rk_plain_check(rk_table_object *table, PyObject *const *args, Py_ssi
 }
 
 /* check(key, cost=1), the fast path. */
-static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
-                            PyObject *kwnames)
+static PyObject *fast_check_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
+                                  PyObject *kwnames)
 {
     int64_t cost;
     Py_ssize_t length;
@@ -822,19 +855,25 @@ typedef struct {
     int64_t units, now_ns;
 } call;
 
-/* The arguments that decide, refund and grant share. */
+/* Read a number of units. More than any capacity with any credit is as much as just above it. */
+static bool parse_units(PyObject *value, int64_t *units)
+{
+    int overflow;
+    *units = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (*units == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow || *units > (int64_t)RK_UNITS_MAX * 2)
+        *units = (int64_t)RK_UNITS_MAX * 2 + 1;
+    return true;
+}
+
+/* The arguments that check, refund and grant share. */
 static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
                        call *parsed)
 {
     parsed->bytes = PyUnicode_AsUTF8AndSize(subject, &parsed->length);
-    if (parsed->bytes == NULL)
+    if (parsed->bytes == NULL || !parse_units(units, &parsed->units))
         return false;
-    int overflow;
-    parsed->units = PyLong_AsLongLongAndOverflow(units, &overflow);
-    if (parsed->units == -1 && !overflow && PyErr_Occurred())
-        return false;
-    if (overflow || parsed->units > (int64_t)RK_UNITS_MAX * 2)
-        parsed->units = (int64_t)RK_UNITS_MAX * 2 + 1; /* above any capacity with any credit */
     /* Last, because the conversions may have run any code, including close(). */
     if (!rk_table_is_open(self->table) || !rk_parse_now(self->table, now, &parsed->now_ns) ||
         !rk_table_is_open(self->table))
@@ -844,34 +883,52 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     return true;
 }
 
-static PyObject *gate_decide(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *raise_capacity(gate_object *gate, PyObject *cost, int limit)
+{
+    PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, cost,
+                                                   PyTuple_GET_ITEM(gate->limits, limit), NULL);
+    if (error != NULL)
+        PyErr_SetObject(error_capacity, error);
+    Py_XDECREF(error);
+    return NULL;
+}
+
+static bool is_refusal(rk_status status)
+{
+    return status == RK_FULL || status == RK_LOG_FULL || status == RK_CROWDED;
+}
+
+static PyObject *decide(gate_object *self, PyObject *const *args, Py_ssize_t nargs, bool spend)
 {
     call c;
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "decide(subject, cost, now_ns, spend)");
+    if (nargs != 2 && nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "expected a subject, a cost, and perhaps a time");
         return NULL;
     }
-    if (!parse_call(self, args[0], args[1], args[2], &c))
+    if (!parse_call(self, args[0], args[1], nargs == 3 ? args[2] : Py_None, &c))
         return NULL;
     rk_decision decision;
-    bool spend = args[3] == Py_True;
     rk_status status = check_hash(self, c.hash, c.now_ns, c.units, spend, &decision);
     self->table->waited = false;
-    if (status == RK_CAPACITY) {
-        PyObject *limit = PyTuple_GET_ITEM(self->limits, decision.speaker);
-        PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, args[1], limit, NULL);
-        if (error != NULL)
-            PyErr_SetObject(error_capacity, error);
-        Py_XDECREF(error);
-        return NULL;
-    }
-    if (status == RK_FULL || status == RK_LOG_FULL || status == RK_CROWDED)
+    if (status == RK_CAPACITY)
+        return raise_capacity(self, args[1], decision.speaker);
+    if (is_refusal(status))
         rk_note_refused(self->table->table, c.hash, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
     if (spend && rk_sample_due(self->table->table))
         rk_note_busy(self->table->table, c.subject, c.bytes, (size_t)c.length);
     return rk_make_decision(self->limits, self->rule, &decision);
+}
+
+static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return decide(self, args, nargs, true);
+}
+
+static PyObject *gate_peek(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return decide(self, args, nargs, false);
 }
 
 /* The time of a charge: None if it is not known. One outside of the range is clamped. */
@@ -892,11 +949,11 @@ static bool parse_charged(PyObject *value, int64_t *charged_ns)
 
 static PyObject *gate_refund(gate_object *self, PyObject *args)
 {
-    PyObject *subject, *units, *charged, *now;
+    PyObject *subject, *units, *charged, *now = Py_None;
     int64_t charged_ns;
     call c;
     rk_status status;
-    if (!PyArg_ParseTuple(args, "UOOO", &subject, &units, &charged, &now) ||
+    if (!PyArg_ParseTuple(args, "UOO|O", &subject, &units, &charged, &now) ||
         !parse_charged(charged, &charged_ns) || !parse_call(self, subject, units, now, &c))
         return NULL;
     do {
@@ -910,12 +967,13 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
 
 static PyObject *gate_grant(gate_object *self, PyObject *args)
 {
-    PyObject *subject, *units, *now;
-    long long ttl_ns;
+    PyObject *subject, *units, *ttl, *now = Py_None;
     call c;
     rk_status status;
-    if (!PyArg_ParseTuple(args, "UOLO", &subject, &units, &ttl_ns, &now) ||
-        !parse_call(self, subject, units, now, &c))
+    if (!PyArg_ParseTuple(args, "UOO|O", &subject, &units, &ttl, &now))
+        return NULL;
+    long long ttl_ns = ttl == Py_None ? -1 : PyLong_AsLongLong(ttl);
+    if (PyErr_Occurred() || !parse_call(self, subject, units, now, &c))
         return NULL;
     if (c.units > RK_UNITS_MAX)
         c.units = RK_UNITS_MAX;
@@ -947,24 +1005,46 @@ static PyObject *gate_reset(gate_object *self, PyObject *subject)
     Py_RETURN_NONE;
 }
 
-static PyObject *gate_counted(gate_object *self, PyObject *unused)
+/* Make a FastCheck; None if the time comes from another clock than the kernel's. */
+static PyObject *gate_fast_check(gate_object *self, PyObject *slow)
+{
+    if (self->table->now != NULL && !self->table->is_real)
+        Py_RETURN_NONE;
+    gate_object *fast = (gate_object *)fast_check_type.tp_alloc(&fast_check_type, 0);
+    if (fast == NULL)
+        return NULL;
+    fast->table = (rk_table_object *)Py_NewRef(self->table);
+    fast->limits = Py_NewRef(self->limits);
+    fast->rule = Py_NewRef(self->rule);
+    fast->slow = Py_NewRef(slow);
+    fast->count = self->count;
+    memcpy(fast->numbers, self->numbers, sizeof fast->numbers);
+    return (PyObject *)fast;
+}
+
+static PyObject *fast_check_counted(gate_object *self, PyObject *unused)
 {
     (void)unused;
     return Py_BuildValue("(LL)", (long long)self->allowed, (long long)self->denied);
 }
 
 static PyMethodDef gate_methods[] = {
-    {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL | METH_KEYWORDS,
-     "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
-    {"decide", (PyCFunction)(void (*)(void))gate_decide, METH_FASTCALL,
-     "decide($self, subject, cost, now_ns, spend, /)\n--\n\nDecide on a subject; raises errors."},
+    {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL,
+     "check($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Gate.check."},
+    {"peek", (PyCFunction)(void (*)(void))gate_peek, METH_FASTCALL,
+     "peek($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Gate.peek."},
     {"refund", (PyCFunction)gate_refund, METH_VARARGS,
-     "refund(subject, units, charged_ns, now_ns)"},
-    {"grant", (PyCFunction)gate_grant, METH_VARARGS, "grant(subject, units, ttl_ns, now_ns)"},
+     "refund($self, subject, units, charged_ns, now_ns=None, /)\n--\n\nReturn units."},
+    {"grant", (PyCFunction)gate_grant, METH_VARARGS,
+     "grant($self, subject, units, ttl_ns, now_ns=None, /)\n--\n\nAdd extra units."},
     {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
-    {"counted", (PyCFunction)gate_counted, METH_NOARGS,
-     "How many calls `check` has allowed and denied itself."},
+    {"fast_check", (PyCFunction)gate_fast_check, METH_O, "See decide.store.Gate.fast_check."},
     {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef gate_members[] = {
+    {"limits", T_OBJECT, offsetof(gate_object, limits), READONLY, "The limits, in order."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyTypeObject gate_type = {
@@ -977,16 +1057,240 @@ static PyTypeObject gate_type = {
     .tp_traverse = (traverseproc)gate_traverse,
     .tp_clear = (inquiry)gate_clear,
     .tp_methods = gate_methods,
+    .tp_members = gate_members,
 };
+
+static PyMethodDef fast_check_methods[] = {
+    {"check", (PyCFunction)(void (*)(void))fast_check_check, METH_FASTCALL | METH_KEYWORDS,
+     "check($self, key, cost=1)\n--\n\nSpend cost units if every limit has room."},
+    {"counted", (PyCFunction)fast_check_counted, METH_NOARGS,
+     "How many calls `check` has allowed and denied itself."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject fast_check_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.FastCheck",
+    .tp_doc = "A gate's check with a plain key.",
+    .tp_basicsize = sizeof(gate_object),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)gate_dealloc,
+    .tp_traverse = (traverseproc)gate_traverse,
+    .tp_clear = (inquiry)gate_clear,
+    .tp_methods = fast_check_methods,
+};
+
+/* ---- several charges ---- */
+
+/* The charges of one call of check_all. */
+typedef struct {
+    rk_table_object *table;
+    PyObject *checks, *optional;
+    rk_charge *charges;
+    rk_hash *subjects;
+    int count;
+    int64_t now_ns;
+} charging;
+
+static PyObject *check_at(const charging *c, int at) { return PyTuple_GET_ITEM(c->checks, at); }
+
+static gate_object *gate_at(const charging *c, int at)
+{
+    return (gate_object *)PyTuple_GET_ITEM(check_at(c, at), 0);
+}
+
+static bool parse_check(charging *c, int at)
+{
+    PyObject *check = check_at(c, at);
+    if (!PyTuple_Check(check) || PyTuple_GET_SIZE(check) != 3 ||
+        !Py_IS_TYPE(PyTuple_GET_ITEM(check, 0), &gate_type) || gate_at(c, at)->table != c->table ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(check, 1))) {
+        PyErr_SetString(PyExc_TypeError, "a check is a gate of this table, a subject and a cost");
+        return false;
+    }
+    gate_object *gate = gate_at(c, at);
+    c->charges[at] = (rk_charge){.limits = gate->numbers, .count = gate->count, .status = RK_OK};
+    return parse_units(PyTuple_GET_ITEM(check, 2), &c->charges[at].cost);
+}
+
+static const char *subject_at(const charging *c, int at, Py_ssize_t *length)
+{
+    return PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(check_at(c, at), 1), length);
+}
+
+static bool parse_checks(charging *c, PyObject *now)
+{
+    for (int i = 0; i < c->count; i++)
+        if (!parse_check(c, i))
+            return false;
+    /* Last, because the conversions may have run any code, including close(). */
+    if (!rk_table_is_open(c->table) || !rk_parse_now(c->table, now, &c->now_ns) ||
+        !rk_table_is_open(c->table))
+        return false;
+    for (int i = 0; i < c->count; i++) {
+        Py_ssize_t length;
+        const char *bytes = subject_at(c, i, &length);
+        if (bytes == NULL)
+            return false;
+        c->subjects[i] = rk_subject_hash(c->table->table, bytes, (size_t)length);
+        c->charges[i].subject = rk_group_hash(c->subjects[i], c->charges[i].limits[0].rule);
+    }
+    return true;
+}
+
+/* Return 1 if the other charges may be made without the one at `at`; -1 with an exception. */
+static int is_optional(const charging *c, int at)
+{
+    PyObject *position = c->optional == NULL ? NULL : PyLong_FromLong(at);
+    int found = position ? PySequence_Contains(c->optional, position) : c->optional ? -1 : 0;
+    Py_XDECREF(position);
+    return found;
+}
+
+/* Charge all, without those that fail and are optional. Return false with an exception. */
+static bool charge(const charging *c, rk_status *status, int *at)
+{
+    const rk_table *table = c->table->table;
+    for (bool spend = true;;) {
+        *status = rk_check_all(c->table->table, c->charges, c->count, c->now_ns, spend, at);
+        if (*status == RK_BUSY) {
+            if (rk_try_again(c->table, rk_wait, c->charges[*at].subject, status))
+                continue;
+            if (*status != RK_BUSY)
+                return true;
+            c->charges[*at].status = RK_BUSY; /* the others can be decided */
+        } else if (*status != RK_OK || *at < 0 || !spend) {
+            return true;
+        }
+        int optional = spend ? is_optional(c, *at) : 0;
+        if (optional < 0)
+            return false;
+        if (*status == RK_OK && !optional)
+            return true; /* they have been decided */
+        spend = spend && optional;
+        if (c->table->table != table || c->table->closing) { /* `optional` may run any code */
+            *status = RK_LOST;
+            return true;
+        }
+    }
+}
+
+/* Return the exception that was raised, if it is a StoreError; otherwise NULL, and it stays. */
+static PyObject *store_error(void)
+{
+    PyObject *type, *value, *traceback;
+    if (!PyErr_ExceptionMatches(error_store))
+        return NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return value;
+}
+
+/* Note the busy subjects and the charges without room. */
+static void note_charges(const charging *c)
+{
+    for (int i = 0; i < c->count; i++) {
+        Py_ssize_t length;
+        if (is_refusal(c->charges[i].status))
+            rk_note_refused(c->table->table, c->charges[i].subject, c->charges[i].status);
+        else if (c->charges[i].status == RK_OK && rk_sample_due(c->table->table))
+            rk_note_busy(c->table->table, c->subjects[i], subject_at(c, i, &length),
+                         (size_t)length);
+    }
+}
+
+static PyObject *answer_at(const charging *c, int at)
+{
+    const rk_charge *charge = &c->charges[at];
+    if (charge->status == RK_OK)
+        return rk_make_decision(gate_at(c, at)->limits, gate_at(c, at)->rule, &charge->decision);
+    rk_raise_status(c->table, charge->status);
+    return store_error();
+}
+
+/* Return a list of answers; `failed` is that of all, if it is not NULL. */
+static PyObject *answers(const charging *c, PyObject *failed)
+{
+    PyObject *list = PyList_New(c->count);
+    for (int i = 0; list != NULL && i < c->count; i++) {
+        PyObject *answer = failed ? Py_NewRef(failed) : answer_at(c, i);
+        if (answer == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, answer);
+    }
+    return list;
+}
+
+static PyObject *check_parsed(charging *c, PyObject *now)
+{
+    rk_status status;
+    int at;
+    c->table->waited = false;
+    bool decided = parse_checks(c, now) && charge(c, &status, &at);
+    if (decided && status == RK_CAPACITY)
+        return raise_capacity(gate_at(c, at), PyTuple_GET_ITEM(check_at(c, at), 2),
+                              c->charges[at].decision.speaker);
+    if (decided && status == RK_OK) {
+        note_charges(c);
+        return answers(c, NULL);
+    }
+    if (decided && status == RK_NO_MEMORY)
+        PyErr_NoMemory();
+    else if (decided)
+        rk_raise_status(c->table, status);
+    PyObject *failed = store_error();
+    PyObject *list = failed ? answers(c, failed) : NULL;
+    Py_XDECREF(failed);
+    return list;
+}
+
+/* check_all(checks, optional=(), now_ns=None): see Store.check_together. */
+static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { ON_STACK = 8 };
+    rk_charge charges[ON_STACK];
+    rk_hash subjects[ON_STACK];
+    if (nargs < 1 || nargs > 3) {
+        PyErr_SetString(PyExc_TypeError, "check_all(checks, optional=(), now_ns=None)");
+        return NULL;
+    }
+    /* A tuple cannot change while another thread runs. */
+    charging c = {.table = self,
+                  .checks = PySequence_Tuple(args[0]),
+                  .optional = nargs > 1 ? args[1] : NULL,
+                  .charges = charges,
+                  .subjects = subjects};
+    Py_ssize_t count = c.checks ? PyTuple_GET_SIZE(c.checks) : 0;
+    c.count = (int)count;
+    PyObject *list = NULL;
+    if (count > RK_CHARGES_MAX) {
+        PyErr_Format(error_config, "%zd checks in one call are more than %d; make several calls",
+                     count, RK_CHARGES_MAX);
+    } else if (c.checks != NULL && count <= ON_STACK) {
+        list = check_parsed(&c, nargs > 2 ? args[2] : Py_None);
+    } else if (c.checks != NULL) {
+        c.charges = PyMem_New(rk_charge, (size_t)count);
+        c.subjects = PyMem_New(rk_hash, (size_t)count);
+        list = c.charges && c.subjects ? check_parsed(&c, nargs > 2 ? args[2] : Py_None)
+                                       : PyErr_NoMemory();
+        PyMem_Free(c.charges);
+        PyMem_Free(c.subjects);
+    }
+    Py_XDECREF(c.checks);
+    return list;
+}
 
 /* ---- the module ---- */
 
-static PyObject *set_bypass(PyObject *module, PyObject *on)
+static PyObject *set_switches(PyObject *module, PyObject *args)
 {
     (void)module;
-    bypass = PyObject_IsTrue(on);
-    if (bypass < 0)
+    int limiting_off;
+    if (!PyArg_ParseTuple(args, "pp", &clock_replaced, &limiting_off))
         return NULL;
+    bypass = clock_replaced || limiting_off;
     Py_RETURN_NONE;
 }
 
@@ -1019,7 +1323,8 @@ static PyObject *examine(PyObject *module, PyObject *args)
 
 static PyMethodDef module_methods[] = {
     {"examine", examine, METH_VARARGS, "Return the statistics of a file, and its damage."},
-    {"set_bypass", set_bypass, METH_O, "Send every check through the Python path."},
+    {"set_switches", set_switches, METH_VARARGS,
+     "set_switches(clock_replaced, limiting_off): send every check through the Python path."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1060,10 +1365,11 @@ static int add_contents(PyObject *module)
         PyErr_SetString(PyExc_ImportError, "the C kernel runs in the main interpreter only");
         return -1;
     }
-    static const char *const errors[] = {"CapacityError",    "StoreFull",   "StoreTimeout",
-                                         "StoreUnavailable", "ConfigError", NULL};
-    static PyObject **error_places[] = {&error_capacity, &error_full, &error_timeout,
-                                        &rk_error_unavailable, &error_config};
+    static const char *const errors[] = {
+        "CapacityError", "StoreFull", "StoreTimeout", "StoreUnavailable", "ConfigError",
+        "StoreError",    NULL};
+    static PyObject **error_places[] = {&error_capacity,       &error_full,   &error_timeout,
+                                        &rk_error_unavailable, &error_config, &error_store};
     static const char *const models[] = {"decision_repr", "decision_fields", "Decision",
                                          "seconds_from_ns", NULL};
     static PyObject **model_places[] = {&decision_repr, &decision_fields, &python_decision,
@@ -1072,12 +1378,13 @@ static int add_contents(PyObject *module)
         !import_names("ratekeeper.core.model", models, model_places))
         return -1;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
-        PyType_Ready(&gate_type) < 0 || PyType_Ready(&rk_allowances_type) < 0 ||
-        PyType_Ready(&rk_allowance_gate_type) < 0)
+        PyType_Ready(&gate_type) < 0 || PyType_Ready(&fast_check_type) < 0 ||
+        PyType_Ready(&rk_allowances_type) < 0 || PyType_Ready(&rk_allowance_gate_type) < 0)
         return -1;
     if (PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
         PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
+        PyModule_AddObjectRef(module, "FastCheck", (PyObject *)&fast_check_type) < 0 ||
         PyModule_AddObjectRef(module, "Allowances", (PyObject *)&rk_allowances_type) < 0 ||
         PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&rk_allowance_gate_type) < 0)
         return -1;

@@ -17,6 +17,8 @@ typedef struct {
     PyObject *path;    /* as bytes, or NULL */
     PyObject *notice;  /* why a damaged file was created again; usually empty */
     PyObject *on_loss; /* called with this table and a text when the file was lost, or None */
+    PyObject *now;     /* the clock's `now_ns`, for calls that give no time; NULL: real time */
+    bool is_real;      /* `now` is that of the system's clock, which only a test replaces */
     rk_options options;
     int away;      /* threads in the table that have released the interpreter's lock */
     pid_t away_in; /* the process of these threads: a forked child has none of them */
@@ -31,6 +33,8 @@ PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *
 /* What both kinds of table have. */
 PyObject *rk_table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
 void rk_table_dealloc(rk_table_object *self);
+int rk_table_traverse(rk_table_object *self, visitproc visit, void *arg);
+int rk_table_clear(rk_table_object *self);
 PyObject *rk_table_close(rk_table_object *self, PyObject *unused);
 PyObject *rk_table_reopen(rk_table_object *self, PyObject *unused);
 PyObject *rk_table_now_ns(rk_table_object *self, PyObject *unused);
@@ -41,6 +45,7 @@ PyThreadState *rk_leave(rk_table_object *self);
 void rk_back(rk_table_object *self, PyThreadState *thread);
 /* Raises StoreUnavailable if it is closed. */
 bool rk_table_is_open(rk_table_object *self);
+/* The time of a call: a number, or the clock's for None. The clock may run any code. */
 bool rk_parse_now(rk_table_object *self, PyObject *value, int64_t *now_ns);
 PyObject *rk_raise_status(rk_table_object *self, rk_status status);
 

@@ -39,6 +39,19 @@
  * completely or not at all. Blocks of the slab are taken before and returned afterwards. A kill in
  * between leaks the block, and the next process that opens the file alone reclaims it.
  *
+ * Several charges. A request of several rules, or a batch, makes several charges: all or none.
+ * rk_check_all takes the locks of their segments in ascending order, so that two calls never wait
+ * for each other. If a lock stays taken, it releases the others, and the caller waits for that one
+ * and calls again. Under the locks it first decides all charges. Charges of the same state see each
+ * other's units: the later one begins with what the earlier one leaves, and writes for both. If all
+ * allow, it does everything that can fail: it finds slots, and takes blocks for logs. If that
+ * fails, it returns the blocks, and nothing has been charged, so there is nothing to undo; at most
+ * a state has moved to its other bucket, and expired ones are gone. Then it writes, charge by
+ * charge, each through the journal of its segment. Only a kill between two of them leaves some of
+ * the charges made and others not. Nobody has an answer to such a call, and the units that it
+ * charged only make later calls admit fewer. The next process that needs one of its locks finds
+ * each segment consistent. A kill before the writes leaks the blocks that were taken.
+ *
  * Data is not trusted. After a power cut the file may contain anything, so every time, count and
  * reference is clamped when it is loaded: the worst result is a wrong count, not a crash. A time is
  * at most a window ahead of the latest time that this process has seen, so no wait is longer than
@@ -60,6 +73,9 @@
 #define META_LOG 0x8000u    /* the value refers to a block of the slab */
 #define META_TAG_SHIFT 16
 #define GROUP_SHIFT (64 - RK_GROUP_BITS)
+
+/* Parts of a check of one subject, which is worth a copy of them of its own. */
+#define PLAIN_CHECK inline __attribute__((always_inline))
 
 /* The maximum of a bucket in micro-units. We never write a higher value. */
 static const uint64_t VALUE_MAX = (uint64_t)RK_UNITS_MAX * RK_MICROS_PER_UNIT;
@@ -125,11 +141,15 @@ static rk_cell *cell_at(rk_segment *segment, uint32_t slot)
     return &buckets_of(segment)[slot / RK_SLOTS_PER_BUCKET].cells[slot % RK_SLOTS_PER_BUCKET];
 }
 
-static rk_segment *segment_of(const rk_table *table, rk_hash subject)
+static uint32_t segment_index(const rk_table *table, rk_hash subject)
 {
     /* The upper half of the product is always below `segments`. */
-    uint64_t index = (uint64_t)((rk_u128)subject.low * table->format.segments >> 64);
-    return rk_segment_at(table, (uint32_t)index);
+    return (uint32_t)((rk_u128)subject.low * table->format.segments >> 64);
+}
+
+static rk_segment *segment_of(const rk_table *table, rk_hash subject)
+{
+    return rk_segment_at(table, segment_index(table, subject));
 }
 
 /* A place whose tag begins with the lowest bits of `group`. It is never 0. */
@@ -272,13 +292,17 @@ static void see(rk_table *table, int64_t now_ns)
 
 /* ---- one limit's part in a check ---- */
 
-typedef struct {
+typedef struct part {
     const rk_limit *limit;
+    struct part *earlier; /* in rk_check_all: of another charge of the same state; or NULL */
     uint64_t place;
     int slot;               /* -1: not in the table */
     int credit_slot;        /* -1: none granted */
     uint32_t block;         /* the log's ring before, if `before.ring.capacity` */
     bool wants_credit_slot; /* a grant needs a slot for it */
+    bool takes_block;       /* `ring_block` was taken from the slab for this call */
+    bool writes;            /* in rk_check_all: false if another charge writes the state, or none */
+    uint32_t ring_block;    /* the log's ring after */
     int64_t credit_units, credit_until_ns;
     int64_t credit_left; /* units left after `after` is written */
     int64_t own;         /* the part of the cost that the limit itself pays */
@@ -371,7 +395,7 @@ static bool decide_with_credit(part *p, int64_t now_ns, int64_t cost)
     return true;
 }
 
-static bool decide(part *p, int64_t now_ns, int64_t cost)
+static PLAIN_CHECK bool decide(part *p, int64_t now_ns, int64_t cost)
 {
     p->credit_left = 0;
     p->own = cost;
@@ -383,18 +407,23 @@ static bool decide(part *p, int64_t now_ns, int64_t cost)
 /* ---- free slots ---- */
 
 /* Slots that the current transaction uses, so that nothing else is put there. */
-typedef struct {
+typedef struct claims {
     int slots[RK_WRITES_MAX];
     int count;
     uint32_t freed[RK_WRITES_MAX]; /* blocks of expired logs whose slots are reused */
     int freed_count;
+    const struct claims *next; /* of another charge in the segment; the last one's is the first */
 } claims;
 
 static bool claimed(const claims *claim, uint32_t slot)
 {
-    for (int i = 0; i < claim->count; i++)
-        if (claim->slots[i] == (int)slot)
-            return true;
+    const claims *each = claim;
+    do {
+        for (int i = 0; i < each->count; i++)
+            if (each->slots[i] == (int)slot)
+                return true;
+        each = each->next;
+    } while (each != claim);
     return false;
 }
 
@@ -553,40 +582,56 @@ static rk_status fit_ring(rk_table *table, part *p, uint32_t *block)
     return RK_OK;
 }
 
-/* Prepare the rings of all parts that log something, and the entries to push into them. Blocks that
- * became too small are remembered, and returned once nothing refers to them. */
-static rk_status prepare_rings(rk_table *table, rk_segment *segment, part *parts, int count,
-                               claims *claim)
+static bool pushes(const part *p)
 {
-    uint32_t taken[RK_LIMITS_MAX];
-    int taken_count = 0;
+    return p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->own > 0;
+}
+
+/* Return the blocks that fit_rings took. */
+static void return_rings(rk_table *table, const part *parts, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (pushes(&parts[i]) && parts[i].takes_block)
+            rk_block_give(table, parts[i].ring_block);
+}
+
+/* Prepare the rings of all parts that log something. */
+static PLAIN_CHECK rk_status fit_rings(rk_table *table, part *parts, int count)
+{
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        if (!pushes(p))
+            continue;
+        rk_status status = fit_ring(table, p, &p->ring_block);
+        if (status != RK_OK) {
+            return_rings(table, parts, i);
+            return status;
+        }
+        p->takes_block = !p->before.present || p->ring_block != p->block;
+    }
+    return RK_OK;
+}
+
+/* Note the entries to push into the rings. Blocks that became too small are remembered, and
+ * returned once nothing refers to them. */
+static PLAIN_CHECK void push_entries(rk_segment *segment, part *parts, int count, claims *claim)
+{
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
-        if (p->limit->algorithm != RK_SLIDING_WINDOW_LOG || p->own == 0)
+        if (!pushes(p))
             continue;
-        uint32_t block;
-        rk_status status = fit_ring(table, p, &block);
-        if (status != RK_OK) {
-            while (taken_count > 0)
-                rk_block_give(table, taken[--taken_count]);
-            return status;
-        }
-        if (!p->before.present || block != p->block) {
-            taken[taken_count++] = block;
-            if (p->before.present)
-                claim->freed[claim->freed_count++] = p->block;
-        }
+        if (p->before.present && p->takes_block)
+            claim->freed[claim->freed_count++] = p->block;
         rk_ring *ring = &p->after.ring;
         segment->pushes[segment->push_count++] = (rk_push){
-            .block = block,
+            .block = p->ring_block,
             .first = (ring->head + ring->count - (uint32_t)p->own) % ring->capacity,
             .count = (uint32_t)p->own,
             .at_ns = p->after.last_ns,
         };
-        p->after.value = log_value(block, ring);
+        p->after.value = log_value(p->ring_block, ring);
     }
-    return RK_OK;
 }
 
 /* Write the part's new state and the rest of its credit to the journal. */
@@ -621,30 +666,35 @@ static uint32_t slots_wanted(const part *parts, int count)
     return wanted;
 }
 
-/* Find a slot for each state and credit that has none; RK_FULL if there is none. RK_SWEPT if the
- * segment had to be swept: that may have emptied our own slots, so the caller starts over, once. */
-static rk_status place_parts(rk_table *table, rk_segment *segment, part *parts, int count,
-                             int64_t now_ns, bool may_sweep, claims *claim)
+/* Find out whether a segment has so many free slots. RK_SWEPT if it had to be swept: that may have
+ * emptied our own slots, so the caller starts over, once. Only states take the room of `marks`. */
+static rk_status make_room(rk_table *table, rk_segment *segment, uint32_t wanted, int64_t now_ns,
+                           bool may_sweep, bool marks)
 {
-    uint32_t wanted = slots_wanted(parts, count);
     uint32_t limit = table->format.segment_limit;
-    claim->count = claim->freed_count = 0;
-    if (wanted == 0)
+    if (segment->filled + wanted <= limit)
         return RK_OK;
-    if (segment->filled + wanted > limit && may_sweep) {
-        sweep_segment(table, segment, now_ns, RK_SWEEP_SLOTS, false);
-        if (segment->filled + wanted > limit && parts[0].limit != &MARKS)
-            sweep_segment(table, segment, now_ns, RK_SWEEP_SLOTS, true);
-        return RK_SWEPT;
-    }
-    if (segment->filled + wanted > limit)
+    if (!may_sweep)
         return RK_FULL;
+    sweep_segment(table, segment, now_ns, RK_SWEEP_SLOTS, false);
+    if (segment->filled + wanted > limit && marks)
+        sweep_segment(table, segment, now_ns, RK_SWEEP_SLOTS, true);
+    return RK_SWEPT;
+}
+
+static void claim_found(const part *parts, int count, claims *claim)
+{
     for (int i = 0; i < count; i++) {
         if (parts[i].slot >= 0)
             claim_slot(claim, parts[i].slot);
         if (parts[i].credit_slot >= 0)
             claim_slot(claim, parts[i].credit_slot);
     }
+}
+
+static rk_status choose_slots(rk_table *table, rk_segment *segment, part *parts, int count,
+                              int64_t now_ns, claims *claim)
+{
     int chosen = 0;
     for (int i = 0; i < count && chosen >= 0; i++) {
         part *p = &parts[i];
@@ -657,10 +707,44 @@ static rk_status place_parts(rk_table *table, rk_segment *segment, part *parts, 
     return chosen >= 0 ? RK_OK : chosen == GROUP_FULL ? RK_CROWDED : RK_FULL;
 }
 
+static void no_claims(claims *claim)
+{
+    claim->count = claim->freed_count = 0;
+    claim->next = claim;
+}
+
+/* Find a slot for each state and credit that has none; RK_FULL if there is none, or RK_SWEPT. */
+static rk_status place_parts(rk_table *table, rk_segment *segment, part *parts, int count,
+                             int64_t now_ns, bool may_sweep, claims *claim)
+{
+    uint32_t wanted = slots_wanted(parts, count);
+    no_claims(claim);
+    if (wanted == 0)
+        return RK_OK;
+    bool marks = parts[0].limit != &MARKS;
+    rk_status status = make_room(table, segment, wanted, now_ns, may_sweep, marks);
+    if (status != RK_OK)
+        return status;
+    claim_found(parts, count, claim);
+    return choose_slots(table, segment, parts, count, now_ns, claim);
+}
+
 static void give_blocks(rk_table *table, const claims *claim)
 {
     for (int i = 0; i < claim->freed_count; i++)
         rk_block_give(table, claim->freed[i]);
+}
+
+/* Write the parts, for which there is room. */
+static PLAIN_CHECK void write_parts(rk_table *table, rk_segment *segment, part *parts, int count,
+                                    int64_t now_ns, claims *claim)
+{
+    uint32_t writes = 0;
+    push_entries(segment, parts, count, claim);
+    for (int i = 0; i < count; i++)
+        journal_part(segment, &writes, &parts[i], now_ns, now_ns + parts[i].outcome.reset_after_ns);
+    commit(table, segment, writes);
+    give_blocks(table, claim);
 }
 
 static rk_status spend_parts(rk_table *table, rk_segment *segment, part *parts, int count,
@@ -669,15 +753,10 @@ static rk_status spend_parts(rk_table *table, rk_segment *segment, part *parts, 
     claims claim;
     rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
     if (status == RK_OK)
-        status = prepare_rings(table, segment, parts, count, &claim);
-    if (status != RK_OK)
-        return status;
-    uint32_t writes = 0;
-    for (int i = 0; i < count; i++)
-        journal_part(segment, &writes, &parts[i], now_ns, now_ns + parts[i].outcome.reset_after_ns);
-    commit(table, segment, writes);
-    give_blocks(table, &claim);
-    return RK_OK;
+        status = fit_rings(table, parts, count);
+    if (status == RK_OK)
+        write_parts(table, segment, parts, count, now_ns, &claim);
+    return status;
 }
 
 /* ---- the verbs ---- */
@@ -692,8 +771,8 @@ static bool tighter(const rk_outcome *a, const rk_outcome *b)
 }
 
 /* As decide/combine.py: report the tightest of the limits that denied, or of all if none did. */
-static void combine(const part *parts, int count, bool allowed, int64_t now_ns,
-                    rk_decision *decision)
+static PLAIN_CHECK void combine(const part *parts, int count, bool allowed, int64_t now_ns,
+                                rk_decision *decision)
 {
     int speaker = -1;
     int64_t retry_ns = 0, delay_ns = 0, charged_ns = INT64_MAX;
@@ -806,6 +885,14 @@ static void sweep_for_blocks(rk_table *table, int64_t now_ns, uint32_t segments)
     }
 }
 
+static void sweep_if_filling(rk_table *table, int64_t now_ns)
+{
+    if (__builtin_expect(table->slab_filling, 0)) {
+        table->slab_filling = false;
+        sweep_for_blocks(table, now_ns, 1);
+    }
+}
+
 rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, rk_decision *decision)
 {
@@ -814,10 +901,338 @@ rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int
         sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
         status = check_once(table, subject, limits, count, now_ns, cost, spend, decision);
     }
-    if (__builtin_expect(table->slab_filling, 0)) {
-        table->slab_filling = false;
-        sweep_for_blocks(table, now_ns, 1);
+    sweep_if_filling(table, now_ns);
+    return status;
+}
+
+/* ---- several charges ---- */
+
+/* One charge of a call. The entries are in the order of their segments; those of one segment are a
+ * run. */
+typedef struct {
+    rk_charge *charge;
+    rk_segment *segment;
+    part *parts;
+    int count; /* of the parts: those that are loaded, and later those that write */
+    int index; /* of the charge */
+    claims claim;
+} entry;
+
+typedef struct {
+    rk_table *table;
+    entry *entries;
+    int count;
+    int64_t now_ns;
+} batch;
+
+static bool starts_run(const batch *b, int at)
+{
+    return at == 0 || b->entries[at].segment != b->entries[at - 1].segment;
+}
+
+static int end_of_run(const batch *b, int from)
+{
+    int to = from + 1;
+    while (to < b->count && !starts_run(b, to))
+        to++;
+    return to;
+}
+
+/* The part of an earlier charge that would write the same state; NULL if there is none. */
+static part *earlier_part(const batch *b, int at, uint64_t place)
+{
+    for (; !starts_run(b, at); at--) {
+        const entry *before = &b->entries[at - 1];
+        for (int i = 0; i < before->count; i++)
+            if (before->parts[i].writes && before->parts[i].place == place)
+                return &before->parts[i];
     }
+    return NULL;
+}
+
+/* Let a part begin with the state that an earlier part leaves. */
+static void begin_after(part *p, const part *earlier)
+{
+    p->before = earlier->after;
+    p->before.ring.pending = (uint32_t)earlier->own;
+    p->before.ring.pending_ns = earlier->after.last_ns;
+    p->credit_units = earlier->credit_left;
+}
+
+/* Make the part write the units of the earlier one too, on the state that is in the table. */
+static void write_both(part *p)
+{
+    part *earlier = p->earlier;
+    p->before = earlier->before;
+    p->credit_units = earlier->credit_units;
+    if (!p->writes)
+        return;
+    p->own += earlier->own;
+    earlier->writes = false;
+}
+
+static rk_status decide_entry(const batch *b, int at)
+{
+    entry *e = &b->entries[at];
+    rk_charge *c = e->charge;
+    bool fits = true, allowed = true;
+    for (e->count = 0; e->count < c->count && fits; e->count++) {
+        part *p = &e->parts[e->count];
+        load(b->table, e->segment, c->subject, &c->limits[e->count], p);
+        p->earlier = earlier_part(b, at, p->place);
+        if (p->earlier != NULL)
+            begin_after(p, p->earlier);
+        fits = decide(p, b->now_ns, c->cost);
+        allowed = allowed && p->outcome.allowed;
+    }
+    if (!fits) {
+        c->decision.speaker = e->count - 1;
+    } else {
+        combine(e->parts, c->count, allowed, b->now_ns, &c->decision);
+        fits = allowed || wait_together(e->parts, c->count, b->now_ns, c->cost, &c->decision);
+    }
+    for (int i = 0; i < e->count; i++) {
+        e->parts[i].writes = allowed && fits && c->cost > 0;
+        if (e->parts[i].earlier != NULL)
+            write_both(&e->parts[i]);
+    }
+    return fits ? RK_OK : RK_CAPACITY;
+}
+
+/* Decide on all charges that have not failed. RK_CAPACITY is about the first of them at `at`. */
+static rk_status decide_all(const batch *b, bool *allowed, int *at)
+{
+    rk_status status = RK_OK;
+    *allowed = true;
+    for (int i = 0; i < b->count; i++) {
+        entry *e = &b->entries[i];
+        e->count = 0;
+        if (e->charge->status != RK_OK)
+            continue;
+        if (decide_entry(b, i) != RK_OK) {
+            *at = status == RK_OK || e->index < *at ? e->index : *at;
+            status = RK_CAPACITY;
+        }
+        *allowed = *allowed && e->charge->decision.allowed;
+    }
+    return status;
+}
+
+/* Nothing is charged: answer the allowed charges with the units that remain now. */
+static void answer_with_looks(const batch *b)
+{
+    for (int i = 0; i < b->count; i++) {
+        entry *e = &b->entries[i];
+        rk_charge *c = e->charge;
+        if (c->status != RK_OK || !c->decision.allowed)
+            continue;
+        for (int k = 0; k < c->count; k++)
+            decide(&e->parts[k], b->now_ns, 0);
+        combine(e->parts, c->count, true, b->now_ns, &c->decision);
+    }
+}
+
+static void keep_writing_parts(entry *e)
+{
+    int kept = 0;
+    for (int i = 0; i < e->count; i++) {
+        if (!e->parts[i].writes)
+            continue;
+        if (kept < i)
+            e->parts[kept] = e->parts[i];
+        kept++;
+    }
+    e->count = kept;
+}
+
+/* Find slots for the new states of a run. `failed` is the entry that has none, or RK_SWEPT. */
+static rk_status place_run(const batch *b, int from, int to, bool may_sweep, int *failed)
+{
+    rk_segment *segment = b->entries[from].segment;
+    rk_status status = RK_OK;
+    uint32_t wanted = 0;
+    for (*failed = from; *failed < to; ++*failed) {
+        entry *e = &b->entries[*failed];
+        keep_writing_parts(e);
+        no_claims(&e->claim);
+        wanted += slots_wanted(e->parts, e->count);
+        if (wanted > 0)
+            status = make_room(b->table, segment, wanted, b->now_ns, may_sweep, true);
+        if (status != RK_OK)
+            return status;
+    }
+    if (wanted == 0)
+        return RK_OK;
+    for (int i = from; i < to; i++) { /* a slot that one of them uses is taken for all of them */
+        entry *e = &b->entries[i];
+        claim_found(e->parts, e->count, &e->claim);
+        e->claim.next = &b->entries[i + 1 < to ? i + 1 : from].claim;
+    }
+    for (*failed = from; *failed < to; ++*failed) {
+        entry *e = &b->entries[*failed];
+        status = choose_slots(b->table, segment, e->parts, e->count, b->now_ns, &e->claim);
+        if (status != RK_OK)
+            return status;
+    }
+    return RK_OK;
+}
+
+static void return_rings_of(const batch *b, int from, int to)
+{
+    for (int i = from; i < to; i++)
+        return_rings(b->table, b->entries[i].parts, b->entries[i].count);
+}
+
+/* Do everything that can fail about charging a run, without charging it. */
+static rk_status prepare_run(const batch *b, int from, int to, int *failed)
+{
+    rk_status status;
+    int sweeps = to - from;
+    while ((status = place_run(b, from, to, sweeps-- > 0, failed)) == RK_SWEPT)
+        for (int i = from; i < to; i++) {
+            *failed = i;
+            /* Expired states deny nothing. So this is a file that was overwritten since. */
+            if (decide_entry(b, i) != RK_OK || !b->entries[i].charge->decision.allowed)
+                return RK_FULL;
+        }
+    for (int i = from; status == RK_OK && i < to; i++) {
+        *failed = i;
+        status = fit_rings(b->table, b->entries[i].parts, b->entries[i].count);
+        if (status != RK_OK)
+            return_rings_of(b, from, i);
+    }
+    return status;
+}
+
+/* Charge all, or none if `failed` finds no room. */
+static rk_status charge_all(const batch *b, int *failed)
+{
+    for (int from = 0, to; from < b->count; from = to) {
+        to = end_of_run(b, from);
+        rk_status status = prepare_run(b, from, to, failed);
+        if (status != RK_OK) {
+            return_rings_of(b, 0, from);
+            return status;
+        }
+    }
+    for (int i = 0; i < b->count; i++) {
+        entry *e = &b->entries[i];
+        if (e->count > 0)
+            write_parts(b->table, e->segment, e->parts, e->count, b->now_ns, &e->claim);
+    }
+    return RK_OK;
+}
+
+static rk_status check_all_locked(const batch *b, bool spend, int *at)
+{
+    bool allowed;
+    rk_status status = decide_all(b, &allowed, at);
+    if (status != RK_OK)
+        return status;
+    if (allowed && spend) {
+        int failed;
+        status = charge_all(b, &failed);
+        if (status == RK_OK)
+            return RK_OK;
+        *at = b->entries[failed].index;
+        if (status != RK_FULL && status != RK_CROWDED && status != RK_LOG_FULL)
+            return status;
+        b->entries[failed].charge->status = status;
+        status = decide_all(b, &allowed, at); /* again: states may have moved */
+    }
+    answer_with_looks(b);
+    return status;
+}
+
+static void unlock_all(const batch *b, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (starts_run(b, i))
+            rk_unlock(b->table, &b->entries[i].segment->lock);
+}
+
+static rk_status check_all_once(const batch *b, bool spend, int *at)
+{
+    for (int i = 0; i < b->count; i++) {
+        entry *e = &b->entries[i];
+        rk_status status = starts_run(b, i) ? rk_lock_try(b->table, &e->segment->lock) : RK_OK;
+        if (status == RK_OK)
+            continue;
+        unlock_all(b, i);
+        *at = e->index;
+        return status;
+    }
+    rk_status status = check_all_locked(b, spend, at);
+    unlock_all(b, b->count);
+    return rk_settled(b->table, status);
+}
+
+/* Shell's sort: in place, and fast for two as for thousands. */
+static void sort_keys(uint64_t *keys, int count)
+{
+    for (int gap = count / 2; gap > 0; gap /= 2)
+        for (int i = gap; i < count; i++) {
+            uint64_t key = keys[i];
+            int at = i;
+            for (; at >= gap && keys[at - gap] > key; at -= gap)
+                keys[at] = keys[at - gap];
+            keys[at] = key;
+        }
+}
+
+/* Make the entries of the charges that are not left out. A key is a segment and a charge, so that
+ * the charges of one segment keep their order. */
+static void make_entries(batch *b, rk_charge *charges, int count, uint64_t *keys, part *parts)
+{
+    for (int i = 0; i < count; i++)
+        if (charges[i].status == RK_OK)
+            keys[b->count++] =
+                (uint64_t)segment_index(b->table, charges[i].subject) << 32 | (uint32_t)i;
+    sort_keys(keys, b->count);
+    for (int i = 0; i < b->count; i++) {
+        entry *e = &b->entries[i];
+        e->index = (int)(uint32_t)keys[i];
+        e->charge = &charges[e->index];
+        e->segment = rk_segment_at(b->table, (uint32_t)(keys[i] >> 32));
+        e->parts = parts;
+        parts += e->charge->count;
+    }
+}
+
+enum { CHARGES_ON_STACK = 8, PARTS_ON_STACK = 16 };
+
+rk_status rk_check_all(rk_table *table, rk_charge *charges, int count, int64_t now_ns, bool spend,
+                       int *at)
+{
+    entry entries[CHARGES_ON_STACK];
+    uint64_t keys[CHARGES_ON_STACK];
+    part parts[PARTS_ON_STACK];
+    batch b = {.table = table, .entries = entries, .now_ns = now_ns};
+    size_t parts_count = 0;
+    for (int i = 0; i < count; i++)
+        parts_count += (size_t)charges[i].count;
+    bool small = count <= CHARGES_ON_STACK && parts_count <= PARTS_ON_STACK;
+    part *more_parts = small ? NULL : malloc(parts_count * sizeof *parts);
+    uint64_t *more_keys = small ? NULL : malloc((size_t)count * sizeof *keys);
+    entry *more_entries = small ? NULL : malloc((size_t)count * sizeof *entries);
+    rk_status status = RK_NO_MEMORY;
+    *at = -1;
+    if (small || (more_parts && more_keys && more_entries)) {
+        b.entries = small ? entries : more_entries;
+        make_entries(&b, charges, count, small ? keys : more_keys, small ? parts : more_parts);
+        see(table, now_ns);
+        status = check_all_once(&b, spend, at);
+        if (status == RK_OK && *at >= 0 && charges[*at].status == RK_LOG_FULL) {
+            sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
+            charges[*at].status = RK_OK;
+            *at = -1;
+            status = check_all_once(&b, spend, at);
+        }
+        sweep_if_filling(table, now_ns);
+    }
+    free(more_parts);
+    free(more_keys);
+    free(more_entries);
     return status;
 }
 
@@ -878,7 +1293,8 @@ static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash 
                                   const rk_limit *limits, int count, int64_t now_ns, int64_t units,
                                   int64_t charged_ns)
 {
-    claims claim = {.count = 0};
+    claims claim;
+    no_claims(&claim);
     uint32_t writes = 0, taken[RK_LIMITS_MAX];
     int taken_count = 0;
     segment->push_count = 0;
@@ -995,7 +1411,8 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
     rk_status status = rk_lock_try(table, &segment->lock);
     if (status != RK_OK)
         return status;
-    claims claim = {.count = 0};
+    claims claim;
+    no_claims(&claim);
     uint32_t writes = 0;
     segment->push_count = 0;
     for (int i = 0; i < count; i++) {
@@ -1029,7 +1446,7 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
 static void load_marks(const rk_table *table, rk_segment *segment, rk_hash subject, int64_t now_ns,
                        part *p, claims *claim)
 {
-    claim->count = claim->freed_count = 0;
+    no_claims(claim);
     load(table, segment, subject, &MARKS, p);
     p->before.ring.latest_ns = RK_NOW_NS_MAX; /* names, not times */
     p->credit_left = 0;
@@ -1079,14 +1496,15 @@ static rk_status mark_locked(rk_table *table, rk_segment *segment, rk_hash subje
     else
         ring->count++;
     p.after.present = true;
-    p.after.last_ns = name; /* the entry that prepare_rings pushes */
+    p.after.last_ns = name; /* the entry that push_entries pushes */
     rk_status status = place_parts(table, segment, &p, 1, now_ns, may_sweep, &claim);
     if (status == RK_OK && is_first && taken > most / 2)
         status = RK_LOG_FULL;
     if (status == RK_OK)
-        status = prepare_rings(table, segment, &p, 1, &claim);
+        status = fit_rings(table, &p, 1);
     if (status != RK_OK)
         return status;
+    push_entries(segment, &p, 1, &claim);
     commit_marks(table, segment, &p, until_ns);
     give_blocks(table, &claim);
     give_blocks(table, &expired_ring);

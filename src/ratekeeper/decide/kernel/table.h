@@ -11,9 +11,10 @@
 #include "siphash.h"
 
 enum {
-    RK_LIMITS_MAX = 16,   /* of one check */
-    RK_BUSIEST_MAX = 128, /* keys remembered as busy */
-    RK_MARKS_MAX = 1023,  /* names of settlements remembered for one subject */
+    RK_LIMITS_MAX = 16,     /* of one check */
+    RK_CHARGES_MAX = 10000, /* of one call of rk_check_all */
+    RK_BUSIEST_MAX = 128,   /* keys remembered as busy */
+    RK_MARKS_MAX = 1023,    /* names of settlements remembered for one subject */
     RK_ERROR_BYTES = 512,
 };
 
@@ -31,6 +32,7 @@ typedef enum {
     RK_CAPACITY,    /* the cost can never fit limits[decision.speaker] */
     RK_UNAVAILABLE, /* the file cannot be used; the message says why */
     RK_LOST,        /* the file was removed, replaced or damaged while in use: rk_loss_text */
+    RK_NO_MEMORY,   /* the process has no memory for a call of many charges */
     RK_DAMAGED,     /* the file has to be created again; rk_open does that */
     RK_MISMATCH,    /* the file is valid, but was created with other options */
 } rk_status;
@@ -85,6 +87,23 @@ typedef struct {
 /* Decide on all limits at once. With `spend`, charge all of them if all allow. */
 rk_status rk_check(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                    int64_t now_ns, int64_t cost, bool spend, rk_decision *decision);
+/* One charge of rk_check_all. */
+typedef struct {
+    rk_hash subject; /* rk_group_hash */
+    const rk_limit *limits;
+    int count;
+    int64_t cost;
+    rk_status status; /* before the call: anything but RK_OK leaves the charge out */
+    rk_decision decision;
+} rk_charge;
+
+/* Decide on several charges in one step. With `spend`, charge all of them if all allow; otherwise
+ * each allowed one is answered as by rk_check without `spend`. If a charge finds no room for its
+ * state, nothing is charged, and its status says so; `at` is that charge, and -1 if there is none.
+ * RK_CAPACITY and RK_BUSY are about the charge at `at`: its cost can never fit, or its lock stayed
+ * taken. With every status but RK_OK, nothing is charged and no charge has an answer. */
+rk_status rk_check_all(rk_table *table, rk_charge *charges, int count, int64_t now_ns, bool spend,
+                       int *at);
 /* Count a request that the table finally rejected with RK_FULL, RK_LOG_FULL or RK_CROWDED. */
 void rk_note_refused(rk_table *table, rk_hash subject, rk_status status);
 /* Refund `units` that were charged at `charged_ns`; RK_NO_TIME if that is not known. */

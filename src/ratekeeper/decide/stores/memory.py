@@ -1,7 +1,7 @@
 """The in-process store in pure Python: the reference for the kernel.
 
 Each limit of a rule has a table from subject to entry (state, expires_ns, credit). From expires_ns
-on, an entry means the same as no entry, and may be dropped at any time. Three bounds hold without a
+on, an entry means the same as no entry, and may be dropped at any time. These bounds hold without a
 background thread:
 
 - A heap beside each table orders the entries by expiry. It has an item for each entry, whose time
@@ -12,6 +12,9 @@ background thread:
   StoreFull. It never evicts: otherwise a client that fills the store with throw-away keys could
   evict its own limited key.
 - One lock protects everything. No code under it blocks or calls other modules' hooks.
+
+Several checks of one request are first decided, each after the units of those before it. Then all
+are charged, or none. The kernel's `rk_check_all` does the same.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, cast
 
@@ -31,7 +34,7 @@ from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from ratekeeper.decide.busiest import Busiest
-from ratekeeper.decide.combine import check_in_turn, combine
+from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
@@ -72,6 +75,11 @@ _MARKS_MAX: Final = 200_000
 
 Entry = tuple[State, int, Credit | None]
 _ABSENT: Final[Entry] = (None, 0, None)
+# What earlier checks of the same call will write: the entry of a table and a subject.
+_Pending = dict[tuple["_Table", str], Entry]
+_NOTHING: Final[_Pending] = {}
+# A decision, and the entries to write.
+_Trial = tuple[Decision, list[Entry]]
 
 
 class _Table:
@@ -186,7 +194,7 @@ class PythonMemoryStore:
         self.checks = Busiest()
         self._marks = _Marks()
         self._tables: dict[tuple[str, str], _Table] = {}
-        # Reentrant: `check_together` holds it while it calls gates.
+        # Reentrant: `lease` holds it while it calls `check_together`.
         self._lock = fork_safe(threading.RLock())
 
     @property
@@ -208,10 +216,75 @@ class PythonMemoryStore:
         return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
+        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
     ) -> list[Answer]:
-        with self._lock:  # in one step: no other thread sees a charge that is refunded
-            return check_in_turn(checks, optional)
+        now_ns = self._clock.now_ns()
+        errors: dict[int, StoreError] = {}
+        with self._lock:
+            while True:
+                trials = self._decide_all(checks, errors, now_ns)
+                if any(at not in optional for at in errors):
+                    break
+                if not all(decision for decision, _ in trials.values()):
+                    break
+                failed = self._charge_all(checks, trials, now_ns)
+                if failed is None:
+                    for at in trials:
+                        self.checks.note(checks[at][1])
+                    return [errors.get(at) or trials[at][0] for at in range(len(checks))]
+                errors |= failed
+            for at, (decision, entries) in trials.items():  # what remains is what there is now
+                gate, subject, _ = checks[at]
+                if decision.allowed:
+                    trials[at] = cast("MemoryGate", gate).decide(subject, 0, now_ns)[0], entries
+            return [errors.get(at) or trials[at][0] for at in range(len(checks))]
+
+    def _decide_all(
+        self, checks: Sequence[GateCheck], errors: dict[int, StoreError], now_ns: int
+    ) -> dict[int, _Trial]:
+        """Decide the checks without an error, each after the units of those before it."""
+        trials: dict[int, _Trial] = {}
+        pending: _Pending = {}
+        for at, (gate, subject, cost) in enumerate(checks):
+            if at in errors:
+                continue
+            ours = cast("MemoryGate", gate)
+            try:
+                trials[at] = decision, entries = ours.decide(subject, cost, now_ns, pending)
+            except StoreError as error:
+                errors[at] = error
+                continue
+            if cost and decision.allowed:
+                for table, entry in zip(ours.tables, entries, strict=True):
+                    pending[table, subject] = entry
+        return trials
+
+    def _charge_all(
+        self, checks: Sequence[GateCheck], trials: Mapping[int, _Trial], now_ns: int
+    ) -> dict[int, StoreError] | None:
+        """Write all entries; if one finds no room, write none, and return its error."""
+        before: list[tuple[_Table, str, Entry | None]] = []
+        for at, (_, entries) in trials.items():
+            gate, subject, cost = checks[at]
+            tables = cast("MemoryGate", gate).tables
+            if not cost:
+                continue
+            try:
+                self.reserve(tables, subject, now_ns)
+            except StoreFull as error:
+                self._restore(before)
+                return {at: error}
+            for table, entry in zip(tables, entries, strict=True):
+                before.append((table, subject, table.entries.get(subject)))
+                self.write(table, subject, entry)
+        return None
+
+    def _restore(self, before: Sequence[tuple[_Table, str, Entry | None]]) -> None:
+        for table, subject, entry in reversed(before):
+            if entry is None:
+                self.drop(table, subject)
+            else:
+                self.write(table, subject, entry)
 
     # The reference of an authority: see decide/leasing.py.
 
@@ -221,7 +294,7 @@ class PythonMemoryStore:
         # They are gates of this store.
         gates = [cast("MemoryGate", check.gate) for check in checks]
         with self._lock:
-            answers = check_in_turn(
+            answers = self.check_together(
                 [
                     (gate, check.subject, check.cost)
                     for gate, check in zip(gates, checks, strict=True)
@@ -377,7 +450,7 @@ _ENTRY_BYTES: Final = sum(
 class MemoryGate:
     """One rule's limits in a PythonMemoryStore."""
 
-    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "_tables", "limits")
+    __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "limits", "tables")
 
     def __init__(
         self,
@@ -391,7 +464,7 @@ class MemoryGate:
         self.limits = limits
         self._store = store
         self._clock = clock
-        self._tables = tables
+        self.tables = tables
         self._rule = rule
         self._lock = lock
         self._parts = tuple(
@@ -405,11 +478,10 @@ class MemoryGate:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
             self._store.count_check(subject)
-            outcomes, entries = self._decide(subject, cost, now_ns)
-            decision = self._combine(subject, cost, now_ns, outcomes, entries)
+            decision, entries = self.decide(subject, cost, now_ns)
             if cost and decision.allowed:
-                self._store.reserve(self._tables, subject, now_ns)
-                for table, entry in zip(self._tables, entries, strict=True):
+                self._store.reserve(self.tables, subject, now_ns)
+                for table, entry in zip(self.tables, entries, strict=True):
                     self._store.write(table, subject, entry)
         return decision
 
@@ -429,7 +501,7 @@ class MemoryGate:
             allowed, remaining, retry_ns, reset_ns, delay_ns, charged_ns = outcome
             if allowed and cost:
                 if entry is None:
-                    self._store.reserve(self._tables, subject, now_ns)
+                    self._store.reserve(self.tables, subject, now_ns)
                 expires_ns = now_ns + reset_ns
                 if credit is not None and credit[1] > expires_ns:
                     expires_ns = credit[1]
@@ -457,21 +529,30 @@ class MemoryGate:
     def peek(self, subject: str, cost: int) -> Decision:
         now_ns = self._clock.now_ns()
         with self._lock:
-            self._store.require_open()
-            outcomes, entries = self._decide(subject, cost, now_ns)
-            if all(outcome.allowed for outcome in outcomes):
-                outcomes, entries = self._decide(subject, 0, now_ns)
-            return self._combine(subject, cost, now_ns, outcomes, entries)
+            decision, _ = self.decide(subject, cost, now_ns)
+            return self.decide(subject, 0, now_ns)[0] if decision.allowed else decision
+
+    def decide(self, subject: str, cost: int, now_ns: int, pending: _Pending = _NOTHING) -> _Trial:
+        """Return the decision of a check, and the entries to write. The store's lock is held."""
+        self._store.require_open()
+        outcomes, entries = self._decide(subject, cost, now_ns, pending)
+        return self._combine(subject, cost, now_ns, outcomes, entries, pending), entries
 
     def _combine(
-        self, subject: str, cost: int, now_ns: int, outcomes: list[Outcome], entries: list[Entry]
+        self,
+        subject: str,
+        cost: int,
+        now_ns: int,
+        outcomes: list[Outcome],
+        entries: list[Entry],
+        pending: _Pending,
     ) -> Decision:
         granted = [credit[0] if credit else 0 for _, _, credit in entries]
         decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
         if decision.allowed or len(self._parts) == 1:
             return decision
         held = [
-            (algorithm, *table.entries.get(subject, _ABSENT)[::2], limit)
+            (algorithm, *_entry(table, subject, pending)[::2], limit)
             for limit, algorithm, table in self._parts
         ]
         if all(credit is None for _, _, credit, _ in held):
@@ -497,7 +578,7 @@ class MemoryGate:
             self._store.require_open()
             if units == 0:
                 return
-            self._store.reserve(self._tables, subject, now_ns)
+            self._store.reserve(self.tables, subject, now_ns)
             for limit, _, table in self._parts:
                 state, expires_ns, credit = table.entries.get(subject, (None, 0, None))
                 until_ns = now_ns + (limit.window_ns if ttl_ns is None else ttl_ns)
@@ -518,7 +599,7 @@ class MemoryGate:
         if not check.cost:
             return NO_LEASE
         subject, now_ns = check.subject, decision.decided_ns
-        entries = [table.entries.get(subject, _ABSENT) for table in self._tables]
+        entries = [table.entries.get(subject, _ABSENT) for table in self.tables]
         parts = [
             (limit, algorithm, entry[0])
             for (limit, algorithm, _), entry in zip(self._parts, entries, strict=True)
@@ -535,17 +616,16 @@ class MemoryGate:
 
     def _denied_ns(self, subject: str, cost: int, now_ns: int) -> int:
         try:
-            outcomes, entries = self._decide(subject, cost, now_ns)
+            return self.decide(subject, cost, now_ns)[0].retry_after_ns
         except CapacityError:  # it used granted units; no wait would help
             return 0
-        return self._combine(subject, cost, now_ns, outcomes, entries).retry_after_ns
 
     def report(self, report: Report) -> Decision:
         """Give units back, or charge late. The store's lock is held."""
         self._store.require_open()
         subject, units, now_ns = report.subject, report.units, self._clock.now_ns()
         if isinstance(report, LateCharge):
-            self._store.reserve(self._tables, subject, now_ns)
+            self._store.reserve(self.tables, subject, now_ns)
         elif not may_be_given_back(report.ends_ns, now_ns):
             units = 0
         if units:
@@ -582,12 +662,14 @@ class MemoryGate:
         expires_ns = max(now_ns + lasts_ns, credit[1] if credit else 0)
         self._store.write(table, subject, (state, expires_ns, credit))
 
-    def _decide(self, subject: str, cost: int, now_ns: int) -> tuple[list[Outcome], list[Entry]]:
+    def _decide(
+        self, subject: str, cost: int, now_ns: int, pending: _Pending
+    ) -> tuple[list[Outcome], list[Entry]]:
         """Return the outcome of each limit, and the entries to write if all of them allow."""
         outcomes = []
         entries: list[Entry] = []
         for limit, algorithm, table in self._parts:
-            entry = table.entries.get(subject)
+            entry = pending.get((table, subject)) or table.entries.get(subject)
             if entry is None:
                 after, outcome = algorithm.decide(None, limit, now_ns, cost)
                 entries.append((after, now_ns + outcome.reset_after_ns, None))
@@ -602,3 +684,7 @@ class MemoryGate:
                 entries.append((after, expires_ns, left))
             outcomes.append(outcome)
         return outcomes, entries
+
+
+def _entry(table: _Table, subject: str, pending: _Pending) -> Entry:
+    return pending.get((table, subject)) or table.entries.get(subject, _ABSENT)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,19 +31,16 @@ from ratekeeper.decide.allowances import (
     lease_time_ns,
     place_of,
 )
-from ratekeeper.decide.combine import check_in_turn
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.kernel import _kernel
 from ratekeeper.decide.leasing import Authority, Lease
 from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
 from ratekeeper.decide.store import (
-    Answer,
     AsyncStore,
     Cells,
     Channel,
     FastCheck,
-    GateCheck,
     StoreMonitor,
     StoreStats,
     require_regional,
@@ -132,8 +129,6 @@ class KernelStore:
         mode: int = 0o600,
         allowances_max: int = 0,
     ) -> None:
-        self._clock = clock
-        self.is_real = type(clock) is SystemClock
         self.is_private = path is None
         self.is_sharded = False
         self.as_async: AsyncStore | None = None
@@ -154,7 +149,11 @@ class KernelStore:
             mode=mode,
             epoch_offset_ns=EPOCH_OFFSET_NS,
             on_loss=self._recovery,
+            now=clock.now_ns,
+            is_real=type(clock) is SystemClock,
         )
+        # Without a Python function in between: this runs for every request of several rules.
+        self.check_together = self._table.check_all
         _warn_of(self._table.notice)
 
     def gate(
@@ -163,21 +162,16 @@ class KernelStore:
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> KernelGate:
+    ) -> _kernel.Gate:
         require_strict(consistency)
         require_regional(across)
-        return KernelGate(self, self._table, tuple(limits), rule)
-
-    def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        return check_in_turn(checks, optional)
+        return _kernel.Gate(self._table, tuple(limits), rule)
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
-        return self._table.mark(subject, name, self.now_ns(), lasts_ns)
+        return self._table.mark(subject, name, None, lasts_ns)
 
     def sweep(self) -> int:
-        return self._table.sweep(self.now_ns())
+        return self._table.sweep(None)
 
     def forget_all(self) -> int:
         self.sweep()  # so that only states that still counted are counted
@@ -192,57 +186,6 @@ class KernelStore:
     def close(self) -> None:
         self._table.close()
         self._allowances.close()
-
-    def now_ns(self) -> int | None:
-        """Return the time of a decision for the kernel; None if it reads the real time itself."""
-        if self.is_real and switches.clock is None:  # as `keeps_time`, which would be a call more
-            return None
-        return self._clock.now_ns()
-
-    @property
-    def keeps_time(self) -> bool:
-        """True if the kernel reads the real time itself, the same in all processes."""
-        return self.is_real and switches.clock is None
-
-
-class KernelGate:
-    """One rule's limits on a KernelStore."""
-
-    __slots__ = ("_gate", "_is_real", "_rule", "_store", "_table", "limits")
-
-    def __init__(
-        self, store: KernelStore, table: _kernel.Table, limits: tuple[Limit, ...], rule: str
-    ) -> None:
-        self.limits = limits
-        self._store = store
-        self._is_real = store.is_real
-        self._table = table
-        self._rule = rule
-        self._gate = _kernel.Gate(table, limits, rule)
-
-    def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
-        """Return a check in C; None if the time comes from another clock."""
-        if not self._is_real:
-            return None
-        return _kernel.Gate(self._table, self.limits, self._rule, fallback)
-
-    # These two test for the system's clock themselves: a request of four rules makes eight calls.
-    def check(self, subject: str, cost: int) -> Decision:
-        is_real = self._is_real and switches.clock is None
-        return self._gate.decide(subject, cost, None if is_real else self._store.now_ns(), True)
-
-    def peek(self, subject: str, cost: int) -> Decision:
-        is_real = self._is_real and switches.clock is None
-        return self._gate.decide(subject, cost, None if is_real else self._store.now_ns(), False)
-
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        self._gate.refund(subject, units, charged_ns, self._store.now_ns())
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        self._gate.grant(subject, units, -1 if ttl_ns is None else ttl_ns, self._store.now_ns())
-
-    def reset(self, subject: str) -> None:
-        self._gate.reset(subject)
 
 
 class KernelAllowances:
@@ -287,7 +230,7 @@ class KernelAllowances:
         return KernelAllowanceGate(self, tuple(limits), rule, kind, lifetime_ns)
 
     def now_ns(self) -> int | None:
-        """Return the time for the kernel, as `KernelStore.now_ns`."""
+        """Return the time for the kernel; None if it reads the real time itself."""
         return None if self.is_real and switches.clock is None else self._clock.now_ns()
 
     def claim(self, count: int, flush_ns: int, *, ending: bool = False) -> list[UnitClaim]:
