@@ -6,7 +6,7 @@ Each table is one defect. Its name is that of the table, after the file's: `core
     file    the file beneath src/ratekeeper
     before  the text to replace, which occurs exactly once in the file
     after   the defect
-    tests   the test files that must fail
+    tests   the test files that must fail; of a slow file, one test: `file::test`
 
 There are no line numbers, so most changes of the source leave the defects as they are. When the
 text of one moves or goes away, `test_planted.py` fails until the defect follows, or another one
