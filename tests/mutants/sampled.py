@@ -11,6 +11,7 @@ import ast
 import random
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,7 +36,6 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
     "web": ("tests/web", "tests/test_asgi.py", "tests/test_fastapi.py", "tests/test_flask.py"),
     "control": ("tests/control", "tests/service/admin"),
 }
-_KERNEL: Final = SOURCE / "decide/kernel"
 
 _COMPARED: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
     ast.Lt: ast.LtE,
@@ -86,30 +86,33 @@ class _Change(NamedTuple):
 
 
 def sampled(count: int, seed: int = SEED) -> list[Mutant]:
-    """Return `count` random defects, as many for each area."""
+    """Return `count` random defects, as many for each area; those of all areas by turns."""
     choice = random.Random(seed)
-    found: list[Mutant] = []
+    found: list[tuple[int, Mutant]] = []
     for number, (area, tests) in enumerate(AREAS.items()):
         lines = _changes_by_line(area)
         wanted = count * (number + 1) // len(AREAS) - count * number // len(AREAS)
-        for path, line in choice.sample(sorted(lines), min(wanted, len(lines))):
+        some = choice.sample(sorted(lines), min(wanted, len(lines)))
+        for turn, (path, line) in enumerate(some):
             start, end, changed = choice.choice(lines[path, line])
             after = changed if isinstance(changed, str) else f"({ast.unparse(changed)})"
             text = path.read_text()
-            name = f"{area}/{path.relative_to(SOURCE).as_posix()}:{line}"
+            name = f"{area}/{path.relative_to(_folder(area)).as_posix()}:{line}"
             breaks = f"`{_brief(text[start:end])}` becomes `{_brief(after)}`"
             own = path.relative_to(SOURCE).with_name(f"test_{path.stem}.py")
             first = (f"tests/{own.as_posix()}",) if (ROOT / "tests" / own).exists() else ()
-            found.append(
-                Mutant(name, breaks, path, text[:start] + after + text[end:], first + tests)
-            )
-    return found
+            mutant = Mutant(name, breaks, path, text[:start] + after + text[end:], first + tests)
+            found.append((turn, mutant))
+    return [mutant for _, mutant in sorted(found, key=itemgetter(0))]
+
+
+def _folder(area: str) -> Path:
+    return SOURCE / ("decide/kernel" if area == "kernel" else area)
 
 
 def _changes_by_line(area: str) -> dict[tuple[Path, int], list[_Change]]:
-    folder, pattern = (_KERNEL, "*.c") if area == "kernel" else (SOURCE / area, "*.py")
     found: dict[tuple[Path, int], list[_Change]] = {}
-    for path in sorted(folder.rglob(pattern)):
+    for path in sorted(_folder(area).rglob("*.c" if area == "kernel" else "*.py")):
         if "migrations" not in path.parts:
             text = path.read_text()
             for change in _in_c(text) if area == "kernel" else _in_python(text):
