@@ -178,6 +178,7 @@ def main() -> int:
         parser.error("no defect has such a name")
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)  # PostgreSQL, if root runs the tests, is another user
         copies = Copies(Path(folder))
         copies.deadline_s = began_s + given.minutes * 60
         with ThreadPoolExecutor(COPIES) as pool:
