@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard src/ratekeeper/decide/kernel/*.[ch] src/ratekeeper/servi
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run check unit test lint bytecode bench docs fuzz release clean
+.PHONY: help run check unit test lint bytecode bench docs fuzz mutants release clean
 
 ifneq ($(shell $(PYTHON) $(VERSION_OF)),$(shell $(BIN)/python $(VERSION_OF)))
 .PHONY: $(RUN_READY) $(READY) $(BENCH_READY)
@@ -75,6 +75,11 @@ docs: $(READY)  ## build the documentation site: open build/site/index.html
 fuzz: $(READY)  ## fuzz the C code, and simulate random fleets, each for SECONDS=60
 	$(BIN)/python -m tests.simulator random --seconds $(or $(SECONDS),60)
 	sh tools/fuzz.sh $(or $(SECONDS),60)
+
+# ONLY='core web/no-retry-after' runs those of a folder, and one by its name.
+mutants: $(READY)  ## plant defects in a copy, and report those that no test notices; RANDOM=200
+	$(BIN)/python -m tests.mutants $(if $(RANDOM),--random $(RANDOM)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(ONLY)
 
 release: $(READY)  ## build the packages into dist/ and try them; uploads nothing
 	@$(BIN)/python tools/release.py

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores import open_store
@@ -36,6 +36,14 @@ settings.register_profile(
 settings.load_profile("ratekeeper")
 # `make check` tries fewer random examples of each property, because people wait for it.
 settings.register_profile("quick", settings.get_profile("ratekeeper"), max_examples=12)
+# `make mutants` only asks whether a property fails: the same each time, without a simplest example.
+settings.register_profile(
+    "mutants",
+    settings.get_profile("ratekeeper"),
+    phases=[Phase.explicit, Phase.generate],
+    derandomize=True,
+    database=None,
+)
 # `pytest --hypothesis-profile=thorough` takes an hour.
 settings.register_profile("thorough", settings.get_profile("ratekeeper"), max_examples=2_000)
 

@@ -185,6 +185,18 @@ def test_a_status_spreads_with_its_age() -> None:
     assert members[0].state == "alive"
 
 
+def test_an_old_heartbeat_that_arrives_late_changes_nothing() -> None:
+    """A relay may hold back the entry of another node; the status stays that of the newest one."""
+    net = network(3)
+    node, relay = net.nodes[address_of(0)], net.nodes[address_of(1)].node
+    third, now_ns = net.nodes[address_of(2)].node, net.clock(address_of(0))
+    newest = MemberEntry(third, address_of(2), 10**8, 0, False, NodeStatus("new"))
+    old = newest._replace(beat=10**8 - 1, status=NodeStatus("old"))
+    for sequence, entry in enumerate((newest, old), start=10**8):
+        node.receive(Message(relay, sequence, members=(entry,)), address_of(1), now_ns)
+    assert [each.status.version for each in node.members(now_ns) if each.node == third] == ["new"]
+
+
 def test_changes_are_reported_once() -> None:
     """A caller learns which peers came and went."""
     net = network(2)

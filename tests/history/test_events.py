@@ -46,10 +46,12 @@ NOW_NS = 1_800_000_000 * 10**9
 def event(
     request: Request, *, times: int = 1, cost: int = 1, subjects: SubjectMode = "plain"
 ) -> DecisionEvent:
-    """Return the row of the last of several decisions."""
-    limiter = Limiter.from_rules(RULES, clock=ManualClock(start=1_800_000_000))
+    """Return the row of the last of several decisions, a nanosecond apart."""
+    clock = ManualClock(start=1_800_000_000)
+    limiter = Limiter.from_rules(RULES, clock=clock)
     for _ in range(times):
         result = limiter.evaluate(request, cost)
+        clock.advance_ns(1)
     caller = "" if result.counted else caller_of(request)
     noted = (
         *(NOW_NS, result, cost, caller, request.endpoint, request.method),

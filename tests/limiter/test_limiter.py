@@ -275,6 +275,14 @@ def test_refund_never_exceeds_the_quota(limiter: Limiter) -> None:
     assert limiter.peek("k").remaining == 2
 
 
+def test_refunding_a_denial_returns_nothing(limiter: Limiter) -> None:
+    """A denied check has spent nothing; a refund of it must not give room to another."""
+    limiter.check("k", 2)
+    denied = limiter.check("k")
+    limiter.refund("k", 1, denied)
+    assert limiter.peek("k").remaining == 0
+
+
 def test_a_grant_adds_units_until_it_ends(limiter: Limiter, clock: ManualClock) -> None:
     """A grant adds three units for 5 s. At 5 s it has ended."""
     limiter.grant("k", 3, ttl=5)

@@ -16,6 +16,7 @@ from ratekeeper import (
     InvalidKey,
     Limit,
     Limiter,
+    LocalFallback,
     Request,
     StoreError,
 )
@@ -335,6 +336,32 @@ async def test_settling_on_a_full_store(kind: Any) -> None:
     assert (await called("check", "bob")).allowed
     assert await called("settle", "cid", 0, 3) == 3
     assert await called("settle", "ann", 1, 4) == 0
+
+
+@pytest.mark.parametrize("kind", [Limiter, AsyncLimiter])
+async def test_a_batch_that_this_machine_denies_spends_nothing_on_the_store(kind: Any) -> None:
+    """The store has no room for bob, and the machine's share of the limit, one a minute, is used.
+
+    So the batch is denied, and ann's unit is not spent either.
+    """
+    limiter = kind(
+        "10/minute",
+        store="memory://?capacity=2",
+        on_failure="local",
+        local_fallback=LocalFallback(nodes=10),
+        clock=ManualClock(),
+    )
+
+    async def called(verb: str, *arguments: Any) -> Any:
+        found = getattr(limiter, verb)(*arguments)
+        return await found if kind is AsyncLimiter else found
+
+    assert (await called("check", "ann")).allowed
+    assert (await called("check", "cid")).allowed
+    batch = [("ann", 1), ("bob", 1)]
+    assert all(each.decision for each in await called("evaluate_all", batch))
+    assert not all(each.decision for each in await called("evaluate_all", batch))
+    assert (await called("peek", "ann", 0)).remaining == 8
 
 
 class SteppingClock(ManualClock):

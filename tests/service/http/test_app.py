@@ -72,6 +72,15 @@ async def test_a_body_has_a_maximum_size(path: str, most: int, declare: bool) ->
         assert f"{most:,} bytes" in answer.data["detail"]
 
 
+async def test_a_body_that_is_declared_too_large_is_not_awaited() -> None:
+    """It is 413 before any of it arrives: a client cannot make the service wait for it."""
+    async with http_service() as http:
+        answer = await http(
+            "POST", "/v1/check", b"", {"content-length": f"{CALL_BYTES + 1}"}, chunks=[]
+        )
+        assert answer.status == 413
+
+
 async def test_a_declared_size_that_is_too_small_is_not_believed() -> None:
     """The bytes that arrive count, not the Content-Length."""
     async with http_service() as http:

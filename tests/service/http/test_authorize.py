@@ -134,6 +134,16 @@ async def test_a_client_cannot_name_another_method(gateway: dict[str, str], clie
         assert found == [200, 429]
 
 
+async def test_a_hash_does_not_end_the_path() -> None:
+    """A server that gets `/#/admin` may serve it as that path, so its limit applies."""
+    match = {"endpoint": "/*/admin"}
+    rules = {"version": 1, "rules": [{"id": "a", "match": match, "by": [], "limits": ["1/hour"]}]}
+    async with http_service(rules=rules) as http:
+        headers = {**NGINX, "X-Original-URI": "/#/admin"}
+        found = [(await http("GET", "/v1/authorize", b"", headers)).status for _ in range(2)]
+        assert found == [200, 429]
+
+
 async def test_a_query_with_many_fields_is_rejected() -> None:
     """It is a 400 and not a defect."""
     async with http_service() as http:
