@@ -64,7 +64,7 @@ from ratekeeper.core.rates import LimitsArgument, check_cost_fits, limits_of
 from ratekeeper.core.steps import Call, Steps, Undo, run, run_async
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.failure import FailurePolicy, LocalFallback
-from ratekeeper.decide.store import AnyGate, Store
+from ratekeeper.decide.store import Counter, Store
 from ratekeeper.limiter.arguments import check_names, explains
 from ratekeeper.limiter.async_limiter import AsyncLimiter
 from ratekeeper.limiter.limiter import Limiter
@@ -560,7 +560,7 @@ CostOfRequest = Callable[[httpx.Request], int]
 # times that are wrong by a factor of a thousand. After it, one request asks again.
 HOLD_NS_MAX: Final = 3_600 * NS_PER_SECOND
 # Gates for different lengths of time that are kept prepared.
-_HOLD_GATES_MAX: Final = 64
+_HOLD_COUNTERS_MAX: Final = 64
 # Attempts to extend a hold while other processes extend it, too.
 _HOLD_TRIES_MAX: Final = 3
 _NS_PER_MS: Final = 1_000_000
@@ -738,23 +738,20 @@ class _HoldBack:
 
     def __init__(self, limiter: AnyLimiter) -> None:
         store = limiter.store
-        awaited = store.as_async if isinstance(limiter, AsyncLimiter) else None
-        self._make_gate: Callable[..., AnyGate] = (
-            store.gate if awaited is None else awaited.async_gate
-        )
+        self._make_counter = store.counter
         self._name = f"{limiter.name}.held" if limiter.name else "held"
-        self._gates: dict[int, AnyGate] = {}
-        self._full = self._gate(_HOLD_MS_MAX)
+        self._counters: dict[int, Counter] = {}
+        self._full = self._counter(_HOLD_MS_MAX)
 
-    def _gate(self, capacity_ms: int) -> AnyGate:
-        gate = self._gates.get(capacity_ms)
-        if gate is None:
-            if len(self._gates) >= _HOLD_GATES_MAX:
-                self._gates.clear()
-            # The name makes gates of different capacities share their counts.
+    def _counter(self, capacity_ms: int) -> Counter:
+        counter = self._counters.get(capacity_ms)
+        if counter is None:
+            if len(self._counters) >= _HOLD_COUNTERS_MAX:
+                self._counters.clear()
+            # The name makes counters of different capacities share their counts.
             limit = Limit(1_000, per=1, capacity=capacity_ms, name="held")
-            gate = self._gates[capacity_ms] = self._make_gate((limit,), self._name)
-        return gate
+            counter = self._counters[capacity_ms] = self._make_counter((limit,), self._name)
+        return counter
 
     def denial(self, subject: str) -> Steps[Decision | None]:
         """Return a denial that says how long requests are held back; None if they are not."""
@@ -777,8 +774,8 @@ class _HoldBack:
             # One more if some are missing: their number was rounded up.
             capacity_ms = min(wanted_ms + bool(missing_ms), _HOLD_MS_MAX)
             try:
-                gate = self._gate(capacity_ms)
-                decision: Decision = yield Call(gate.check, subject, capacity_ms - missing_ms)
+                counter = self._counter(capacity_ms)
+                decision: Decision = yield Call(counter.check, subject, capacity_ms - missing_ms)
             except StoreError:
                 return  # the pace of this process remains
             if decision.allowed:

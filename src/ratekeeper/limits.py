@@ -48,7 +48,7 @@ from ratekeeper.core.model import (
 )
 from ratekeeper.core.steps import Call, Steps, run, run_async
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR
-from ratekeeper.decide.store import AnyGate, ForgettingStore, Store
+from ratekeeper.decide.store import Counter, ForgettingStore, Store
 from ratekeeper.decide.stores import SCHEMES as STORE_SCHEMES
 from ratekeeper.decide.stores import open_store
 
@@ -83,8 +83,8 @@ NOT_COUNTED: Final = 2**63 - 1
 # whole units, which is stricter by less than one of a million.
 PARTS: Final = 1_000
 LARGE: Final = UNITS_MAX // PARTS
-# Prepared gates; one for each limit and window that is in use.
-GATES_MAX: Final = 1_024
+# Prepared counters; one for each limit and window that is in use.
+COUNTERS_MAX: Final = 1_024
 # Another process may change a log between two looks. After this many, a look is good enough.
 LOOKS_MAX: Final = 3
 WINDOW_SECONDS_MAX: Final = WINDOW_NS_MAX // NS_PER_SECOND
@@ -165,7 +165,7 @@ def _window_in(key: str) -> int | None:
     return _window_of(parts[1], parts[2]) if len(parts) == 3 else None
 
 
-@lru_cache(GATES_MAX)
+@lru_cache(COUNTERS_MAX)
 def _window_of(multiples: str, name: str) -> int | None:
     item = GRANULARITIES.get(name)
     if item is None or len(multiples) > 9 or not multiples.isascii() or not multiples.isdigit():
@@ -174,48 +174,46 @@ def _window_of(multiples: str, name: str) -> int | None:
     return seconds if 1 <= seconds <= WINDOW_SECONDS_MAX else None
 
 
-class _Gates:
-    """The gates of one store, each prepared once. For asyncio, those that are awaited."""
+class _Counters:
+    """The counters of one store, each prepared once."""
 
-    def __init__(self, store: Store, rule: str, *, awaited: bool) -> None:
+    def __init__(self, store: Store, rule: str) -> None:
         self._rule = rule
-        self._open = store.gate
-        if awaited and store.as_async is not None:
-            self._open = cast("Any", store.as_async.async_gate)
-        self.counter = lru_cache(GATES_MAX)(self._counter)
-        self.window = lru_cache(GATES_MAX)(self._window)
-        self.moving = lru_cache(GATES_MAX)(self._moving)
-        self.sliding = lru_cache(GATES_MAX)(self._sliding)
+        self._open = store.counter
+        self.counter = lru_cache(COUNTERS_MAX)(self._counter)
+        self.window = lru_cache(COUNTERS_MAX)(self._window)
+        self.moving = lru_cache(COUNTERS_MAX)(self._moving)
+        self.sliding = lru_cache(COUNTERS_MAX)(self._sliding)
 
     # A named bucket or log has an identity without a window, so that it can be cleared without it.
 
-    def _counter(self, seconds: float) -> AnyGate:
-        """Return the gate that counts hits in a window from the first hit on."""
-        return self._gate("fixed", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
+    def _counter(self, seconds: float) -> Counter:
+        """Return the counter that counts hits in a window from the first hit on."""
+        return self._prepared("fixed", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
 
-    def _window(self, seconds: float) -> AnyGate:
-        """Return the gate whose used units are the seconds of a counter's window."""
-        return self._gate("window", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
+    def _window(self, seconds: float) -> Counter:
+        """Return the counter whose used units are the seconds of a counter's window."""
+        return self._prepared("window", UNITS_MAX, seconds, "token_bucket", refill_every=seconds)
 
-    def _moving(self, limit: int, seconds: float) -> AnyGate:
+    def _moving(self, limit: int, seconds: float) -> Counter:
         if limit > LOG_UNITS_MAX:
             raise ConfigurationError(
                 f"a moving window of {limit:,} is above {LOG_UNITS_MAX:,}: it keeps the time of "
                 f"each unit; use the strategy sliding-window-counter for this limit"
             )
-        return self._gate("moving", limit, seconds, "sliding_window_log")
+        return self._prepared("moving", limit, seconds, "sliding_window_log")
 
-    def _sliding(self, parts: int, limit: int, seconds: float) -> AnyGate:
-        return self._gate(f"sliding/{parts}", limit, seconds, "sliding_window_counter")
+    def _sliding(self, parts: int, limit: int, seconds: float) -> Counter:
+        return self._prepared(f"sliding/{parts}", limit, seconds, "sliding_window_counter")
 
-    def _gate(
+    def _prepared(
         self,
         name: str,
         limit: int,
         seconds: float,
         algorithm: AlgorithmName,
         refill_every: float = 0,
-    ) -> AnyGate:
+    ) -> Counter:
         if seconds > WINDOW_SECONDS_MAX:
             raise ConfigurationError(
                 f"a window of {seconds / 86_400:g} days is longer than "
@@ -251,20 +249,20 @@ class _StorageCalls:
             raise ConfigurationError(
                 f'{error} (with {PREFIX} in front as storage_uri, for example "{EXAMPLE}")'
             ) from error
-        self._gates = _Gates(self.store, prefix, awaited=awaited)
+        self._counters = _Counters(self.store, prefix)
 
     def incr(self, key: str, seconds: float, amount: int) -> Steps[int]:
         amount = units_of(amount, "amount")
         if amount > UNITS_MAX:
             return NOT_COUNTED
         subject = _subject_of(key)
-        decision = yield Call(self._gates.counter(seconds).check, subject, amount)
+        decision = yield Call(self._counters.counter(seconds).check, subject, amount)
         if not decision.allowed:
             return NOT_COUNTED
         count: int = UNITS_MAX - decision.remaining
         if count == amount and _window_in(key) is None:
             # The first hit of a window, and its key does not name the window.
-            window = self._gates.window(seconds)
+            window = self._counters.window(seconds)
             yield Call(window.reset, subject)
             yield Call(window.check, subject, math.ceil(seconds))
         return count
@@ -275,31 +273,31 @@ class _StorageCalls:
         seconds = _window_in(key)
         if seconds is None:
             # The longest window reads the units of any shorter one.
-            stored = yield Call(self._gates.window(WINDOW_SECONDS_MAX).peek, subject, 0)
+            stored = yield Call(self._counters.window(WINDOW_SECONDS_MAX).peek, subject, 0)
             seconds = UNITS_MAX - stored.remaining
             if not seconds:
                 return 0, 0
-        seen = yield Call(self._gates.counter(seconds).peek, subject, 0)
+        seen = yield Call(self._counters.counter(seconds).peek, subject, 0)
         return UNITS_MAX - seen.remaining, seen.reset_after_ns
 
     def clear(self, key: str) -> Steps[None]:
         subject = _subject_of(key)
-        gates = [self._gates.counter(1), self._gates.moving(1, 1)]
+        counters = [self._counters.counter(1), self._counters.moving(1, 1)]
         if _window_in(key) is None:
-            gates.append(self._gates.window(1))
-        for gate in gates:
-            yield Call(gate.reset, subject)
+            counters.append(self._counters.window(1))
+        for counter in counters:
+            yield Call(counter.reset, subject)
 
     def check(self) -> Steps[bool]:
         try:
-            yield Call(self._gates.counter(1).peek, "", 0)
+            yield Call(self._counters.counter(1).peek, "", 0)
         except StoreError:
             return False
         return True
 
     def reset(self) -> Steps[int]:
         forget = self.store.forget_all
-        blocks = self._awaited and self.store.as_async is not None
+        blocks = self._awaited and not self.store.is_local
         forgotten: int = yield Call(asyncio.to_thread, forget) if blocks else Call(forget)
         return forgotten
 
@@ -307,7 +305,7 @@ class _StorageCalls:
         amount = units_of(amount, "amount")
         if amount > limit or not amount:
             return amount <= limit
-        decision = yield Call(self._gates.moving(limit, seconds).check, _subject_of(key), amount)
+        decision = yield Call(self._counters.moving(limit, seconds).check, _subject_of(key), amount)
         return bool(decision.allowed)
 
     def moving_window(self, key: str, limit: int, seconds: float) -> Steps[tuple[float, int]]:
@@ -318,9 +316,14 @@ class _StorageCalls:
         """
         if limit < 1:
             return time.time(), 0
-        gate, subject, cost, start_ns = self._gates.moving(limit, seconds), _subject_of(key), 1, 0
+        counter, subject, cost, start_ns = (
+            self._counters.moving(limit, seconds),
+            _subject_of(key),
+            1,
+            0,
+        )
         for _ in range(LOOKS_MAX):
-            seen = yield Call(gate.peek, subject, cost)
+            seen = yield Call(counter.peek, subject, cost)
             if seen.remaining == limit:
                 return time.time(), 0
             start_ns = seen.retry_after_ns or seen.reset_after_ns
@@ -338,8 +341,8 @@ class _StorageCalls:
         if amount > limit or not amount:
             return amount <= limit
         parts = PARTS if limit < LARGE else 1
-        gate = self._gates.sliding(parts, limit * parts + parts - 1, seconds)
-        decision = yield Call(gate.check, _subject_of(key), amount * parts)
+        counter = self._counters.sliding(parts, limit * parts + parts - 1, seconds)
+        decision = yield Call(counter.check, _subject_of(key), amount * parts)
         return bool(decision.allowed)
 
     def sliding_window(self, key: str, seconds: float) -> Steps[tuple[int, float, int, float]]:
@@ -351,12 +354,12 @@ class _StorageCalls:
         """
         subject, parts, used = _subject_of(key), PARTS, 0
         for parts in (PARTS, 1):
-            gate = self._gates.sliding(parts, UNITS_MAX, seconds)
-            seen = yield Call(gate.peek, subject, 0)
+            counter = self._counters.sliding(parts, UNITS_MAX, seconds)
+            seen = yield Call(counter.peek, subject, 0)
             used = UNITS_MAX - seen.remaining
             if used:
                 break
-        window_ns = gate.limits[0].window_ns
+        window_ns = counter.limits[0].window_ns
         left_ns = window_ns - seen.decided_ns % window_ns
         current_seconds = left_ns / NS_PER_SECOND + seconds
         if not used:
@@ -364,14 +367,14 @@ class _StorageCalls:
         whole, free_ns = used // parts, seen.reset_after_ns
         if whole:
             # The cost that fits once less than `whole` units are used.
-            later = yield Call(gate.peek, subject, UNITS_MAX - whole * parts + 1)
+            later = yield Call(counter.peek, subject, UNITS_MAX - whole * parts + 1)
             free_ns = later.retry_after_ns
         return 1, min(free_ns, left_ns, window_ns - 1_000) / NS_PER_SECOND, whole, current_seconds
 
     def clear_sliding(self, key: str, seconds: float) -> Steps[None]:
         for parts in (PARTS, 1):
-            gate = self._gates.sliding(parts, UNITS_MAX, seconds)
-            yield Call(gate.reset, _subject_of(key))
+            counter = self._counters.sliding(parts, UNITS_MAX, seconds)
+            yield Call(counter.reset, _subject_of(key))
 
 
 def _store_options(

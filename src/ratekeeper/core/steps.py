@@ -1,17 +1,17 @@
 """Steps: logic that is written once and driven by threads or by asyncio.
 
-Code that decides does no I/O. Where it needs a store, a clock or a hook of the application, it
-yields a Call. It continues with the call's result, or with its error, as if it had made the call
-itself:
+Code that decides does no I/O. A function that cannot answer from this machine's memory returns an
+`Ask`: how a thread waits for the answer, and how asyncio does. Logic yields a `Call` of such a
+function. It continues with the answer, or with its error, as if it had waited itself:
 
-    def allowed(gate: Gate | AsyncGate, subject: str) -> Steps[bool]:
+    def allowed(counter: Counter, subject: str) -> Steps[bool]:
         try:
-            decision = yield Call(gate.check, subject, 1)
+            decision = yield Call(counter.check, subject, 1)
         except StoreError:
             return False
         return decision.allowed
 
-`run` makes the calls in the calling thread. `run_async` awaits each of them. Both take the same
+Two links carry Asks: `run` waits in the calling thread, `run_async` awaits. Both take the same
 generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
 `Together` is several calls that may run at the same time: threads make them one after another,
@@ -22,14 +22,33 @@ cancelled, because it returns units that were spent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
 
+class Ask:
+    """An answer that has to be waited for: `wait` blocks a thread, `send` returns an awaitable.
+
+    Both are called with `args`, and return the same answer or raise the same errors.
+    """
+
+    __slots__ = ("args", "send", "wait")
+
+    def __init__(
+        self, wait: Callable[..., Any], send: Callable[..., Awaitable[Any]], *args: Any
+    ) -> None:
+        self.wait = wait
+        self.send = send
+        self.args = args
+
+
 class Call:
-    """Call `function` with these arguments; the generator continues with its result."""
+    """Call `function` with these arguments; the generator continues with its result.
+
+    If the function returns an Ask or an awaitable, the generator continues with the answer.
+    """
 
     __slots__ = ("args", "function")
 
@@ -68,6 +87,8 @@ def run(steps: Steps[T]) -> T:
             try:
                 if isinstance(step, Call):
                     result = step.function(*step.args)
+                    if type(result) is Ask:
+                        result = result.wait(*result.args)
                 else:
                     result = [_result(call) for call in step.calls]
             except BaseException as error:
@@ -81,9 +102,28 @@ def run(steps: Steps[T]) -> T:
 
 def _result(call: Call) -> Any:
     try:
-        return call.function(*call.args)
+        result = call.function(*call.args)
+        return result.wait(*result.args) if type(result) is Ask else result
     except Exception as error:
         return error
+
+
+def asking(steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
+    """Return the Ask of steps that take these arguments."""
+    return Ask(_steps_in_thread, _steps_awaited, steps, *args)
+
+
+def asked(function: Callable[..., Any], *args: Any) -> Steps[Any]:
+    """Return the answer of one call."""
+    return (yield Call(function, *args))
+
+
+def _steps_in_thread(steps: Callable[..., Steps[T]], *args: Any) -> T:
+    return run(steps(*args))
+
+
+def _steps_awaited(steps: Callable[..., Steps[T]], *args: Any) -> Awaitable[T]:
+    return run_async(steps(*args))
 
 
 # Whether the objects of a type can be awaited; emptied when it is full.
@@ -110,6 +150,8 @@ async def run_async(steps: Steps[T]) -> T:
             try:
                 if isinstance(step, Call):
                     result = step.function(*step.args)
+                    if type(result) is Ask:
+                        result = result.send(*result.args)
                     if is_awaitable(result):
                         result = await (_shielded(result) if type(step) is Undo else result)
                 else:
@@ -138,4 +180,6 @@ def _shielded(result: Any) -> asyncio.Future[Any]:
 
 async def _awaited(call: Call) -> Any:
     result = call.function(*call.args)
+    if type(result) is Ask:
+        result = result.send(*result.args)
     return await result if is_awaitable(result) else result

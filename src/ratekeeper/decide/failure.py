@@ -56,8 +56,8 @@ from ratekeeper.core.rates import LimitsArgument, limits_of, scaled
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
-from ratekeeper.decide.store import Gate, GateCheck, Store, StoreMonitor
-from ratekeeper.decide.stores import open_fallback_store
+from ratekeeper.decide.store import LocalCounter, LocalStore, StoreMonitor
+from ratekeeper.decide.stores import open_local_store
 
 FailurePolicy = Literal["open", "closed", "local", "raise"]
 """The answer when the store cannot decide.
@@ -80,8 +80,8 @@ OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
 # The workers of a machine agree that an outage goes on if one of them noticed it this lately.
 SHARED_GAP_S: Final = 30
 LOG_EVERY_S: Final = 60.0
-# Gates that are kept prepared: more than a document has limits, at any load.
-_GATES_MAX: Final = 4_096
+# Counters that are kept prepared: more than a document has limits, at any load.
+_COUNTERS_MAX: Final = 4_096
 _AFTER_S_MAX: Final = 86_400
 _AFTER_NS_MAX: Final = _AFTER_S_MAX * NS_PER_SECOND
 
@@ -93,6 +93,9 @@ _EVERYONE: Final = "*"
 _NOTICED: Final = "\x1fnoticed"
 _AGE: Final = "\x1fage"
 _MEMORY: Final = "memory://"
+
+# A check of this machine: its counter, the subject and the units.
+LocalCharge = tuple[LocalCounter, str, int]
 
 _log = logging.getLogger("ratekeeper.decide.failure")
 _outages = SeldomLog(_log, logging.WARNING, LOG_EVERY_S)
@@ -217,7 +220,7 @@ class SharedCounts(Protocol):
     """The counts of all nodes of a fleet, for limits whose authority is away."""
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> LocalStore | None:
         """Where all processes of this node count together; None if there is no such store."""
         ...
 
@@ -249,9 +252,9 @@ class LocalLimits:
         self.fleet: SharedCounts | None = None
         """The counts of the fleet, if this machine is a node of one that gossips."""
         self._shared: SharedOutage | None = None
-        self._store: Store | None = None
+        self._store: LocalStore | None = None
         self._owns_store = True
-        self._gates: dict[tuple[Limits, str, Fraction], Gate] = {}
+        self._counters: dict[tuple[Limits, str, Fraction], LocalCounter] = {}
         self._lock = fork_safe(threading.Lock())
         if fallback.store != _MEMORY:
             self._opened()  # now, so that an unusable file is an error at startup
@@ -335,7 +338,7 @@ class LocalLimits:
         return self._decided(uncounted, [], spend=True)
 
     def _decided(
-        self, checks: Sequence[LocalCheck], outage_charges: Sequence[GateCheck], *, spend: bool
+        self, checks: Sequence[LocalCheck], outage_charges: Sequence[LocalCharge], *, spend: bool
     ) -> list[Decision]:
         fleet = self.fleet
         if fleet is None or not checks:
@@ -364,7 +367,7 @@ class LocalLimits:
     def _charge(
         self,
         checks: Sequence[LocalCheck],
-        outage_charges: Sequence[GateCheck],
+        outage_charges: Sequence[LocalCharge],
         share: Fraction,
         spend: bool,
     ) -> list[Decision]:
@@ -378,38 +381,42 @@ class LocalLimits:
             return [_denied(error, limits[0], checks[0].rule if checks else CEILING)]
         return _reported(decisions, len(checks))
 
-    def _charges(self, checks: Sequence[LocalCheck], share: Fraction) -> list[GateCheck]:
+    def _charges(self, checks: Sequence[LocalCheck], share: Fraction) -> list[LocalCharge]:
         store = self._opened()
         return [
-            (self._gate(store, check.limits, check.rule, share), check.subject, check.units)
+            (self._counter(store, check.limits, check.rule, share), check.subject, check.units)
             for check in checks
         ]
 
-    def _outage_charges(self, store: Store, address: str | None) -> list[GateCheck]:
+    def _outage_charges(self, store: LocalStore, address: str | None) -> list[LocalCharge]:
         """Return the ceiling and emergency checks. They count requests, whatever their cost."""
         fallback = self._fallback
-        charges: list[GateCheck] = []
+        charges: list[LocalCharge] = []
         if fallback.ceiling_limits:
-            charges.append((store.gate(fallback.ceiling_limits, CEILING), _EVERYONE, 1))
+            charges.append((store.counter(fallback.ceiling_limits, CEILING), _EVERYONE, 1))
         if fallback.emergency_limits and self.outage_ns() >= fallback.emergency_after_ns:
             key: Key = ("ip", address) if address else "ip"
-            charges.append((store.gate(fallback.emergency_limits, EMERGENCY), subject_of(key), 1))
+            charges.append(
+                (store.counter(fallback.emergency_limits, EMERGENCY), subject_of(key), 1)
+            )
         return charges
 
-    def _gate(self, store: Store, limits: Limits, rule: str, share: Fraction) -> Gate:
-        """Return a share of the limits, as a gate on this machine's counts.
+    def _counter(
+        self, store: LocalStore, limits: Limits, rule: str, share: Fraction
+    ) -> LocalCounter:
+        """Return a share of the limits, as a counter of this machine.
 
-        Gates of different shares have the same counts.
+        Counters of different shares have the same counts.
         """
-        gate = self._gates.get((limits, rule, share))
-        if gate is None:
-            if len(self._gates) >= _GATES_MAX:
-                self._gates.clear()
+        counter = self._counters.get((limits, rule, share))
+        if counter is None:
+            if len(self._counters) >= _COUNTERS_MAX:
+                self._counters.clear()
             scaled_limits = limits if share == 1 else scaled(limits, share)
-            gate = self._gates[limits, rule, share] = store.gate(scaled_limits, rule)
-        return gate
+            counter = self._counters[limits, rule, share] = store.counter(scaled_limits, rule)
+        return counter
 
-    def _opened(self) -> Store:
+    def _opened(self) -> LocalStore:
         store = self._store
         if store is not None:
             return store
@@ -420,7 +427,7 @@ class LocalLimits:
                     self._store = self.fleet.store
                 self._owns_store = self._store is None
                 if self._store is None:
-                    self._store = open_fallback_store(self._fallback.store, self._clock)
+                    self._store = open_local_store(self._fallback.store, self._clock)
             return self._store
 
     def close(self) -> None:
@@ -430,7 +437,7 @@ class LocalLimits:
                 if self._owns_store:
                     self._store.close()
                 self._store = self._shared = None
-                self._gates.clear()
+                self._counters.clear()
 
 
 class SharedOutage:
@@ -441,11 +448,11 @@ class SharedOutage:
     outage is over. The second is emptied at the start: the units that it has refilled are the age.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: LocalStore) -> None:
         # Twice the longest time after which emergency limits can apply.
         self._seconds = 2 * _AFTER_S_MAX
-        self._noticed = store.gate([Limit(1, per=1, capacity=SHARED_GAP_S)], _NOTICED)
-        self._age = store.gate([Limit(1, per=1, capacity=self._seconds)], _AGE)
+        self._noticed = store.counter([Limit(1, per=1, capacity=SHARED_GAP_S)], _NOTICED)
+        self._age = store.counter([Limit(1, per=1, capacity=self._seconds)], _AGE)
 
     def note(self, own_ns: int) -> None:
         """Note that the outage goes on, and how long this worker has known of it."""
@@ -471,7 +478,7 @@ class SharedOutage:
         return not self._noticed.peek(_EVERYONE, SHARED_GAP_S).allowed
 
 
-def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[Decision]:
+def _decide(store: LocalStore, charges: Sequence[LocalCharge], *, spend: bool) -> list[Decision]:
     if not charges:
         return []
     if spend:
@@ -481,7 +488,7 @@ def _decide(store: Store, charges: Sequence[GateCheck], *, spend: bool) -> list[
                 raise answer
             decisions.append(answer)
         return decisions
-    return [gate.peek(subject, units) for gate, subject, units in charges]
+    return [counter.peek(subject, units) for counter, subject, units in charges]
 
 
 def _reported(decisions: Sequence[Decision], count: int) -> list[Decision]:
@@ -498,12 +505,12 @@ def _degraded(decision: Decision) -> Decision:
     return decision_with(decision, degraded=True, charged_ns=None)
 
 
-def _refund(charges: Sequence[GateCheck], decisions: Sequence[Decision]) -> None:
+def _refund(charges: Sequence[LocalCharge], decisions: Sequence[Decision]) -> None:
     """Undo charges of this machine's own counts."""
-    for (gate, subject, units), decision in zip(charges, decisions, strict=True):
+    for (counter, subject, units), decision in zip(charges, decisions, strict=True):
         if decision.charged_ns is not None:
             with suppress(StoreError):
-                gate.refund(subject, units, decision.charged_ns)
+                counter.refund(subject, units, decision.charged_ns)
 
 
 def _denied(error: Exception, limit: Limit, rule: str) -> Decision:

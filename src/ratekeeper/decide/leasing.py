@@ -31,9 +31,10 @@ from typing import Final, NamedTuple, Protocol
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError
 from ratekeeper.core.model import Decision, Limit
+from ratekeeper.core.steps import Ask
 from ratekeeper.decide.algorithms import LeasingAlgorithm, State
 from ratekeeper.decide.algorithms.holds import LEASE_NS_MAX, lease_ns_max
-from ratekeeper.decide.store import Answer, AnyGate
+from ratekeeper.decide.store import Answer, Counter
 
 # A state is kept for this time after a late charge, even if it no longer differs from a new one:
 # the next late charge may be of a time at which it did. Otherwise charges that come one by one,
@@ -74,7 +75,7 @@ LeasedAnswer = tuple[Decision, Lease] | StoreError
 class LeaseCheck(NamedTuple):
     """One check of a request, with the lease that the node asks for."""
 
-    gate: AnyGate
+    counter: Counter
     subject: str
     cost: int
     terms: LeaseTerms
@@ -83,7 +84,7 @@ class LeaseCheck(NamedTuple):
 class GiveBack(NamedTuple):
     """Units of a lease that were not spent."""
 
-    gate: AnyGate
+    counter: Counter
     subject: str
     units: int
     ends_ns: int
@@ -93,7 +94,7 @@ class GiveBack(NamedTuple):
 class LateCharge(NamedTuple):
     """Units that a node has admitted already, and reports now."""
 
-    gate: AnyGate
+    counter: Counter
     subject: str
     units: int
     age_ns: int
@@ -104,33 +105,23 @@ Report = GiveBack | LateCharge
 
 
 class Authority(Protocol):
-    """A store that leases units and takes late charges, for threads and for asyncio."""
+    """A store that leases units and takes late charges."""
 
     def lease(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
+    ) -> list[LeasedAnswer] | Ask:
         """Check several subjects, all or none, and lease units with those that are charged.
 
         As `Store.check_together`, also in its errors. A denial comes without a lease.
         """
         ...
 
-    async def lease_async(
-        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
-        """See `lease`."""
-        ...
-
-    def report(self, reports: Sequence[Report]) -> list[Answer]:
+    def report(self, reports: Sequence[Report]) -> list[Answer] | Ask:
         """Give units back and charge late, in one batch for each server.
 
         The answers are in order: the decision of a check that costs nothing, made after the report;
         or the error, and then the report may or may not have been counted.
         """
-        ...
-
-    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
-        """See `report`."""
         ...
 
 

@@ -55,7 +55,7 @@ from ratekeeper.core.errors import CapacityError, StoreUnavailable
 from ratekeeper.core.model import BUCKETS, MICROS_PER_UNIT, Decision, Limit, Limits
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.ledgers import Ledger, Ratio, exact_room, ledger_of, outcome, room_at
-from ratekeeper.decide.store import AsyncGate, Gate
+from ratekeeper.decide.store import Counter
 
 AcrossRegions = Literal["exact", "eventual"]
 """How regions share a global limit.
@@ -211,12 +211,8 @@ class RegionalCounts(Protocol):
     Those with a `token` do nothing and return nothing if a later leader has one.
     """
 
-    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> Gate:
-        """Prepare a rule's limits for threads. A check raises StoreUnavailable without shares."""
-        ...
-
-    def global_async_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> AsyncGate:
-        """Prepare a rule's limits for asyncio."""
+    def global_counter(self, limits: Limits, rule: str, across: AcrossRegions) -> Counter:
+        """Prepare a rule's limits. A check raises StoreUnavailable without shares."""
         ...
 
     async def shares(self) -> Shares | None:
@@ -279,10 +275,10 @@ class RegionalCounts(Protocol):
         ...
 
 
-class GlobalGate:
-    """The gate of a global rule, for threads or for asyncio: what a region's store prepares.
+class GlobalCounter:
+    """The counter of a global rule: what a region's store prepares.
 
-    A request of several rules is decided differently if one of its gates is of this kind.
+    A request of several rules is decided differently if one of its counters is of this kind.
     """
 
     __slots__ = ()
@@ -399,9 +395,11 @@ class MemoryRegional:
 
     # ── Checks ─────────────────────────────────────────────────────────────────────────────────
 
-    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> MemoryRegionalGate:
+    def global_counter(
+        self, limits: Limits, rule: str, across: AcrossRegions
+    ) -> MemoryRegionalCounter:
         """See RegionalCounts."""
-        return MemoryRegionalGate(self, limits, rule, across)
+        return MemoryRegionalCounter(self, limits, rule, across)
 
     def check(
         self,
@@ -844,7 +842,7 @@ def _excess(ledger: Ledger, now_ns: int, share: Fraction) -> int:
     return max(sum(ledger.levels(now_ns, share)) - usual, 0)
 
 
-class MemoryRegionalGate(GlobalGate):
+class MemoryRegionalCounter(GlobalCounter):
     """A global rule's limits in memory."""
 
     def __init__(
@@ -857,11 +855,11 @@ class MemoryRegionalGate(GlobalGate):
         self._across: AcrossRegions = across
 
     def check(self, subject: str, cost: int) -> Decision:
-        """See Gate.check."""
+        """See Counter.check."""
         return self._check(subject, cost, spend=True)
 
     def peek(self, subject: str, cost: int) -> Decision:
-        """See Gate.peek."""
+        """See Counter.peek."""
         return self._check(subject, cost, spend=False)
 
     def _check(self, subject: str, cost: int, *, spend: bool) -> Decision:
@@ -869,16 +867,16 @@ class MemoryRegionalGate(GlobalGate):
         return self._counts.check(key, self.limits, self._across, self._rule, cost, spend=spend)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """See Gate.refund."""
+        """See Counter.refund."""
         self._counts.refund(SubjectKey(self._number, subject), units, charged_ns)
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """See Gate.grant. The units are for this region."""
+        """See Counter.grant. The units are for this region."""
         key = SubjectKey(self._number, subject)
         self._counts.grant(key, self.limits, self._across, units, ttl_ns)
 
     def reset(self, subject: str) -> None:
-        """See Gate.reset. It forgets the counts of this region."""
+        """See Counter.reset. It forgets the counts of this region."""
         self._counts.reset(SubjectKey(self._number, subject))
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:

@@ -1,11 +1,12 @@
 """The seam between the limiter and the stores that keep counts.
 
-A store is opened once. A *gate* is one rule's limits prepared on one store, so that a check has
-nothing left to look up: it is one call, with a subject and a cost. Every store passes the same
-conformance suite (`tests/conformance/`).
+A store is opened once. A *counter* is one rule's limits prepared on one store, so that a check has
+nothing left to look up: it is one call, with a subject and a cost. A verb returns its answer if
+this machine knows it, and otherwise an `Ask` (`core/steps.py`), which a thread or asyncio carries.
+Every store passes the same conformance suite (`tests/conformance/`).
 
 Some stores can do more than others. A store declares each optional capability as a property that is
-None where the store does not have it: `as_async` (its calls can be awaited), `monitor` (it counts
+None where the store does not have it: `monitor` (it counts
 cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
 (several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
 admit itself), `authority` (nodes can lease units from it), `regional` (it can be the store of one
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkab
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit
+from ratekeeper.core.steps import Ask, asked, run_async
 
 if TYPE_CHECKING:
     from ratekeeper.decide.allowances import Allowances
@@ -112,7 +114,7 @@ class ServerStatus:
     """The Unix time since when it has kept its keys: it has lost none of them as a whole since."""
 
 
-class Gate(Protocol):
+class Counter(Protocol):
     """One rule's limits on one store. All limits pass together or none is charged."""
 
     @property
@@ -120,15 +122,15 @@ class Gate(Protocol):
         """The limits that a check must pass."""
         ...
 
-    def check(self, subject: str, cost: int, /) -> Decision:
+    def check(self, subject: str, cost: int, /) -> Decision | Ask:
         """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
         ...
 
-    def peek(self, subject: str, cost: int, /) -> Decision:
+    def peek(self, subject: str, cost: int, /) -> Decision | Ask:
         """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
         ...
 
-    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> Ask | None:
         """Return units to every limit, as far as time has not returned them already.
 
         `charged_ns` is that of the decision that charged them. None: the time is not known, and
@@ -136,11 +138,11 @@ class Gate(Protocol):
         """
         ...
 
-    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
+    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Ask | None:
         """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...
 
-    def reset(self, subject: str, /) -> None:
+    def reset(self, subject: str, /) -> Ask | None:
         """Forget the spent and granted units of the subject."""
         ...
 
@@ -149,6 +151,30 @@ class Gate(Protocol):
 
         It calls `fallback` with the same arguments for anything but a plain key and cost.
         """
+        ...
+
+
+class LocalCounter(Counter, Protocol):
+    """A counter in the memory of this machine: it has every answer."""
+
+    def check(self, subject: str, cost: int, /) -> Decision:
+        """See Counter.check."""
+        ...
+
+    def peek(self, subject: str, cost: int, /) -> Decision:
+        """See Counter.peek."""
+        ...
+
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
+        """See Counter.refund."""
+        ...
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
+        """See Counter.grant."""
+        ...
+
+    def reset(self, subject: str, /) -> None:
+        """See Counter.reset."""
         ...
 
 
@@ -170,14 +196,8 @@ async def probe(store: Store) -> None:
     A store on another machine is connected, and charged as by any check: a server may answer and
     refuse to write. A store that answers at once only looks.
     """
-    if store.as_async is None:
-        store.gate(_PROBE, _PROBE_RULE).peek("probe", 0)
-        return
-    gate = store.as_async.async_gate(_PROBE, _PROBE_RULE)
-    # Not `check`: it counts the subjects that clients use most.
-    (answer,) = await store.as_async.check_together_async([(gate, "probe", 1)])
-    if isinstance(answer, StoreError):
-        raise answer
+    counter = store.counter(_PROBE, _PROBE_RULE)
+    await run_async(asked(counter.peek if store.is_local else counter.check, "probe", 1))
 
 
 def require_strict(consistency: Consistency) -> None:
@@ -221,40 +241,8 @@ class FastCheck(Protocol):
         ...
 
 
-class AsyncGate(Protocol):
-    """A gate whose calls are awaited, for a store on another machine."""
-
-    @property
-    def limits(self) -> Sequence[Limit]:
-        """The limits that a check must pass."""
-        ...
-
-    async def check(self, subject: str, cost: int, /) -> Decision:
-        """See Gate.check."""
-        ...
-
-    async def peek(self, subject: str, cost: int, /) -> Decision:
-        """See Gate.peek."""
-        ...
-
-    async def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
-        """See Gate.refund."""
-        ...
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
-        """See Gate.grant."""
-        ...
-
-    async def reset(self, subject: str, /) -> None:
-        """See Gate.reset."""
-        ...
-
-
-AnyGate = Gate | AsyncGate
-
-# One check of `check_together`: gate, subject and cost.
-GateCheck = tuple[Gate, str, int]
-AsyncGateCheck = tuple[AsyncGate, str, int]
+# One check of `check_together`: counter, subject and cost.
+Charge = tuple[Counter, str, int]
 # The answer to one of them: the error says why it could not be decided.
 Answer = Decision | StoreError
 
@@ -274,8 +262,8 @@ class Store(Protocol):
         ...
 
     @property
-    def as_async(self) -> AsyncStore | None:
-        """The awaited calls of a store that does I/O; None if it answers at once from memory."""
+    def is_local(self) -> bool:
+        """True if it answers at once, from the memory of this machine; it never returns an Ask."""
         ...
 
     @property
@@ -318,16 +306,16 @@ class Store(Protocol):
         """The regions that share global limits, as an operator sees them; None without regions."""
         ...
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> Gate:
+    ) -> Counter:
         """Prepare a rule's limits.
 
-        A limit has the same count in every gate of its rule, whatever the other limits are.
+        A limit has the same count in every counter of its rule, whatever the other limits are.
         `across` says how regions share a global limit; None is a limit of this region. Raises
         ConfigError for a consistency that the store does not have, and for a global limit if the
         store knows no regions.
@@ -335,8 +323,8 @@ class Store(Protocol):
         ...
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
-    ) -> list[Answer]:
+        self, checks: Sequence[Charge], optional: Container[int] = (), /
+    ) -> list[Answer] | Ask:
         """Check several subjects: one answer for each, in order; all pass or none is charged.
 
         A check that cannot be decided has a StoreError as its answer. Then nothing is charged,
@@ -347,7 +335,7 @@ class Store(Protocol):
         """
         ...
 
-    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool | Ask:
         """Remember the name of a settlement of a subject; return True if it was not known.
 
         The last MARKS_MAX names of a subject are remembered, until `lasts_ns` after the last one.
@@ -372,6 +360,10 @@ class Store(Protocol):
         """Close the store. Every later call raises StoreUnavailable."""
         ...
 
+    async def aclose(self) -> None:
+        """Close the store, and wait until the connections of this event loop are closed."""
+        ...
+
 
 @runtime_checkable
 class ForgettingStore(Store, Protocol):
@@ -384,6 +376,26 @@ class ForgettingStore(Store, Protocol):
         after it. On Redis it may take seconds, and other processes answer from their denial caches
         for up to `denied_cache_ms` more.
         """
+        ...
+
+
+class LocalStore(Store, Protocol):
+    """A store in the memory of this machine."""
+
+    def counter(
+        self,
+        limits: Sequence[Limit],
+        rule: str,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> LocalCounter:
+        """See Store.counter."""
+        ...
+
+    def check_together(
+        self, checks: Sequence[Charge], optional: Container[int] = (), /
+    ) -> list[Answer]:
+        """See Store.check_together."""
         ...
 
 
@@ -402,6 +414,11 @@ class StoreWrapper:
     def is_sharded(self) -> bool:
         """True if subjects are on several servers."""
         return self._store.is_sharded
+
+    @property
+    def is_local(self) -> bool:
+        """True if the wrapped store answers at once."""
+        return self._store.is_local
 
     @property
     def monitor(self) -> StoreMonitor | None:
@@ -423,15 +440,9 @@ class StoreWrapper:
         """The cells of the wrapped store."""
         return self._store.cells
 
-    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+    def mark(self, subject: str, name: int, lasts_ns: int) -> bool | Ask:
         """See Store.mark."""
         return self._store.mark(subject, name, lasts_ns)
-
-    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
-        """`mark`, awaited, if the wrapped store has awaited calls."""
-        remote = self._store.as_async
-        assert remote is not None, "as_async is None"  # noqa: S101 - ours
-        return await remote.mark_async(subject, name, lasts_ns)
 
     def sweep(self) -> int:
         """See Store.sweep."""
@@ -444,34 +455,6 @@ class StoreWrapper:
     def busiest(self, count: int) -> list[tuple[str, int]]:
         """Return the subjects that this process asked the wrapped store about most."""
         return self._store.busiest(count)
-
-
-class AsyncStore(Protocol):
-    """The awaited calls of a store on another machine."""
-
-    def async_gate(
-        self,
-        limits: Sequence[Limit],
-        rule: str,
-        consistency: Consistency = "strict",
-        across: AcrossRegions | None = None,
-    ) -> AsyncGate:
-        """Prepare a rule's limits for asyncio. See Store.gate."""
-        ...
-
-    async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        """See Store.check_together. A caller that is cancelled has spent nothing."""
-        ...
-
-    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
-        """See Store.mark."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close the store and the connections of this event loop."""
-        ...
 
 
 class StoreMonitor(Protocol):

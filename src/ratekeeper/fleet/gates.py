@@ -1,4 +1,4 @@
-"""Gates that answer most checks in the node.
+"""Counters that answer most checks in the node.
 
 A check first looks into the node's table (`AllowanceGate.spend`), without a generator: this path is
 as fast as a check in memory. If the table has no answer, the authority decides:
@@ -10,8 +10,7 @@ as fast as a check in memory. If the table has no answer, the authority decides:
   node may admit a part of the rest before it reports again. An unknown subject gets a first budget
   without a call (`Node.presume_cool`).
 
-The logic is written once as steps (`core/steps.py`); the gates for threads and for asyncio drive
-it. A failure can only lose units: a lease that arrives too late is given back, and a lease whose
+A failure can only lose units: a lease that arrives too late is given back, and a lease whose
 caller was cancelled is not kept.
 """
 
@@ -19,11 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from typing import Any
 
 from ratekeeper.core.errors import StoreError
 from ratekeeper.core.model import Decision, Limits, decision_with
-from ratekeeper.core.steps import Call, Steps, Undo, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Undo, asking
 from ratekeeper.decide.allowances import (
     ALLOWANCE_UNITS_MAX,
     AllowanceKind,
@@ -32,6 +30,7 @@ from ratekeeper.decide.allowances import (
 )
 from ratekeeper.decide.leasing import (
     NO_LEASE,
+    Authority,
     GiveBack,
     LateCharge,
     Lease,
@@ -40,19 +39,19 @@ from ratekeeper.decide.leasing import (
     LeaseTerms,
     lifetime_ns,
 )
-from ratekeeper.decide.store import Answer, AnyGate, FastCheck
+from ratekeeper.decide.store import Answer, Counter, FastCheck
 from ratekeeper.fleet.node import Node
 
 
-class NodeGate:
-    """One rule's limits, decided by the node where it can: the logic of both gates."""
+class NodeCounter:
+    """One rule's limits, decided by the node where it can, and else by the authority."""
 
     __slots__ = (
         "_capacity",
         "_lifetime_ns",
         "_spend",
         "allowance",
-        "gate",
+        "counter",
         "kind",
         "known",
         "limits",
@@ -60,15 +59,15 @@ class NodeGate:
     )
 
     def __init__(
-        self, node: Node, limits: Limits, rule: str, kind: AllowanceKind, gate: AnyGate
+        self, node: Node, limits: Limits, rule: str, kind: AllowanceKind, counter: Counter
     ) -> None:
-        """`gate` has the same limits at the authority."""
+        """`counter` has the same limits at the authority."""
         self.limits = limits
         self.node = node
-        self.gate = gate
+        self.counter = counter
         self.kind = kind
         self._lifetime_ns = lifetime_ns(limits, node.fleet.lease_ns)
-        self.known = node.known(limits, rule, kind, self._lifetime_ns, gate)
+        self.known = node.known(limits, rule, kind, self._lifetime_ns, counter)
         self.allowance = self.known.allowance
         self._spend = self.allowance.spend
         self._capacity = min(limit.capacity for limit in limits)
@@ -86,6 +85,40 @@ class NodeGate:
             return None  # the table is lost
         return self._spend(subject, cost) if is_cool else None
 
+    def check(self, subject: str, cost: int) -> Decision | Ask:
+        """Spend `cost` units of the node's allowance, or ask the authority."""
+        if self.kind == "eventual" or cost > self._capacity:
+            decision = self.spent(subject, cost)
+        else:  # the same, without a call
+            try:
+                decision = self._spend(subject, cost)
+            except StoreError:
+                decision = None
+        return asking(self.asking, subject, cost) if decision is None else decision
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
+        """Return the table's compiled check, or None."""
+        found = self.allowance.fast_check(fallback)
+        if found is not None:
+            self.known.fast_checks.append(found)
+        return found
+
+    def peek(self, subject: str, cost: int) -> Ask:
+        """Return the authority's answer with the units that remain on this node."""
+        return asking(self.peeking, subject, cost)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
+        """Return units to the allowance, or to the authority."""
+        return asking(self.refunding, subject, units, charged_ns)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask:
+        """Grant at the authority."""
+        return asking(self.granting, subject, units, ttl_ns)
+
+    def reset(self, subject: str) -> Ask:
+        """Reset at the authority."""
+        return asking(self.resetting, subject)
+
     # ── Checks ─────────────────────────────────────────────────────────────────────────────────
 
     def terms(self, subject: str) -> LeaseTerms:
@@ -96,14 +129,10 @@ class NodeGate:
                 wanted = min(self.allowance.demand(subject), ALLOWANCE_UNITS_MAX)
         return LeaseTerms(wanted, max(self.node.live_nodes(), 1), self._lifetime_ns)
 
-    def asking(
-        self, lease: Callable[..., Any], report: Callable[..., Any], subject: str, cost: int
-    ) -> Steps[Decision]:
-        """Let the authority decide a check; keep its answer in the table.
-
-        `lease` and `report` are the authority's calls, for threads or for asyncio.
-        """
-        if self.kind == "eventual" and (yield from reporting(report, [(self, subject)])):
+    def asking(self, subject: str, cost: int) -> Steps[Decision]:
+        """Let the authority decide a check; keep its answer in the table."""
+        authority = self.node.authority
+        if self.kind == "eventual" and (yield from reporting(authority, [(self, subject)])):
             admitted = self.spent(subject, cost)  # the answer to the report renews the budget
             if admitted is not None:
                 return admitted
@@ -111,21 +140,19 @@ class NodeGate:
         terms = self.terms(subject)
         asked_ns = self.node.now_ns()
         if terms.wanted or self.kind == "eventual":  # the answer also says how long a denial lasts
-            check = LeaseCheck(self.gate, subject, cost, terms)
-            [answer] = yield from leasing(lease, [(self, check)])
+            check = LeaseCheck(self.counter, subject, cost, terms)
+            [answer] = yield from leasing(authority, [(self, check)])
             if isinstance(answer, StoreError):
                 raise answer
             decision, found = answer
         else:
-            decision, found = (yield Call(self.gate.check, subject, cost)), NO_LEASE
+            decision, found = (yield Call(self.counter.check, subject, cost)), NO_LEASE
         self.keep(subject, cost, (decision, found), asked_ns)
         if decision.allowed or self.kind == "eventual":
             return decision
-        return (yield from self._asking_again(report, subject, cost, decision))
+        return (yield from self._asking_again(subject, cost, decision))
 
-    def _asking_again(
-        self, report: Callable[..., Any], subject: str, cost: int, denial: Decision
-    ) -> Steps[Decision]:
+    def _asking_again(self, subject: str, cost: int, denial: Decision) -> Steps[Decision]:
         """Give the rest of a lease back if the authority can allow the check with it."""
         held = self.held(subject)
         if held <= 0 or denial.remaining + held < cost:
@@ -133,17 +160,17 @@ class NodeGate:
         replaced = self.stop(subject)
         if replaced is None:
             return denial
-        back = GiveBack(self.gate, subject, replaced.units, replaced.ends_store_ns)
+        back = GiveBack(self.counter, subject, replaced.units, replaced.ends_store_ns)
         # Give the units back also if the caller is cancelled: they are no longer in the table, and
         # a give-back is not repeated.
-        [answer] = yield Undo(report, [back])
+        [answer] = yield Undo(self.node.authority.report, [back])
         if isinstance(answer, StoreError):
             self.node.counters.failed += 1
             self.node.counters.lost_units += replaced.units
             return denial
         self.node.counters.returned_units += replaced.units
         asked_ns = self.node.now_ns()
-        decision: Decision = yield Call(self.gate.check, subject, cost)
+        decision: Decision = yield Call(self.counter.check, subject, cost)
         self.keep(subject, cost, (decision, NO_LEASE), asked_ns)
         return decision
 
@@ -182,7 +209,7 @@ class NodeGate:
 
     def peeking(self, subject: str, cost: int) -> Steps[Decision]:
         """Return the authority's answer with the units that remain on this node."""
-        decision: Decision = yield Call(self.gate.peek, subject, cost)
+        decision: Decision = yield Call(self.counter.peek, subject, cost)
         held = self.held(subject)
         if not held:
             return decision
@@ -195,15 +222,15 @@ class NodeGate:
         """Return units to the live allowance that they came from, or to the authority."""
         if charged_ns is not None and self._unspent(subject, units, charged_ns):
             return
-        yield Call(self.gate.refund, subject, units, charged_ns)
+        yield Call(self.counter.refund, subject, units, charged_ns)
         if self.held(subject) <= 0:  # a denial that is known here may have ended
             # Another thread may have put a lease into the table meanwhile.
-            self.node.give_back(self.gate, subject, self.stop(subject))
+            self.node.give_back(self.counter, subject, self.stop(subject))
 
     def undoing(self, subject: str, units: int, charged_ns: int) -> Steps[None]:
         """Return units that the node has just spent, also if the caller is cancelled."""
         if not self._unspent(subject, units, charged_ns):
-            yield Undo(self.gate.refund, subject, units, charged_ns)
+            yield Undo(self.counter.refund, subject, units, charged_ns)
 
     def _unspent(self, subject: str, units: int, charged_ns: int) -> bool:
         try:
@@ -213,125 +240,53 @@ class NodeGate:
 
     def granting(self, subject: str, units: int, ttl_ns: int | None) -> Steps[None]:
         """Grant at the authority; this node asks it at the next check."""
-        self.node.give_back(self.gate, subject, self.stop(subject))
-        yield Call(self.gate.grant, subject, units, ttl_ns)
+        self.node.give_back(self.counter, subject, self.stop(subject))
+        yield Call(self.counter.grant, subject, units, ttl_ns)
 
     def resetting(self, subject: str) -> Steps[None]:
         """Reset at the authority, where leased units stay used; this node gives its own back."""
-        self.node.give_back(self.gate, subject, self.stop(subject))
-        yield Call(self.gate.reset, subject)
+        self.node.give_back(self.counter, subject, self.stop(subject))
+        yield Call(self.counter.reset, subject)
 
 
-class FleetGate(NodeGate):
-    """A gate for threads."""
-
-    __slots__ = ()
-
-    def check(self, subject: str, cost: int) -> Decision:
-        """Spend `cost` units of the node's allowance, or ask the authority."""
-        if self.kind == "eventual" or cost > self._capacity:
-            decision = self.spent(subject, cost)
-        else:  # the same, without a call
-            try:
-                decision = self._spend(subject, cost)
-            except StoreError:
-                decision = None
-        if decision is not None:
-            return decision
-        authority = self.node.authority
-        return run(self.asking(authority.lease, authority.report, subject, cost))
-
-    def fast_check(self, fallback: Callable[..., Decision]) -> FastCheck | None:
-        """Return the table's compiled check, or None."""
-        found = self.allowance.fast_check(fallback)
-        if found is not None:
-            self.known.fast_checks.append(found)
-        return found
-
-    def peek(self, subject: str, cost: int) -> Decision:
-        """Return the authority's answer with the units that remain on this node."""
-        return run(self.peeking(subject, cost))
-
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Return units to the allowance, or to the authority."""
-        run(self.refunding(subject, units, charged_ns))
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Grant at the authority."""
-        run(self.granting(subject, units, ttl_ns))
-
-    def reset(self, subject: str) -> None:
-        """Reset at the authority."""
-        run(self.resetting(subject))
-
-
-class AsyncFleetGate(NodeGate):
-    """A gate for asyncio."""
-
-    __slots__ = ()
-
-    async def check(self, subject: str, cost: int) -> Decision:
-        """See FleetGate.check."""
-        decision = self.spent(subject, cost)
-        if decision is not None:
-            return decision
-        authority = self.node.authority
-        return await run_async(
-            self.asking(authority.lease_async, authority.report_async, subject, cost)
-        )
-
-    async def peek(self, subject: str, cost: int) -> Decision:
-        """See FleetGate.peek."""
-        return await run_async(self.peeking(subject, cost))
-
-    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """See FleetGate.refund."""
-        await run_async(self.refunding(subject, units, charged_ns))
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """See FleetGate.grant."""
-        await run_async(self.granting(subject, units, ttl_ns))
-
-    async def reset(self, subject: str) -> None:
-        """See FleetGate.reset."""
-        await run_async(self.resetting(subject))
-
-
-def reporting(report: Callable[..., Any], checks: Sequence[tuple[NodeGate, str]]) -> Steps[bool]:
+def reporting(authority: Authority, checks: Sequence[tuple[NodeCounter, str]]) -> Steps[bool]:
     """Report the pending charges of these subjects now; return True if there were any."""
     claimed = [
-        (gate, claim)
-        for gate, subject in checks
-        if gate.kind == "eventual" and (claim := gate.claim(subject)) is not None
+        (counter, claim)
+        for counter, subject in checks
+        if counter.kind == "eventual" and (claim := counter.claim(subject)) is not None
     ]
     if not claimed:
         return False
     node = claimed[0][0].node
     sent_ns = node.now_ns()
     charges = [
-        LateCharge(gate.gate, each.subject, each.units, each.age_ns) for gate, each in claimed
+        LateCharge(counter.counter, each.subject, each.units, each.age_ns)
+        for counter, each in claimed
     ]
-    answers: list[Answer] = yield Call(report, charges)
-    for (gate, claim), answer in zip(claimed, answers, strict=True):
-        node.keep_charged(gate.known, claim, answer, sent_ns)
+    answers: list[Answer] = yield Call(authority.report, charges)
+    for (counter, claim), answer in zip(claimed, answers, strict=True):
+        node.keep_charged(counter.known, claim, answer, sent_ns)
     return True
 
 
 def leasing(
-    lease: Callable[..., Any],
-    checks: Sequence[tuple[NodeGate | None, LeaseCheck]],
+    authority: Authority,
+    checks: Sequence[tuple[NodeCounter | None, LeaseCheck]],
     optional: Container[int] = (),
 ) -> Steps[list[LeasedAnswer]]:
     """Ask the authority for checks and leases; no other check asks for the same lease meanwhile."""
     asking = [
-        (gate.node.leasing, (gate.allowance.number, check.subject))
-        for gate, check in checks
-        if gate is not None and check.terms.wanted
+        (counter.node.leasing, (counter.allowance.number, check.subject))
+        for counter, check in checks
+        if counter is not None and check.terms.wanted
     ]
     for subjects, key in asking:
         subjects.add(key)
     try:
-        answers: list[LeasedAnswer] = yield Call(lease, [check for _, check in checks], optional)
+        answers: list[LeasedAnswer] = yield Call(
+            authority.lease, [check for _, check in checks], optional
+        )
     finally:
         for subjects, key in asking:
             subjects.discard(key)

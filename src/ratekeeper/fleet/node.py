@@ -32,7 +32,7 @@ from ratekeeper.decide.allowances import (
 from ratekeeper.decide.failure import LocalCheck
 from ratekeeper.decide.fleet_monitor import NodeAnswers, ReportCounts
 from ratekeeper.decide.leasing import NO_LEASE, Authority, GiveBack, Lease
-from ratekeeper.decide.store import Answer, AnyGate, FastCheck, Gate
+from ratekeeper.decide.store import Answer, Counter, FastCheck
 from ratekeeper.fleet.gossip import Hint
 from ratekeeper.fleet.outage import OutageCharges
 from ratekeeper.fleet.settings import Fleet
@@ -92,8 +92,8 @@ class KnownGate:
         "_gone",
         "allowance",
         "asked",
+        "counter",
         "fast_checks",
-        "gate",
         "kind",
         "looks",
         "rule",
@@ -103,7 +103,7 @@ class KnownGate:
     def __init__(
         self,
         allowance: AllowanceGate,
-        gate: AnyGate,
+        counter: Counter,
         rule: str,
         kind: AllowanceKind,
         gone: dict[tuple[str, AllowanceKind], NodeAnswers],
@@ -111,12 +111,12 @@ class KnownGate:
         """`gone` keeps the counts when these limits are garbage-collected."""
         self._gone = gone
         self.allowance = allowance
-        self.gate = gate
+        self.counter = counter
         self.rule = rule
         self.kind = kind
         cool_ns = 2 * max(
             max(limit.window_ns, limit.window_ns * limit.capacity // limit.limit)
-            for limit in gate.limits
+            for limit in counter.limits
         )
         self.warm_ns = cool_ns if cool_ns <= WARM_NS_MAX else 0
         """The time after which even a limit that was used up is no longer warm. A sliding window
@@ -147,7 +147,7 @@ class Node:
 
     def __init__(self, fleet: Fleet, clock: Clock, table: Allowances, authority: Authority) -> None:
         self.fleet = fleet
-        self.make_gate: Callable[[Limits, str], Gate] | None = None
+        self.make_counter: Callable[[Limits, str], Counter] | None = None
         """Prepares the limits of a rule at the authority, for charges of an outage."""
         self.now_ns = clock.now_ns
         self.table = table
@@ -186,14 +186,14 @@ class Node:
         _nodes.add(self)
 
     def known(
-        self, limits: Limits, rule: str, kind: AllowanceKind, lifetime_ns: int, gate: AnyGate
+        self, limits: Limits, rule: str, kind: AllowanceKind, lifetime_ns: int, counter: Counter
     ) -> KnownGate:
         """Return the limits of a rule in the table; the same for each version of the rules."""
         allowance = self.table.gate(limits, rule, kind, lifetime_ns)
         with self._lock:
             found = self.gates.get(allowance.number)
             if found is None:
-                found = KnownGate(allowance, gate, rule, kind, self._gone)
+                found = KnownGate(allowance, counter, rule, kind, self._gone)
                 self.gates[allowance.number] = found
             self._recent[allowance.number] = found
             self._recent.move_to_end(allowance.number)
@@ -201,14 +201,14 @@ class Node:
                 self._recent.popitem(last=False)
             return found
 
-    def give_back(self, gate: AnyGate, subject: str, replaced: Replaced | None) -> None:
+    def give_back(self, counter: Counter, subject: str, replaced: Replaced | None) -> None:
         """Give units back soon, without blocking the caller."""
         if replaced is None:
             return
         if len(self.replaced) >= REPLACED_MAX:
             self.counters.lost_units += replaced.units
             return
-        self.replaced.append(GiveBack(gate, subject, replaced.units, replaced.ends_store_ns))
+        self.replaced.append(GiveBack(counter, subject, replaced.units, replaced.ends_store_ns))
         self.on_work()
 
     def note_admitted(self, checks: Sequence[LocalCheck]) -> None:
@@ -262,7 +262,7 @@ class Node:
         self._put(known, subject, cost, (decision, lease))
         if lease.units and self.now_ns() - now_ns > PUT_NS:
             with suppress(StoreError):  # the table is lost
-                self.give_back(known.gate, subject, known.allowance.stop(subject))
+                self.give_back(known.counter, subject, known.allowance.stop(subject))
         denied_ns = lease.denied_ns if decision.allowed else decision.retry_after_ns
         self.tell_denied(number, subject, cost, denied_ns)
 
@@ -301,13 +301,13 @@ class Node:
         if known.kind == "leased" and lease.units:
             unspent = Replaced(lease.units, lease.ends_ns)
         if lease.units and lease.lasts_ns <= 0:  # it arrived too late
-            self.give_back(known.gate, subject, unspent)
+            self.give_back(known.counter, subject, unspent)
             lease, unspent = lease._replace(units=0), None
         try:
             replaced = known.allowance.put(subject, lease, decision, cost)
         except StoreError:  # the table is lost
             replaced = unspent
-        self.give_back(known.gate, subject, replaced)
+        self.give_back(known.counter, subject, replaced)
         if lease.units:
             self.on_work()
 
@@ -415,7 +415,7 @@ class Node:
         if known.allowance.spend(subject, 0) is not None:  # it is warm, or its budget is too small
             known.looks += 1
             return False
-        limit = min(known.gate.limits, key=_capacity)
+        limit = min(known.counter.limits, key=_capacity)
         whole = self._presumed(limit, limit.capacity)
         units = self.budget_of(whole)
         if units < cost:
@@ -447,7 +447,7 @@ class Node:
         subject can be warm: otherwise a client that has used up its limit would get a budget after
         each pause.
         """
-        warm = self._presumed(min(known.gate.limits, key=_capacity), 0)
+        warm = self._presumed(min(known.counter.limits, key=_capacity), 0)
         self._put(known, subject, 0, (warm, Lease(0, 0, known.warm_ns)))
 
     def _presumed(self, limit: Limit, remaining: int) -> Decision:

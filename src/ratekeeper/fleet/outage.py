@@ -26,7 +26,7 @@ from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits
 from ratekeeper.decide.failure import LocalCheck
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.fleet.gossip import MemberChange, ReceivedPayload
 from ratekeeper.fleet.totals import Totals, equal_shares, limit_numbers, limit_of
 
@@ -85,7 +85,7 @@ class NodeTotals:
         now_ns: Callable[[], int],
         nodes: int,
         note_admitted: Callable[[Sequence[LocalCheck]], None],
-        store: Store | None = None,
+        store: LocalStore | None = None,
     ) -> None:
         """`nodes` is the configured number of nodes: a share is never larger than 1 / nodes.
 

@@ -36,7 +36,7 @@ from ratekeeper.core.model import Limits
 from ratekeeper.core.steps import Call, Steps, run
 from ratekeeper.decide.allowances import FORGET_NS, UnitClaim
 from ratekeeper.decide.leasing import GiveBack, LateCharge, Report
-from ratekeeper.decide.store import Answer, Gate
+from ratekeeper.decide.store import Answer, Counter
 from ratekeeper.fleet.node import KnownGate, Node
 from ratekeeper.fleet.outage import OutageCharge
 from ratekeeper.fleet.settings import Fleet
@@ -134,17 +134,17 @@ class Reports:
         """Return the charges of an outage, unless the authority is still away."""
         node = self._node
         now_ns = node.now_ns()
-        if now_ns < self._outage_ns or count <= 0 or node.make_gate is None:
+        if now_ns < self._outage_ns or count <= 0 or node.make_counter is None:
             return []
-        gates: dict[tuple[Limits, str], Gate] = {}
+        counters: dict[tuple[Limits, str], Counter] = {}
         batch: _Batch = []
         for charge in node.outage.take(count):
             key = charge.limits, charge.rule
-            gate = gates.get(key)
-            if gate is None:
-                gate = gates[key] = node.make_gate(*key)
+            counter = counters.get(key)
+            if counter is None:
+                counter = counters[key] = node.make_counter(*key)
             age_ns = max(now_ns - charge.at_ns, 0)
-            batch.append((LateCharge(gate, charge.subject, charge.units, age_ns), charge))
+            batch.append((LateCharge(counter, charge.subject, charge.units, age_ns), charge))
         return batch
 
     def _settle(
@@ -184,8 +184,8 @@ class Reports:
 
 def _report_of(known: KnownGate, claim: UnitClaim) -> Report:
     if claim.kind == "leased":
-        return GiveBack(known.gate, claim.subject, claim.units, claim.ends_store_ns)
-    return LateCharge(known.gate, claim.subject, claim.units, claim.age_ns)
+        return GiveBack(known.counter, claim.subject, claim.units, claim.ends_store_ns)
+    return LateCharge(known.counter, claim.subject, claim.units, claim.age_ns)
 
 
 def round_ns(fleet: Fleet) -> int:

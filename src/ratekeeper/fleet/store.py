@@ -1,7 +1,7 @@
 """FleetStore: a store that answers checks in the node where the rules allow it.
 
-It wraps the store that is the authority. Strict rules use the gates of that store directly, without
-extra cost. The other rules use the gates of `gates.py`.
+It wraps the store that is the authority. Strict rules use the counters of that store directly,
+without extra cost. The other rules use the counters of `gates.py`.
 
 `check_together` decides rules of different consistency: all pass or none is charged. It first
 spends the units that the node has, then asks the authority for the rest in one call. If the
@@ -21,35 +21,34 @@ from typing import Any, Final, NamedTuple
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit
-from ratekeeper.core.steps import Call, Steps, Together, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
 from ratekeeper.decide.allowances import Allowances
 from ratekeeper.decide.combine import uncharged
 from ratekeeper.decide.failure import SharedCounts
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
     NO_LEASE,
+    Authority,
     LeaseCheck,
     LeasedAnswer,
     LeaseTerms,
     lifetime_ns,
 )
 from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts
+from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, RegionalCounts
 from ratekeeper.decide.store import (
     NEEDS_AUTHORITY,
     Answer,
-    AsyncGate,
-    AsyncGateCheck,
-    AsyncStore,
-    Gate,
-    GateCheck,
+    Charge,
+    Counter,
+    LocalStore,
     Store,
     StoreWrapper,
     require_strict_across,
 )
-from ratekeeper.decide.stores import open_fallback_store
+from ratekeeper.decide.stores import open_local_store
 from ratekeeper.fleet.agent import NodeAgent
-from ratekeeper.fleet.gates import AsyncFleetGate, FleetGate, NodeGate, leasing, reporting
+from ratekeeper.fleet.gates import NodeCounter, leasing, reporting
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.outage import NodeTotals
 from ratekeeper.fleet.reports import ReportThread
@@ -57,8 +56,8 @@ from ratekeeper.fleet.settings import Fleet
 
 _STRICT: Final = LeaseTerms(0, 1, 0)
 
-# Position, gate of the node, decision of the node.
-_Spent = tuple[int, NodeGate, Decision]
+# Position, counter of the node, decision of the node.
+_Spent = tuple[int, NodeCounter, Decision]
 
 
 class FleetStore(StoreWrapper):
@@ -73,13 +72,12 @@ class FleetStore(StoreWrapper):
     ) -> None:
         self.fleet_settings = fleet
         super().__init__(store)
-        self._async_store = store.as_async
         self._clock = clock
         self._owns_store = owns_store
         self._lock = threading.Lock()
         _stores.add(self)
         self._node: Node | None = None
-        self._table_store: Store | None = None
+        self._table_store: LocalStore | None = None
         self._thread: ReportThread | None = None
         self._agent: NodeAgent | None = None
         self._totals: NodeTotals | None = None
@@ -105,14 +103,14 @@ class FleetStore(StoreWrapper):
                 authority = self._store.authority
                 if authority is None:
                     raise ConfigError(NEEDS_AUTHORITY)
-                self._table_store = open_fallback_store(self.fleet_settings.store, self._clock)
+                self._table_store = open_local_store(self.fleet_settings.store, self._clock)
                 table = self._table_store.allowances
                 if table is None:
                     raise ConfigError(
                         f"Fleet(store={self.fleet_settings.store!r}) has no table of allowances"
                     )
                 node = Node(self.fleet_settings, self._clock, table, authority)
-                node.make_gate = self._store.gate
+                node.make_counter = self._store.counter
                 self._agent = self._started_agent(node)
                 self._thread = ReportThread(node)
                 self._node = node  # last: it is read without the lock
@@ -156,11 +154,6 @@ class FleetStore(StoreWrapper):
         return self._store
 
     @property
-    def as_async(self) -> AsyncStore | None:
-        """The awaited calls, if the wrapped store has them."""
-        return None if self._async_store is None else self
-
-    @property
     def regional(self) -> RegionalCounts | None:
         """The counts of the region, if the wrapped store has them."""
         return self._store.regional
@@ -180,67 +173,35 @@ class FleetStore(StoreWrapper):
         """The counters and the nodes; None until a limit that is not strict is prepared."""
         return self._agent
 
-    # ── Gates ──────────────────────────────────────────────────────────────────────────────────
+    # ── Counters ───────────────────────────────────────────────────────────────────────────────
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> Gate:
-        """Prepare a rule's limits for threads."""
+    ) -> Counter:
+        """Prepare a rule's limits."""
         require_strict_across(consistency, across)
-        gate = self._store.gate(limits, rule, across=across)
+        counter = self._store.counter(limits, rule, across=across)
         if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
-            return gate
-        return FleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
-
-    def async_gate(
-        self,
-        limits: Sequence[Limit],
-        rule: str,
-        consistency: Consistency = "strict",
-        across: AcrossRegions | None = None,
-    ) -> AsyncGate:
-        """Prepare a rule's limits for asyncio."""
-        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
-        require_strict_across(consistency, across)
-        gate = self._async_store.async_gate(limits, rule, across=across)
-        if consistency == "strict" or not lifetime_ns(limits, self.fleet_settings.lease_ns):
-            return gate
-        return AsyncFleetGate(self.open_node(), tuple(limits), rule, consistency, gate)
+            return counter
+        return NodeCounter(self.open_node(), tuple(limits), rule, consistency, counter)
 
     # ── Several subjects ───────────────────────────────────────────────────────────────────────
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
+        self, checks: Sequence[Charge], optional: Container[int] = ()
+    ) -> list[Answer] | Ask:
         """Check several subjects; all pass or none is charged."""
-        if not _has_node_gate(checks):
+        if not _has_node_counter(checks):
             return self._store.check_together(checks, optional)
         spent = _spent(checks)
         if all(spent):  # without a generator: the node has answered all of them
             return spent  # type: ignore[return-value]  # all are decisions
-        authority = self.open_node().authority
-        calls = JointCalls(self._store.check_together, authority.lease, authority.report)
-        return run(deciding(calls, checks, optional, spent))
-
-    async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
-        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
-        if not _has_node_gate(checks):
-            return await self._async_store.check_together_async(checks, optional)
-        spent = _spent(checks)
-        if all(spent):
-            return spent  # type: ignore[return-value]  # all are decisions
-        authority = self.open_node().authority
-        calls = JointCalls(
-            self._async_store.check_together_async, authority.lease_async, authority.report_async
-        )
-        return await run_async(deciding(calls, checks, optional, spent))
+        calls = JointCalls(self._store.check_together, self.open_node().authority)
+        return asking(deciding, calls, checks, optional, spent)
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
 
@@ -254,10 +215,7 @@ class FleetStore(StoreWrapper):
         """See `close`."""
         await asyncio.to_thread(self._close_node)
         if self._owns_store:
-            if self._async_store is None:
-                self._store.close()
-            else:
-                await self._async_store.aclose()
+            await self._store.aclose()
 
     def _close_node(self) -> None:
         if self._thread is not None:
@@ -271,8 +229,8 @@ class FleetStore(StoreWrapper):
 def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
     """Spend the node's units for each check; None where the authority has to decide."""
     return [
-        gate.spent(subject, cost) if isinstance(gate, NodeGate) else None
-        for gate, subject, cost in checks
+        counter.spent(subject, cost) if isinstance(counter, NodeCounter) else None
+        for counter, subject, cost in checks
     ]
 
 
@@ -304,19 +262,18 @@ def shared_counts_of(store: Store) -> SharedCounts | None:
     return store.shared_counts if isinstance(store, FleetStore) else None
 
 
-def _has_node_gate(checks: Sequence[tuple[Any, str, int]]) -> bool:
-    for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
-        if isinstance(gate, NodeGate):
+def _has_node_counter(checks: Sequence[Charge]) -> bool:
+    for counter, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(counter, NodeCounter):
             return True
     return False
 
 
 class JointCalls(NamedTuple):
-    """The calls that a check of several subjects makes, for threads or for asyncio."""
+    """The calls that a check of several subjects makes."""
 
     check_together: Callable[..., Any]
-    lease: Callable[..., Any]
-    report: Callable[..., Any]
+    authority: Authority
 
 
 def deciding(
@@ -333,7 +290,7 @@ def deciding(
     spent = [(at, checks[at][0], each) for at, each in enumerate(decided) if each is not None]
     answers: dict[int, Answer] = {}
     try:
-        denier = next((gate for _, gate, decision in spent if not decision), None)
+        denier = next((counter for _, counter, decision in spent if not decision), None)
         if denier is not None:
             answers = yield from _looking(denier.node, checks, rest)
             passes = False
@@ -362,25 +319,26 @@ def _asking(
     """Let the authority decide the checks at these positions; keep its answers in the table."""
     if not rest:
         return {}
-    gates = [(gate, subject) for gate, subject, _ in (checks[at] for at in rest)]
-    own = [(gate, subject) for gate, subject in gates if isinstance(gate, NodeGate)]
+    asked_of = [(counter, subject) for counter, subject, _ in (checks[at] for at in rest)]
+    own = [(counter, subject) for counter, subject in asked_of if isinstance(counter, NodeCounter)]
     with suppress(StoreError):  # then the checks fail too
-        yield from reporting(calls.report, own)
-    asked: list[tuple[NodeGate | None, LeaseCheck]] = []
+        yield from reporting(calls.authority, own)
+    asked: list[tuple[NodeCounter | None, LeaseCheck]] = []
     for at in rest:
-        gate, subject, cost = checks[at]
-        if isinstance(gate, NodeGate):
-            gate.known.asked += bool(cost)
-            asked.append((gate, LeaseCheck(gate.gate, subject, cost, gate.terms(subject))))
+        counter, subject, cost = checks[at]
+        if isinstance(counter, NodeCounter):
+            counter.known.asked += bool(cost)
+            terms = counter.terms(subject)
+            asked.append((counter, LeaseCheck(counter.counter, subject, cost, terms)))
         else:
-            asked.append((None, LeaseCheck(gate, subject, cost, _STRICT)))
+            asked.append((None, LeaseCheck(counter, subject, cost, _STRICT)))
     may_fail = [place for place, at in enumerate(rest) if at in optional]
-    clock = next((gate.node.now_ns for gate, _ in asked if gate is not None), None)
+    clock = next((counter.node.now_ns for counter, _ in asked if counter is not None), None)
     asked_ns = 0 if clock is None else clock()
     # A request with a global rule asks the authority in any case, and takes no lease.
-    is_global = any(isinstance(check.gate, GlobalGate) for _, check in asked)
+    is_global = any(isinstance(check.counter, GlobalCounter) for _, check in asked)
     if not is_global and any(check.terms.wanted for _, check in asked):
-        found: list[LeasedAnswer] = yield from leasing(calls.lease, asked, may_fail)
+        found: list[LeasedAnswer] = yield from leasing(calls.authority, asked, may_fail)
     else:
         plain = [check[:3] for _, check in asked]
         looked: list[Answer] = yield Call(calls.check_together, plain, may_fail)
@@ -390,11 +348,11 @@ def _asking(
         for place, each in enumerate(found)
     )
     answers: dict[int, Answer] = {}
-    for at, (gate, check), each in zip(rest, asked, found, strict=True):
+    for at, (counter, check), each in zip(rest, asked, found, strict=True):
         answers[at] = each if isinstance(each, StoreError) else each[0]
         # The request is denied, so a check that would pass was not charged.
-        if gate is not None and not isinstance(each, StoreError) and passes | (not each[0]):
-            gate.keep(check.subject, check.cost, each, asked_ns)
+        if counter is not None and not isinstance(each, StoreError) and passes | (not each[0]):
+            counter.keep(check.subject, check.cost, each, asked_ns)
     return answers
 
 
@@ -425,11 +383,11 @@ def _looking(
 
 def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent]) -> Steps[None]:
     """Put back the units that the node has spent for a request that is denied."""
-    for at, gate, decision in spent:
+    for at, counter, decision in spent:
         if decision.charged_ns is not None:
             _, subject, cost = checks[at]
             with suppress(StoreError):
-                yield from gate.undoing(subject, cost, decision.charged_ns)
+                yield from counter.undoing(subject, cost, decision.charged_ns)
 
 
 _stores: weakref.WeakSet[FleetStore] = weakref.WeakSet()

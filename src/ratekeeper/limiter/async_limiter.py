@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError, StoreError
-from ratekeeper.core.model import CheckResult, Decision, Limits, Request, units_of
-from ratekeeper.core.steps import Call, Steps, run_async
+from ratekeeper.core.model import CheckResult, Decision, Request, units_of
+from ratekeeper.core.steps import Ask, Call, Steps, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
-from ratekeeper.decide.store import AsyncGate, AsyncStore
 from ratekeeper.limiter.arguments import (
     CostSource,
     KeySource,
@@ -30,9 +29,6 @@ from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.engine import RepeatedCheck, RuleCharge, RuleEngine
 from ratekeeper.rules.explain import Explanation
 from ratekeeper.rules.splitting import usage_of_parts
-
-if TYPE_CHECKING:
-    from ratekeeper.control.follow import LoadedRules
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,39 +49,13 @@ class AsyncLimiter(LimiterSetup):
     [True, True, False]
     """
 
-    # Of a store that is awaited; None if the store answers at once.
-    _async_store: AsyncStore | None = None
-    _async_gate: AsyncGate
-
-    def _prepare_limits(self, limits: Limits) -> None:
-        self._async_store = self._store.as_async
-        if self._async_store is None:
-            super()._prepare_limits(limits)
-        else:
-            self._gate = self._async_gate = self._async_store.async_gate(
-                limits, self._name, self._consistency, self._across
-            )
-            self._limits = limits
-
-    def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
-        self._async_store = self._store.as_async
-        super()._prepare_rules(loaded, async_store or self._async_store)
-
     def _bind(self) -> None:
         self._sleep = self._clock.sleep_async
-        self._check_together = (
-            self._store.check_together
-            if self._async_store is None
-            else self._async_store.check_together_async
-        )
-        self._make_gate = (
-            self._store.gate if self._async_store is None else self._async_store.async_gate
-        )
-        self._mark = self._store.mark if self._async_store is None else self._async_store.mark_async
+        self._at_once = self._store.is_local
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        if self._async_store is None:
+        if self._at_once:
             return self._check(key, cost)
         if self._engine is not None:
             request, units = request_of(key), units_of(cost, "cost")
@@ -96,13 +66,15 @@ class AsyncLimiter(LimiterSetup):
         if switches.limiting_off:
             return self._unlimited()
         try:
-            return self._counted(await self._async_gate.check(subject, units))
+            answer = self._counter.check(subject, units)
+            decision = await answer.send(*answer.args) if isinstance(answer, Ask) else answer
         except StoreError as error:
             return self._failed(error, key, subject, units, spend=True)
+        return self._counted(decision)
 
     async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
-        if self._engine is None and self._async_store is None:
+        if self._engine is None and self._at_once:
             return self._peek_limits(key, cost)
         return await run_async(self._peek(key, cost))
 
@@ -115,7 +87,7 @@ class AsyncLimiter(LimiterSetup):
             return self.result_of(await (self.check if spend else self.peek)(key, cost))
         if type(key) is not Request or type(cost) is not int or cost < 0:
             key, cost = request_of(key), units_of(cost, "cost")
-        if self._async_store is None:
+        if self._at_once:
             return engine.evaluate(key, cost, spend=spend)
         return await engine.evaluate_async(key, cost, spend=spend)
 
@@ -124,7 +96,7 @@ class AsyncLimiter(LimiterSetup):
         engine = self._engine
         if engine is None or switches.limiting_off:
             return await self.evaluate(repeated.request, repeated.cost)
-        if self._async_store is None:
+        if self._at_once:
             return engine.evaluate_repeated(repeated)
         return await engine.evaluate_repeated_async(repeated)
 
@@ -137,7 +109,7 @@ class AsyncLimiter(LimiterSetup):
         `switches.limiting_off` first.
         """
         is_replaced = "evaluate" in vars(self)
-        return None if self._async_store is not None or is_replaced else self._engine
+        return self._engine if self._at_once and not is_replaced else None
 
     async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
         """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
@@ -204,8 +176,8 @@ class AsyncLimiter(LimiterSetup):
         if self._regions is None or counts is None or check.rule.across is None:
             return None
         found = [
-            await counts.usage(tuple(gate.limits), check.rule.id, subject)
-            for gate, subject in check.parts
+            await counts.usage(tuple(counter.limits), check.rule.id, subject)
+            for counter, subject in check.parts
         ]
         return usage_of_parts(found, self._regions.region)
 
@@ -302,11 +274,9 @@ class AsyncLimiter(LimiterSetup):
         """Close the store, if this limiter opened it."""
         if self._follower is not None:
             await asyncio.to_thread(self._follower.stop)
-        if self._async_store is not None and self._owns_store:
-            self._local.close()
-            await self._async_store.aclose()
-        else:
-            self._close()
+        self._local.close()
+        if self._owns_store:
+            await self._store.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -42,9 +42,6 @@ class Limiter(LimiterSetup):
 
     def _bind(self) -> None:
         self._sleep = self._clock.sleep
-        self._check_together = self._store.check_together
-        self._make_gate = self._store.gate
-        self._mark = self._store.mark
         # On the instance: `limiter.check` is the store's own compiled callable, and no Python code
         # runs in between. A subclass that overrides `check` keeps its own.
         if type(self).check is _CHECK:

@@ -2,7 +2,7 @@
 
     identify  a key, or a Request and the fields it is counted by, becomes a subject
     match     a Request has the limits of the rules that match it (`RuleEngine`)
-    decide    the gate on the store charges the subject, if all limits have room
+    decide    the counter on the store charges the subject, if all limits have room
 
 `Limiter` and `AsyncLimiter` have the same verbs. The first runs the steps below in the calling
 thread, the second on asyncio. Steps call the verbs of their limiter, for example
@@ -31,7 +31,7 @@ from ratekeeper.core.model import (
     decision_with,
     units_of,
 )
-from ratekeeper.core.steps import Call, Steps, Undo
+from ratekeeper.core.steps import Ask, Call, Steps, Undo
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import (
@@ -43,13 +43,13 @@ from ratekeeper.decide.failure import (
     uncounted_of,
 )
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Answer, AnyGate
+from ratekeeper.decide.store import Answer, Counter, Store
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.metrics.tally import RuleCounts, note_error
 from ratekeeper.regions.settings import Regions, limits_of_region
 from ratekeeper.rules.compiled import RuleCheck
-from ratekeeper.rules.engine import RuleEngine, charge_limits, gates_of_limits
+from ratekeeper.rules.engine import RuleEngine, charge_limits, counters_of_limits
 
 Duration = float | timedelta
 """A length of time: seconds, or a timedelta."""
@@ -65,9 +65,10 @@ class LimiterPath:
 
     _name: str
     _by: tuple[str, ...] | None
+    _store: Store
     _engine: RuleEngine | None = None
     """The rules in force; None for a limiter without rules."""
-    _gate: AnyGate
+    _counter: Counter
     """The limiter's own limits on the store; unset for a limiter from rules."""
     _across: AcrossRegions | None = None
     """How regions share the limiter's own limits; None: the limits count only this region."""
@@ -89,9 +90,6 @@ class LimiterPath:
     evaluate: Callable[..., Any]
     refund: Callable[..., Any]
     _sleep: Callable[[float], Any]
-    _check_together: Callable[..., Any]
-    _make_gate: Callable[..., Any]
-    _mark: Callable[..., Any]
 
     # ── Identify ───────────────────────────────────────────────────────────────────────────────
 
@@ -109,24 +107,25 @@ class LimiterPath:
     # ── Decide ─────────────────────────────────────────────────────────────────────────────────
 
     def _check_limits(
-        self, decide: Callable[..., Decision], spend: bool, key: Key | Request, cost: int = 1
+        self, decide: Callable[..., Any], spend: bool, key: Key | Request, cost: int = 1
     ) -> Decision:
-        """Check the limiter's own limits on a store that answers at once.
+        """Check the limiter's own limits in this thread.
 
-        `decide` is `check` of the gate, or `peek`, which does not `spend`. A compiled `check` of
+        `decide` is `check` of the counter, or `peek`, which does not `spend`. A compiled `check` of
         the store calls this for anything but a plain key and cost.
         """
         subject, units = self._subject_of(key), units_of(cost, "cost")
         if switches.limiting_off:
             return self._unlimited()
         try:
-            decision = decide(subject, units)
+            answer = decide(subject, units)
+            decision = answer.wait(*answer.args) if type(answer) is Ask else answer
         except StoreError as error:
             return self._failed(error, key, subject, units, spend=spend, counts=spend)
         return self._counted(decision) if spend else decision
 
     def _check_rules(self, engine: RuleEngine, key: Key | Request, cost: int = 1) -> Decision:
-        """Check the rules on a store that answers at once."""
+        """Check the rules in this thread."""
         request, units = request_of(key), units_of(cost, "cost")
         return self._unlimited() if switches.limiting_off else engine.check(request, units)
 
@@ -140,7 +139,7 @@ class LimiterPath:
         if switches.limiting_off:
             return self._unlimited()
         try:
-            decision: Decision = yield Call(self._gate.peek, subject, units)
+            decision: Decision = yield Call(self._counter.peek, subject, units)
         except StoreError as error:
             return self._failed(error, key, subject, units, spend=False, counts=False)
         return decision
@@ -157,11 +156,11 @@ class LimiterPath:
             requests = [(request_of(key), units_of(cost, "cost")) for key, cost in checks]
             return (yield from self._engine.evaluate_all_steps(requests))
         charges = [
-            (self._gate, self._subject_of(key), units_of(cost, "cost")) for key, cost in checks
+            (self._counter, self._subject_of(key), units_of(cost, "cost")) for key, cost in checks
         ]
         may_fail = self._on_failure in OPTIONAL_POLICIES
         answers: list[Answer] = yield Call(
-            self._check_together, charges, range(len(charges)) if may_fail else ()
+            self._store.check_together, charges, range(len(charges)) if may_fail else ()
         )
         # If the store or a failure policy denies one key, nothing is charged.
         passes = all(
@@ -174,10 +173,10 @@ class LimiterPath:
             for (key, _), (_, subject, units), answer in zip(checks, charges, answers, strict=True)
         ]
         if passes and not all(decisions):  # the limits of this machine deny
-            for (gate, subject, units), answer in zip(charges, answers, strict=True):
+            for (counter, subject, units), answer in zip(charges, answers, strict=True):
                 if not isinstance(answer, StoreError) and answer.charged_ns is not None:
                     with suppress(StoreError):
-                        yield Undo(gate.refund, subject, units, answer.charged_ns)
+                        yield Undo(counter.refund, subject, units, answer.charged_ns)
             decisions = [decision_with(decision, charged_ns=None) for decision in decisions]
         return [self.result_of(decision) for decision in decisions]
 
@@ -275,7 +274,7 @@ class LimiterPath:
         subject, units = self._subject_of(key), units_of(cost, "cost")
         charged_ns = None if decision is None else decision.charged_ns
         if not switches.limiting_off and (decision is None or charged_ns is not None):
-            yield Call(self._gate.refund, subject, units, charged_ns)
+            yield Call(self._counter.refund, subject, units, charged_ns)
 
     def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
         ttl_ns = _ttl_ns(ttl)
@@ -285,7 +284,7 @@ class LimiterPath:
                     request_of(key), units_of(units, "units"), ttl_ns
                 )
             )
-        yield Call(self._gate.grant, self._subject_of(key), units_of(units, "units"), ttl_ns)
+        yield Call(self._counter.grant, self._subject_of(key), units_of(units, "units"), ttl_ns)
 
     def _grant_rules(
         self, engine: RuleEngine, checks: Sequence[RuleCheck], ttl: Duration | None
@@ -295,7 +294,7 @@ class LimiterPath:
     def _reset(self, key: Key | Request) -> Steps[None]:
         if self._engine is not None:
             return (yield from self._engine.reset_steps(request_of(key)))
-        yield Call(self._gate.reset, self._subject_of(key))
+        yield Call(self._counter.reset, self._subject_of(key))
 
     def _settle(
         self,
@@ -329,7 +328,7 @@ class LimiterPath:
         subject = _settled_subject(self._name, key, scope)
         name = int.from_bytes(blake2b(reservation.encode(), digest_size=8).digest()) >> 3 or 1
         try:
-            is_new: bool = yield Call(self._mark, subject, name, SETTLED_NS)
+            is_new: bool = yield Call(self._store.mark, subject, name, SETTLED_NS)
         except StoreFull:  # the settlement does not fail because its name cannot be kept
             is_new = True
         if not is_new:
@@ -339,7 +338,7 @@ class LimiterPath:
             return (yield from settling)
         except BaseException:  # the caller may try again
             with suppress(StoreError):
-                yield Undo(self._mark, subject, name, 0)
+                yield Undo(self._store.mark, subject, name, 0)
             raise
 
     def _settle_units(
@@ -353,8 +352,8 @@ class LimiterPath:
         if self._engine is not None:
             return (yield from self._engine.charge_steps(request_of(key), units, decision))
         subject = self._subject_of(key)
-        gates = gates_of_limits(self._make_gate, self._gate, self._name, self._across)
-        return (yield from charge_limits(gates, subject, units))
+        counters = counters_of_limits(self._store.counter, self._counter, self._name, self._across)
+        return (yield from charge_limits(counters, subject, units))
 
     # ── Wait ───────────────────────────────────────────────────────────────────────────────────
 

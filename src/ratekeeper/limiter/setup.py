@@ -1,6 +1,6 @@
 """Setting up a limiter: its parts, how it starts and closes, and its statistics.
 
-A limiter has either limits of its own, prepared as one gate on the store, or a rule document in
+A limiter has either limits of its own, prepared as one counter on the store, or a rule document in
 force on the store (`RuleEngine`). `path.py` has the path of a check; this module has the rest.
 """
 
@@ -36,7 +36,7 @@ from ratekeeper.decide.failure import (
     local_fallback_of,
 )
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import AsyncStore, FastCheck, Store, StoreStats
+from ratekeeper.decide.store import FastCheck, Store, StoreStats
 from ratekeeper.decide.stores import store_of
 from ratekeeper.fleet.settings import Fleet, fleet_of
 from ratekeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
@@ -249,15 +249,15 @@ class LimiterSetup(LimiterPath):
 
     def _prepare_limits(self, limits: Limits) -> None:
         """Prepare the limiter's own limits."""
-        gate = self._store.gate(limits, self._name, self._consistency, self._across)
-        self._gate = gate
+        counter = self._store.counter(limits, self._name, self._consistency, self._across)
+        self._counter = counter
         self._limits = limits
-        check = partial(self._check_limits, gate.check, True)
-        self._fast = gate.fast_check(check)
+        check = partial(self._check_limits, counter.check, True)
+        self._fast = counter.fast_check(check)
         self._check = check if self._fast is None else self._fast.check
-        self._peek_limits = partial(self._check_limits, gate.peek, False)
+        self._peek_limits = partial(self._check_limits, counter.peek, False)
 
-    def _prepare_rules(self, loaded: LoadedRules, async_store: AsyncStore | None = None) -> None:
+    def _prepare_rules(self, loaded: LoadedRules) -> None:
         """Put a rule document in force."""
         self._engine = engine = RuleEngine(
             self._store,
@@ -266,7 +266,6 @@ class LimiterSetup(LimiterPath):
             loaded.status.version,
             self._on_failure,
             self._local,
-            async_store=async_store,
             entries=loaded.entries,
             regions=self._regions,
         )

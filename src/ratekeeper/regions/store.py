@@ -1,7 +1,7 @@
 """RegionStore: the store of one region, which shares global limits with the other regions.
 
-It wraps the region's own Redis. Limits of the region use the gates of that store directly, without
-extra cost. A global limit is decided by the same Redis: no check waits for another region.
+It wraps the region's own Redis. Limits of the region use the counters of that store directly,
+without extra cost. A global limit is decided by the same Redis: no check waits for another region.
 
 A request may have regional and global rules: all pass, or none is charged. The regional ones are
 decided together, as in every store. If they pass, the global ones are checked in turn, each in one
@@ -23,19 +23,16 @@ from typing import Any, Final
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.core.model import DEFAULT_NAME, Consistency, Decision, Limit, Limits
-from ratekeeper.core.steps import Call, Steps, Together, Undo, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Together, Undo, asking
 from ratekeeper.decide.allowances import Allowances
 from ratekeeper.decide.combine import uncharged
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, GlobalGate, RegionalCounts, rule_number
+from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, RegionalCounts, rule_number
 from ratekeeper.decide.store import (
     Answer,
-    AsyncGate,
-    AsyncGateCheck,
-    AsyncStore,
-    Gate,
-    GateCheck,
+    Charge,
+    Counter,
     Store,
     StoreWrapper,
     require_strict_across,
@@ -50,46 +47,30 @@ from ratekeeper.regions.table import share_table
 _LINK_OPTIONS: Final = {"deadline_ms": 2_000, "breaker_open_max_ms": 1_000}
 
 Checks = Sequence[tuple[Any, str, int]]
-# Opens the gates of the other regions and returns their `reset` calls, by region.
+# Prepares the counters of the other regions and returns their `reset` calls, by region.
 _Resets = Callable[[], Mapping[str, Callable[[str], Any]]]
 
 
-class _RegionGate(GlobalGate):
-    """The calls of the region's own gate. Only a reset needs the other regions."""
+class GlobalRuleCounter(GlobalCounter):
+    """A global rule's limits on the store of a region. Only a reset needs the other regions."""
 
     __slots__ = ("_own_reset", "_resets", "check", "grant", "limits", "peek", "refund")
 
-    def __init__(self, gate: Gate | AsyncGate, resets: _Resets) -> None:
-        self.limits = gate.limits
-        self.check: Callable[[str, int], Any] = gate.check
-        self.peek: Callable[[str, int], Any] = gate.peek
-        self.refund: Callable[[str, int, int | None], Any] = gate.refund
-        self.grant: Callable[[str, int, int | None], Any] = gate.grant
-        self._own_reset = gate.reset
+    def __init__(self, counter: Counter, resets: _Resets) -> None:
+        self.limits = counter.limits
+        self.check: Callable[[str, int], Any] = counter.check
+        self.peek: Callable[[str, int], Any] = counter.peek
+        self.refund: Callable[[str, int, int | None], Any] = counter.refund
+        self.grant: Callable[[str, int, int | None], Any] = counter.grant
+        self._own_reset = counter.reset
         self._resets = resets
 
-
-class ThreadGlobalGate(_RegionGate):
-    """A global rule's limits on the store of a region, for threads."""
-
-    __slots__ = ()
-
-    def reset(self, subject: str) -> None:
+    def reset(self, subject: str) -> Ask:
         """Forget the units of the subject in all regions. Raises StoreError."""
-        run(resetting(self._own_reset, self._resets(), subject))
+        return asking(resetting, self._own_reset, self._resets(), subject)
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: there is no compiled check."""
-
-
-class AsyncGlobalGate(_RegionGate):
-    """A global rule's limits on the store of a region, for asyncio."""
-
-    __slots__ = ()
-
-    async def reset(self, subject: str) -> None:
-        """Forget the units of the subject in all regions. Raises StoreError."""
-        await run_async(resetting(self._own_reset, self._resets(), subject))
 
 
 def resetting(
@@ -138,7 +119,6 @@ class RegionStore(StoreWrapper):
             )
         self.settings = regions
         super().__init__(store)
-        self._async_store = store.as_async
         self._counts = counts
         self._owns_store = owns_store
         self._links = dict(links or {})
@@ -155,11 +135,6 @@ class RegionStore(StoreWrapper):
             self._sync.start()
 
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
-
-    @property
-    def as_async(self) -> AsyncStore | None:
-        """The awaited calls, if the wrapped store has them."""
-        return None if self._async_store is None else self
 
     @property
     def fleet(self) -> FleetMonitor | None:
@@ -179,45 +154,24 @@ class RegionStore(StoreWrapper):
         """The regions that share global limits with this one."""
         return self._sync
 
-    # ── Gates ──────────────────────────────────────────────────────────────────────────────────
+    # ── Counters ───────────────────────────────────────────────────────────────────────────────
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> Gate:
-        """Prepare a rule's limits for threads."""
+    ) -> Counter:
+        """Prepare a rule's limits."""
         if across is None:
-            return self._store.gate(limits, rule, consistency)
+            return self._store.counter(limits, rule, consistency)
         require_strict_across(consistency, across)
         prepared = self._named(limits, rule)
-        return ThreadGlobalGate(
-            self._counts.global_gate(prepared, rule, across),
+        return GlobalRuleCounter(
+            self._counts.global_counter(prepared, rule, across),
             lambda: {
-                region: self._linked[region].global_gate(prepared, rule, across).reset
-                for region in self.settings.others
-            },
-        )
-
-    def async_gate(
-        self,
-        limits: Sequence[Limit],
-        rule: str,
-        consistency: Consistency = "strict",
-        across: AcrossRegions | None = None,
-    ) -> AsyncGate:
-        """Prepare a rule's limits for asyncio."""
-        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
-        if across is None:
-            return self._async_store.async_gate(limits, rule, consistency)
-        require_strict_across(consistency, across)
-        prepared = self._named(limits, rule)
-        return AsyncGlobalGate(
-            self._counts.global_async_gate(prepared, rule, across),
-            lambda: {
-                region: self._linked[region].global_async_gate(prepared, rule, across).reset
+                region: self._linked[region].global_counter(prepared, rule, across).reset
                 for region in self.settings.others
             },
         )
@@ -239,22 +193,13 @@ class RegionStore(StoreWrapper):
     # ── Several subjects ───────────────────────────────────────────────────────────────────────
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
+        self, checks: Sequence[Charge], optional: Container[int] = ()
+    ) -> list[Answer] | Ask:
         """Check several subjects; all pass or none is charged."""
-        if not _has_global_gate(checks):
-            return self._store.check_together(checks, optional)
-        return run(deciding(self._store.check_together, checks, optional, self.is_sharded))
-
-    async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
-        assert self._async_store is not None, "as_async is None"  # noqa: S101 - ours
-        together = self._async_store.check_together_async
-        if not _has_global_gate(checks):
-            return await together(checks, optional)
-        return await run_async(deciding(together, checks, optional, self.is_sharded))
+        together = self._store.check_together
+        if not _has_global_counter(checks):
+            return together(checks, optional)
+        return asking(deciding, together, checks, optional, self.is_sharded)
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
 
@@ -268,10 +213,7 @@ class RegionStore(StoreWrapper):
         """See `close`."""
         await asyncio.to_thread(self._close_links)
         if self._owns_store:
-            if self._async_store is None:
-                self._store.close()
-            else:
-                await self._async_store.aclose()
+            await self._store.aclose()
 
     def _close_links(self) -> None:
         if self._sync is not None:
@@ -287,9 +229,9 @@ def only_region(store: Store, clock: Clock) -> RegionStore:
     return RegionStore(store, regions, clock, links={"here": store}, owns_store=False)
 
 
-def _has_global_gate(checks: Checks) -> bool:
-    for gate, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
-        if isinstance(gate, GlobalGate):
+def _has_global_counter(checks: Checks) -> bool:
+    for counter, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
+        if isinstance(counter, GlobalCounter):
             return True
     return False
 
@@ -303,8 +245,8 @@ def deciding(
     """Decide the checks of a request with global rules: all pass, or none is charged."""
     own: list[int] = []
     rest: list[int] = []
-    for at, (gate, _, _) in enumerate(checks):
-        (rest if isinstance(gate, GlobalGate) else own).append(at)
+    for at, (counter, _, _) in enumerate(checks):
+        (rest if isinstance(counter, GlobalCounter) else own).append(at)
     answers: dict[int, Answer] = {}
     if own:
         may_fail = [place for place, at in enumerate(own) if at in optional]
@@ -357,9 +299,9 @@ def _charging(
     for at in rest:
         if isinstance(answers.get(at), StoreError):
             continue  # reading it has failed: it is not tried twice
-        gate, subject, cost = checks[at]
+        counter, subject, cost = checks[at]
         try:
-            answers[at] = yield Call(gate.check, subject, cost)
+            answers[at] = yield Call(counter.check, subject, cost)
         except StoreError as error:
             answers[at] = error
         if not _pass({at: answers[at]}, optional):
@@ -371,7 +313,7 @@ def _refunding(checks: Checks, answers: dict[int, Answer]) -> Steps[None]:
     for at, answer in answers.items():
         if isinstance(answer, StoreError) or answer.charged_ns is None:
             continue
-        gate, subject, cost = checks[at]
+        counter, subject, cost = checks[at]
         with suppress(StoreError):
-            yield Undo(gate.refund, subject, cost, answer.charged_ns)
+            yield Undo(counter.refund, subject, cost, answer.charged_ns)
         answers[at] = uncharged(answer, cost)

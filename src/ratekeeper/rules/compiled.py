@@ -7,11 +7,11 @@ The limits of a rule, from the general to the specific: its own `limits` (or, if
 document's limits for the request's tier), its `tiers`, its `keys`, and an override that is in force
 now. Consumption carries over between limits that differ only in their numbers.
 
-A gate is made when it is first needed and kept with the choice of limits it belongs to. The number
-of gates is bounded by the document, not by its callers: one choice for each set of limits in the
-document, times the overrides that multiply them, and for each choice at most one gate for each
-step of the factor (times the parts of a rule that splits its limits). Overrides outside the
-document share the gates of equal terms, and at most TERMS_MAX terms are kept.
+A counter is made when it is first needed and kept with the choice of limits it belongs to. The
+number of counters is bounded by the document, not by its callers: one choice for each set of limits
+in the document, times the overrides that multiply them, and for each choice at most one counter for
+each step of the factor (times the parts of a rule that splits its limits). Overrides outside the
+document share the counters of equal terms, and at most TERMS_MAX terms are kept.
 
 Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
 place. After each change, `with_entries` makes a new CompiledRules that shares everything else, so
@@ -35,7 +35,7 @@ from ratekeeper.core.model import REQUEST_FIELDS, AppliedRule, Consistency, Limi
 from ratekeeper.core.rates import scaled
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import AnyGate
+from ratekeeper.decide.store import Counter
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
     FACTOR_MAX,
@@ -54,8 +54,8 @@ from ratekeeper.rules.splitting import part_count, part_limits, part_subject
 LimitSource = Literal["default", "tier", "key", "override"]
 
 
-class MakeGate(Protocol):
-    """Prepares limits under a rule's id on a store: `store.gate`, or the awaited one."""
+class MakeCounter(Protocol):
+    """Prepares limits under a rule's id on a store: `store.counter`."""
 
     def __call__(
         self,
@@ -63,16 +63,16 @@ class MakeGate(Protocol):
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> AnyGate:
-        """Return the gate."""
+    ) -> Counter:
+        """Return the counter."""
         ...
 
 
-# Limits follow the load in this many steps up to a factor of 1. Each step has a gate.
+# Limits follow the load in this many steps up to a factor of 1. Each step has a counter.
 FACTOR_STEPS: Final = 100
 # The subject of rules that count all requests together.
 _EVERYONE: Final = "*"
-# For each choice of limits, the number of different overrides whose gates are kept.
+# For each choice of limits, the number of different overrides whose counters are kept.
 TERMS_MAX: Final = 1_000
 # Fields that are normalised before they are counted: see CompiledRules.subject_of.
 _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
@@ -84,16 +84,16 @@ _new: Final = tuple.__new__
 
 
 class PreparedLimits:
-    """Limits on a store: one gate, or one for each part if the rule splits its limits."""
+    """Limits on a store: one counter, or one for each part if the rule splits its limits."""
 
-    __slots__ = ("applied", "gates", "limits")
+    __slots__ = ("applied", "counters", "limits")
 
     def __init__(
         self,
         limits: Limits,
         rule: str,
         split: int,
-        make_gate: MakeGate,
+        make_counter: MakeCounter,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class PreparedLimits:
         self.applied = AppliedRule(rule, limits)
         parts = part_count(limits, split)
         shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
-        self.gates = [make_gate(share, rule, consistency, across) for share in shares]
+        self.counters = [make_counter(share, rule, consistency, across) for share in shares]
 
 
 class LimitChoice:
@@ -151,7 +151,7 @@ class LimitChoice:
         return found
 
     def of_owner(self, owner: str, packed: PackedOverride) -> LimitChoice:
-        """Return the same limits and gates, as those of an override of one owner."""
+        """Return the same limits and counters, as those of an override of one owner."""
         override = packed.override(owner, self.override)
         found = LimitChoice(self.limits, self.consistency, "override", owner, override)
         found.by_step = self.by_step
@@ -159,11 +159,11 @@ class LimitChoice:
 
 
 class RuleCheck(NamedTuple):
-    """One rule's part in a request: the gate, the subject and the units to check."""
+    """One rule's part in a request: the counter, the subject and the units to check."""
 
-    gate: AnyGate
-    gate_subject: str
-    """The subject that the gate counts: `subject`, or one part of it if the rule is split."""
+    counter: Counter
+    counted: str
+    """The subject that the counter counts: `subject`, or one part of it if the rule is split."""
     units: int
     rule: Rule
     choice: LimitChoice
@@ -184,12 +184,12 @@ class RuleCheck(NamedTuple):
         return self.prepared.applied
 
     @property
-    def parts(self) -> list[tuple[AnyGate, str]]:
-        """Every gate and subject that the counts are kept under."""
-        gates = self.prepared.gates
-        if len(gates) == 1:
-            return [(self.gate, self.gate_subject)]
-        return [(gate, part_subject(self.subject, at)) for at, gate in enumerate(gates)]
+    def parts(self) -> list[tuple[Counter, str]]:
+        """Every counter and subject that the counts are kept under."""
+        counters = self.prepared.counters
+        if len(counters) == 1:
+            return [(self.counter, self.counted)]
+        return [(counter, part_subject(self.subject, at)) for at, counter in enumerate(counters)]
 
 
 class CheckPlan(NamedTuple):
@@ -198,8 +198,8 @@ class CheckPlan(NamedTuple):
     enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
     verdict: Verdict | None = None
-    joint: tuple[tuple[AnyGate, str, int], ...] | list[tuple[AnyGate, str, int]] = ()
-    """Gate, subject and units of each enforced rule, for `check_together`; empty if it is one."""
+    joint: tuple[tuple[Counter, str, int], ...] | list[tuple[Counter, str, int]] = ()
+    """Counter, subject and units of each rule, for `check_together`; empty if there is one."""
 
     @property
     def checks(self) -> list[RuleCheck]:
@@ -301,7 +301,7 @@ class CompiledRules:
         "_assigned",
         "_has_overrides",
         "_lists",
-        "_make_gate",
+        "_make_counter",
         "_now_ns",
         "_orders",
         "_overrides",
@@ -316,7 +316,7 @@ class CompiledRules:
     def __init__(
         self,
         document: Document,
-        make_gate: MakeGate,
+        make_counter: MakeCounter,
         now_ns: Callable[[], int],
         version: str = "",
         factors: Mapping[str, Callable[[], float]] | None = None,
@@ -324,7 +324,7 @@ class CompiledRules:
     ) -> None:
         """Compile a document.
 
-        `make_gate`  prepares limits under a rule's id on the store.
+        `make_counter`  prepares limits under a rule's id on the store.
         `now_ns`     the time by which overrides end.
         `factors`    by rule id, the factor of rules whose limits follow the load.
         `entries`    the assignments, overrides and list entries beside the document.
@@ -334,7 +334,7 @@ class CompiledRules:
         self.table = RuleTable(document.rules)
         self._lists: tuple[Lists, ...] = ()
         self._assign = document.assign
-        self._make_gate = make_gate
+        self._make_counter = make_counter
         self._now_ns = now_ns
         factors = factors or {}
         self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
@@ -383,7 +383,7 @@ class CompiledRules:
         return found is None and next(self.entries.overrides.find(matched), None) is None
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
-        """Return the rules that a request has to pass, with the gates to check."""
+        """Return the rules that a request has to pass, with the counters to check."""
         matched = request if request.digests is None else request.matched_as
         if self._lists:
             verdict = self._listed(matched)[0]
@@ -469,26 +469,26 @@ class CompiledRules:
             step = factor_step(prepared.factor())
         limits = choice.by_step.get(step)
         if limits is None:
-            # Two threads may both prepare these limits; both gates have the same counts.
+            # Two threads may both prepare these limits; both counters have the same counts.
             limits = choice.by_step[step] = PreparedLimits(
                 at_step(choice.limits, step),
                 prepared.id,
                 written.split,
-                self._make_gate,
+                self._make_counter,
                 choice.consistency,
                 written.across,
             )
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
-        gates = limits.gates
-        if len(gates) == 1:
+        counters = limits.counters
+        if len(counters) == 1:
             return _new(
                 RuleCheck,
-                (gates[0], subject, units, written, choice, step, limits, subject, cost),
+                (counters[0], subject, units, written, choice, step, limits, subject, cost),
             )
-        part = int(random() * len(gates))  # noqa: S311 - spreads load, protects no secret
-        gate_subject = part_subject(subject, part)
+        part = int(random() * len(counters))  # noqa: S311 - spreads load, protects no secret
+        counted = part_subject(subject, part)
         return RuleCheck(
-            gates[part], gate_subject, units, written, choice, step, limits, subject, cost
+            counters[part], counted, units, written, choice, step, limits, subject, cost
         )
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:

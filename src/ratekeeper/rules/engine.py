@@ -1,12 +1,11 @@
 """The rule engine: turns a request and compiled rules into one decision.
 
 The logic is written once, as steps (`core/steps.py`): generators that yield the calls they need.
-`run` drives them in a thread, `run_async` in an event loop. The engine's gates are those of the
-store (`store.gate`) or the awaited ones (`store.as_async.async_gate`). Methods whose names end in
-`_steps` return steps.
+`run` drives them in a thread, `run_async` in an event loop. Methods whose names end in `_steps`
+return steps.
 
 Nearly every request has one enforced rule, no shadow rule and no penalties. `decide` and
-`decide_async` call the gate of such a request directly, because a generator would cost more than
+`decide_async` call the counter of such a request directly, because a generator would cost more than
 the check in memory. Any other request, and any error, takes the steps.
 
 - *Enforced rules* decide together: none is charged unless all of them pass.
@@ -43,7 +42,7 @@ from ratekeeper.core.model import (
     ResultKind,
     decision_with,
 )
-from ratekeeper.core.steps import Call, Steps, Together, Undo, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Together, Undo, run, run_async
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import (
     OPTIONAL_POLICIES,
@@ -61,8 +60,7 @@ from ratekeeper.decide.store import (
     NEEDS_AUTHORITY,
     NEEDS_REGIONS,
     Answer,
-    AnyGate,
-    AsyncStore,
+    Counter,
     Store,
 )
 from ratekeeper.fleet.store import FleetStore
@@ -72,7 +70,7 @@ from ratekeeper.rules.compiled import (
     FACTOR_STEPS,
     CheckPlan,
     CompiledRules,
-    MakeGate,
+    MakeCounter,
     RuleCheck,
     at_step,
     factor_step,
@@ -169,7 +167,6 @@ class RuleEngine:
         on_failure: FailurePolicy = "open",
         local: LocalLimits | None = None,
         *,
-        async_store: AsyncStore | None = None,
         entries: EntryTable | None = None,
         regions: Regions | None = None,
     ) -> None:
@@ -178,7 +175,6 @@ class RuleEngine:
         `clock`        the time by which overrides end and factors are smoothed.
         `on_failure`   the failure policy of rules that have none.
         `local`        decides in the store's place for rules that are `on_failure: local`.
-        `async_store`  the store's awaited calls; if given, `run_async` drives the steps.
         `entries`      the assignments, overrides and list entries beside the document.
         `regions`      the regions that share rules with `scope: global`.
         """
@@ -186,18 +182,15 @@ class RuleEngine:
         self.counts: dict[str, RuleCounts] = {}
         self.tally = Tally()
         self._store = store
-        self._async_store = async_store
-        self._make_gate = store.gate if async_store is None else async_store.async_gate
-        self._check_together = (
-            store.check_together if async_store is None else async_store.check_together_async
-        )
+        self._make_counter = store.counter
+        self._check_together = store.check_together
         self._now_ns = clock.now_ns
         self._on_failure = on_failure
         self._regions = regions
         self._local = local or LocalLimits(LocalFallback(), clock)
         self._use_lock = fork_safe(threading.Lock())
         self._factors: dict[str, Factor] = {}
-        self.penalties = Penalties(clock, self._make_gate, self._counts_of)
+        self.penalties = Penalties(clock, self._make_counter, self._counts_of)
         self.compiled_rules = self._compile(document, version, entries or EntryTable())
 
     # ── The document ───────────────────────────────────────────────────────────────────────────
@@ -228,7 +221,9 @@ class RuleEngine:
                 factor = Factor(rule.scale, self.loads.reading, self._now_ns)
             factors[rule.id] = factor
         self.loads.follow(scale.source for rule in document.rules for scale in rule.scale)
-        compiled = CompiledRules(document, self._make_gate, self._now_ns, version, factors, entries)
+        compiled = CompiledRules(
+            document, self._make_counter, self._now_ns, version, factors, entries
+        )
         self._factors = factors
         self.penalties.use(document)
         if self._store.fleet is not None:
@@ -270,7 +265,7 @@ class RuleEngine:
         found = [rule for rule in document.rules if rule.across is not None]
         for rule in found:
             # The first global rule of a process waits for the leader of the region.
-            self._make_gate((UNLIMITED,), rule.id, across=rule.across)
+            self._make_counter((UNLIMITED,), rule.id, across=rule.across)
         if self._regions is None or not any(rule.across == "exact" for rule in found):
             return
         # Imported here: most documents have no exact rules.
@@ -296,11 +291,11 @@ class RuleEngine:
     # ── Checks: the two drivers ────────────────────────────────────────────────────────────────
 
     def fast_check(self, fallback: Callable[..., Decision]) -> Callable[..., Decision] | None:
-        """Return `check(request, cost=1)` for threads; None if the gates are awaited.
+        """Return `check(request, cost=1)`; None if the store does not answer at once.
 
         It calls `fallback` for anything but a Request and a plain cost.
         """
-        if self._async_store is not None:
+        if not self._store.is_local:
             return None
         decide = self.decide
 
@@ -361,44 +356,45 @@ class RuleEngine:
     def decide(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self.penalties.gates:
+        if plan.shadowed or self.penalties.counters:
             return run(self._decide(plan, request))
         if not checks:
             return self._without_limits(plan), ()
         try:
             if len(checks) == 1:
                 check = checks[0]
-                decision: Decision = check.gate.check(  # type: ignore[assignment]  # for threads
-                    check.gate_subject, check.units
-                )
-                self._count_check(decision, checks)
-                return self._counted(check, decision), ()
-            answers = self._store.check_together(plan.joint, _MayFail(self._on_failure, checks))  # type: ignore[arg-type]  # for threads
+                answer: Any = check.counter.check(check.counted, check.units)
+                if type(answer) is Ask:
+                    answer = answer.wait(*answer.args)
+                self._count_check(answer, checks)
+                return self._counted(check, answer), ()
+            answers: Any = self._check_together(plan.joint, _MayFail(self._on_failure, checks))
+            if type(answers) is Ask:
+                answers = answers.wait(*answers.args)
         except (StoreError, CapacityError) as error:
             return run(self._not_decided(checks, request, error)), ()
         if _has(StoreError, answers):
             return run(self._decisions([(plan, request)], answers))[0], ()
-        return self._combined(checks, answers), ()  # type: ignore[arg-type]  # all are decisions
+        return self._combined(checks, answers), ()
 
     async def decide_async(self, plan: CheckPlan, request: Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self.penalties.gates:
+        if plan.shadowed or self.penalties.counters:
             return await run_async(self._decide(plan, request))
         if not checks:
             return self._without_limits(plan), ()
         try:
             if len(checks) == 1:
                 check = checks[0]
-                decision: Decision = await check.gate.check(  # type: ignore[misc]  # for asyncio
-                    check.gate_subject, check.units
-                )
-                self._count_check(decision, checks)
-                return self._counted(check, decision), ()
-            answers = await self._check_together(  # type: ignore[misc]  # for asyncio
-                plan.joint,  # type: ignore[arg-type]  # for asyncio
-                _MayFail(self._on_failure, checks),
-            )
+                answer: Any = check.counter.check(check.counted, check.units)
+                if type(answer) is Ask:
+                    answer = await answer.send(*answer.args)
+                self._count_check(answer, checks)
+                return self._counted(check, answer), ()
+            answers: Any = self._check_together(plan.joint, _MayFail(self._on_failure, checks))
+            if type(answers) is Ask:
+                answers = await answers.send(*answers.args)
         except (StoreError, CapacityError) as error:
             return await run_async(self._not_decided(checks, request, error)), ()
         if _has(StoreError, answers):
@@ -426,7 +422,7 @@ class RuleEngine:
             else:
                 waited = _has(StoreTimeout, answers)
                 [decision] = yield from self._decisions([(plan, request)], answers)
-        if self.penalties.gates:
+        if self.penalties.counters:
             yield from self.penalties.penalise(plan, decision)
         if not plan.shadowed:
             return decision, ()
@@ -462,7 +458,7 @@ class RuleEngine:
                     self._check_together, _charges(undecided), _MayFail(self._on_failure, undecided)
                 )
             )
-            if shadowed and self._async_store is not None:
+            if shadowed and not self._store.is_local:
                 # All at the same time: the shadow rules cost no extra round trip.
                 calls = [call, *map(_check_call, shadowed)]
                 answer, *shadow_answers = yield Together(calls)
@@ -483,7 +479,7 @@ class RuleEngine:
 
         See Penalties.denial.
         """
-        if not self.penalties.gates:
+        if not self.penalties.counters:
             return None, {}
         found, failures = yield from self.penalties.denial(plan)
         if found is None:
@@ -519,7 +515,7 @@ class RuleEngine:
         """
         if waited:
             return []
-        if self._async_store is not None:
+        if not self._store.is_local:
             answers: list[RuleAnswer] = yield Together([_check_call(check) for check in checks])
             return answers
         answers = []
@@ -560,7 +556,7 @@ class RuleEngine:
         denials: list[tuple[CheckPlan, Decision]] = []
         checks: list[RuleCheck] = []
         for plan, _ in planned:
-            if self.penalties.gates:
+            if self.penalties.counters:
                 denial, failed = yield from self._penalty_denial(plan)
                 failures.update({len(checks) + at: error for at, error in failed.items()})
                 if denial is not None:
@@ -596,7 +592,7 @@ class RuleEngine:
         """Return the results of several requests, after penalties and shadow rules."""
         results = []
         for (plan, _), decision in zip(planned, decisions, strict=True):
-            if self.penalties.gates:
+            if self.penalties.counters:
                 yield from self.penalties.penalise(plan, decision)
             if plan.shadowed:
                 answers = yield from self._shadow_answers(plan.shadowed, waited=waited)
@@ -616,7 +612,7 @@ class RuleEngine:
         answers: list[Answer] = []
         for check in checks:
             try:
-                decision: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
+                decision: Decision = yield Call(check.counter.peek, check.counted, 0)
             except StoreError as failure:
                 if check is scaled_down:
                     answers.append(_denied_without_numbers(check, failure))
@@ -688,9 +684,9 @@ class RuleEngine:
             counts.shadow_denied += 1
         else:
             counts.denied += 1
-        if rule.split == 1 or len(check.prepared.gates) == 1:
+        if rule.split == 1 or len(check.prepared.counters) == 1:
             return decision
-        return whole_decision(decision, check.gate.limits, check.prepared.limits)
+        return whole_decision(decision, check.counter.limits, check.prepared.limits)
 
     def _sample(self, checks: RuleChecks) -> None:
         """Note the clients of a check that is due to be sampled."""
@@ -737,7 +733,7 @@ class RuleEngine:
             return self._decision(checks, request, [error] * len(checks))
         check = _scaled_down(checks, error)
         try:
-            peeked: Decision = yield Call(check.gate.peek, check.gate_subject, 0)
+            peeked: Decision = yield Call(check.counter.peek, check.counted, 0)
         except StoreError as failure:
             decision = _denied_without_numbers(check, failure)
         else:
@@ -782,7 +778,7 @@ class RuleEngine:
                 if not isinstance(answer, StoreError) and answer.charged_ns is not None:
                     with suppress(StoreError):
                         charged_ns = answer.charged_ns
-                        yield Undo(check.gate.refund, check.gate_subject, check.units, charged_ns)
+                        yield Undo(check.counter.refund, check.counted, check.units, charged_ns)
             decisions = [decision_with(decision, charged_ns=None) for decision in decisions]
         return decisions
 
@@ -840,8 +836,8 @@ class RuleEngine:
     def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
         # The whole limits, even if the rule is split: the share of each part would be rounded.
         limits = limits_of_region(check.prepared.limits, check.rule.across, self._regions)
-        is_split = len(check.prepared.gates) > 1
-        part = (tuple(check.gate.limits), check.gate_subject) if is_split else None
+        is_split = len(check.prepared.counters) > 1
+        part = (tuple(check.counter.limits), check.counted) if is_split else None
         local = LocalCheck(limits, check.rule.id, check.subject, check.units, part)
         return FailedCheck(error, self._policy(check), local)
 
@@ -877,7 +873,7 @@ class RuleEngine:
         if not checks:
             return _WITHOUT_LIMITS[plan.verdict]
         failures: Mapping[int, StoreError] = {}
-        if self.penalties.gates:
+        if self.penalties.counters:
             found, failures = yield from self.penalties.denial(plan)
             if found is not None:
                 return found[1]
@@ -898,7 +894,7 @@ class RuleEngine:
 
     def penalty_steps(self, check: RuleCheck) -> Steps[Decision | None]:
         """Return the denial of a cool-down or block in force for a rule's subject, or None."""
-        return (yield from self.penalties.look(check)) if self.penalties.gates else None
+        return (yield from self.penalties.look(check)) if self.penalties.counters else None
 
     def refund_steps(self, request: Request, cost: int, decision: Decision | None) -> Steps[None]:
         """Return units to every rule that a decision charged; without a decision, that applies now.
@@ -914,7 +910,7 @@ class RuleEngine:
         for check, charged_ns in charges:
             try:
                 units = check.units_of(cost)
-                yield Call(check.gate.refund, check.gate_subject, units, charged_ns)
+                yield Call(check.counter.refund, check.counted, units, charged_ns)
             except StoreError as error:
                 failure = failure or error
         if failure is not None:
@@ -931,8 +927,10 @@ class RuleEngine:
         most = 0
         for check, _ in self._charges_of(request, cost, decision):
             units = check.units_of(cost)
-            gates = gates_of_limits(self._make_gate, check.gate, check.rule.id, check.rule.across)
-            left = yield from charge_limits(gates, check.gate_subject, units)
+            counters = counters_of_limits(
+                self._make_counter, check.counter, check.rule.id, check.rule.across
+            )
+            left = yield from charge_limits(counters, check.counted, units)
             if check.rule.mode != "shadow" and units:
                 most = max(most, -(-left * cost // units))  # rounded up: it did not fit whole
         return most
@@ -958,8 +956,8 @@ class RuleEngine:
         """Add the units of each check on top of the limits of its rule. Raises StoreError."""
         for check in checks:
             shares = shares_of(check.units, len(check.parts))
-            for (gate, subject), share in zip(check.parts, shares, strict=True):
-                yield Call(gate.grant, subject, share, ttl_ns)
+            for (counter, subject), share in zip(check.parts, shares, strict=True):
+                yield Call(counter.grant, subject, share, ttl_ns)
 
     def reset_steps(self, request: Request) -> Steps[None]:
         """Forget all units and penalties of the request's subjects. Raises StoreError."""
@@ -968,8 +966,8 @@ class RuleEngine:
     def reset_rules_steps(self, checks: RuleChecks) -> Steps[None]:
         """Forget all units and penalties under each of these rules. Raises StoreError."""
         for check in checks:
-            for gate, subject in check.parts:
-                yield Call(gate.reset, subject)
+            for counter, subject in check.parts:
+                yield Call(counter.reset, subject)
             yield from self.penalties.reset(check)
 
     def is_barred_steps(self, rule: str, subject: str) -> Steps[bool]:
@@ -998,26 +996,26 @@ class RuleEngine:
         return with_answers(explanation, answers)
 
 
-def gates_of_limits(
-    make_gate: MakeGate, gate: AnyGate, rule: str, across: AcrossRegions | None
-) -> list[AnyGate]:
-    """Return a gate for each limit of a rule.
+def counters_of_limits(
+    make_counter: MakeCounter, counter: Counter, rule: str, across: AcrossRegions | None
+) -> list[Counter]:
+    """Return a counter for each limit of a rule.
 
-    In one region, a gate of one limit has the same count as the gate of all of them. The limits of
-    a global rule are counted together, so they have one gate.
+    In one region, a counter of one limit has the same count as the counter of all of them. The
+    limits of a global rule are counted together, so they have one counter.
     """
-    if len(gate.limits) == 1 or across is not None:
-        return [gate]
-    return [make_gate((limit,), rule) for limit in gate.limits]
+    if len(counter.limits) == 1 or across is not None:
+        return [counter]
+    return [make_counter((limit,), rule) for limit in counter.limits]
 
 
-def charge_limits(gates: Sequence[AnyGate], subject: str, units: int) -> Steps[int]:
-    """Charge units to each gate as far as it has room; return the most that did not fit.
+def charge_limits(counters: Sequence[Counter], subject: str, units: int) -> Steps[int]:
+    """Charge units to each counter as far as it has room; return the most that did not fit.
 
     Units that the store cannot count are not charged.
     """
     most = 0
-    for alone in gates:
+    for alone in counters:
         left = units
         with suppress(StoreError):
             # Another request may spend in between: then there is less room, and soon none.
@@ -1077,12 +1075,12 @@ def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _check_call(check: RuleCheck) -> Call:
-    return Call(check.gate.check, check.gate_subject, check.units)
+    return Call(check.counter.check, check.counted, check.units)
 
 
 def _charges(checks: RuleChecks) -> list[Any]:
-    """Return the arguments of `check_together`, for the gates of either driver."""
-    return [(check.gate, check.gate_subject, check.units) for check in checks]
+    """Return the arguments of `check_together`."""
+    return [(check.counter, check.counted, check.units) for check in checks]
 
 
 def _merged(answers: Sequence[Answer], failures: Mapping[int, StoreError]) -> list[Answer]:
@@ -1114,13 +1112,13 @@ def _peek_rules(checks: RuleChecks) -> Steps[list[Answer]]:
 
 
 def _peek_rule(check: RuleCheck) -> Steps[Decision]:
-    """Peek at one rule: at its gate, or at all parts if it is split."""
+    """Peek at one rule: at its counter, or at all parts if it is split."""
     decisions: list[Decision] = []
-    for gate, subject in check.parts:
-        decisions.append((yield Call(gate.peek, subject, check.units)))
+    for counter, subject in check.parts:
+        decisions.append((yield Call(counter.peek, subject, check.units)))
     if len(decisions) == 1:
         return decisions[0]
-    return sum_of_parts(decisions, check.gate.limits, check.prepared.limits)
+    return sum_of_parts(decisions, check.counter.limits, check.prepared.limits)
 
 
 def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:

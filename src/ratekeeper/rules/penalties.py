@@ -48,9 +48,9 @@ from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.core.subjects import SEPARATOR
-from ratekeeper.decide.store import AnyGate
+from ratekeeper.decide.store import Counter
 from ratekeeper.metrics.tally import RuleCounts
-from ratekeeper.rules.compiled import CheckPlan, MakeGate, RuleCheck
+from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
 from ratekeeper.rules.document.model import Document, PenaltySettings
 
 LOOK_NS: Final = NS_PER_SECOND
@@ -81,29 +81,31 @@ class Penalty:
     until_ns: int
 
 
-class PenaltyGates(NamedTuple):
-    """A rule's penalty settings, with the gates that keep its penalties."""
+class PenaltyCounters(NamedTuple):
+    """A rule's penalty settings, with the counters that keep its penalties."""
 
     settings: PenaltySettings
-    cooldown: AnyGate
+    cooldown: Counter
     cooldown_units: int
     all_cooldowns_ns: int
     """The length of all cool-downs together, without the block."""
-    level: AnyGate
+    level: Counter
     level_units: int
 
 
-def penalty_gates(settings: PenaltySettings, rule: str, make_gate: MakeGate) -> PenaltyGates:
+def penalty_counters(
+    settings: PenaltySettings, rule: str, make_counter: MakeCounter
+) -> PenaltyCounters:
     """Prepare a rule's penalties on a store."""
     seconds = room_s(settings)
     levels = settings.block_after + 1
     all_cooldowns_s = seconds - penalty_s(settings, levels)
-    return PenaltyGates(
+    return PenaltyCounters(
         settings,
-        make_gate((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
+        make_counter((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
         seconds,
         all_cooldowns_s * NS_PER_SECOND,
-        make_gate((Limit(1, per=settings.decay_s, capacity=levels),), rule + LEVEL),
+        make_counter((Limit(1, per=settings.decay_s, capacity=levels),), rule + LEVEL),
         levels,
     )
 
@@ -217,19 +219,19 @@ class PenaltyTracker:
                 self._tracked[key].being_penalised = False
 
     def note_penalty(
-        self, key: TrackedKey, gates: PenaltyGates, level: int, spent: Decision, now_ns: int
+        self, key: TrackedKey, counters: PenaltyCounters, level: int, spent: Decision, now_ns: int
     ) -> Penalty | None:
         """Remember a penalty that the store has `spent`; None if the store had no room for it."""
-        seconds = penalty_s(gates.settings, level)
+        seconds = penalty_s(counters.settings, level)
         with self._lock:
             tracked = self._of(key)
             if not spent.allowed:
-                tracked.no_room_above_ns = (gates.cooldown_units - seconds) * NS_PER_SECOND
+                tracked.no_room_above_ns = (counters.cooldown_units - seconds) * NS_PER_SECOND
                 return None
             tracked.looked_ns = now_ns
             # The time until the bucket is full: it includes cool-downs that other nodes gave.
             tracked.barred_until_ns = now_ns + spent.reset_after_ns
-            blocked = level > gates.settings.block_after
+            blocked = level > counters.settings.block_after
             tracked.penalty = Penalty(*key, level, seconds, blocked, tracked.barred_until_ns)
             return tracked.penalty
 
@@ -261,22 +263,22 @@ class Penalties:
     """The penalties of a rule document's rules: denies during them and gives new ones."""
 
     def __init__(
-        self, clock: Clock, make_gate: MakeGate, counts_of: Callable[[str], RuleCounts]
+        self, clock: Clock, make_counter: MakeCounter, counts_of: Callable[[str], RuleCounts]
     ) -> None:
         self.tracker = PenaltyTracker()
         self.listener: Callable[[Penalty], None] | None = None
         self.is_logged = True
         """False in a replay of recorded decisions, whose penalties apply to no client."""
         self._now_ns = clock.now_ns
-        self._make_gate = make_gate
+        self._make_counter = make_counter
         self._counts_of = counts_of
-        self.gates: dict[str, PenaltyGates] = {}
+        self.counters: dict[str, PenaltyCounters] = {}
         """By rule id; empty if no rule has penalties."""
 
     def use(self, document: Document) -> None:
         """Prepare the penalties of a document's rules."""
-        self.gates = {
-            rule.id: penalty_gates(rule.penalty, rule.id, self._make_gate)
+        self.counters = {
+            rule.id: penalty_counters(rule.penalty, rule.id, self._make_counter)
             for rule in document.rules
             if rule.penalty is not None
         }
@@ -291,10 +293,10 @@ class Penalties:
         """
         failures: dict[int, StoreError] = {}
         timed_out = False
-        gates_of = self.gates
+        counters_of = self.counters
         for at, check in enumerate(plan.enforced):
-            gates = gates_of.get(check.rule.id)
-            if gates is None:
+            counters = counters_of.get(check.rule.id)
+            if counters is None:
                 continue
             key, now_ns = _key(check), self._now_ns()
             left_ns = self.tracker.cooldown_ns(key, now_ns)
@@ -302,14 +304,14 @@ class Penalties:
                 continue
             if left_ns is None:
                 try:
-                    left_ns = yield from _cooldown_left_ns(gates, check.subject)
+                    left_ns = yield from _cooldown_left_ns(counters, check.subject)
                 except StoreError as error:
                     failures[at] = error
                     timed_out = isinstance(error, StoreTimeout)
                     continue
                 self.tracker.note_cooldown(key, now_ns, left_ns)
             if left_ns:
-                return (check, self._denied(check, gates, left_ns, now_ns)), failures
+                return (check, self._denied(check, counters, left_ns, now_ns)), failures
         return None, failures
 
     def look(self, check: RuleCheck) -> Steps[Decision | None]:
@@ -317,18 +319,20 @@ class Penalties:
 
         For views of a quota. Unlike `denial`, it always asks the store. Raises StoreError.
         """
-        gates = self.gates.get(check.rule.id)
-        if gates is None or check.rule.mode != "enforce":
+        counters = self.counters.get(check.rule.id)
+        if counters is None or check.rule.mode != "enforce":
             return None
         now_ns = self._now_ns()
-        left_ns = yield from _cooldown_left_ns(gates, check.subject)
+        left_ns = yield from _cooldown_left_ns(counters, check.subject)
         if not left_ns:
             return None
         self.tracker.note_cooldown(_key(check), now_ns, left_ns)
-        return self._denied(check, gates, left_ns, now_ns)
+        return self._denied(check, counters, left_ns, now_ns)
 
-    def _denied(self, check: RuleCheck, gates: PenaltyGates, left_ns: int, now_ns: int) -> Decision:
-        is_block = left_ns > gates.all_cooldowns_ns or self.tracker.is_block(_key(check))
+    def _denied(
+        self, check: RuleCheck, counters: PenaltyCounters, left_ns: int, now_ns: int
+    ) -> Decision:
+        is_block = left_ns > counters.all_cooldowns_ns or self.tracker.is_block(_key(check))
         kind: PenaltyKind = "block" if is_block else "cooldown"
         limit = check.prepared.limits[0]
         return Decision(
@@ -347,29 +351,29 @@ class Penalties:
         if decision.allowed or decision.degraded:
             return
         for check in plan.enforced:
-            gates = self.gates.get(check.rule.id)
-            if gates is None or check.rule.id != decision.rule:
+            counters = self.counters.get(check.rule.id)
+            if counters is None or check.rule.id != decision.rule:
                 continue
             key, now_ns, retry_ns = _key(check), self._now_ns(), decision.retry_after_ns
-            if self.tracker.note_denial(key, gates.settings, now_ns, retry_ns):
+            if self.tracker.note_denial(key, counters.settings, now_ns, retry_ns):
                 try:
                     with suppress(StoreError):
-                        yield from self._give(check, gates)
+                        yield from self._give(check, counters)
                 finally:
                     self.tracker.finish(key)
                 return
 
-    def _give(self, check: RuleCheck, gates: PenaltyGates) -> Steps[None]:
+    def _give(self, check: RuleCheck, counters: PenaltyCounters) -> Steps[None]:
         key = _key(check)
-        left_ns = yield from _cooldown_left_ns(gates, check.subject)
+        left_ns = yield from _cooldown_left_ns(counters, check.subject)
         if self.tracker.is_new_cooldown(key, self._now_ns(), left_ns):
             return
-        step: Decision = yield Call(gates.level.check, check.subject, 1)
-        level = gates.level_units - step.remaining if step.allowed else gates.level_units
+        step: Decision = yield Call(counters.level.check, check.subject, 1)
+        level = counters.level_units - step.remaining if step.allowed else counters.level_units
         # The store denies this if there is no room on top of the cool-down that is left.
-        seconds = penalty_s(gates.settings, level)
-        spent: Decision = yield Call(gates.cooldown.check, check.subject, seconds)
-        penalty = self.tracker.note_penalty(key, gates, level, spent, self._now_ns())
+        seconds = penalty_s(counters.settings, level)
+        spent: Decision = yield Call(counters.cooldown.check, check.subject, seconds)
+        penalty = self.tracker.note_penalty(key, counters, level, spent, self._now_ns())
         if penalty is not None:
             self._report(penalty)
 
@@ -395,20 +399,20 @@ class Penalties:
 
     def reset(self, check: RuleCheck) -> Steps[None]:
         """End the penalties of a subject, on every node."""
-        gates = self.gates.get(check.rule.id)
-        if gates is not None:
-            yield Call(gates.cooldown.reset, check.subject)
-            yield Call(gates.level.reset, check.subject)
+        counters = self.counters.get(check.rule.id)
+        if counters is not None:
+            yield Call(counters.cooldown.reset, check.subject)
+            yield Call(counters.level.reset, check.subject)
             self.tracker.forget(_key(check))
 
     def is_barred(self, rule: str, subject: str) -> Steps[bool]:
         """Return True if the store has a cool-down for the subject. Raises StoreError."""
-        gates = self.gates.get(rule)
-        return gates is not None and bool((yield from _cooldown_left_ns(gates, subject)))
+        counters = self.counters.get(rule)
+        return counters is not None and bool((yield from _cooldown_left_ns(counters, subject)))
 
 
-def _cooldown_left_ns(gates: PenaltyGates, subject: str) -> Steps[int]:
-    decision: Decision = yield Call(gates.cooldown.peek, subject, gates.cooldown_units)
+def _cooldown_left_ns(counters: PenaltyCounters, subject: str) -> Steps[int]:
+    decision: Decision = yield Call(counters.cooldown.peek, subject, counters.cooldown_units)
     return decision.retry_after_ns
 
 

@@ -642,7 +642,7 @@ class AsyncEnforcer(EnforcerCore):
         return self.overrides
 
     def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
-        return Limiter if self.store.as_async is None else AsyncLimiter
+        return Limiter if self.store.is_local else AsyncLimiter
 
     def _bind(self) -> None:
         self.awaits = isinstance(self._limiter, AsyncLimiter)
@@ -672,7 +672,7 @@ class AsyncEnforcer(EnforcerCore):
         return limiter.close()
 
     def _close_store(self, store: Store) -> Any:
-        return store.close() if store.as_async is None else store.as_async.aclose()
+        return store.aclose()
 
     def enter_now(self, request: WebRequest) -> Charge:
         """Charge a request by an enforcer that `is_quick`. The caller waits as `delay_ns` says."""

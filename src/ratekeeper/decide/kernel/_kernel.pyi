@@ -33,7 +33,7 @@ class Table:
     ) -> Self: ...
     def check_all(
         self,
-        checks: Sequence[store.GateCheck],
+        checks: Sequence[store.Charge],
         optional: Container[int] = (),
         now_ns: int | None = None,
         /,

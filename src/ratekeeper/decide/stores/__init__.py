@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ratekeeper.core import switches
@@ -31,7 +31,7 @@ from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable, show
 from ratekeeper.decide import kernel
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
-from ratekeeper.decide.store import ForgettingStore, Store, StoreStats
+from ratekeeper.decide.store import ForgettingStore, LocalStore, Store, StoreStats
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -77,6 +77,15 @@ def open_fallback_store(uri: str, clock: Clock | None = None, **options: object)
             hint = "; leave out ratekeeper+, which only a storage_uri of limits has"
         raise ConfigError(f"store={shown} has no known scheme; there are {known}{hint}")
     return opener(uri, clock, options)
+
+
+def open_local_store(uri: str, clock: Clock | None = None) -> LocalStore:
+    """Open a store in the memory of this machine, without a warning. Raises as `open_store`."""
+    opened = open_fallback_store(uri, clock)
+    if not opened.is_local:
+        opened.close()
+        raise ConfigError(f"store={show(uri)} is not on this machine; try memory:// or shared://")
+    return cast("LocalStore", opened)
 
 
 def store_of(store: str | Store, clock: Clock | None = None) -> Store:

@@ -55,10 +55,9 @@ from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
 from ratekeeper.decide.store import (
     MARKS_MAX,
     Answer,
-    AsyncStore,
     Cells,
     Channel,
-    GateCheck,
+    Charge,
     StoreMonitor,
     StoreStats,
     require_regional,
@@ -177,7 +176,7 @@ class PythonMemoryStore:
         self._clock = clock
         self.is_private = True
         self.is_sharded = False
-        self.as_async: AsyncStore | None = None
+        self.is_local = True
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
@@ -201,22 +200,22 @@ class PythonMemoryStore:
     def allowances(self) -> PythonAllowances:
         return self._allowances
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> MemoryGate:
+    ) -> MemoryCounter:
         require_strict(consistency)
         require_regional(across)
         with self._lock:
             self.require_open()
             tables = [self._tables.setdefault((rule, limit.identity), _Table()) for limit in limits]
-        return MemoryGate(self, self._clock, tuple(limits), tables, rule, self._lock)
+        return MemoryCounter(self, self._clock, tuple(limits), tables, rule, self._lock)
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = (), /
+        self, checks: Sequence[Charge], optional: Container[int] = (), /
     ) -> list[Answer]:
         now_ns = self._clock.now_ns()
         errors: dict[int, StoreError] = {}
@@ -234,21 +233,24 @@ class PythonMemoryStore:
                     return [errors.get(at) or trials[at][0] for at in range(len(checks))]
                 errors |= failed
             for at, (decision, entries) in trials.items():  # what remains is what there is now
-                gate, subject, _ = checks[at]
+                counter, subject, _ = checks[at]
                 if decision.allowed:
-                    trials[at] = cast("MemoryGate", gate).decide(subject, 0, now_ns)[0], entries
+                    trials[at] = (
+                        cast("MemoryCounter", counter).decide(subject, 0, now_ns)[0],
+                        entries,
+                    )
             return [errors.get(at) or trials[at][0] for at in range(len(checks))]
 
     def _decide_all(
-        self, checks: Sequence[GateCheck], errors: dict[int, StoreError], now_ns: int
+        self, checks: Sequence[Charge], errors: dict[int, StoreError], now_ns: int
     ) -> dict[int, _Trial]:
         """Decide the checks without an error, each after the units of those before it."""
         trials: dict[int, _Trial] = {}
         pending: _Pending = {}
-        for at, (gate, subject, cost) in enumerate(checks):
+        for at, (counter, subject, cost) in enumerate(checks):
             if at in errors:
                 continue
-            ours = cast("MemoryGate", gate)
+            ours = cast("MemoryCounter", counter)
             try:
                 trials[at] = decision, entries = ours.decide(subject, cost, now_ns, pending)
             except StoreError as error:
@@ -260,13 +262,13 @@ class PythonMemoryStore:
         return trials
 
     def _charge_all(
-        self, checks: Sequence[GateCheck], trials: Mapping[int, _Trial], now_ns: int
+        self, checks: Sequence[Charge], trials: Mapping[int, _Trial], now_ns: int
     ) -> dict[int, StoreError] | None:
         """Write all entries; if one finds no room, write none, and return its error."""
         before: list[tuple[_Table, str, Entry | None]] = []
         for at, (_, entries) in trials.items():
-            gate, subject, cost = checks[at]
-            tables = cast("MemoryGate", gate).tables
+            counter, subject, cost = checks[at]
+            tables = cast("MemoryCounter", counter).tables
             if not cost:
                 continue
             try:
@@ -291,13 +293,13 @@ class PythonMemoryStore:
     def lease(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
     ) -> list[LeasedAnswer]:
-        # They are gates of this store.
-        gates = [cast("MemoryGate", check.gate) for check in checks]
+        # They are counters of this store.
+        counters = [cast("MemoryCounter", check.counter) for check in checks]
         with self._lock:
             answers = self.check_together(
                 [
-                    (gate, check.subject, check.cost)
-                    for gate, check in zip(gates, checks, strict=True)
+                    (counter, check.subject, check.cost)
+                    for counter, check in zip(counters, checks, strict=True)
                 ],
                 optional,
             )
@@ -309,27 +311,19 @@ class PythonMemoryStore:
             return [
                 answer
                 if isinstance(answer, StoreError)
-                else (answer, gate.lease(check, answer) if charged else NO_LEASE)
-                for gate, check, answer in zip(gates, checks, answers, strict=True)
+                else (answer, counter.lease(check, answer) if charged else NO_LEASE)
+                for counter, check, answer in zip(counters, checks, answers, strict=True)
             ]
-
-    async def lease_async(
-        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
-        return self.lease(checks, optional)
 
     def report(self, reports: Sequence[Report]) -> list[Answer]:
         answers: list[Answer] = []
         with self._lock:
             for each in reports:
                 try:
-                    answers.append(cast("MemoryGate", each.gate).report(each))
+                    answers.append(cast("MemoryCounter", each.counter).report(each))
                 except StoreError as error:
                     answers.append(error)
         return answers
-
-    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
-        return self.report(reports)
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
         now_ns = self._clock.now_ns()
@@ -385,7 +379,10 @@ class PythonMemoryStore:
             self._states = 0
         self._allowances.close()
 
-    # Below: called by gates, with the lock held.
+    async def aclose(self) -> None:
+        self.close()
+
+    # Below: called by counters, with the lock held.
 
     def require_open(self) -> None:
         if self._closed:
@@ -447,7 +444,7 @@ _ENTRY_BYTES: Final = sum(
 )
 
 
-class MemoryGate:
+class MemoryCounter:
     """One rule's limits in a PythonMemoryStore."""
 
     __slots__ = ("_clock", "_lock", "_parts", "_rule", "_store", "limits", "tables")

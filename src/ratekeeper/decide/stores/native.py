@@ -37,7 +37,6 @@ from ratekeeper.decide.leasing import Authority, Lease
 from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
 from ratekeeper.decide.store import (
-    AsyncStore,
     Cells,
     Channel,
     FastCheck,
@@ -131,7 +130,7 @@ class KernelStore:
     ) -> None:
         self.is_private = path is None
         self.is_sharded = False
-        self.as_async: AsyncStore | None = None
+        self.is_local = True
         self.monitor: StoreMonitor | None = None
         self.channel: Channel | None = None
         self.fleet: FleetMonitor | None = None
@@ -156,7 +155,7 @@ class KernelStore:
         self.check_together = self._table.check_all
         _warn_of(self._table.notice)
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
@@ -186,6 +185,9 @@ class KernelStore:
     def close(self) -> None:
         self._table.close()
         self._allowances.close()
+
+    async def aclose(self) -> None:
+        self.close()
 
 
 class KernelAllowances:

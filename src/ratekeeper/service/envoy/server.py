@@ -100,7 +100,7 @@ async def start(
             **listed.methods.streaming,
         },
         # A call to a remote store waits, with timeouts that need a task.
-        at_once=frozenset() if context.limiter.store.as_async is not None else frozenset({path}),
+        at_once=frozenset({path}) if context.limiter.store.is_local else frozenset(),
     )
     running = await server.start(
         *(methods, address, tls),

@@ -394,7 +394,7 @@ def _batch(context: ServiceContext) -> Handler:
     limiter = context.limiter
     read = body_reader(BatchBody)
     # Checks on a remote store run concurrently; in memory, a task for each would only cost time.
-    is_remote = limiter.store.as_async is not None
+    is_remote = not limiter.store.is_local
     note_seconds = context.counters.decision_seconds.note
 
     async def batch(http_request: ServiceRequest) -> ServiceReply:
@@ -514,7 +514,7 @@ def charged_text(decision: Decision) -> str:
     """
     charges = []
     for check, charged_ns in charges_in(decision):
-        part = [subject for _, subject in check.parts].index(check.gate_subject)
+        part = [subject for _, subject in check.parts].index(check.counted)
         charges.append((check.rule.id, part, charged_ns))
     return urlsafe_b64encode(msgspec.msgpack.encode(charges)).decode()
 
@@ -538,8 +538,8 @@ def _charges_of(checks: Sequence[RuleCheck], charged: str) -> list[RuleCharge]:
     for rule, part, charged_ns in charges:
         check = by_rule.pop(rule, None)
         if check is not None and 0 <= part < len(check.parts):
-            gate, subject = check.parts[part]
-            found.append((check._replace(gate=gate, gate_subject=subject), charged_ns))
+            counter, subject = check.parts[part]
+            found.append((check._replace(counter=counter, counted=subject), charged_ns))
     return found
 
 

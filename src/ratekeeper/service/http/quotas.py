@@ -25,9 +25,10 @@ from ratekeeper.core.model import (
     PenaltyKind,
     Request,
 )
+from ratekeeper.core.steps import asked, run_async
 from ratekeeper.core.subjects import SEPARATOR
 from ratekeeper.decide.regional import AcrossRegions, RegionalUsage
-from ratekeeper.decide.store import AsyncGate, Gate
+from ratekeeper.decide.store import Counter
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Mode
@@ -58,7 +59,7 @@ TTL_SECONDS_MAX: Final = 366 * 86_400
 _QUERY_FIELDS_MAX: Final = ATTRIBUTES_MAX + len(REQUEST_FIELDS)
 _ATTRIBUTE: Final = "attributes."
 # Gates of single limits that are kept; when there are more, all are dropped.
-_GATES_MAX: Final = 1_024
+_COUNTERS_MAX: Final = 1_024
 
 QuotaKind = Literal["limited", "unlimited", "exempt", "blocked"]
 _KINDS: Final[dict[str | None, QuotaKind]] = {
@@ -294,23 +295,17 @@ class _SingleLimits:
 
     def __init__(self, context: ServiceContext) -> None:
         self._store = context.limiter.store
-        self._gates: dict[tuple[str, Limit], Gate] = {}
-        self._async_gates: dict[tuple[str, Limit], AsyncGate] = {}
+        self._counters: dict[tuple[str, Limit], Counter] = {}
 
     async def peek(self, rule: str, limit: Limit, subject: str) -> Decision:
         """Return the state of the limit. Raises StoreError."""
-        remote = self._store.as_async
-        if len(self._gates) + len(self._async_gates) >= _GATES_MAX:
-            self._gates.clear()
-            self._async_gates.clear()
-        key = rule, limit
-        if remote is None:
-            if key not in self._gates:
-                self._gates[key] = self._store.gate((limit,), rule)
-            return self._gates[key].peek(subject, 0)
-        if key not in self._async_gates:
-            self._async_gates[key] = remote.async_gate((limit,), rule)
-        return await self._async_gates[key].peek(subject, 0)
+        if len(self._counters) >= _COUNTERS_MAX:
+            self._counters.clear()
+        counter = self._counters.get((rule, limit))
+        if counter is None:
+            counter = self._counters[rule, limit] = self._store.counter((limit,), rule)
+        decision: Decision = await run_async(asked(counter.peek, subject, 0))
+        return decision
 
 
 def _reset(context: ServiceContext) -> Handler:

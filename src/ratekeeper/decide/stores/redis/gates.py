@@ -4,22 +4,21 @@ A check is one call of the check script. It is answered without a call if its de
 fails at once if the circuit breaker of its server is open. On asyncio it may go together with other
 checks of the same key (see `coalescing.py`).
 
-The two gates share everything but the way they wait. `check` is the hot path: it has no generator,
-and asyncio awaits the future of the connection itself. The other verbs are steps that both drivers
-run.
+A check is the hot path: it has no generator, and asyncio awaits the future of the connection
+itself. The other verbs are steps that both drivers run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any, Final
 
 from hiredis import ReplyError
 
 from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
-from ratekeeper.core.steps import Steps, Undo, run, run_async
+from ratekeeper.core.steps import Ask, Steps, Undo, run, run_async
 from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from ratekeeper.decide.store import Answer
@@ -49,16 +48,23 @@ REPORTS_MAX: Final = 64
 _MAY_BE_COUNTED: Final = "may have been counted"
 
 
-class _GateLogic:
-    """The parts of a gate that need no I/O."""
+class RedisCounter:
+    """One rule's limits on Redis: every verb is an Ask, for threads or for asyncio.
+
+    The verbs of threads use the driver of threads, and those of asyncio that of the running loop.
+    """
 
     __slots__ = (
         "_breakers",
         "_busiest",
         "_cache",
+        "_capacity",
         "_deadline_ns",
+        "_driver",
+        "_driver_of_loop",
         "_sample",
         "_servers",
+        "_threads",
         "limits",
         "scripts",
     )
@@ -66,7 +72,8 @@ class _GateLogic:
     def __init__(
         self,
         scripts: RuleScripts,
-        servers: RedisServers,
+        threads: ThreadDriver,
+        driver_of_loop: Callable[[], AsyncioDriver],
         cache: DenialCache,
         busiest: Busiest,
         sample: Callable[[str], None],
@@ -74,12 +81,53 @@ class _GateLogic:
         """`sample` is called with the subject of each check that `busiest` is due to sample."""
         self.limits = scripts.decoder.limits
         self.scripts = scripts
-        self._servers = servers
+        self._threads = threads
+        self._driver_of_loop = driver_of_loop
+        self._driver: AsyncioDriver | None = None
+        self._servers = servers = threads.servers
         self._breakers = servers.breakers
         self._deadline_ns = servers.config.deadline_ns
         self._cache = cache
         self._busiest = busiest
         self._sample = sample
+        # The units that may go as one call on asyncio; 0 if coalescing is off.
+        coalesce = servers.config.coalesce
+        self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
+
+    def fast_check(self, fallback: Callable[..., Decision]) -> None:
+        """Return None: the server decides."""
+
+    def check(self, subject: str, cost: int) -> Ask:
+        """Spend `cost` units if every limit has room. One round trip."""
+        return Ask(self._check, self._check_async, subject, cost)
+
+    def peek(self, subject: str, cost: int) -> Ask:
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return self._asking(self._peeking, subject, cost)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
+        """Give units that were charged at `charged_ns` back to every limit."""
+        return self._asking(self._giving, subject, self.scripts.refund(subject, units, charged_ns))
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
+        """Add extra units on top of every limit."""
+        if not units:
+            return None
+        return self._asking(self._giving, subject, self.scripts.grant(subject, units, ttl_ns))
+
+    def reset(self, subject: str) -> Ask:
+        """Forget what the subject spent and was granted."""
+        return self._asking(self._giving, subject, self.scripts.reset(subject))
+
+    def _asking(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
+        """Return the Ask of steps that begin with a driver."""
+        return Ask(self._in_thread, self._awaited, steps, *args)
+
+    def _in_thread(self, steps: Callable[..., Steps[Any]], *args: Any) -> Any:
+        return run(steps(self._threads, *args))
+
+    def _awaited(self, steps: Callable[..., Steps[Any]], *args: Any) -> Awaitable[Any]:
+        return run_async(steps(self._driver_of_loop(), *args))
 
     def _decided_locally(self, check: CheckKey) -> Decision | None:
         """Return a cached denial. Raises StoreUnavailable if the server's breaker is open."""
@@ -112,28 +160,7 @@ class _GateLogic:
         finally:  # also if it failed or was cancelled: the server may have run it
             self._cache.drop_subject(subject)
 
-
-class RedisGate(_GateLogic):
-    """One rule's limits, for threads."""
-
-    __slots__ = ("_driver",)
-
-    def __init__(
-        self,
-        scripts: RuleScripts,
-        driver: ThreadDriver,
-        cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
-    ) -> None:
-        super().__init__(scripts, driver.servers, cache, busiest, sample)
-        self._driver = driver
-
-    def fast_check(self, fallback: Callable[..., Decision]) -> None:
-        """Return None: the server decides."""
-
-    def check(self, subject: str, cost: int) -> Decision:
-        """Spend `cost` units if every limit has room. One round trip."""
+    def _check(self, subject: str, cost: int) -> Decision:
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
@@ -144,59 +171,15 @@ class RedisGate(_GateLogic):
                 return decision
         attempt = CheckAttempt(check, self._cache.table.mark)
         try:
-            reply = self._driver.send(attempt.key, attempt.payload())
+            reply = self._threads.send(attempt.key, attempt.payload())
         except NotSent as error:
             reply = error
         if type(reply) is not list:
             due_ns = attempt.sent_ns + self._deadline_ns
-            reply = self._driver.settle(attempt.call(), due_ns, reply)
+            reply = self._threads.settle(attempt.call(), due_ns, reply)
         return self._decision(attempt, reply)
 
-    def peek(self, subject: str, cost: int) -> Decision:
-        """Return the answer of `check`, with the remaining quota as it is now."""
-        return run(self._peeking(self._driver, subject, cost))
-
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Give units that were charged at `charged_ns` back to every limit."""
-        call = self.scripts.refund(subject, units, charged_ns)
-        run(self._giving(self._driver, subject, call))
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Add extra units on top of every limit."""
-        if units:
-            run(self._giving(self._driver, subject, self.scripts.grant(subject, units, ttl_ns)))
-
-    def reset(self, subject: str) -> None:
-        """Forget what the subject spent and was granted."""
-        run(self._giving(self._driver, subject, self.scripts.reset(subject)))
-
-
-class AsyncRedisGate(_GateLogic):
-    """One rule's limits, for asyncio.
-
-    `driver_of_loop` returns the driver of the running event loop.
-    """
-
-    __slots__ = ("_capacity", "_driver", "_driver_of_loop")
-
-    def __init__(
-        self,
-        scripts: RuleScripts,
-        servers: RedisServers,
-        driver_of_loop: Callable[[], AsyncioDriver],
-        cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
-    ) -> None:
-        super().__init__(scripts, servers, cache, busiest, sample)
-        # The units that may go as one call; 0 if coalescing is off.
-        coalesce = servers.config.coalesce
-        self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
-        self._driver_of_loop = driver_of_loop
-        self._driver: AsyncioDriver | None = None
-
-    async def check(self, subject: str, cost: int) -> Decision:
-        """Spend `cost` units if every limit has room. One round trip."""
+    async def _check_async(self, subject: str, cost: int) -> Decision:
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
@@ -232,26 +215,6 @@ class AsyncRedisGate(_GateLogic):
             else:  # the same without a function call, for the usual case: it was the only one
                 del coalescer.in_flight[check]
         return self._decision(attempt, reply)
-
-    async def peek(self, subject: str, cost: int) -> Decision:
-        """Return the answer of `check`, with the remaining quota as it is now."""
-        return await run_async(self._peeking(self._driver_of_loop(), subject, cost))
-
-    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Give units that were charged at `charged_ns` back to every limit."""
-        call = self.scripts.refund(subject, units, charged_ns)
-        await run_async(self._giving(self._driver_of_loop(), subject, call))
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Add extra units on top of every limit."""
-        if units:
-            call = self.scripts.grant(subject, units, ttl_ns)
-            await run_async(self._giving(self._driver_of_loop(), subject, call))
-
-    async def reset(self, subject: str) -> None:
-        """Forget what the subject spent and was granted."""
-        call = self.scripts.reset(subject)
-        await run_async(self._giving(self._driver_of_loop(), subject, call))
 
 
 class JointCheck:

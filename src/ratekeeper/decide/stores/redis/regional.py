@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,7 +37,7 @@ from ratekeeper.core.model import (
     Limit,
     Limits,
 )
-from ratekeeper.core.steps import Steps, run, run_async
+from ratekeeper.core.steps import Ask, Steps, run, run_async
 from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.ledgers import BucketLedger, Ledger, LogLedger, WindowLedger
 from ratekeeper.decide.regional import (
@@ -47,7 +47,7 @@ from ratekeeper.decide.regional import (
     ROUND_NS,
     Accepted,
     AcrossRegions,
-    GlobalGate,
+    GlobalCounter,
     Learnt,
     RegionalUsage,
     RegionPart,
@@ -567,30 +567,71 @@ class _GlobalRule:
         return self.changing(driver, subject, b"reset", 0, b"")
 
 
-class RedisGlobalGate(GlobalGate):
-    """One global rule's limits, for threads."""
+class RedisGlobalCounter(GlobalCounter):
+    """One global rule's limits on Redis."""
 
-    __slots__ = ("_busiest", "_driver", "_rule", "_sample", "_servers", "limits")
+    __slots__ = (
+        "_busiest",
+        "_driver",
+        "_driver_of_loop",
+        "_rule",
+        "_sample",
+        "_servers",
+        "_threads",
+        "limits",
+    )
 
     def __init__(
         self,
         rule: _GlobalRule,
-        driver: ThreadDriver,
+        threads: ThreadDriver,
+        driver_of_loop: Callable[[], AsyncioDriver],
         busiest: Busiest,
         sample: Callable[[str], None],
     ) -> None:
         self.limits = rule.limits
         self._rule = rule
-        self._driver = driver
-        self._servers = driver.servers
+        self._threads = threads
+        self._servers = threads.servers
+        self._driver_of_loop = driver_of_loop
+        self._driver: AsyncioDriver | None = None
         self._busiest = busiest
         self._sample = sample
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
 
-    def check(self, subject: str, cost: int) -> Decision:
+    def check(self, subject: str, cost: int) -> Ask:
         """Spend `cost` units if every limit has room for this region. One round trip."""
+        return Ask(self._check, self._check_async, subject, cost)
+
+    def peek(self, subject: str, cost: int) -> Ask:
+        """Return the answer of `check`, with the remaining quota as it is now."""
+        return self._asking(self._rule.peeking, subject, cost)
+
+    def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
+        """Give units of this region back. The other regions learn it with the next report."""
+        return self._asking(self._rule.refunding, subject, units, charged_ns)
+
+    def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
+        """Add extra units in this region."""
+        return self._asking(self._rule.granting, subject, units, ttl_ns) if units else None
+
+    def reset(self, subject: str) -> Ask:
+        """Forget the counts of the subject in this region."""
+        return self._asking(self._rule.resetting, subject)
+
+    def _asking(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
+        """Return the Ask of steps that begin with a driver."""
+        return Ask(self._in_thread, self._awaited, steps, *args)
+
+    def _in_thread(self, steps: Callable[..., Steps[Any]], *args: Any) -> Any:
+        return run(steps(self._threads, *args))
+
+    def _awaited(self, steps: Callable[..., Steps[Any]], *args: Any) -> Awaitable[Any]:
+        return run_async(steps(self._driver_of_loop(), *args))
+
+    def _check(self, subject: str, cost: int) -> Decision:
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
@@ -598,54 +639,16 @@ class RedisGlobalGate(GlobalGate):
             self._servers.require_closed(self._rule.keys_of(subject)[0])
         sent_ns = time.monotonic_ns()
         try:
-            reply = self._driver.send(*self._rule.check_payload(subject, cost))
+            reply = self._threads.send(*self._rule.check_payload(subject, cost))
         except NotSent as error:
             reply = error
         if type(reply) is not list:
             call = self._rule.call(REGIONAL_CHECK, subject, cost)
             due_ns = sent_ns + self._servers.config.deadline_ns
-            reply = self._driver.settle(call, due_ns, reply)
+            reply = self._threads.settle(call, due_ns, reply)
         return self._rule.decision(subject, reply, cost, spend=True)
 
-    def peek(self, subject: str, cost: int) -> Decision:
-        """Return the answer of `check`, with the remaining quota as it is now."""
-        return run(self._rule.peeking(self._driver, subject, cost))
-
-    def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """Give units of this region back. The other regions learn it with the next report."""
-        run(self._rule.refunding(self._driver, subject, units, charged_ns))
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """Add extra units in this region."""
-        if units:
-            run(self._rule.granting(self._driver, subject, units, ttl_ns))
-
-    def reset(self, subject: str) -> None:
-        """Forget the counts of the subject in this region."""
-        run(self._rule.resetting(self._driver, subject))
-
-
-class AsyncRedisGlobalGate(GlobalGate):
-    """`RedisGlobalGate` for asyncio."""
-
-    __slots__ = ("_busiest", "_driver", "_driver_of_loop", "_rule", "_sample", "limits")
-
-    def __init__(
-        self,
-        rule: _GlobalRule,
-        driver_of_loop: Callable[[], AsyncioDriver],
-        busiest: Busiest,
-        sample: Callable[[str], None],
-    ) -> None:
-        self.limits = rule.limits
-        self._rule = rule
-        self._driver_of_loop = driver_of_loop
-        self._driver: AsyncioDriver | None = None
-        self._busiest = busiest
-        self._sample = sample
-
-    async def check(self, subject: str, cost: int) -> Decision:
-        """See RedisGlobalGate.check."""
+    async def _check_async(self, subject: str, cost: int) -> Decision:
         self._busiest.next_in -= 1
         if self._busiest.next_in <= 0:
             self._sample(subject)
@@ -665,25 +668,6 @@ class AsyncRedisGlobalGate(GlobalGate):
             due_ns = sent_ns + servers.config.deadline_ns
             reply = await driver.settle(call, due_ns, reply)
         return self._rule.decision(subject, reply, cost, spend=True)
-
-    async def peek(self, subject: str, cost: int) -> Decision:
-        """See RedisGlobalGate.peek."""
-        return await run_async(self._rule.peeking(self._driver_of_loop(), subject, cost))
-
-    async def refund(self, subject: str, units: int, charged_ns: int | None) -> None:
-        """See RedisGlobalGate.refund."""
-        driver = self._driver_of_loop()
-        await run_async(self._rule.refunding(driver, subject, units, charged_ns))
-
-    async def grant(self, subject: str, units: int, ttl_ns: int | None) -> None:
-        """See RedisGlobalGate.grant."""
-        if units:
-            driver = self._driver_of_loop()
-            await run_async(self._rule.granting(driver, subject, units, ttl_ns))
-
-    async def reset(self, subject: str) -> None:
-        """See RedisGlobalGate.reset."""
-        await run_async(self._rule.resetting(self._driver_of_loop(), subject))
 
 
 # ── The calls of a sync ────────────────────────────────────────────────────────────────────────
@@ -722,17 +706,14 @@ class RedisRegional:
     def _rule_of(self, limits: Limits, rule: str, across: AcrossRegions) -> _GlobalRule:
         return _GlobalRule(tuple(limits), rule, across, self._keys, self._now)
 
-    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> RedisGlobalGate:
-        """See RegionalCounts."""
-        found = self._rule_of(limits, rule, across)
-        return RedisGlobalGate(found, self._threads, self._busiest, self._sample)
-
-    def global_async_gate(
+    def global_counter(
         self, limits: Limits, rule: str, across: AcrossRegions
-    ) -> AsyncRedisGlobalGate:
-        """See RegionalCounts."""
+    ) -> RedisGlobalCounter:
+        """Prepare a rule's limits."""
         found = self._rule_of(limits, rule, across)
-        return AsyncRedisGlobalGate(found, self._driver_of_loop, self._busiest, self._sample)
+        return RedisGlobalCounter(
+            found, self._threads, self._driver_of_loop, self._busiest, self._sample
+        )
 
     async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """Return the replies to all calls. Raises StoreError if one fails."""

@@ -6,14 +6,14 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Awaitable, Container, Sequence
 from dataclasses import replace
 from typing import Self, cast
 
 from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.model import Consistency, Limit
-from ratekeeper.core.steps import run, run_async
+from ratekeeper.core.steps import Ask, run, run_async
 from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
@@ -29,9 +29,8 @@ from ratekeeper.decide.store import (
     MARKS_MAX,
     REGISTERED_MAX,
     Answer,
-    AsyncGateCheck,
     BreakerState,
-    GateCheck,
+    Charge,
     ServerStatus,
     StoreStats,
     require_regional,
@@ -44,9 +43,8 @@ from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
 from ratekeeper.decide.stores.redis.gates import (
-    AsyncRedisGate,
     JointCheck,
-    RedisGate,
+    RedisCounter,
     reporting,
 )
 from ratekeeper.decide.stores.redis.health import (
@@ -76,16 +74,12 @@ class RedisStore:
     """
 
     is_private = False
+    is_local = False
 
     @property
     def is_sharded(self) -> bool:
         """True in a cluster."""
         return self._servers.clustered
-
-    @property
-    def as_async(self) -> Self:
-        """The awaited calls."""
-        return self
 
     @property
     def monitor(self) -> Self:
@@ -143,66 +137,45 @@ class RedisStore:
         self._cells = RedisCells(config, self._clock, self._driver_of_loop)
         _stores.add(self)
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> RedisGate:
-        """Prepare a rule's limits for threads."""
+    ) -> RedisCounter:
+        """Prepare a rule's limits."""
         require_strict(consistency)
         require_regional(across)
         self._require_open()
         scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
-
-    def async_gate(
-        self,
-        limits: Sequence[Limit],
-        rule: str,
-        consistency: Consistency = "strict",
-        across: AcrossRegions | None = None,
-    ) -> AsyncRedisGate:
-        """Prepare a rule's limits for asyncio."""
-        require_strict(consistency)
-        require_regional(across)
-        self._require_open()
-        servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
-        scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
+        return RedisCounter(
+            scripts,
+            self._threads,
+            self._driver_of_loop,
+            self._cache,
+            self._checks,
+            self._sample,
+        )
 
     def check_together(
-        self, checks: Sequence[GateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
+        self, checks: Sequence[Charge], optional: Container[int] = ()
+    ) -> list[Answer] | Ask:
         """Check several subjects; all pass or none is charged.
 
         One round trip, in one atomic step. In a cluster two round trips; see JointCheck. If a round
-        trip fails, a subject may stay charged, never twice; see `docs/redis.md`.
+        trip fails, a subject may stay charged, never twice; see `docs/redis.md`. A caller on
+        asyncio that is cancelled has spent nothing.
         """
         if not checks:
             return []
         joint = self._joint_check(checks, optional)
         answers = joint.decided_locally(self._servers)
-        if answers is None:
-            answers = run(joint.deciding(self._threads))
-        return answers
-
-    async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        """`check_together`, awaited. A caller that is cancelled has spent nothing."""
-        if not checks:
-            return []
-        joint = self._joint_check(checks, optional)
-        answers = joint.decided_locally(self._servers)
-        if answers is None:
-            answers = await self._shielded(joint)
-        return answers
+        return Ask(self._decide, self._shielded, joint) if answers is None else answers
 
     def lease(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
+    ) -> list[LeasedAnswer] | Ask:
         """Check several subjects, all or none, and lease units with those that are charged.
 
         Round trips and errors are those of `check_together`.
@@ -212,37 +185,35 @@ class RedisStore:
         joint = self._leased_check(checks, optional)
         answers = joint.decided_locally(self._servers)
         if answers is None:
-            answers = run(joint.deciding(self._threads))
+            return Ask(self._lease, self._lease_async, joint)
         return _with_leases(answers, joint)
 
-    async def lease_async(
-        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
-        """`lease`, awaited. A caller that is cancelled has spent and leased nothing."""
-        if not checks:
-            return []
-        joint = self._leased_check(checks, optional)
-        answers = joint.decided_locally(self._servers)
-        if answers is None:
-            answers = await self._shielded(joint)
-        return _with_leases(answers, joint)
-
-    def report(self, reports: Sequence[Report]) -> list[Answer]:
+    def report(self, reports: Sequence[Report]) -> list[Answer] | Ask:
         """Give units back and charge late: one batch of calls for each server."""
         if not reports:
             return []
-        return run(reporting(self._threads, self._cache, [_attempt_of(each) for each in reports]))
-
-    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
-        """`report`, awaited."""
-        if not reports:
-            return []
         attempts = [_attempt_of(each) for each in reports]
-        return await run_async(reporting(self._driver_of_loop(), self._cache, attempts))
+        return Ask(self._report, self._report_async, attempts)
+
+    def _decide(self, joint: JointCheck) -> list[Answer]:
+        return run(joint.deciding(self._threads))
+
+    def _lease(self, joint: JointCheck) -> list[LeasedAnswer]:
+        return _with_leases(self._decide(joint), joint)
+
+    async def _lease_async(self, joint: JointCheck) -> list[LeasedAnswer]:
+        return _with_leases(await self._shielded(joint), joint)
+
+    def _report(self, attempts: Sequence[ReportAttempt]) -> list[Answer]:
+        return run(reporting(self._threads, self._cache, attempts))
+
+    def _report_async(self, attempts: Sequence[ReportAttempt]) -> Awaitable[list[Answer]]:
+        return run_async(reporting(self._driver_of_loop(), self._cache, attempts))
 
     def _leased_check(self, checks: Sequence[LeaseCheck], optional: Container[int]) -> JointCheck:
         parts = [
-            (cast("_AnyGate", check.gate).scripts, check.subject, check.cost) for check in checks
+            (cast("RedisCounter", check.counter).scripts, check.subject, check.cost)
+            for check in checks
         ]
         # Two checks of one counter: the lease of the first could deny the second.
         once = len({(scripts.encoded, subject) for scripts, subject, _ in parts}) == len(parts)
@@ -264,13 +235,9 @@ class RedisStore:
                 await run_async(joint.undoing_late(driver))
             raise
 
-    def _joint_check(
-        self,
-        checks: Sequence[GateCheck] | Sequence[AsyncGateCheck],
-        optional: Container[int],
-    ) -> JointCheck:
-        own = cast("Sequence[tuple[_AnyGate, str, int]]", checks)  # they are gates of this store
-        parts = [(gate.scripts, subject, cost) for gate, subject, cost in own]
+    def _joint_check(self, checks: Sequence[Charge], optional: Container[int]) -> JointCheck:
+        own = cast("Sequence[tuple[RedisCounter, str, int]]", checks)  # counters of this store
+        parts = [(counter.scripts, subject, cost) for counter, subject, cost in own]
         return JointCheck(parts, self._cache, optional)
 
     def _driver_of_loop(self) -> AsyncioDriver:
@@ -380,13 +347,15 @@ class RedisStore:
         """
         self._servers.breakers.listen(listener)
 
-    def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
+    def mark(self, subject: str, name: int, lasts_ns: int) -> Ask:
         """See Store.mark. One round trip. Raises StoreError."""
-        return bool(run(self._threads.running(self._mark_call(subject, name, lasts_ns))))
-
-    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
-        """`mark`, awaited."""
         call = self._mark_call(subject, name, lasts_ns)
+        return Ask(self._mark, self._mark_async, call)
+
+    def _mark(self, call: ScriptCall) -> bool:
+        return bool(run(self._threads.running(call)))
+
+    async def _mark_async(self, call: ScriptCall) -> bool:
         return bool(await run_async(self._driver_of_loop().running(call)))
 
     def _mark_call(self, subject: str, name: int, lasts_ns: int) -> ScriptCall:
@@ -469,13 +438,10 @@ class RedisStore:
         self._drivers.clear()
 
 
-_AnyGate = RedisGate | AsyncRedisGate
-
-
 def _attempt_of(report: Report) -> ReportAttempt:
     is_late = isinstance(report, LateCharge)
     time_ns = report.age_ns if isinstance(report, LateCharge) else report.ends_ns
-    scripts = cast("_AnyGate", report.gate).scripts
+    scripts = cast("RedisCounter", report.counter).scripts
     return ReportAttempt(scripts, report.subject, report.units, is_late, time_ns // NS_PER_US)
 
 
