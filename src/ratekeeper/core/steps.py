@@ -14,16 +14,18 @@ function. It continues with the answer, or with its error, as if it had waited i
 Two links carry Asks: `run` waits in the calling thread, `run_async` awaits. Both take the same
 generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
-`Together` is several calls that may run at the same time: threads make them one after another,
-asyncio makes them concurrently. An `Undo` is a call that must complete even if the caller is
-cancelled, because it returns units that were spent.
+`Together` is several calls that may run at the same time: asyncio makes them concurrently, threads
+make them one after another. An `Undo`, and a Together that `completes`, go on in the background if
+the caller is cancelled, because they spend or return units.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Final, TypeVar
+
+from ratekeeper.core.errors import StoreTimeout
 
 T = TypeVar("T")
 
@@ -63,16 +65,25 @@ class Undo(Call):
     __slots__ = ()
 
 
+class CallerGone(BaseException):
+    """Steps that went on without their caller have undone what they did, and end."""
+
+
 class Together:
     """Several calls; the generator continues with the list of their results.
 
-    If a call fails, the list has its exception instead of a result.
+    If a call fails, the list has its exception instead of a result. The calls share a deadline:
+    after a StoreTimeout, a thread does not make the rest of them, and they have the same error.
     """
 
-    __slots__ = ("calls",)
+    __slots__ = ("calls", "cancelled", "completes")
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[Call], *, completes: bool = False) -> None:
+        """With `completes`, the steps go on in the background if the caller is cancelled."""
         self.calls = calls
+        self.completes = completes
+        self.cancelled = False
+        """Set if the caller was cancelled before the results were there."""
 
 
 Step = Call | Together
@@ -90,7 +101,7 @@ def run(steps: Steps[T]) -> T:
                     if type(result) is Ask:
                         result = result.wait(*result.args)
                 else:
-                    result = [_result(call) for call in step.calls]
+                    result = _results(step.calls)
             except BaseException as error:
                 step = steps.throw(error)
             else:
@@ -100,12 +111,22 @@ def run(steps: Steps[T]) -> T:
         return value
 
 
-def _result(call: Call) -> Any:
-    try:
-        result = call.function(*call.args)
-        return result.wait(*result.args) if type(result) is Ask else result
-    except Exception as error:
-        return error
+def _results(calls: Sequence[Call]) -> list[Any]:
+    results: list[Any] = []
+    late: StoreTimeout | None = None
+    for call in calls:
+        if late is None:
+            try:
+                result = call.function(*call.args)
+                results.append(result.wait(*result.args) if type(result) is Ask else result)
+                continue
+            except StoreTimeout as error:
+                late = error
+            except Exception as error:
+                results.append(error)
+                continue
+        results.append(late)
+    return results
 
 
 def asking(steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
@@ -144,21 +165,28 @@ def is_awaitable(value: object) -> bool:
 
 async def run_async(steps: Steps[T]) -> T:
     """Run the steps in this event loop and return their result."""
+    return await _driven(steps, None)
+
+
+async def _driven(steps: Steps[T], waiting: Awaitable[Any] | None) -> T:
+    """Run steps; first send them the results that they are `waiting` for, if any."""
     try:
-        step = next(steps)
+        step = next(steps) if waiting is None else steps.send(await waiting)
         while True:
             try:
                 if isinstance(step, Call):
-                    result = step.function(*step.args)
-                    if type(result) is Ask:
-                        result = result.send(*result.args)
+                    result = _started(step)
                     if is_awaitable(result):
                         result = await (_shielded(result) if type(step) is Undo else result)
                 else:
-                    result = await asyncio.gather(
-                        *(_awaited(call) for call in step.calls), return_exceptions=True
-                    )
+                    results = [_started_or_error(call) for call in step.calls]
+                    if any(map(is_awaitable, results)):
+                        result = await _together(steps, step, results)
+                    else:
+                        result = results
             except BaseException as error:
+                if isinstance(step, Together) and step.cancelled:
+                    raise  # the steps go on without the caller
                 step = steps.throw(error)
             else:
                 step = steps.send(result)
@@ -167,19 +195,52 @@ async def run_async(steps: Steps[T]) -> T:
         return value
 
 
+def _started(call: Call) -> Any:
+    """Return the result of a call, or the awaitable of its answer."""
+    result = call.function(*call.args)
+    return result.send(*result.args) if type(result) is Ask else result
+
+
+def _started_or_error(call: Call) -> Any:
+    try:
+        return _started(call)
+    except Exception as error:
+        return error
+
+
+async def _together(steps: Steps[Any], step: Together, results: list[Any]) -> list[Any]:
+    """Await the results that are awaitable, all at the same time."""
+    gathered = asyncio.gather(*map(_settled, results), return_exceptions=True)
+    if not step.completes:
+        return await gathered
+    try:
+        return await asyncio.shield(gathered)
+    except asyncio.CancelledError:
+        step.cancelled = True
+        _keep(asyncio.ensure_future(_driven(steps, gathered)))
+        raise
+
+
+async def _settled(result: Any) -> Any:
+    return await result if is_awaitable(result) else result
+
+
 # Tasks that go on after their callers were cancelled. The event loop keeps only weak references.
 _undoing: Final[set[asyncio.Future[Any]]] = set()
 
 
 def _shielded(result: Any) -> asyncio.Future[Any]:
     task = asyncio.ensure_future(result)
-    _undoing.add(task)
-    task.add_done_callback(_undoing.discard)
+    _keep(task)
     return asyncio.shield(task)
 
 
-async def _awaited(call: Call) -> Any:
-    result = call.function(*call.args)
-    if type(result) is Ask:
-        result = result.send(*result.args)
-    return await result if is_awaitable(result) else result
+def _keep(task: asyncio.Future[Any]) -> None:
+    _undoing.add(task)
+    task.add_done_callback(_forgotten)
+
+
+def _forgotten(task: asyncio.Future[Any]) -> None:
+    _undoing.discard(task)
+    if not task.cancelled():
+        task.exception()  # read, so that asyncio does not log it: the caller is gone

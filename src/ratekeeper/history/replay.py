@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from ratekeeper.core.clock import ManualClock
 from ratekeeper.core.errors import CapacityError, RatekeeperError
 from ratekeeper.core.model import Limits, Request
-from ratekeeper.decide.failure import FailurePolicy
+from ratekeeper.decide.failure import FailurePolicy, LocalFallback, LocalLimits
 from ratekeeper.decide.stores import open_store
 from ratekeeper.history.events import (
     LISTED,
@@ -46,6 +46,8 @@ from ratekeeper.history.recorded import (
     replayed_document,
     unreadable,
 )
+from ratekeeper.limiter.path import CheckPath
+from ratekeeper.metrics.tally import Counts
 from ratekeeper.rules.document.model import Document, Rule
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.entry_table import EntryTable
@@ -463,14 +465,19 @@ class _Side:
         self, document: Document, clock: ManualClock, entries: EntryTable, policy: FailurePolicy
     ) -> None:
         self._store = open_store("memory://", clock=clock)
-        self._engine = RuleEngine(self._store, document, clock, "", policy, entries=entries)
+        counts = Counts()
+        self._engine = RuleEngine(
+            self._store, document, clock, counts, on_failure=policy, entries=entries
+        )
         self._engine.penalties.is_logged = False
+        local = LocalLimits(LocalFallback(), clock)
+        self._path = CheckPath(self._store, policy, local, counts, self._engine.penalties)
 
     def outcome(self, request: Request, cost: int) -> ReplayOutcome | None:
         """Decide a request; None if it cannot be counted."""
         try:
-            # The plans of many different requests would take more time than they save.
-            result = self._engine.evaluate(request, cost)
+            plan = self._engine.compiled_rules.plan(request, cost)
+            result = self._path.result(plan, *self._path.decide(plan, request))
         except CapacityError:
             return self._never_fits(request, cost)
         except RatekeeperError:

@@ -9,9 +9,9 @@ from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
 from ratekeeper.core import switches
-from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, units_of
-from ratekeeper.core.steps import Ask, Call, Steps, run_async
+from ratekeeper.core.steps import Call, Steps, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
 from ratekeeper.limiter.arguments import (
@@ -23,10 +23,10 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.path import Duration
+from ratekeeper.limiter.path import RuleCharge
 from ratekeeper.limiter.setup import LimiterSetup
+from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.compiled import RuleCheck
-from ratekeeper.rules.engine import RepeatedCheck, RuleCharge, RuleEngine
 from ratekeeper.rules.explain import Explanation
 from ratekeeper.rules.splitting import usage_of_parts
 
@@ -51,65 +51,49 @@ class AsyncLimiter(LimiterSetup):
 
     def _bind(self) -> None:
         self._sleep = self._clock.sleep_async
-        self._at_once = self._store.is_local
+        # The quick check of a store that answers at once; None if its answers are awaited.
+        self._check_at_once = self._quick_check() if self._store.is_local else None
 
     async def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units if all limits have room; else spend nothing. See Limiter.check."""
-        if self._at_once:
-            return self._check(key, cost)
-        if self._engine is not None:
-            request, units = request_of(key), units_of(cost, "cost")
-            if switches.limiting_off:
-                return self._unlimited()
-            return await self._engine.check_async(request, units)
-        subject, units = self._subject_of(key), units_of(cost, "cost")
+        if self._check_at_once is not None:
+            return self._check_at_once(key, cost)
+        plan = self._plan(key, cost)
         if switches.limiting_off:
             return self._unlimited()
-        try:
-            answer = self._counter.check(subject, units)
-            decision = await answer.send(*answer.args) if isinstance(answer, Ask) else answer
-        except StoreError as error:
-            return self._failed(error, key, subject, units, spend=True)
-        return self._counted(decision)
+        return (await self._path.decide_async(plan, key))[0]
 
     async def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
-        if self._engine is None and self._at_once:
-            return self._peek_limits(key, cost)
         return await run_async(self._peek(key, cost))
 
     async def evaluate(
         self, key: Key | Request, cost: int = 1, *, spend: bool = True
     ) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result. See Limiter.evaluate."""
-        engine = self._engine
-        if engine is None or switches.limiting_off:
-            return self.result_of(await (self.check if spend else self.peek)(key, cost))
-        if type(key) is not Request or type(cost) is not int or cost < 0:
-            key, cost = request_of(key), units_of(cost, "cost")
-        if self._at_once:
-            return engine.evaluate(key, cost, spend=spend)
-        return await engine.evaluate_async(key, cost, spend=spend)
+        if spend and self._check_at_once is not None:
+            return self.evaluate_at_once(key, cost)
+        plan = self._plan(key, cost)
+        if switches.limiting_off:
+            return CheckResult(self._unlimited(), kind="unlimited")
+        if not spend:
+            return self._path.result(plan, await run_async(self._path.peeking(plan, key)))
+        return self._path.result(plan, *await self._path.decide_async(plan, key))
 
-    async def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
-        """Evaluate a request that is checked often. See Limiter.evaluate_repeated."""
-        engine = self._engine
-        if engine is None or switches.limiting_off:
-            return await self.evaluate(repeated.request, repeated.cost)
-        if self._at_once:
-            return engine.evaluate_repeated(repeated)
-        return await engine.evaluate_repeated_async(repeated)
+    def evaluate_at_once(self, key: Key | Request, cost: int = 1) -> CheckResult:
+        """Check in this thread and return a result, on a store that `answers_at_once`."""
+        plan = self._plan(key, cost)
+        if switches.limiting_off:
+            return CheckResult(self._unlimited(), kind="unlimited")
+        return self._path.result(plan, *self._path.decide(plan, key))
 
     @property
-    def immediate_engine(self) -> RuleEngine | None:
-        """The rule engine, if its store answers at once: then no caller needs to await a check.
+    def answers_at_once(self) -> bool:
+        """True if no caller needs to await a check: the store is in the memory of this machine.
 
-        None for a remote store, for a limiter without rules, and while `evaluate` is replaced on
-        this limiter, for example to trace it. A caller of the engine must check
-        `switches.limiting_off` first.
+        Not while `evaluate` is replaced on this limiter, for example to trace it.
         """
-        is_replaced = "evaluate" in vars(self)
-        return self._engine if self._at_once and not is_replaced else None
+        return self._check_at_once is not None and "evaluate" not in vars(self)
 
     async def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
         """Return a result for each (key, cost); if any is denied, nothing is spent. See Limiter."""
@@ -150,22 +134,21 @@ class AsyncLimiter(LimiterSetup):
 
         Raises StoreError, after all rules were tried.
         """
-        if not switches.limiting_off:
-            await run_async(self._rules().refund_charges_steps(charges, units_of(cost, "cost")))
+        await run_async(self._refund_charges(charges, cost))
 
     async def explain(self, request: Request, cost: int = 1) -> Explanation:
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
         rules, wanted = self._rules(), request_of(request)
         # In a thread: with many rules it takes a tenth of a second, and checks must not wait.
         found = await asyncio.to_thread(rules.explained, wanted, units_of(cost, "cost"))
-        return await run_async(rules.answer_steps(*found))
+        return await run_async(self._answers_of(*found))
 
     async def peek_rule(self, check: RuleCheck) -> Decision:
         """Return the decision of one rule of a plan. Spends nothing.
 
         Raises StoreError, and CapacityError for a cost that never fits.
         """
-        return await run_async(self._rules().peek_rule_steps(check))
+        return await run_async(self._peek_rule(check))
 
     async def usage_of(self, check: RuleCheck) -> RegionalUsage | None:
         """Return the usage of a global rule in all regions; None for a rule of one region.
@@ -186,7 +169,7 @@ class AsyncLimiter(LimiterSetup):
 
         Raises StoreError.
         """
-        return await run_async(self._rules().penalty_steps(check))
+        return await run_async(self._rules().penalties.look(check))
 
     async def is_barred(self, rule: str, subject: str) -> bool:
         """Return True if a cool-down of this rule is in force for a subject.
@@ -195,7 +178,7 @@ class AsyncLimiter(LimiterSetup):
         process that gave the cool-down at its next check of the subject. Also True if the store is
         unavailable, or private to one process.
         """
-        return await run_async(self._rules().is_barred_steps(rule, subject))
+        return await run_async(self._is_barred(rule, subject))
 
     async def refund(
         self, key: Key | Request, cost: int = 1, decision: Decision | None = None
@@ -213,11 +196,11 @@ class AsyncLimiter(LimiterSetup):
 
     async def grant_rules(self, checks: Sequence[RuleCheck], ttl: Duration | None = None) -> None:
         """Add the units of each check on top of the limits of its rule. Raises StoreError."""
-        await run_async(self._grant_rules(self._rules(), checks, ttl))
+        await run_async(self._grant_rules(checks, ttl))
 
     async def reset_rules(self, checks: Sequence[RuleCheck]) -> None:
         """Forget the units under each of these rules, and end penalties. Raises StoreError."""
-        await run_async(self._rules().reset_rules_steps(checks))
+        await run_async(self._reset_rules(checks))
 
     async def wait(
         self, key: Key | Request, cost: int = 1, timeout: Duration | None = None

@@ -21,9 +21,8 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.path import Duration
 from ratekeeper.limiter.setup import LimiterSetup
-from ratekeeper.rules.engine import RepeatedCheck
+from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.explain import Explanation
 
 P = ParamSpec("P")
@@ -45,7 +44,7 @@ class Limiter(LimiterSetup):
         # On the instance: `limiter.check` is the store's own compiled callable, and no Python code
         # runs in between. A subclass that overrides `check` keeps its own.
         if type(self).check is _CHECK:
-            self.check = self._check  # type: ignore[method-assign]  # see above
+            self.check = self._quick_check()  # type: ignore[method-assign]  # see above
 
     def check(self, key: Key | Request, cost: int = 1) -> Decision:
         """Spend `cost` units of the key's quota if all limits have room; else spend nothing.
@@ -57,21 +56,16 @@ class Limiter(LimiterSetup):
 
     def peek(self, key: Key | Request, cost: int = 1) -> Decision:
         """Return the decision that `check` would make now. Spends nothing."""
-        if self._engine is None:  # without a generator, in half the time
-            return self._peek_limits(key, cost)
         return run(self._peek(key, cost))
 
     def evaluate(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result, for an answer to a client."""
-        if self._engine is None or switches.limiting_off:
-            return self.result_of((self.check if spend else self.peek)(key, cost))
-        return self._engine.evaluate(request_of(key), units_of(cost, "cost"), spend=spend)
-
-    def evaluate_repeated(self, repeated: RepeatedCheck) -> CheckResult:
-        """Evaluate a request that is checked often; its matching rules are looked up once."""
-        if self._engine is None or switches.limiting_off:
-            return self.evaluate(repeated.request, repeated.cost)
-        return self._engine.evaluate_repeated(repeated)
+        plan = self._plan(key, cost)
+        if switches.limiting_off:
+            return CheckResult(self._unlimited(), kind="unlimited")
+        if not spend:
+            return self._path.result(plan, run(self._path.peeking(plan, key)))
+        return self._path.result(plan, *self._path.decide(plan, key))
 
     def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
         """Return a result for each (key, cost), in order; if any is denied, nothing is spent.
@@ -107,7 +101,7 @@ class Limiter(LimiterSetup):
         """Explain which rules apply and why, and the decision of each. Spends nothing."""
         rules = self._rules()
         found = rules.explained(request_of(request), units_of(cost, "cost"))
-        return run(rules.answer_steps(*found))
+        return run(self._answers_of(*found))
 
     def refund(self, key: Key | Request, cost: int = 1, decision: Decision | None = None) -> None:
         """Undo a decision that spent `cost` units, or a part of them. Raises StoreError.

@@ -1,28 +1,29 @@
 """Setting up a limiter: its parts, how it starts and closes, and its statistics.
 
-A limiter has either limits of its own, prepared as one counter on the store, or a rule document in
-force on the store (`RuleEngine`). `path.py` has the path of a check; this module has the rest.
+A limiter has either limits of its own (`OwnLimits`) or a rule document in force on its store
+(`RuleEngine`). `path.py` has the path of a check, `verbs.py` the other verbs; this module has the
+rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, clock_of
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
     DEFAULT_NAME,
     UNLIMITED,
-    AppliedRule,
     Consistency,
     Decision,
     Limit,
     Limits,
+    Request,
     check_consistency,
     check_name,
 )
@@ -41,9 +42,11 @@ from ratekeeper.decide.stores import store_of
 from ratekeeper.fleet.settings import Fleet, fleet_of
 from ratekeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
 from ratekeeper.limiter.arguments import explains
-from ratekeeper.limiter.path import LimiterPath
+from ratekeeper.limiter.own_limits import OwnLimits
+from ratekeeper.limiter.path import CheckPath
+from ratekeeper.limiter.verbs import LimiterVerbs
 from ratekeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
-from ratekeeper.metrics.tally import RuleCounts, Tally
+from ratekeeper.metrics.tally import Counts, RuleCounts, Tally
 from ratekeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
 from ratekeeper.regions.store import RegionStore
 from ratekeeper.rules.compiled import CompiledRules
@@ -51,13 +54,13 @@ from ratekeeper.rules.document.model import Document, Rules
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.entry_table import EntryTable
 from ratekeeper.rules.load import Loads, SourceFactor
-from ratekeeper.rules.penalties import Penalty
+from ratekeeper.rules.penalties import Penalties, Penalty
 
 if TYPE_CHECKING:
     from ratekeeper.control.follow import Follower, LoadedRules, RulesStatus
 
 
-class LimiterSetup(LimiterPath):
+class LimiterSetup(LimiterVerbs):
     """The parts that both limiters have, and everything that is not a check."""
 
     _consistency: Consistency = "strict"
@@ -66,10 +69,9 @@ class LimiterSetup(LimiterPath):
     _follower: Follower | None = None
     _fast: FastCheck | None = None
     """The store's compiled check of the limiter's own limits."""
-    _check: Callable[..., Decision]
-    """Checks in this thread, on a store that answers at once; unset if the store is awaited."""
-    _peek_limits: Callable[..., Decision]
-    """The same for a peek at the limiter's own limits; unset for a limiter from rules."""
+    _counts: Counts
+    _regions: Regions | None = None
+    """The regions that share the global limits of the store."""
 
     @explains("{}(…)", '{}("100/minute", store="redis://localhost")')
     def __init__(
@@ -115,9 +117,9 @@ class LimiterSetup(LimiterPath):
         check_name("name", name)
         check_consistency(consistency)
         self._consistency = consistency
-        self._across = across_of(scope, across_regions, consistency)
+        across = across_of(scope, across_regions, consistency)
         prepared = limits_of(limits)
-        self._by = check_by(by) if by is not None else None
+        counted_by = check_by(by) if by is not None else None
         self._name = name
         uses_fleet = consistency != "strict" or fleet is not None
         self._start(
@@ -125,7 +127,7 @@ class LimiterSetup(LimiterPath):
             clock,
             on_failure,
             local_fallback,
-            lambda: self._prepare_own(prepared),
+            lambda: self._prepare_limits(prepared, counted_by, across),
             fleet_of(fleet) if uses_fleet else None,
             regions,
         )
@@ -194,7 +196,6 @@ class LimiterSetup(LimiterPath):
         fleet: Fleet | None,
         regions: Regions | None,
     ) -> None:
-        self._by = None
         self._name = ""
         # Also if no rule needs it now: a later version of the rules may.
         self._start(
@@ -232,45 +233,53 @@ class LimiterSetup(LimiterPath):
         self._regions = regions_in(self._store)
         self._local.monitor = self._store.monitor
         self._local.fleet = shared_counts_of(self._store)
-        self._limits = (UNLIMITED,)
-        self._counts, self._errors = RuleCounts(), {}
+        self._counts = Counts()
         try:
             prepare()
-            self._applied = (AppliedRule(self._name or DEFAULT_NAME, self._limits),)
             self._bind()
         except BaseException:
             self._close()
             raise
 
-    def _prepare_own(self, limits: Limits) -> None:
-        if self._across == "exact" and self._regions is not None:
-            require_shares(self._regions, limits, f"limiter {self._name or DEFAULT_NAME}")
-        self._prepare_limits(limits)
-
-    def _prepare_limits(self, limits: Limits) -> None:
+    def _prepare_limits(
+        self, limits: Limits, by: tuple[str, ...] | None, across: AcrossRegions | None
+    ) -> None:
         """Prepare the limiter's own limits."""
-        counter = self._store.counter(limits, self._name, self._consistency, self._across)
-        self._counter = counter
-        self._limits = limits
-        check = partial(self._check_limits, counter.check, True)
-        self._fast = counter.fast_check(check)
-        self._check = check if self._fast is None else self._fast.check
-        self._peek_limits = partial(self._check_limits, counter.peek, False)
+        if across == "exact" and self._regions is not None:
+            require_shares(self._regions, limits, f"limiter {self._name or DEFAULT_NAME}")
+        own = OwnLimits(self._store, limits, self._name, by, self._consistency, across)
+        self._own = own
+        self._path = self._path_with(Penalties(self._clock, self._store.counter, self._counts.of))
+        self._fast = own.counter.fast_check(self._check)
 
     def _prepare_rules(self, loaded: LoadedRules) -> None:
         """Put a rule document in force."""
-        self._engine = engine = RuleEngine(
+        self._engine = RuleEngine(
             self._store,
             loaded.document,
             self._clock,
+            self._counts,
             loaded.status.version,
             self._on_failure,
-            self._local,
             entries=loaded.entries,
             regions=self._regions,
         )
-        check = partial(self._check_rules, engine)
-        self._check = engine.fast_check(check) or check
+        self._path = self._path_with(self._engine.penalties)
+
+    def _path_with(self, penalties: Penalties) -> CheckPath:
+        return CheckPath(
+            self._store, self._on_failure, self._local, self._counts, penalties, self._regions
+        )
+
+    def _quick_check(self) -> Callable[..., Decision]:
+        """Return `check` for this thread, without the calls in between that a check can do without.
+
+        For plain limits in memory it is the kernel's own function.
+        """
+        if self._fast is not None:
+            return self._fast.check
+        engine = self._engine
+        return self._check if engine is None else _check_of_rules(engine, self._path, self._check)
 
     def _bind(self) -> None:
         """Bind the calls of this kind of limiter, once the limits or the rules are ready."""
@@ -284,7 +293,7 @@ class LimiterSetup(LimiterPath):
     @property
     def limits(self) -> tuple[Limit, ...]:
         """The limits that a check must pass."""
-        return self._limits
+        return (UNLIMITED,) if self._own is None else self._own.limits
 
     @property
     def store(self) -> Store:
@@ -354,31 +363,26 @@ class LimiterSetup(LimiterPath):
 
         A limiter without rules has one entry, under its name, or "default" if it has none.
         """
-        if self._engine is not None:
-            return dict(self._engine.counts)
-        allowed, denied = (0, 0) if self._fast is None else self._fast.counted()
-        own = self._counts
+        if self._own is None:
+            return dict(self._counts.by_rule)
+        own = self._counts.of(self._name)
+        allowed, denied = self._counted_fast()
         found = replace(own, allowed=own.allowed + allowed, denied=own.denied + denied)
         return {self._name or DEFAULT_NAME: found}
 
+    def _counted_fast(self) -> tuple[int, int]:
+        """Return how many checks the store's compiled check has allowed and denied."""
+        return (0, 0) if self._fast is None else self._fast.counted()
+
     def count_errors_in(self, errors: dict[str, int]) -> None:
         """Count the errors of the store there, by kind: several limiters can share the counts."""
-        self._errors = errors
+        self._counts.tally.errors = errors
 
     def tally(self) -> Tally:
         """Return the checks of this process, each counted once, and the errors of the store."""
-        if self._engine is not None:
-            return self._engine.tally
-        (counts,) = self.counts().values()
-        is_closed = self._on_failure == "closed"
-        return Tally(
-            allowed=counts.allowed + counts.local_allowed + counts.policy_allowed,
-            denied=counts.denied + counts.local_denied + counts.policy_denied * (not is_closed),
-            unavailable=counts.policy_denied * is_closed,
-            raised=counts.raised,
-            degraded=counts.failed,
-            errors=dict(self._errors),
-        )
+        tally = self._counts.tally
+        allowed, denied = self._counted_fast()
+        return replace(tally, allowed=tally.allowed + allowed, denied=tally.denied + denied)
 
     def penalties(self) -> list[Penalty]:
         """Return the cool-downs and blocks that this process gave and that are not over.
@@ -419,19 +423,11 @@ class LimiterSetup(LimiterPath):
         """Return the factor by each load, for each rule that follows the load."""
         return self._rules().factors_by_source()
 
-    def _rules(self) -> RuleEngine:
-        if self._engine is None:
-            raise ConfigError(
-                f"this limiter has limits, not rules; make it with "
-                f'{type(self).__name__}.from_rules("limits.yaml")'
-            )
-        return self._engine
-
     def share_local_counts(self, other: LimiterSetup) -> None:
         """Count with `other` on this machine while the store is unavailable."""
         if self._local is not other._local:
             self._local.close()
-            self._local = other._local
+            self._local = self._path.local = other._local
 
     def _close(self) -> None:
         if self._follower is not None:
@@ -439,6 +435,21 @@ class LimiterSetup(LimiterPath):
         self._local.close()
         if self._owns_store:
             self._store.close()
+
+
+def _check_of_rules(
+    engine: RuleEngine, path: CheckPath, fallback: Callable[..., Decision]
+) -> Callable[..., Decision]:
+    """Return a check that calls `fallback` for anything but a Request and a plain cost."""
+    decide = path.decide
+
+    def check(request: Request, cost: int = 1) -> Decision:
+        plain = type(request) is Request and type(cost) is int and cost >= 0
+        if plain and not switches.limiting_off:
+            return decide(engine.compiled_rules.plan(request, cost), request)[0]
+        return fallback(request, cost)
+
+    return check
 
 
 def node_store_of(

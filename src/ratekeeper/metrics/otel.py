@@ -164,16 +164,12 @@ class Instrumented:
     def _replace(self) -> dict[str, Any]:
         """Replace the limiter's methods; return the instance's own attributes of these names."""
         limiter = self._limiter
-        verbs = {"check": limiter.check, "evaluate_all": limiter.evaluate_all}
-        if limiter.has_rules:  # without rules, `evaluate` calls `check`, and one span is enough
-            verbs["evaluate"] = limiter.evaluate
-        replaced = {name: vars(limiter).get(name) for name in (*verbs, "evaluate_repeated")}
+        names = ("check", "evaluate", "evaluate_all")
+        verbs = {name: getattr(limiter, name) for name in names}
+        replaced = {name: vars(limiter).get(name) for name in names}
         is_async = isinstance(limiter, AbstractAsyncContextManager)
         for name, verb in verbs.items():
             setattr(limiter, name, self._traced_async(verb) if is_async else self._traced(verb))
-        limiter.evaluate_repeated = lambda repeated: limiter.evaluate(
-            repeated.request, repeated.cost
-        )
         return replaced
 
     def _traced(self, verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ three decisions of rules (RuleCounts).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -124,3 +124,23 @@ def note_error(errors: dict[str, int], error: StoreError) -> None:
     """Count an error of the store by its kind: timeout, full or unavailable."""
     kind = next((name for of, name in _ERRORS.items() if isinstance(error, of)), "unavailable")
     errors[kind] = errors.get(kind, 0) + 1
+
+
+class Counts:
+    """Everything that a limiter has counted in this process: its checks, and those of each rule."""
+
+    __slots__ = ("by_rule", "tally")
+
+    def __init__(self) -> None:
+        self.by_rule: dict[str, RuleCounts] = {}
+        self.tally = Tally()
+
+    def of(self, rule: str) -> RuleCounts:
+        """Return the counts of a rule."""
+        counts = self.by_rule.get(rule)
+        return self.by_rule.setdefault(rule, RuleCounts()) if counts is None else counts
+
+    def keep(self, rules: Container[str]) -> None:
+        """Forget all other rules, so that their number is bounded by the document."""
+        for rule in [each for each in self.by_rule if each not in rules]:
+            del self.by_rule[rule]

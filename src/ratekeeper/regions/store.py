@@ -3,11 +3,8 @@
 It wraps the region's own Redis. Limits of the region use the counters of that store directly,
 without extra cost. A global limit is decided by the same Redis: no check waits for another region.
 
-A request may have regional and global rules: all pass, or none is charged. The regional ones are
-decided together, as in every store. If they pass, the global ones are checked in turn, each in one
-call. A denial refunds the charges made so far. If there are several global rules, the store first
-reads all of them without a charge, so that a request that one of them denies is not charged by the
-others: a refund to a bucket is only partial, because time has already refilled some of the units.
+A request may have regional and global rules: all pass, or none is charged (`decide/decider.py`).
+The regional rules are one group, and each global rule is a group of its own.
 
 `reset` of a global limit goes to the stores of all regions. All other calls stay in the region: the
 other regions learn of them from reports (`exchange.py`).
@@ -17,15 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from ratekeeper.core.clock import Clock
-from ratekeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from ratekeeper.core.errors import ConfigError, StoreError, StoreUnavailable
 from ratekeeper.core.model import DEFAULT_NAME, Consistency, Decision, Limit, Limits
-from ratekeeper.core.steps import Ask, Call, Steps, Together, Undo, asking
+from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
 from ratekeeper.decide.allowances import Allowances
-from ratekeeper.decide.combine import uncharged
+from ratekeeper.decide.decider import Group, alone, deciding
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, RegionalCounts, rule_number
@@ -197,9 +193,15 @@ class RegionStore(StoreWrapper):
     ) -> list[Answer] | Ask:
         """Check several subjects; all pass or none is charged."""
         together = self._store.check_together
-        if not _has_global_counter(checks):
+        places: list[list[int]] = [[], []]
+        for at, (counter, _, _) in enumerate(checks):
+            places[isinstance(counter, GlobalCounter)].append(at)
+        regional, shared = places
+        if not shared:
             return together(checks, optional)
-        return asking(deciding, together, checks, optional, self.is_sharded)
+        groups = [Group(together, regional)] if regional else []
+        groups += [Group(alone, [at]) for at in shared]
+        return asking(deciding, groups, checks, optional)
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
 
@@ -227,93 +229,3 @@ def only_region(store: Store, clock: Clock) -> RegionStore:
     # The URI is not used, because the store is given.
     regions = Regions("here", {"here": "redis://localhost"}, sync=False)
     return RegionStore(store, regions, clock, links={"here": store}, owns_store=False)
-
-
-def _has_global_counter(checks: Checks) -> bool:
-    for counter, _, _ in checks:  # noqa: SIM110 - `any` and its generator take twice as long
-        if isinstance(counter, GlobalCounter):
-            return True
-    return False
-
-
-def deciding(
-    check_together: Callable[..., Any],
-    checks: Checks,
-    optional: Container[int],
-    is_sharded: bool,
-) -> Steps[list[Answer]]:
-    """Decide the checks of a request with global rules: all pass, or none is charged."""
-    own: list[int] = []
-    rest: list[int] = []
-    for at, (counter, _, _) in enumerate(checks):
-        (rest if isinstance(counter, GlobalCounter) else own).append(at)
-    answers: dict[int, Answer] = {}
-    if own:
-        may_fail = [place for place, at in enumerate(own) if at in optional]
-        found: list[Answer] = yield Call(check_together, [checks[at] for at in own], may_fail)
-        answers = dict(zip(own, found, strict=True))
-    timeout = _timeout(answers, is_sharded)
-    try:
-        if timeout is not None:
-            answers |= dict.fromkeys(rest, timeout)
-        elif len(rest) > 1 or not _pass(answers, optional):
-            answers |= yield from _looking(checks, rest)
-        if _pass(answers, optional):
-            yield from _charging(checks, rest, answers, optional)
-    except BaseException:
-        yield from _refunding(checks, answers)
-        raise
-    if not _pass(answers, optional):
-        yield from _refunding(checks, answers)
-    return [answers[at] for at in range(len(checks))]
-
-
-def _pass(answers: Mapping[int, Answer], optional: Container[int]) -> bool:
-    return all(
-        at in optional if isinstance(answer, StoreError) else answer.allowed
-        for at, answer in answers.items()
-    )
-
-
-def _timeout(answers: Mapping[int, Answer], is_sharded: bool) -> StoreTimeout | None:
-    """Return a timeout if there is one server: a request waits for it only once."""
-    if is_sharded:
-        return None
-    return next((each for each in answers.values() if isinstance(each, StoreTimeout)), None)
-
-
-def _looking(checks: Checks, rest: Sequence[int]) -> Steps[dict[int, Answer]]:
-    """Return the answers to the global checks without a charge. Raises CapacityError."""
-    calls = [Call(checks[at][0].peek, *checks[at][1:]) for at in rest]
-    looked: list[Any] = yield Together(calls)
-    for each in looked:
-        if isinstance(each, BaseException) and not isinstance(each, StoreError):
-            raise each
-    return dict(zip(rest, looked, strict=True))
-
-
-def _charging(
-    checks: Checks, rest: Sequence[int], answers: dict[int, Answer], optional: Container[int]
-) -> Steps[None]:
-    """Check the global rules in turn, until one of them ends the request."""
-    for at in rest:
-        if isinstance(answers.get(at), StoreError):
-            continue  # reading it has failed: it is not tried twice
-        counter, subject, cost = checks[at]
-        try:
-            answers[at] = yield Call(counter.check, subject, cost)
-        except StoreError as error:
-            answers[at] = error
-        if not _pass({at: answers[at]}, optional):
-            return
-
-
-def _refunding(checks: Checks, answers: dict[int, Answer]) -> Steps[None]:
-    """Refund the charges of a request that was denied or failed."""
-    for at, answer in answers.items():
-        if isinstance(answer, StoreError) or answer.charged_ns is None:
-            continue
-        counter, subject, cost = checks[at]
-        with suppress(StoreError):
-            yield Undo(counter.refund, subject, cost, answer.charged_ns)
-        answers[at] = uncharged(answer, cost)

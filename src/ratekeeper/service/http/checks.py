@@ -28,12 +28,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
 from time import perf_counter_ns
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import (
     CapacityError,
@@ -52,9 +51,9 @@ from ratekeeper.core.model import (
     ResultKind,
 )
 from ratekeeper.limiter import AsyncLimiter
+from ratekeeper.limiter.path import RuleCharge, charges_in
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
-from ratekeeper.rules.engine import RepeatedCheck, RuleCharge, charges_in
 from ratekeeper.service.http.bodies import body_reader
 from ratekeeper.service.http.context import (
     JSON,
@@ -271,22 +270,30 @@ def routes(context: ServiceContext) -> Routes:
     }
 
 
+class ReadCheck(NamedTuple):
+    """The body of a check."""
+
+    request: Request
+    cost: int
+    settles: bool
+    """True if the caller will settle the cost, and needs the charges."""
+
+
 class RememberedChecks:
     """Requests by their bodies: a client that checks often sends the same bytes again.
 
     Decoding a body takes a microsecond, a tenth of a check; finding it here takes a tenth of that.
-    A request never changes, so callers can share it. Its check plan is kept from its second use on.
+    A request never changes, so callers can share it.
     """
 
     def __init__(self) -> None:
-        self.by_body: dict[bytes, RepeatedCheck] = {}
-        """The request and the cost of each body."""
+        self.by_body: dict[bytes, ReadCheck] = {}
         self._decode = body_reader(CheckBody)
 
-    def read(self, body: bytes) -> RepeatedCheck:
+    def read(self, body: bytes) -> ReadCheck:
         """Decode a body into a request and its cost. Raises BodyRejected, ConfigError."""
         fields = self._decode(body)
-        found = RepeatedCheck(request_of(fields), fields.cost, settles=fields.settle)
+        found = ReadCheck(request_of(fields), fields.cost, fields.settle)
         if len(body) <= REMEMBERED_BYTES_MAX:
             if len(self.by_body) >= REMEMBERED_MAX:
                 self.by_body.clear()
@@ -298,7 +305,7 @@ def _check(context: ServiceContext) -> Handler:
     remembered = RememberedChecks()
     by_body = remembered.by_body
     limiter = context.limiter
-    engine = limiter.immediate_engine
+    evaluate_at_once = limiter.evaluate_at_once if limiter.answers_at_once else None
     now_ns = context.now_ns
     style = context.settings.style
     note_seconds = context.counters.decision_seconds.note
@@ -306,32 +313,22 @@ def _check(context: ServiceContext) -> Handler:
 
     async def check(http_request: ServiceRequest) -> ServiceReply:
         body = http_request[2]
-        known = by_body.get(body)
-        read = known or remembered.read(body)
-        request, cost = read.request, read.cost
+        request, cost, settles = by_body.get(body) or remembered.read(body)
         scope = http_request[3].scope
         if scope:
             request = in_scope(http_request.token, request)
         started_ns = perf_counter_ns()
-        repeated = None if scope else known
-        if engine is None or switches.limiting_off:
-            result = await (
-                limiter.evaluate(request, cost)
-                if repeated is None
-                else limiter.evaluate_repeated(repeated)
-            )
-        elif repeated is None:
-            # A plan that is kept for a request that never comes again costs more than it saves.
-            result = engine.evaluate(request, cost)
+        if evaluate_at_once is None:
+            result = await limiter.evaluate(request, cost)
         else:
-            result = engine.evaluate_repeated(repeated)
+            result = evaluate_at_once(request, cost)
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
             recorder.note(request, result, cost, decided_ns, http_request[4])
         decision, _, kind, shadow_denied, _, _ = result
-        if kind != "limited" or not decision.allowed or decision.degraded or read.settles:
-            return check_reply(result, decided_ns, style, settles=read.settles)
+        if kind != "limited" or not decision.allowed or decision.degraded or settles:
+            return check_reply(result, decided_ns, style, settles=settles)
         # The common reply, without the two calls that `check_reply` would take.
         headers = raw_headers_of(result, decided_ns, style)
         headers.append(JSON)

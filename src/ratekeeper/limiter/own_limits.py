@@ -1,0 +1,84 @@
+"""The limits of a limiter without a document: one rule, which every key matches."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
+from ratekeeper.core.subjects import Key, subject_of, subject_of_request
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import Store
+from ratekeeper.rules.compiled import (
+    FACTOR_STEPS,
+    CheckPlan,
+    LimitChoice,
+    PreparedLimits,
+    RuleCheck,
+)
+from ratekeeper.rules.document.model import Rule
+
+_WHOLE: Final = FACTOR_STEPS
+
+
+class OwnLimits:
+    """A limiter's own limits, prepared on its store."""
+
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits,
+        name: str,
+        by: tuple[str, ...] | None,
+        consistency: Consistency = "strict",
+        across: AcrossRegions | None = None,
+    ) -> None:
+        self.limits = limits
+        self._by = by
+        self.rule = Rule(
+            id=name,
+            by=(),
+            limits=limits,
+            consistency=consistency,
+            scope="region" if across is None else "global",
+            across_regions=across,
+        )
+        self._choice = LimitChoice(limits, consistency, "default")
+        self._prepared = PreparedLimits(limits, name, 1, store.counter, consistency, across)
+        self._prepared.applied = AppliedRule(name or DEFAULT_NAME, limits)
+        (self.counter,) = self._prepared.counters
+
+    @property
+    def applied(self) -> AppliedRule:
+        """The rule, as results name it."""
+        return self._prepared.applied
+
+    def plan(self, key: Key | Request, cost: int) -> CheckPlan:
+        """Return the one charge of a check."""
+        subject = self.subject_of(key)
+        return CheckPlan(
+            (
+                RuleCheck(
+                    self.counter,
+                    subject,
+                    cost,
+                    self.rule,
+                    self._choice,
+                    _WHOLE,
+                    self._prepared,
+                    subject,
+                    cost,
+                ),
+            )
+        )
+
+    def subject_of(self, key: Key | Request) -> str:
+        """Return the subject that a key or a request is counted under."""
+        if not isinstance(key, Request):
+            return subject_of(key)
+        if self._by is None:
+            raise ConfigError(
+                "to check a Request, pass the fields that it is counted by: "
+                'Limiter("100/minute", by=["tenant", "user"])'
+            )
+        return subject_of_request(key, self._by)

@@ -1,0 +1,465 @@
+"""The verbs of a limiter, as steps: the same for threads and asyncio.
+
+`Limiter` runs the steps in the calling thread, `AsyncLimiter` on asyncio. `check` is decided by the
+path (`path.py`); the other verbs look, return units, charge them late, or wait. Steps call the
+public verbs of their limiter, for example `Call(self.check, …)`: `Limiter.check` returns the
+decision, `AsyncLimiter.check` is awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, Final
+
+from ratekeeper.core import switches
+from ratekeeper.core.clock import NS_PER_SECOND, Clock, duration_ns, seconds_from_ns
+from ratekeeper.core.errors import (
+    CapacityError,
+    ConfigError,
+    LimitExceeded,
+    StoreError,
+    StoreFull,
+    show,
+)
+from ratekeeper.core.model import (
+    UNLIMITED,
+    WINDOW_NS_MAX,
+    CheckResult,
+    Decision,
+    Request,
+    check_name,
+    decision_with,
+    units_of,
+)
+from ratekeeper.core.steps import Call, Steps, Undo
+from ratekeeper.core.subjects import Key, subject_of
+from ratekeeper.decide.combine import combine_decisions
+from ratekeeper.decide.failure import FailurePolicy, LocalLimits
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import Counter, Store
+from ratekeeper.limiter.arguments import request_of
+from ratekeeper.limiter.denials import denials
+from ratekeeper.limiter.own_limits import OwnLimits
+from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, peeking_rule
+from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
+from ratekeeper.rules.engine import RuleEngine
+from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
+from ratekeeper.rules.splitting import shares_of
+
+Duration = float | timedelta
+"""A length of time: seconds, or a timedelta."""
+
+# The store remembers the names of a subject's reservations until this long after the last one.
+SETTLED_NS: Final = 3_600 * NS_PER_SECOND
+# Attempts to charge a limit, each with the room that the last one found.
+CHARGE_ATTEMPTS_MAX: Final = 8
+# A longer timeout does not fit a clock, and means no timeout.
+_TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
+
+
+class LimiterVerbs:
+    """The verbs of a limiter, as steps. `LimiterSetup` provides the parts."""
+
+    _name: str
+    _store: Store
+    _engine: RuleEngine | None = None
+    """The rules in force; None for a limiter without rules."""
+    _own: OwnLimits | None = None
+    """The limiter's own limits; None for a limiter from rules."""
+    _path: CheckPath
+    _clock: Clock
+    _on_failure: FailurePolicy
+    _local: LocalLimits
+
+    # The public verbs, which steps call. Those of AsyncLimiter are awaited.
+    check: Callable[..., Any]
+    peek: Callable[..., Any]
+    refund: Callable[..., Any]
+    _sleep: Callable[[float], Any]
+
+    # ── Check ──────────────────────────────────────────────────────────────────────────────────
+
+    def _plan(self, key: Key | Request, cost: int, what: str = "cost") -> CheckPlan:
+        """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
+        if self._engine is not None:
+            return self._engine.compiled_rules.plan(request_of(key), units_of(cost, what))
+        assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
+        return self._own.plan(key, units_of(cost, what))
+
+    def _check(self, key: Key | Request, cost: int = 1) -> Decision:
+        """Check in this thread."""
+        plan = self._plan(key, cost)
+        return self._unlimited() if switches.limiting_off else self._path.decide(plan, key)[0]
+
+    def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
+        plan = self._plan(key, cost)
+        if switches.limiting_off:
+            return self._unlimited()
+        return (yield from self._path.peeking(plan, key))
+
+    def _evaluate_all(
+        self, checks: Sequence[tuple[Key | Request, int]]
+    ) -> Steps[list[CheckResult]]:
+        planned = [(self._plan(key, cost), key) for key, cost in checks]
+        if switches.limiting_off:
+            return [CheckResult(self._unlimited(), kind="unlimited") for _ in checks]
+        decided = yield from self._path.deciding(planned)
+        return [
+            self._path.result(plan, *each) for (plan, _), each in zip(planned, decided, strict=True)
+        ]
+
+    def _unlimited(self) -> Decision:
+        """Return the answer of every check while a test has switched limiting off."""
+        limit = UNLIMITED if self._own is None else self._own.limits[0]
+        return Decision(True, limit, limit.capacity, rule=self._name)
+
+    def result_of(self, decision: Decision) -> CheckResult:
+        """Return the result of `evaluate`, given a decision by the limiter's own limits."""
+        if self._own is None or switches.limiting_off:
+            return CheckResult(decision, kind="unlimited")
+        failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
+        return CheckResult(decision, (self._own.applied,), "unavailable" if failed else "limited")
+
+    def log_denial(self, key: Key | Request, decision: Decision) -> None:
+        """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
+
+        Middleware, decorators, `hold` and `wait` log their denials. For a caller of `check`.
+        """
+        if decision.allowed:
+            return
+        if self._own is not None:
+            denials.note(self.result_of(decision), self._own.subject_of(key))
+        else:
+            request = request_of(key)
+            denials.note(self._path.result(self._plan(request, 0), decision), request)
+
+    # ── Refund and settle ──────────────────────────────────────────────────────────────────────
+
+    def _refund(
+        self, key: Key | Request, cost: int, decision: Decision | None = None
+    ) -> Steps[None]:
+        """Return units to every rule that a decision charged; without a decision, that applies now.
+
+        Raises StoreError, after all rules were tried.
+        """
+        _check_decision(decision)
+        charges = self._charges_of(key, cost, decision)
+        if not switches.limiting_off:
+            yield from _refunding(charges, cost)
+
+    def _refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
+        units = units_of(cost, "cost")
+        if not switches.limiting_off:
+            yield from _refunding(charges, units)
+
+    def _charges_of(
+        self, key: Key | Request, cost: int, decision: Decision | None
+    ) -> Sequence[RuleCharge]:
+        """Return the rules to refund, each with the time of its charge if that is known."""
+        plan = self._plan(key, cost)
+        if decision is None:
+            return [(check, None) for check in plan.checks]
+        charged_ns = decision.charged_ns
+        if charged_ns is None:
+            return []
+        if self._own is not None:
+            return [(check, charged_ns) for check in plan.checks]
+        if decision.source is not None:
+            return charges_in(decision)
+        # A copy of a decision, from another process: only its own rule is known.
+        return [(check, charged_ns) for check in plan.checks if check.rule.id == decision.rule]
+
+    def _grant(self, key: Key | Request, units: int, ttl: Duration | None) -> Steps[None]:
+        return self._grant_rules(self._plan(key, units, "units").checks, ttl)
+
+    def _grant_rules(self, checks: Sequence[RuleCheck], ttl: Duration | None) -> Steps[None]:
+        """Add the units of each check on top of the limits of its rule. Raises StoreError."""
+        ttl_ns = _ttl_ns(ttl)
+        for check in checks:
+            shares = shares_of(check.units, len(check.parts))
+            for (counter, subject), share in zip(check.parts, shares, strict=True):
+                yield Call(counter.grant, subject, share, ttl_ns)
+
+    def _reset(self, key: Key | Request) -> Steps[None]:
+        return self._reset_rules(self._plan(key, 1).checks)
+
+    def _reset_rules(self, checks: Sequence[RuleCheck]) -> Steps[None]:
+        """Forget all units and penalties under each of these rules. Raises StoreError."""
+        for check in checks:
+            for counter, subject in check.parts:
+                yield Call(counter.reset, subject)
+            if self._engine is not None:
+                yield from self._engine.penalties.reset(check)
+
+    def _settle(
+        self,
+        key: Key | Request,
+        reserved: int,
+        actual: int,
+        decision: Decision | None = None,
+        reservation: str = "",
+    ) -> Steps[int]:
+        _check_decision(decision)
+        check_name("reservation", reservation)
+        units = units_of(actual, "actual") - units_of(reserved, "reserved")
+        settling = self._settle_units(key, units, decision)
+        if not reservation:
+            return (yield from settling)
+        return (yield from self._once(key, reservation, settling)) or 0
+
+    def _once(
+        self,
+        key: Key | Request,
+        reservation: str,
+        settling: Steps[int],
+        scope: tuple[str, ...] = (),
+    ) -> Steps[int | None]:
+        """Settle a reservation of a key; return None if the store knows that it was settled.
+
+        Reservations of another `scope` are others.
+        """
+        if switches.limiting_off:
+            return (yield from settling)
+        subject = _settled_subject(self._name, key, scope)
+        name = int.from_bytes(blake2b(reservation.encode(), digest_size=8).digest()) >> 3 or 1
+        try:
+            is_new: bool = yield Call(self._store.mark, subject, name, SETTLED_NS)
+        except StoreFull:  # the settlement does not fail because its name cannot be kept
+            is_new = True
+        if not is_new:
+            settling.close()
+            return None
+        try:
+            return (yield from settling)
+        except BaseException:  # the caller may try again
+            with suppress(StoreError):
+                yield Undo(self._store.mark, subject, name, 0)
+            raise
+
+    def _settle_units(
+        self, key: Key | Request, units: int, decision: Decision | None
+    ) -> Steps[int]:
+        """Refund units below 0; charge those above 0, and return how many did not fit."""
+        if units < 0:
+            yield Call(self.refund, key, -units, decision)
+        if units <= 0 or switches.limiting_off:
+            return 0
+        if decision is not None and decision.charged_ns is None:
+            decision = None
+        most = 0
+        for check, _ in self._charges_of(key, units, decision):
+            counters = counters_of_limits(
+                self._store.counter, check.counter, check.rule.id, check.rule.across
+            )
+            wanted = check.units_of(units)
+            left = yield from _charging(counters, check.counted, wanted)
+            if check.rule.mode != "shadow" and wanted:
+                most = max(most, -(-left * units // wanted))  # rounded up: it did not fit whole
+        return most
+
+    # ── Rules ──────────────────────────────────────────────────────────────────────────────────
+
+    def _peek_rule(self, check: RuleCheck) -> Steps[Decision]:
+        """Return the decision of one rule: that of its penalty, or of its limits.
+
+        Raises StoreError and CapacityError.
+        """
+        penalty = yield from self._rules().penalties.look(check)
+        return (yield from peeking_rule(check)) if penalty is None else penalty
+
+    def _answers_of(
+        self, explanation: Explanation, checks: Sequence[RuleCheck | None]
+    ) -> Steps[Explanation]:
+        """Return an explanation with the decision of each rule. Spends nothing."""
+        answers: list[RuleAnswer] = []
+        for check in checks:
+            try:
+                answers.append(None if check is None else (yield from self._peek_rule(check)))
+            except (StoreError, CapacityError) as error:
+                answers.append(error)
+        return with_answers(explanation, answers)
+
+    def _is_barred(self, rule: str, subject: str) -> Steps[bool]:
+        """Return True if a cool-down is in force, or if this process cannot find out."""
+        if self._store.is_private:
+            return True
+        try:
+            return (yield from self._rules().penalties.is_barred(rule, subject))
+        except StoreError:
+            return True
+
+    def _rules(self) -> RuleEngine:
+        if self._engine is None:
+            raise ConfigError(
+                f"this limiter has limits, not rules; make it with "
+                f'{type(self).__name__}.from_rules("limits.yaml")'
+            )
+        return self._engine
+
+    # ── Wait ───────────────────────────────────────────────────────────────────────────────────
+
+    def _wait(self, key: Key | Request, cost: int, timeout: Duration | None) -> Steps[Decision]:
+        deadline_ns: int | None = None
+        if timeout is not None:
+            deadline_ns = self._clock.now_ns() + duration_ns(
+                "timeout", timeout, _TIMEOUT_NS_MAX, "timeout=5 (seconds)"
+            )
+        while True:
+            decision = yield from self._counted_check(key, cost)
+            pause_ns = _pause_ns(decision)
+            if deadline_ns is not None and pause_ns:
+                late_ns = self._clock.now_ns() + pause_ns - deadline_ns
+                if late_ns > 0:
+                    return (yield from self._too_late(key, cost, decision, late_ns))
+            yield from self._pause(key, cost, decision)
+            if decision.allowed:
+                return decision_with(decision, delay_ns=0)
+
+    def _counted_check(self, key: Key | Request, cost: int) -> Steps[Decision]:
+        """Check; if the store fails and the policy is `open`, count on this machine instead."""
+        decision: Decision = yield Call(self.check, key, cost)
+        if not decision.degraded or not decision.allowed or not decision.uncounted:
+            return decision
+        counted = combine_decisions(self._local.count(decision.uncounted))
+        if not counted.allowed:
+            yield from self._take_back(key, cost, decision)
+            return counted
+        if decision.charged_ns is not None:  # the store has decided other rules
+            counted = combine_decisions([decision, counted])
+        return decision_with(
+            decision,
+            policy=counted.policy,
+            remaining=counted.remaining,
+            reset_after_ns=counted.reset_after_ns,
+            delay_ns=counted.delay_ns,
+            rule=counted.rule,
+        )
+
+    def _too_late(
+        self, key: Key | Request, cost: int, decision: Decision, late_ns: int
+    ) -> Steps[Decision]:
+        """Return a denial; refund an admission whose delay ends after the deadline."""
+        if decision.allowed:
+            yield from self._take_back(key, cost, decision)
+            peeked: Decision = yield Call(self.peek, key, cost)
+            decision = decision_with(peeked, allowed=False, retry_after_ns=late_ns, delay_ns=0)
+        self.log_denial(key, decision)
+        return decision
+
+    def _pass(self, key: Key | Request, cost: int, wait: Duration) -> Steps[Decision]:
+        """Check, or wait for room, and sleep the delay. Raises LimitExceeded for a denial."""
+        if wait:
+            decision = yield from self._wait(key, cost, wait)
+        else:
+            decision = yield from self._counted_check(key, cost)
+            if not decision.allowed:
+                self.log_denial(key, decision)
+        if not decision.allowed:
+            raise LimitExceeded(decision)
+        yield from self._pause(key, cost, decision)
+        return decision
+
+    def _pause(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+        """Sleep until a decision takes effect; refund it if the sleep is interrupted."""
+        pause_ns = _pause_ns(decision)
+        if not pause_ns:
+            return
+        try:
+            yield Call(self._sleep, seconds_from_ns(pause_ns))
+        except BaseException:
+            yield from self._take_back(key, cost, decision)
+            raise
+
+    def _take_back(self, key: Key | Request, cost: int, decision: Decision) -> Steps[None]:
+        """Refund an admission, as far as it was charged.
+
+        If the store fails here, the units stay spent; the caller's own error matters more.
+        """
+        if decision.charged_ns is not None:
+            with suppress(StoreError):
+                yield Undo(self.refund, key, cost, decision)
+
+
+def _refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
+    """Return units to each of these rules. Raises StoreError, after all rules were tried."""
+    failure: StoreError | None = None
+    for check, charged_ns in charges:
+        try:
+            yield Call(check.counter.refund, check.counted, check.units_of(cost), charged_ns)
+        except StoreError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def counters_of_limits(
+    make_counter: MakeCounter, counter: Counter, rule: str, across: AcrossRegions | None
+) -> list[Counter]:
+    """Return a counter for each limit of a rule.
+
+    In one region, a counter of one limit has the same count as the counter of all of them. The
+    limits of a global rule are counted together, so they have one counter.
+    """
+    if len(counter.limits) == 1 or across is not None:
+        return [counter]
+    return [make_counter((limit,), rule) for limit in counter.limits]
+
+
+def _charging(counters: Sequence[Counter], subject: str, units: int) -> Steps[int]:
+    """Charge units to each counter as far as it has room; return the most that did not fit.
+
+    Units that the store cannot count are not charged.
+    """
+    most = 0
+    for alone in counters:
+        left = units
+        with suppress(StoreError):
+            # Another request may spend in between: then there is less room, and soon none.
+            for _ in range(CHARGE_ATTEMPTS_MAX):
+                room: Decision = yield Call(alone.peek, subject, 0)
+                fits = min(left, room.remaining)
+                if not fits or (yield Call(alone.check, subject, fits)).allowed:
+                    left -= fits
+                    break
+        most = max(most, left)
+    return most
+
+
+def _check_decision(decision: object) -> None:
+    if decision is not None and not isinstance(decision, Decision):
+        raise ConfigError(
+            f"decision={show(decision)} is not a Decision; pass the one that check returned, or "
+            f"leave it out to correct a quota"
+        )
+
+
+def _pause_ns(decision: Decision) -> int:
+    """Return how long to sleep: the delay of an admission, or the time until a retry."""
+    return decision.delay_ns if decision.allowed else decision.retry_after_ns
+
+
+def _ttl_ns(ttl: Duration | None) -> int | None:
+    if ttl is None:
+        return None
+    ttl_ns = duration_ns("ttl", ttl, WINDOW_NS_MAX + 1, "ttl=3600 (seconds)")
+    if not 0 < ttl_ns <= WINDOW_NS_MAX:
+        raise ConfigError(f"ttl={show(ttl)} is not between 1 ns and 366 days; for example ttl=3600")
+    return ttl_ns
+
+
+def _settled_subject(limiter: str, key: Key | Request, scope: tuple[str, ...]) -> str:
+    """Return the subject whose settlements are remembered together: one client of a limiter.
+
+    Of a request, it is the client that the request names, whatever it asks for.
+    """
+    parts: Sequence[str | None]
+    if isinstance(key, Request):
+        attributes = [f"{name}={value}" for name, value in sorted(key.attributes.items())]
+        parts = (key.tenant, key.user, key.api_key, key.ip, *attributes)
+    else:
+        parts = (subject_of(key),)
+    text = repr((limiter, scope, *parts))
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
