@@ -67,7 +67,6 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     store = one.store
     store.gate(limits_of("5/minute"), "r").check(KEY, 1)
     assert store.stats() == shared.stats()
-    assert store.busiest(1) == shared.busiest(1)
     assert store.sweep() == 0
     assert (store.is_private, store.is_sharded) == (False, False)
     assert (store.as_async, store.monitor, store.channel) == (None,) * 3

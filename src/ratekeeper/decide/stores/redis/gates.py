@@ -20,7 +20,6 @@ from hiredis import ReplyError
 from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Steps, Undo, run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores.redis.coalescing import batch_max
@@ -54,10 +53,8 @@ class _GateLogic:
 
     __slots__ = (
         "_breakers",
-        "_busiest",
         "_cache",
         "_deadline_ns",
-        "_sample",
         "_servers",
         "limits",
         "scripts",
@@ -68,18 +65,13 @@ class _GateLogic:
         scripts: RuleScripts,
         servers: RedisServers,
         cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
-        """`sample` is called with the subject of each check that `busiest` is due to sample."""
         self.limits = scripts.decoder.limits
         self.scripts = scripts
         self._servers = servers
         self._breakers = servers.breakers
         self._deadline_ns = servers.config.deadline_ns
         self._cache = cache
-        self._busiest = busiest
-        self._sample = sample
 
     def _decided_locally(self, check: CheckKey) -> Decision | None:
         """Return a cached denial. Raises StoreUnavailable if the server's breaker is open."""
@@ -123,10 +115,8 @@ class RedisGate(_GateLogic):
         scripts: RuleScripts,
         driver: ThreadDriver,
         cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
-        super().__init__(scripts, driver.servers, cache, busiest, sample)
+        super().__init__(scripts, driver.servers, cache)
         self._driver = driver
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
@@ -134,9 +124,6 @@ class RedisGate(_GateLogic):
 
     def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units if every limit has room. One round trip."""
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)
@@ -185,10 +172,8 @@ class AsyncRedisGate(_GateLogic):
         servers: RedisServers,
         driver_of_loop: Callable[[], AsyncioDriver],
         cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
-        super().__init__(scripts, servers, cache, busiest, sample)
+        super().__init__(scripts, servers, cache)
         # The units that may go as one call; 0 if coalescing is off.
         coalesce = servers.config.coalesce
         self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
@@ -197,9 +182,6 @@ class AsyncRedisGate(_GateLogic):
 
     async def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units if every limit has room. One round trip."""
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)

@@ -38,7 +38,6 @@ from ratekeeper.core.model import (
     Limits,
 )
 from ratekeeper.core.steps import Steps, run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.ledgers import BucketLedger, Ledger, LogLedger, WindowLedger
 from ratekeeper.decide.regional import (
     GROUPS,
@@ -570,30 +569,23 @@ class _GlobalRule:
 class RedisGlobalGate(GlobalGate):
     """One global rule's limits, for threads."""
 
-    __slots__ = ("_busiest", "_driver", "_rule", "_sample", "_servers", "limits")
+    __slots__ = ("_driver", "_rule", "_servers", "limits")
 
     def __init__(
         self,
         rule: _GlobalRule,
         driver: ThreadDriver,
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
         self.limits = rule.limits
         self._rule = rule
         self._driver = driver
         self._servers = driver.servers
-        self._busiest = busiest
-        self._sample = sample
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
 
     def check(self, subject: str, cost: int) -> Decision:
         """Spend `cost` units if every limit has room for this region. One round trip."""
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         if self._servers.breakers.any_open:
             self._servers.require_closed(self._rule.keys_of(subject)[0])
         sent_ns = time.monotonic_ns()
@@ -628,27 +620,20 @@ class RedisGlobalGate(GlobalGate):
 class AsyncRedisGlobalGate(GlobalGate):
     """`RedisGlobalGate` for asyncio."""
 
-    __slots__ = ("_busiest", "_driver", "_driver_of_loop", "_rule", "_sample", "limits")
+    __slots__ = ("_driver", "_driver_of_loop", "_rule", "limits")
 
     def __init__(
         self,
         rule: _GlobalRule,
         driver_of_loop: Callable[[], AsyncioDriver],
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
         self.limits = rule.limits
         self._rule = rule
         self._driver_of_loop = driver_of_loop
         self._driver: AsyncioDriver | None = None
-        self._busiest = busiest
-        self._sample = sample
 
     async def check(self, subject: str, cost: int) -> Decision:
         """See RedisGlobalGate.check."""
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         driver = self._driver
         if driver is None or driver.loop is not asyncio.get_running_loop():
             driver = self._driver = self._driver_of_loop()
@@ -698,8 +683,6 @@ class RedisRegional:
         clock: Clock,
         threads: ThreadDriver,
         driver_of_loop: Callable[[], AsyncioDriver],
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
         self._config = config
         self._clock = clock
@@ -707,8 +690,6 @@ class RedisRegional:
         self._keys = _Keys(config)
         self._threads = threads
         self._driver_of_loop = driver_of_loop
-        self._busiest = busiest
-        self._sample = sample
         # The token that all groups have, of the lead that this object has taken last.
         self._fenced = 0
         self._sent_bytes = self._received_bytes = 0
@@ -725,14 +706,14 @@ class RedisRegional:
     def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> RedisGlobalGate:
         """See RegionalCounts."""
         found = self._rule_of(limits, rule, across)
-        return RedisGlobalGate(found, self._threads, self._busiest, self._sample)
+        return RedisGlobalGate(found, self._threads)
 
     def global_async_gate(
         self, limits: Limits, rule: str, across: AcrossRegions
     ) -> AsyncRedisGlobalGate:
         """See RegionalCounts."""
         found = self._rule_of(limits, rule, across)
-        return AsyncRedisGlobalGate(found, self._driver_of_loop, self._busiest, self._sample)
+        return AsyncRedisGlobalGate(found, self._driver_of_loop)
 
     async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """Return the replies to all calls. Raises StoreError if one fails."""

@@ -14,7 +14,6 @@ from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.model import Consistency, Limit
 from ratekeeper.core.steps import run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
     NO_LEASE,
@@ -127,7 +126,6 @@ class RedisStore:
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
         self._clock = clock or SystemClock()
-        self._checks = Busiest()
         self._cache = DenialCache(config.denied_cache_ns)
         self._closed = False
         self._lock = threading.Lock()
@@ -137,9 +135,7 @@ class RedisStore:
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
             weakref.WeakKeyDictionary()
         )
-        self._regional = RedisRegional(
-            config, self._clock, self._threads, self._driver_of_loop, self._checks, self._sample
-        )
+        self._regional = RedisRegional(config, self._clock, self._threads, self._driver_of_loop)
         self._cells = RedisCells(config, self._clock, self._driver_of_loop)
         _stores.add(self)
 
@@ -155,7 +151,7 @@ class RedisStore:
         require_regional(across)
         self._require_open()
         scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return RedisGate(scripts, self._threads, self._cache, self._checks, self._sample)
+        return RedisGate(scripts, self._threads, self._cache)
 
     def async_gate(
         self,
@@ -170,7 +166,7 @@ class RedisStore:
         self._require_open()
         servers, driver_of_loop, cache = self._servers, self._driver_of_loop, self._cache
         scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return AsyncRedisGate(scripts, servers, driver_of_loop, cache, self._checks, self._sample)
+        return AsyncRedisGate(scripts, servers, driver_of_loop, cache)
 
     def check_together(
         self, checks: Sequence[GateCheck], optional: Container[int] = ()
@@ -284,10 +280,6 @@ class RedisStore:
                 driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
             return driver
 
-    def _sample(self, subject: str) -> None:
-        with self._lock:
-            self._checks.sample(subject)
-
     def _require_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("the store is closed; open another one")
@@ -393,12 +385,6 @@ class RedisStore:
         self._require_open()
         key = f"{self.config.prefix}:settled:{{{subject}}}".encode()
         return ScriptCall(MARKS, key, (name.to_bytes(8), lasts_ns // 1_000_000, MARKS_MAX))
-
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects that this process checked most."""
-        self._require_open()
-        with self._lock:
-            return self._checks.top(count)
 
     def publish(self, topic: str, text: str) -> None:
         """Send a message to all current subscribers of a topic, on channel `<prefix>:<topic>`.
