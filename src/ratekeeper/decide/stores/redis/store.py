@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Container, Sequence
@@ -12,6 +11,7 @@ from typing import Self, cast
 
 from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Consistency, Limit
 from ratekeeper.core.steps import run, run_async
 from ratekeeper.decide.fleet_monitor import FleetMonitor
@@ -128,7 +128,7 @@ class RedisStore:
         self._clock = clock or SystemClock()
         self._cache = DenialCache(config.denied_cache_ns)
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._servers = RedisServers(config)
         self._threads = ThreadDriver(self._servers)
         # The driver of each event loop. A loop that is garbage-collected takes its driver along.
@@ -137,7 +137,9 @@ class RedisStore:
         )
         self._regional = RedisRegional(config, self._clock, self._threads, self._driver_of_loop)
         self._cells = RedisCells(config, self._clock, self._driver_of_loop)
-        _stores.add(self)
+        # The workers of a server that loads the application before it forks would share one
+        # socket, and read each other's replies.
+        after_fork(self.forked)
 
     def gate(
         self,
@@ -447,8 +449,7 @@ class RedisStore:
             await driver.close()
 
     def forked(self) -> None:
-        """In a forked child: drop the parent's connections; its threads do not exist here."""
-        self._lock = threading.Lock()
+        """In a forked child: drop the parent's connections."""
         self._cache.reset()
         self._servers.forked()
         self._threads.forked()
@@ -470,16 +471,3 @@ def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]
         answer if isinstance(answer, StoreError) else (answer, joint.leases.get(at, NO_LEASE))
         for at, answer in enumerate(answers)
     ]
-
-
-_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for store in list(_stores):
-        store.forked()
-
-
-# Without this, the workers of a server that loads the application before it forks would share one
-# socket, and read each other's replies.
-os.register_at_fork(after_in_child=_forked)
