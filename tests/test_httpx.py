@@ -898,9 +898,9 @@ def test_a_limiter_has_its_own_settings() -> None:
 
 
 def test_an_unknown_setting_names_the_public_class() -> None:
-    """A typo is a TypeError, as for any function, and names the setting to use."""
+    """A typo is a TypeError, as for any function, and names the settings."""
     for kind in (LimitTransport, AsyncLimitTransport, RetryTransport, AsyncRetryTransport):
-        said = rf"^{kind.__name__}\(…\) has no option timeout \(use wait_max .*pace, clock, random"
+        said = rf"^{kind.__name__}\(…\) has no option timeout; the options are .*clock, random"
         with pytest.raises(InvalidOption, match=said) as caught:
             kind(cast("Any", None), timeout=5)  # type: ignore[call-arg]  # wrong
         assert isinstance(caught.value, TypeError)

@@ -246,21 +246,9 @@ class RetrySettings(TypedDict, total=False):
     """A function that returns a number from 0 up to 1; by default `random.random`."""
 
 
-# What other libraries call the settings of a transport.
-_FOREIGN: Final = {
-    "attempts": "attempts_max",
-    "max_retries": "attempts_max, the number of attempts",
-    "rate": 'a rate string as the first argument: LimitTransport("10/second")',
-    "retries": "attempts_max, the number of attempts",
-    "storage_uri": 'store="redis://localhost"',
-    "timeout": "wait_max for all waits of a request, and httpx.Client(timeout=…) for the rest",
-    "wait": "wait_max",
-}
-
-
 def _require_known(transport: str, settings: Mapping[str, object], known: type) -> None:
     """Raise InvalidOption for a setting that the transport does not have, in its name."""
-    check_names(f"{transport}(…)", settings, ["transport", *known.__annotations__], _FOREIGN)
+    check_names(f"{transport}(…)", settings, ["transport", *known.__annotations__])
 
 
 class _Retries:

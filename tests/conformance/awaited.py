@@ -115,8 +115,5 @@ class AwaitedStore:
     def stats(self) -> StoreStats:
         return self._store.stats()
 
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        return self._store.busiest(count)
-
     def close(self) -> None:
         _awaited(self._async.aclose())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratekeeper.core import forks
-from ratekeeper.core.forks import ForkGate, fork_safe
+from ratekeeper.core.forks import ForkGate, after_fork, fork_safe
 from tests.redis_servers.waiting import until
 
 
@@ -120,3 +121,32 @@ def test_a_fork_waits_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     changing.join(60)
     forking.join(60)
     assert events == ["changed", "forked"]
+
+
+class Forked:
+    """An object that says so when its process is a forked child."""
+
+    def __init__(self, name: str, said: list[str], lock: threading.Lock) -> None:
+        self._name, self._said, self._lock = name, said, lock
+        after_fork(self.forked)
+
+    def forked(self) -> None:
+        """Say that this is a child, if the lock is free."""
+        with self._lock:
+            self._said.append(self._name)
+        if self._name == "failing":
+            raise ValueError("a defect")
+
+
+def test_objects_begin_anew_in_a_child(caplog: pytest.LogCaptureFixture) -> None:
+    """In order, with free locks. One that fails stops no other; one that is gone is not kept."""
+    caplog.set_level(logging.CRITICAL, "ratekeeper.forks")
+    lock, said = fork_safe(threading.Lock()), list[str]()
+    kept = [Forked(name, said, lock) for name in ("first", "failing", "last")]
+    Forked("gone", said, lock)
+    child = os.fork()
+    if not child:
+        os._exit(0 if said == ["first", "failing", "last"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert said == []
+    assert kept

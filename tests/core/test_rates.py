@@ -138,13 +138,11 @@ def test_the_algorithm_is_passed_on(algorithm: AlgorithmName) -> None:
     ("word", "meant"),
     [
         ("sliding-window-log", "sliding_window_log"),
-        ("moving-window", "sliding_window_log"),
         ("Token_Buckt", "token_bucket"),
-        ("gcra", "token_bucket"),
     ],
 )
 def test_a_misspelled_algorithm_is_recognised(word: str, meant: str) -> None:
-    """Also one by the name that another library has for it."""
+    """Whatever the case, and with hyphens."""
     with pytest.raises(RateSyntaxError, match=rf"did you mean {meant}\?"):
         parse_limit(f"5/minute {word}")
 
@@ -209,7 +207,6 @@ TOO_LONG = "expected a number of at most 18 characters,"
         ("100/minute & 5/s", "           ^", WANTS_END),
         ("100/minute, 5", "             ^", WANTS_PER),
         ("100/minute | ; 5/s", "             ^", WANTS_COUNT),
-        ("5/minute moving_window", "         ^", MEANT_LOG),
         ("5/minute sliding-window-log", "         ^", MEANT_LOG),
         ("5/sliding_window_log", "  ^", WANTS_UNIT),
         ("5 sliding_window_log/minute", "  ^", WANTS_PER),

@@ -207,7 +207,6 @@ static void step(run *r)
 {
     uint64_t dropped, dice = below(r, 1000);
     rk_stats stats;
-    rk_busy busiest[RK_BUSIEST_MAX];
     if (dice < 300)
         r->now_ns += (int64_t)below(r, 1000000000);
     else if (dice < 310)
@@ -229,18 +228,14 @@ static void step(run *r)
         rk_reset(r->table, random_subject(r), r->limits, r->count);
     else if (dice < 994)
         rk_sweep(r->table, r->now_ns, &dropped);
-    else if (dice < 996)
-        rk_read_stats(r->table, &stats);
     else if (dice < 998)
-        rk_busiest(r->table, busiest, (int)below(r, RK_BUSIEST_MAX + 1));
+        rk_read_stats(r->table, &stats);
     else
         reopen(r);
     if (below(r, 50) == 0)
         rk_now_ns(r->table);
     if (below(r, 4) == 0)
         mark(r);
-    if (rk_sample_due(r->table))
-        rk_note_busy(r->table, random_subject(r), "some name \xc3\xa9", 12);
 }
 
 static void drive(const char *folder, uint64_t seed)

@@ -89,7 +89,6 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     store, eu, _ = two_regions(ManualClock())
     store.gate(MINUTE, "r").check(KEY, 1)
     assert store.stats() == eu.stats()
-    assert store.busiest(1) == eu.busiest(1)
     assert store.sweep() == 0
     assert (store.is_private, store.is_sharded) == (False, False)
     assert (store.monitor, store.channel, store.fleet, store.allowances) == (None,) * 4

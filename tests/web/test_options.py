@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -17,9 +16,6 @@ from ratekeeper.decide.failure import LocalFallback
 from ratekeeper.testing import ManualClock
 from ratekeeper.web.identity import Identity
 from ratekeeper.web.options import (
-    _FOREIGN,
-    OPTION_NAMES,
-    ROUTE_NAMES,
     EnforcerOptions,
     OptionArguments,
     RouteArguments,
@@ -192,46 +188,8 @@ def test_an_unknown_option_of_the_application_is_named(make: Callable[..., Any])
             make(**{name: True})
 
 
-# What other libraries call an option, and the option that the error names.
-FOREIGN = {
-    "default_limits": 'limits="100/minute" of the application, with per_route=True',
-    "key_func": "key, a function of the request",
-    "storage_uri": 'store="redis://localhost" of the application',
-    "strategy": '"5 in any minute"',
-    "headers_enabled": "style=Style",
-    "per_method": "key=lambda request: (request.address or '', request.method)",
-    "deduct_when": "count",
-    "on_breach": "on_limit",
-    "error_message": "on_limit",
-    "identifier": "key",
-    "group": "name",
-    "method": 'methods=["POST"]',
-    "times": '"10/minute"',
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("framework", ROUTES)
-def test_an_option_of_another_library_is_translated(framework: str, name: str) -> None:
-    """Of a route and of the application; the error names the public function."""
-    limit, function, _ = ROUTES[framework]
-    said = re.escape(f"has no option {name} (use ") + ".*" + re.escape(FOREIGN[name])
-    with pytest.raises(ConfigError, match=f"^{re.escape(function)} {said}"):
-        limit("5/minute", **{name: None})
-    with pytest.raises(ConfigError, match=rf"^RateLimit\(…\) {said}"):
-        asgi.RateLimit(FastAPI(), "5/minute", **{name: None})
-
-
-def test_every_translation_names_an_option() -> None:
-    """No name is an option of ours at the same time, and every advice begins with one of ours."""
-    names = {*OPTION_NAMES, *ROUTE_NAMES}
-    for name, advice in _FOREIGN.items():
-        assert name not in names
-        assert names & set(re.findall(r"\w+", advice)) or "in the rate" in advice, name
-
-
-def test_a_scope_of_flask_limiter_is_translated() -> None:
-    """There it names a count that several routes share."""
+def test_an_unknown_scope_names_what_shares_a_count() -> None:
+    """In other libraries, a scope is a count that several routes share."""
     with pytest.raises(ConfigError, match=r"scope='mail' is not known; .* the same name"):
         asgi.limited("5/minute", scope="mail")
 

@@ -522,6 +522,9 @@ class Follower:
         """Start the thread. Rules without a source have nothing to follow."""
         if source_of(self._rules) is not None:
             _followers.add(self)
+            # A server may load the application once and then fork its workers. Without this, they
+            # would keep the rules of that moment.
+            forks.after_fork(self.forked)
             self._start(first_pause_s=0.0)
 
     def status(self) -> RulesStatus:
@@ -778,18 +781,10 @@ def _now() -> datetime:
 _followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    for follower in list(_followers):
-        follower.forked()
-
-
 def _stop_all() -> None:
     for follower in list(_followers):
         follower.stop()
 
 
-# A server may load the application once and then fork its workers. Without this, they would keep
-# the rules of that moment.
-os.register_at_fork(after_in_child=_forked)
 # No thread is cut off in the middle of a query.
 atexit.register(_stop_all)

@@ -1,4 +1,4 @@
-"""Forks while other threads run: a gate for process-wide locks, and locks that survive a fork.
+"""What happens in a fork: a gate for process-wide locks, free locks, and actions in the child.
 
 A lock that a thread holds during a fork stays locked in the child, where that thread does not
 exist: the first thread that needs it there waits for ever. Python's import locks and the locks
@@ -15,19 +15,29 @@ The locks of our own objects are made with `fork_safe(threading.Lock())`, which 
 they are taken. A fork takes all of them first, so no other thread is between two steps of a change,
 and each is free in the child. If a thread holds one for longer than WAIT_S_MAX, the fork goes on
 without it: then the child may find half of that change, but it does not hang.
+
+An object that must begin anew in a child, because its threads or connections are the parent's,
+calls `after_fork(self.forked)`. The actions run when all locks are free, in the order in which they
+were registered, so an object comes after those that it was made from.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from inspect import ismethod
 from itertools import count
 from typing import Any, Final, TypeVar
 
 # A query that waits for another process may take longer, but holds no process-wide lock meanwhile.
 WAIT_S_MAX: Final = 1.0
+
+log: Final = logging.getLogger("ratekeeper.forks")
 
 
 class ForkGate:
@@ -135,11 +145,42 @@ def fork_safe(lock: L) -> L:
 
 
 gate: Final = ForkGate()
-# Handlers run in reverse order before a fork: first the threads inside the gate leave, which may
-# take locks, then the locks are taken.
-os.register_at_fork(
-    before=_locks.before, after_in_parent=_locks.in_parent, after_in_child=_locks.in_child
+
+# In order: what to do in a child, by the object that it is done to. Objects are held weakly.
+_actions: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], object]]] = (
+    weakref.WeakKeyDictionary()
 )
-os.register_at_fork(
-    before=gate.before, after_in_parent=gate.in_parent, after_in_child=gate.in_child
-)
+
+
+def after_fork(action: Callable[[], object]) -> None:
+    """Call a method in each forked child, as long as its object exists; or a module's function.
+
+    An object has one such method.
+    """
+    owner, function = (
+        (action.__self__, action.__func__) if ismethod(action) else (action, operator.call)
+    )
+    _actions[owner] = function
+
+
+def _before() -> None:
+    gate.before()  # first: the threads that leave it may take locks
+    _locks.before()
+
+
+def _in_parent() -> None:
+    _locks.in_parent()
+    gate.in_parent()
+
+
+def _in_child() -> None:
+    _locks.in_child()
+    gate.in_child()
+    for owner, function in list(_actions.items()):
+        try:
+            function(owner)
+        except Exception:  # the other objects still need theirs
+            log.exception("fork: %s failed in the child", owner)
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -74,8 +74,6 @@ _SPACE: Final = re.compile(r"\s*")
 # The words that may follow a rate, and the arguments of Limit that they give.
 _OPTIONS: Final = {"burst": "burst", "capacity": "capacity", "refill": "refill_every"}
 _DASHED: Final = re.compile(r"[A-Za-z_-]{1,40}")
-# The names of algorithms in other libraries.
-_FOREIGN_ALGORITHMS: Final = {"moving_window": "sliding_window_log", "gcra": "token_bucket"}
 # Longer numbers are rejected before they are converted: int() of a million digits takes seconds.
 _DIGITS_MAX: Final = 18
 
@@ -169,10 +167,10 @@ class _Parser:
         return window_ns, {"algorithm": "sliding_window_log"}
 
     def _meant_algorithm(self) -> str:
-        """Return a question for a word that is written, or called elsewhere, like an algorithm."""
+        """Return a question for a word that is written like an algorithm."""
         word = _DASHED.match(self._text, self._position)
         name = "" if word is None else word[0].lower().replace("-", "_")
-        close = get_close_matches(_FOREIGN_ALGORITHMS.get(name, name), ALGORITHM_NAMES, n=1)
+        close = get_close_matches(name, ALGORITHM_NAMES, n=1)
         return f"did you mean {close[0]}? " if close else ""
 
     def _options(self) -> dict[str, Any]:

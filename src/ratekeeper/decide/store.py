@@ -352,10 +352,6 @@ class Store(Protocol):
         """Return the statistics of the store."""
         ...
 
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects checked most lately, and about how often; up to 128 are known."""
-        ...
-
     def close(self) -> None:
         """Close the store. Every later call raises StoreUnavailable."""
         ...
@@ -451,10 +447,6 @@ class StoreWrapper:
     def stats(self) -> StoreStats:
         """See Store.stats."""
         return self._store.stats()
-
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects that this process asked the wrapped store about most."""
-        return self._store.busiest(count)
 
 
 class StoreMonitor(Protocol):

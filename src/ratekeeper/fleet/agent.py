@@ -40,6 +40,7 @@ from urllib.parse import unquote, urlsplit
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.forks import after_fork
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.core.version import __version__
 from ratekeeper.decide.allowances import AllowanceKind, AllowanceStats
@@ -159,7 +160,7 @@ class NodeAgent:
         self._stats: AllowanceStats | None = None
         self._stats_due_s = 0.0
         self._questions: dict[bytes, _Question] = {}
-        node.on_fork.append(self.forked)
+        after_fork(self.forked)
 
     # ── Life ───────────────────────────────────────────────────────────────────────────────────
 

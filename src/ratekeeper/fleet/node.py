@@ -9,7 +9,6 @@ a node without others; gossip replaces them.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -19,7 +18,7 @@ from typing import Final, Protocol
 
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
 from ratekeeper.core.errors import StoreError
-from ratekeeper.core.forks import fork_safe
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Decision, Limit, Limits, decision_with
 from ratekeeper.decide.allowances import (
     DENIED_NS_MAX,
@@ -169,8 +168,6 @@ class Node:
         """Units of leases that were replaced, to be given back."""
         self.warmed: deque[tuple[KnownGate, str]] = deque()
         """Subjects whose pending charges are reported before they are due."""
-        self.on_fork: list[Callable[[], None]] = []
-        """Called in a forked child, after the node has forgotten the allowances of its parent."""
         self.outage = OutageCharges()
         """Units that were admitted while the authority was away, to be charged."""
         self.on_work: Callable[[], None] = _nothing
@@ -183,7 +180,7 @@ class Node:
         self._in_use: dict[str, tuple[int, int]] = {}
         self._offset_ns: int | None = None  # the authority's clock minus this one
         self._lock = fork_safe(threading.Lock())
-        _nodes.add(self)
+        after_fork(self.forked)
 
     def known(
         self, limits: Limits, rule: str, kind: AllowanceKind, lifetime_ns: int, counter: Counter
@@ -475,7 +472,6 @@ class Node:
         The child has a copy of a private table. The parent spends its leases and reports its
         pending charges. Both may spend the rest of a budget.
         """
-        self._lock = fork_safe(threading.Lock())
         self.leasing.clear()
         self.replaced.clear()
         self.warmed.clear()
@@ -483,8 +479,6 @@ class Node:
         self._hinted.clear()
         if self.fleet.store.startswith("memory://"):
             self._forget_allowances()
-        for forked in self.on_fork:
-            forked()
 
     def _forget_allowances(self) -> None:
         try:
@@ -503,14 +497,3 @@ def _capacity(limit: Limit) -> int:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for node in list(_nodes):
-        node.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

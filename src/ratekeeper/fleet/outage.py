@@ -109,11 +109,7 @@ class NodeTotals:
     # ── The agent's side ───────────────────────────────────────────────────────────────────────
 
     def lead(self, node: int | None) -> None:
-        """Begin as the agent, with this id in gossip; with None, stop being the agent.
-
-        A forked child passes None, too: there, another thread of the parent may have held the lock.
-        """
-        self._lock = fork_safe(threading.Lock())
+        """Begin as the agent, with this id in gossip; with None, stop being the agent."""
         with self._lock:
             self._totals = None if node is None else Totals(node)
             self._live = set()
@@ -404,8 +400,8 @@ class OutageCharges:
 
     def clear(self) -> None:
         """Forget all charges: another process reports them."""
-        self._lock = fork_safe(threading.Lock())
-        self._groups = {}
+        with self._lock:
+            self._groups = {}
 
     def __len__(self) -> int:
         return len(self._groups)

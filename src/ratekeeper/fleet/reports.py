@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreUnavailable
-from ratekeeper.core.forks import fork_safe
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Limits
 from ratekeeper.core.steps import Call, Steps, run
 from ratekeeper.decide.allowances import FORGET_NS, UnitClaim
@@ -206,7 +206,7 @@ class ReportThread:
         self._thread: threading.Thread | None = None
         node.on_work = self.start
         node.on_urgent = self._wake
-        node.on_fork.append(self.forked)
+        after_fork(self.forked)
         _threads.add(self)
 
     def start(self) -> None:
@@ -273,7 +273,6 @@ class ReportThread:
 
     def forked(self) -> None:
         """In a forked child: the thread does not exist here. The next report starts one."""
-        self._lock = fork_safe(threading.Lock())
         self._thread = None
         if not self._stopped.is_set():
             self._stopped = threading.Event()

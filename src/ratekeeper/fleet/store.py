@@ -11,15 +11,14 @@ authority denies, the node's units are put back.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
 from ratekeeper.decide.allowances import Allowances
@@ -74,8 +73,7 @@ class FleetStore(StoreWrapper):
         super().__init__(store)
         self._clock = clock
         self._owns_store = owns_store
-        self._lock = threading.Lock()
-        _stores.add(self)
+        self._lock = fork_safe(threading.Lock())
         self._node: Node | None = None
         self._table_store: LocalStore | None = None
         self._thread: ReportThread | None = None
@@ -115,10 +113,6 @@ class FleetStore(StoreWrapper):
                 self._thread = ReportThread(node)
                 self._node = node  # last: it is read without the lock
             return self._node
-
-    def forked(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
 
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
@@ -388,14 +382,3 @@ def _putting_back(checks: Sequence[tuple[Any, str, int]], spent: Sequence[_Spent
             _, subject, cost = checks[at]
             with suppress(StoreError):
                 yield from counter.undoing(subject, cost, decision.charged_ns)
-
-
-_stores: weakref.WeakSet[FleetStore] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for store in list(_stores):
-        store.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

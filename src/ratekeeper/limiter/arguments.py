@@ -1,16 +1,16 @@
 """The arguments of a limiter, validated and normalised. Errors show a correct example.
 
-An unknown option is most often a slip of the pen, or the name that another library has for an
-option of ours. The error names the public function that was called, and the option to use.
+An unknown option is most often a slip of the pen. The error names the public function that was
+called, and the closest option.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ratekeeper.core.errors import ConfigError, InvalidOption, show
 from ratekeeper.core.model import Request
@@ -25,62 +25,21 @@ CostSource = int | Callable[..., int]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ALGORITHM: Final = 'an algorithm in the rate: "5 in any minute" or "5/minute fixed_window"'
-_LOCAL: Final = 'on_failure="local"'
-_PREFIX: Final = 'a prefix in the URI of the store: store="redis://localhost?prefix=shop"'
-_RATE: Final = 'a rate string as limits: "100/minute"'
-# What other libraries call the options that limiters and web integrations have.
-FOREIGN_NAMES: Final = {
-    "algorithm": _ALGORITHM,
-    "burst": 'a burst in the rate: "100/minute burst 20"',
-    "in_memory_fallback": _LOCAL,
-    "in_memory_fallback_enabled": _LOCAL,
-    "key_prefix": _PREFIX,
-    "quota": _RATE,
-    "rate": _RATE,
-    "storage_options": 'options in the URI of the store: store="redis://localhost?…"',
-    "strategy": _ALGORITHM,
-    "swallow_errors": 'on_failure="open"',
-    "using": _ALGORITHM,
-}
-# The same for a limiter.
-_FOREIGN: Final = {
-    **FOREIGN_NAMES,
-    "app": "RateLimit(app, …) of ratekeeper.flask, .fastapi, .asgi or .wsgi",
-    "default_limits": _RATE,
-    "key": 'the key as an argument of check: limiter.check("user:42")',
-    "key_func": 'the key as an argument of check: limiter.check("user:42")',
-    "prefix": _PREFIX,
-    "rules": 'from_rules("limits.yaml")',
-    "storage": 'store="redis://localhost"',
-    "storage_uri": 'store="redis://localhost"',
-    "timeout": 'limiter.wait("user:42", timeout=5)',
-}
 
-
-def check_names(
-    where: str, given: Iterable[object], known: Sequence[str], foreign: Mapping[str, str]
-) -> None:
-    """Raise InvalidOption for names that are not options of the function `where`.
-
-    `foreign` has names of other libraries, and for each what to use here.
-    """
+def check_names(where: str, given: Iterable[object], known: Sequence[str]) -> None:
+    """Raise InvalidOption for names that are not options of the function `where`."""
     unknown = [str(name) for name in given if name not in known]
     if unknown:
-        shown = ", ".join(f"{name}{_advice(name, known, foreign)}" for name in unknown)
+        shown = ", ".join(f"{name}{_advice(name, known)}" for name in unknown)
         raise InvalidOption(f"{where} has no option {shown}; the options are {', '.join(known)}")
 
 
-def _advice(name: str, known: Sequence[str], foreign: Mapping[str, str]) -> str:
-    if name in foreign:
-        return f" (use {foreign[name]})"
+def _advice(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def explains(
-    where: str, example: str, foreign: Mapping[str, str] = _FOREIGN
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def explains(where: str, example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a public function: wrong arguments raise InvalidOption, which names it.
 
     Python's own error names the class that defines a method, which may be one of ours. `example`
@@ -108,7 +67,7 @@ def explains(
                 kind = owner if isinstance(owner, type) else type(owner)
                 name = where.format(kind.__name__)
                 if inspect.Parameter.VAR_KEYWORD not in kinds:
-                    check_names(name, kwargs, [*by_position, *known], foreign)
+                    check_names(name, kwargs, [*by_position, *known])
                 call = example.format(kind.__name__)
                 raise InvalidOption(f"{name}: {error}; for example {call}") from None
             return function(*args, **kwargs)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import re
 import threading
 from hashlib import blake2b
@@ -37,7 +36,7 @@ from typing import Any, Final
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock, SystemClock
-from ratekeeper.core.forks import fork_safe
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import UNLIMITED, CheckResult, Request
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, Key
 
@@ -260,4 +259,4 @@ def _digest(value: str) -> str:
 denials: Final = DenialLog(SystemClock())
 """The log of this process."""
 atexit.register(denials.flush)
-os.register_at_fork(after_in_child=denials.forget_all)
+after_fork(denials.forget_all)

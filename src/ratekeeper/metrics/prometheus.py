@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ratekeeper.core.errors import ConfigError
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.histogram import LENGTH, cumulative
 from ratekeeper.metrics.counters import (
     FAMILIES,
@@ -89,7 +90,8 @@ class _Writer:
     """Writes the counters of this process to the files of the multi-process mode."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # No fork happens during a write: the child would inherit locks that no thread releases.
+        self._lock = fork_safe(threading.Lock())
         self._reading = ProcessMetrics()
         self._written: dict[str, Values] = {}
         self._counters = {
@@ -99,12 +101,7 @@ class _Writer:
             for family in FAMILIES
             if family.kind == "counter"
         }
-        # No fork happens during a write: the child would inherit locks that no thread releases.
-        os.register_at_fork(
-            before=self._lock.acquire,
-            after_in_parent=self._lock.release,
-            after_in_child=self._start_in_child,
-        )
+        after_fork(self._start_in_child)
         atexit.register(self.write)
         self._start()
 
@@ -114,7 +111,6 @@ class _Writer:
     def _start_in_child(self) -> None:
         """Continue in a forked process. The parent writes the counts from before the fork."""
         self._written = self._reading.snapshot().values
-        self._lock.release()
         self._start()
 
     def _keep_writing(self) -> None:

@@ -13,7 +13,6 @@ from typing import Final
 
 from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout
 from ratekeeper.core.forks import fork_safe
-from ratekeeper.decide.busiest import BUSIEST_MAX, Busiest
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 
@@ -23,6 +22,7 @@ RATE_SECONDS: Final = 30.0
 # One check in so many is sampled: at 100 checks a second, a subject has 47 samples. It is a prime
 # number, so that clients which take turns are all sampled.
 RATE_SAMPLE_EVERY: Final = 61
+SUBJECTS_MAX: Final = 128
 # Subjects whose rates are reported to the other workers of the machine.
 RATES_MAX: Final = 16
 
@@ -30,14 +30,16 @@ RATES_MAX: Final = 16
 class SubjectRates:
     """The checks per second of the busiest subjects, from a sample of the checks.
 
-    Each period has a sketch of its own, so a rate is of that period alone. A check is sampled once
-    for each of its subjects, however many rules count it.
+    The samples of a period go into a space-saving sketch of SUBJECTS_MAX names: a new name replaces
+    the one with the fewest samples and inherits its count. So every subject with clearly more than
+    1 / SUBJECTS_MAX of all checks is in the sketch. A check is sampled once for each of its
+    subjects, however many rules count it.
     """
 
-    __slots__ = ("_began_s", "_rates", "_sketch", "lock")
+    __slots__ = ("_began_s", "_rates", "_samples", "lock")
 
     def __init__(self) -> None:
-        self._sketch = Busiest()
+        self._samples: dict[str, int] = {}
         self._began_s: float | None = None
         self._rates: dict[str, float] = {}
         self.lock = fork_safe(threading.Lock())
@@ -45,8 +47,12 @@ class SubjectRates:
     def sample(self, subjects: Iterable[str]) -> None:
         """Note the subjects of a check that is sampled."""
         with self.lock:
+            samples = self._samples
             for subject in subjects:
-                self._sketch.add(subject)
+                if subject not in samples and len(samples) == SUBJECTS_MAX:
+                    fewest = min(samples, key=samples.__getitem__)
+                    samples[subject] = samples.pop(fewest)
+                samples[subject] = samples.get(subject, 0) + 1
 
     def rates(self, now_s: float) -> Mapping[str, float]:
         """Return the rates in the last whole period, and begin the next one if it is time.
@@ -56,17 +62,17 @@ class SubjectRates:
         """
         with self.lock:
             if self._began_s is None:  # it is not known when the samples began
-                self._sketch, self._began_s = Busiest(), now_s
+                self._samples, self._began_s = {}, now_s
             taken_s = now_s - self._began_s
             if taken_s >= RATE_SECONDS:
-                found = self._sketch.samples(BUSIEST_MAX)
-                inherited = found[-1][1] if len(found) == BUSIEST_MAX else 0
+                found = sorted(self._samples.items(), key=lambda item: -item[1])
+                inherited = found[-1][1] if len(found) == SUBJECTS_MAX else 0
                 self._rates = {
                     subject: (samples - inherited) * RATE_SAMPLE_EVERY / taken_s
                     for subject, samples in found[:RATES_MAX]
                     if samples > inherited
                 }
-                self._sketch, self._began_s = Busiest(), now_s
+                self._samples, self._began_s = {}, now_s
             return self._rates
 
 

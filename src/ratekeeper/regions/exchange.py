@@ -40,6 +40,7 @@ from typing import Final, TypeVar
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ChangeRefused, ConfigError, StoreError, StoreTimeout
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.decide.region_monitor import LinkState, LinkStatus, PeerCounts, RegionStatus
 from ratekeeper.decide.regional import RegionalCounts, Report, Shares
 from ratekeeper.regions.status import STATUS_NOTE, parse_status, status_text
@@ -597,9 +598,9 @@ class RegionSync:
         self._stores = dict(stores)
         self._exchange = Exchange(region, first, stores, name or process_name())
         self._thread: _SyncThread | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._is_closed = False
-        _syncs.add(self)
+        after_fork(self.forked)
 
     @property
     def region(self) -> str:
@@ -653,7 +654,6 @@ class RegionSync:
 
     def forked(self) -> None:
         """In a forked child: begin anew. The parent keeps its thread, its loop and the lead."""
-        self._lock = threading.Lock()
         thread, self._thread = self._thread, None
         old = self._exchange
         self._exchange = Exchange(old.region, old.first, self._stores, self._name or process_name())
@@ -768,7 +768,7 @@ class _SyncThread:
         self._exchange = exchange
         self._stop: Callable[[], object] | None = None
         self._stopping = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._thread = threading.Thread(target=self._run, name="ratekeeper-regions", daemon=True)
         self._thread.start()
 
@@ -806,19 +806,9 @@ class _SyncThread:
 
         Closing it here would take the parent's sockets out of the poll that both share.
         """
-        self._lock = threading.Lock()
         self._stop = None
         _abandoned.append(self._exchange)
 
 
 # The loops of parent processes: they are kept, because collecting a loop would close its sockets.
 _abandoned: Final[list[Exchange]] = []
-_syncs: weakref.WeakSet[RegionSync] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for sync in list(_syncs):
-        sync.forked()
-
-
-os.register_at_fork(after_in_child=_forked)

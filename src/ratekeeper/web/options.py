@@ -27,7 +27,7 @@ from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import Store
 from ratekeeper.fleet.settings import Fleet, fleet_of
 from ratekeeper.limiter import AsyncLimiter, Limiter
-from ratekeeper.limiter.arguments import FOREIGN_NAMES, check_names, kind_of, name_of
+from ratekeeper.limiter.arguments import check_names, kind_of, name_of
 from ratekeeper.limiter.setup import node_store_of
 from ratekeeper.regions.settings import SCOPES, Regions, Scope, across_of, regions_of
 from ratekeeper.rules.document.model import Rules
@@ -424,48 +424,10 @@ OPTION_NAMES: Final = ("limits", *OptionArguments.__annotations__)
 ROUTE_NAMES: Final = (*RouteArguments.__annotations__, "name")
 
 
-_HEADERS: Final = "style=Style(…) of the application; by default all headers are sent"
-_PER_METHOD: Final = "key=lambda request: (request.address or '', request.method)"
-_RATE: Final = 'a rate string as limits: "10/minute"'
-# What other libraries call the options of web integrations.
-_FOREIGN: Final = {
-    **FOREIGN_NAMES,
-    "application_limits": 'limits="100/minute" of the application',
-    "callback": "on_limit",
-    "deduct_when": "count, a function of the response's status",
-    "default_limits": 'limits="100/minute" of the application, with per_route=True',
-    "default_limits_cost": "cost",
-    "default_limits_deduct_when": "count, a function of the response's status",
-    "default_limits_exempt_when": "exempt_when",
-    "default_limits_per_method": _PER_METHOD,
-    "enabled": "skip=lambda request: True to limit nothing",
-    "error_message": "on_limit, which returns the response",
-    "group": "name: limits with the same name share one count",
-    "header_name_mapping": _HEADERS,
-    "headers_enabled": _HEADERS,
-    "hours": _RATE,
-    "identifier": "key, a function of the request",
-    "key_func": "key, a function of the request",
-    "limit_value": 'limits="100/minute"',
-    "method": 'methods=["POST"] on a route',
-    "milliseconds": _RATE,
-    "minutes": _RATE,
-    "on_breach": "on_limit",
-    "per_method": _PER_METHOD,
-    "request_filter": "skip",
-    "seconds": _RATE,
-    "storage_uri": 'store="redis://localhost" of the application',
-    "times": _RATE,
-}
-
-
 def check_option_names(
     where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
 ) -> None:
-    """Raise InvalidOption for names that are not options. The error names `where` they are given.
-
-    It suggests an option: one with a similar name, or that another library calls so.
-    """
+    """Raise InvalidOption for names that are not options; it names `where` they are given."""
     given = list(given)
     if known is not ROUTE_NAMES:
         for name in given:
@@ -474,7 +436,7 @@ def check_option_names(
                     f"{where} does not take {name}: that applies to a route; give it to the "
                     f"route's limit(…), limited(…) or rate_limit(…)"
                 )
-    check_names(where, given, known, _FOREIGN)
+    check_names(where, given, known)
 
 
 def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:

@@ -265,7 +265,6 @@ def test_the_verbs_of_a_closed_store_raise(
     for call in (
         store.stats,
         store.sweep,
-        lambda: store.busiest(1),
         lambda: store.gate(limits, ""),
     ):
         with pytest.raises(StoreUnavailable, match="the store is closed; open another one"):

@@ -170,17 +170,6 @@ def test_a_rule_that_fills_the_logs_does_not_lift_another_rules_limit(
     store.close()
 
 
-@pytest.mark.parametrize("count", [0, 1, 128, -1, 10**6])
-def test_busiest_takes_any_count(count: int) -> None:
-    """It returns at most `count` subjects, and no more than are known."""
-    limiter = Limiter("9/m", store="memory://?capacity=50")
-    for n in range(1_000):
-        limiter.check(f"k{n % 3}")
-    busiest: list[tuple[str, Any]] = limiter.store.busiest(count)
-    assert len(busiest) <= max(0, min(count, 3))
-    assert {subject for subject, _ in busiest} <= {"k0", "k1", "k2"}
-
-
 def test_the_allowances_of_a_file_are_beside_it_and_made_on_first_use(tmp_path: Path) -> None:
     """A store that leases nothing needs no space for them, and its own file is unchanged."""
     path, beside = tmp_path / "a.limits", tmp_path / "a.limits.allowances"

@@ -44,9 +44,8 @@ def granian_server(module: str) -> Callable[[Callable[[], Any]], Any]:
 
 @pytest.fixture(autouse=True)
 def _not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test be a process that has not warned, and that does not watch its forks."""
+    """Let each test be a process that has not warned."""
     monkeypatch.setattr(workers, "_has_warned", False)
-    monkeypatch.setattr(workers, "_watches_forks", True)
 
 
 @pytest.mark.parametrize(

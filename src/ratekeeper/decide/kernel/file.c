@@ -75,8 +75,7 @@ rk_geometry rk_geometry_for(uint64_t capacity, uint64_t log_bytes)
     }
     g.blocks = (uint32_t)((log_bytes + RK_BLOCK_BYTES - 1) / RK_BLOCK_BYTES);
     g.segment_bytes = rk_segment_size(g.buckets);
-    g.accounts_at =
-        round_up(RK_PAGE + RK_OWNERS_MAX * sizeof(uint32_t) + sizeof(rk_busy_table), 64);
+    g.accounts_at = round_up(RK_PAGE + RK_OWNERS_MAX * sizeof(uint32_t), 64);
     g.segments_at = round_up(g.accounts_at + RK_ACCOUNTS * sizeof(rk_account), RK_PAGE);
     g.map_at = round_up(g.segments_at + g.segment_bytes * g.segments, 64);
     g.slab_at = round_up(g.map_at + rk_slab_map_words(g.blocks) * sizeof(uint64_t), RK_PAGE);
@@ -149,7 +148,6 @@ void rk_attach(rk_table *table, const rk_format *format, uint8_t *base)
     table->bucket_mask = g.buckets - 1;
     if (table->allowances)
         return;
-    table->busiest = (rk_busy_table *)(base + RK_PAGE + RK_OWNERS_MAX * sizeof(uint32_t));
     table->slab = base + g.slab_at;
     table->accounts = (rk_account *)(base + g.accounts_at);
     rk_slab_attach(table, (uint64_t *)(base + g.map_at));
@@ -494,7 +492,6 @@ static void mend(rk_table *table)
         rk_unlock(table, &segment->lock);
     }
     rk_unlock(table, &table->header->slab_lock);
-    rk_unlock(table, &table->busiest->lock);
     rk_slab_rebuild(table);
 }
 

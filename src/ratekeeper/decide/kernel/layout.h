@@ -2,7 +2,6 @@
  *
  *   header     one page: the file's format, the clock's offset, the state of the slab
  *   owners     a generation for each process that may have the file open
- *   busiest    names of the busiest subjects
  *   accounts   how much of the slab each rule holds
  *   segments   each: a lock, a journal, buckets of eight tags and eight states
  *   map        a bit for each free block of the slab
@@ -19,7 +18,7 @@
 #include "table.h"
 
 enum {
-    RK_VERSION = 3,
+    RK_VERSION = 4,
     RK_PAGE = 4096,
     RK_SLOTS_PER_BUCKET = 8, /* eight tags are one cache line */
     RK_BUCKETS_MAX = 256,
@@ -97,20 +96,6 @@ typedef struct {
     rk_cell cells[RK_SLOTS_PER_BUCKET];
 } rk_bucket;
 
-typedef struct {
-    rk_hash subject;
-    uint64_t samples;
-    uint16_t length;
-    char name[230];
-} rk_busy_cell;
-
-typedef struct {
-    rk_lock lock;
-    uint32_t count;
-    uint64_t noted;
-    rk_busy_cell cells[RK_BUSIEST_MAX];
-} rk_busy_table;
-
 /* The part of the header that never changes once the file is complete. A process copies it when it
  * opens the file and uses only its copy: memory is never indexed by a field of the file that
  * another program may have overwritten since. */
@@ -167,7 +152,6 @@ struct rk_table {
     _Atomic rk_loss lost;    /* set once, also by the signal handler in loss.c */
     char *path;              /* NULL: memory of this process */
     _Atomic uint32_t *generations;
-    rk_busy_table *busiest;
     rk_account *accounts;
     uint8_t *segments;
     uint64_t *free_map[RK_BLOCK_CLASSES][RK_MAP_LEVELS];
@@ -179,10 +163,7 @@ struct rk_table {
     bool shared;
     bool allowances; /* instead of quotas */
     int fd;
-    _Atomic uint32_t owner; /* 0: this process may not use the table */
-    uint32_t sample_in;     /* checks until the next sample for `rk_busiest` */
-    uint32_t random;
-    uint32_t busy_misses;       /* consecutive samples dropped because the lock was taken */
+    _Atomic uint32_t owner;     /* 0: this process may not use the table */
     uint32_t sweep_next;        /* the segment at which the next search for blocks starts */
     bool slab_filling;          /* this check has taken a block of a slab that is nearly full */
     bool opening;               /* not usable yet: after a fork, the child must release it */

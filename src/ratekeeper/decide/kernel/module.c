@@ -528,31 +528,6 @@ static PyObject *table_mark(rk_table_object *self, PyObject *args)
     return status == RK_OK ? PyBool_FromLong(is_new) : rk_raise_status(self, status);
 }
 
-static PyObject *table_busiest(rk_table_object *self, PyObject *argument)
-{
-    rk_busy found[RK_BUSIEST_MAX];
-    long most = PyLong_AsLong(argument);
-    if ((most == -1 && PyErr_Occurred()) || !rk_table_is_open(self))
-        return NULL;
-    PyThreadState *thread = rk_is_shared(self->table) ? rk_leave(self) : NULL;
-    int count = rk_busiest(self->table, found,
-                           (int)(most < 0                ? 0
-                                 : most < RK_BUSIEST_MAX ? most
-                                                         : RK_BUSIEST_MAX));
-    if (thread != NULL)
-        rk_back(self, thread);
-    PyObject *list = PyList_New(count);
-    for (int i = 0; list != NULL && i < count; i++) {
-        PyObject *name = PyUnicode_DecodeUTF8(found[i].name, found[i].length, "replace");
-        PyObject *pair = name ? Py_BuildValue("(NK)", name, found[i].checks) : NULL;
-        if (pair == NULL)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, i, pair);
-    }
-    return list;
-}
-
 static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, Py_ssize_t nargs);
 
 static PyMethodDef table_methods[] = {
@@ -566,8 +541,6 @@ static PyMethodDef table_methods[] = {
     {"stats", (PyCFunction)table_stats, METH_NOARGS, "Return the table's numbers."},
     {"mark", (PyCFunction)table_mark, METH_VARARGS,
      "mark(subject, name, now_ns, lasts_ns): remember a name; return whether it was not known."},
-    {"busiest", (PyCFunction)table_busiest, METH_O,
-     "Return the busiest subjects and their checks."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -815,6 +788,13 @@ const char *rk_plain_check(rk_table_object *table, PyObject *const *args, Py_ssi
     return plain_key(args[0], length);
 }
 
+/* The hash of a subject under the rule of a gate. */
+static rk_hash hash_of(const gate_object *gate, const char *bytes, Py_ssize_t length)
+{
+    return rk_group_hash(rk_subject_hash(gate->table->table, bytes, (size_t)length),
+                         gate->numbers[0].rule);
+}
+
 /* check(key, cost=1), the fast path. */
 static PyObject *fast_check_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
                                   PyObject *kwnames)
@@ -826,15 +806,12 @@ static PyObject *fast_check_check(gate_object *self, PyObject *const *args, Py_s
         goto slow;
     rk_decision decision;
     rk_table *table = self->table->table;
-    rk_hash subject = rk_subject_hash(table, bytes, (size_t)length);
-    rk_hash hash = rk_group_hash(subject, self->numbers[0].rule);
+    rk_hash hash = hash_of(self, bytes, length);
     rk_status status = check_hash(self, hash, rk_now_ns(table), cost, true, &decision);
     if (status != RK_OK) {
         self->table->waited = status == RK_BUSY;
         goto slow;
     }
-    if (rk_sample_due(table))
-        rk_note_busy(table, subject, bytes, (size_t)length);
     if (decision.allowed)
         self->allowed++;
     else
@@ -849,9 +826,7 @@ slow:
 }
 
 typedef struct {
-    rk_hash subject, hash; /* of the subject, and of it under the rule */
-    const char *bytes;
-    Py_ssize_t length;
+    rk_hash hash; /* of the subject under the rule */
     int64_t units, now_ns;
 } call;
 
@@ -871,15 +846,15 @@ static bool parse_units(PyObject *value, int64_t *units)
 static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
                        call *parsed)
 {
-    parsed->bytes = PyUnicode_AsUTF8AndSize(subject, &parsed->length);
-    if (parsed->bytes == NULL || !parse_units(units, &parsed->units))
+    Py_ssize_t length;
+    const char *bytes = PyUnicode_AsUTF8AndSize(subject, &length);
+    if (bytes == NULL || !parse_units(units, &parsed->units))
         return false;
     /* Last, because the conversions may have run any code, including close(). */
     if (!rk_table_is_open(self->table) || !rk_parse_now(self->table, now, &parsed->now_ns) ||
         !rk_table_is_open(self->table))
         return false;
-    parsed->subject = rk_subject_hash(self->table->table, parsed->bytes, (size_t)parsed->length);
-    parsed->hash = rk_group_hash(parsed->subject, self->numbers[0].rule);
+    parsed->hash = hash_of(self, bytes, length);
     return true;
 }
 
@@ -916,8 +891,6 @@ static PyObject *decide(gate_object *self, PyObject *const *args, Py_ssize_t nar
         rk_note_refused(self->table->table, c.hash, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
-    if (spend && rk_sample_due(self->table->table))
-        rk_note_busy(self->table->table, c.subject, c.bytes, (size_t)c.length);
     return rk_make_decision(self->limits, self->rule, &decision);
 }
 
@@ -1086,7 +1059,6 @@ typedef struct {
     rk_table_object *table;
     PyObject *checks, *optional;
     rk_charge *charges;
-    rk_hash *subjects;
     int count;
     int64_t now_ns;
 } charging;
@@ -1112,11 +1084,6 @@ static bool parse_check(charging *c, int at)
     return parse_units(PyTuple_GET_ITEM(check, 2), &c->charges[at].cost);
 }
 
-static const char *subject_at(const charging *c, int at, Py_ssize_t *length)
-{
-    return PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(check_at(c, at), 1), length);
-}
-
 static bool parse_checks(charging *c, PyObject *now)
 {
     for (int i = 0; i < c->count; i++)
@@ -1128,11 +1095,10 @@ static bool parse_checks(charging *c, PyObject *now)
         return false;
     for (int i = 0; i < c->count; i++) {
         Py_ssize_t length;
-        const char *bytes = subject_at(c, i, &length);
+        const char *bytes = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(check_at(c, i), 1), &length);
         if (bytes == NULL)
             return false;
-        c->subjects[i] = rk_subject_hash(c->table->table, bytes, (size_t)length);
-        c->charges[i].subject = rk_group_hash(c->subjects[i], c->charges[i].limits[0].rule);
+        c->charges[i].subject = hash_of(gate_at(c, i), bytes, length);
     }
     return true;
 }
@@ -1187,17 +1153,12 @@ static PyObject *store_error(void)
     return value;
 }
 
-/* Note the busy subjects and the charges without room. */
+/* Note the charges without room. */
 static void note_charges(const charging *c)
 {
-    for (int i = 0; i < c->count; i++) {
-        Py_ssize_t length;
+    for (int i = 0; i < c->count; i++)
         if (is_refusal(c->charges[i].status))
             rk_note_refused(c->table->table, c->charges[i].subject, c->charges[i].status);
-        else if (c->charges[i].status == RK_OK && rk_sample_due(c->table->table))
-            rk_note_busy(c->table->table, c->subjects[i], subject_at(c, i, &length),
-                         (size_t)length);
-    }
 }
 
 static PyObject *answer_at(const charging *c, int at)
@@ -1251,7 +1212,6 @@ static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, P
 {
     enum { ON_STACK = 8 };
     rk_charge charges[ON_STACK];
-    rk_hash subjects[ON_STACK];
     if (nargs < 1 || nargs > 3) {
         PyErr_SetString(PyExc_TypeError, "check_all(checks, optional=(), now_ns=None)");
         return NULL;
@@ -1260,8 +1220,7 @@ static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, P
     charging c = {.table = self,
                   .checks = PySequence_Tuple(args[0]),
                   .optional = nargs > 1 ? args[1] : NULL,
-                  .charges = charges,
-                  .subjects = subjects};
+                  .charges = charges};
     Py_ssize_t count = c.checks ? PyTuple_GET_SIZE(c.checks) : 0;
     c.count = (int)count;
     PyObject *list = NULL;
@@ -1272,11 +1231,8 @@ static PyObject *table_check_all(rk_table_object *self, PyObject *const *args, P
         list = check_parsed(&c, nargs > 2 ? args[2] : Py_None);
     } else if (c.checks != NULL) {
         c.charges = PyMem_New(rk_charge, (size_t)count);
-        c.subjects = PyMem_New(rk_hash, (size_t)count);
-        list = c.charges && c.subjects ? check_parsed(&c, nargs > 2 ? args[2] : Py_None)
-                                       : PyErr_NoMemory();
+        list = c.charges ? check_parsed(&c, nargs > 2 ? args[2] : Py_None) : PyErr_NoMemory();
         PyMem_Free(c.charges);
-        PyMem_Free(c.subjects);
     }
     Py_XDECREF(c.checks);
     return list;

@@ -13,7 +13,6 @@
 enum {
     RK_LIMITS_MAX = 16,     /* of one check */
     RK_CHARGES_MAX = 10000, /* of one call of rk_check_all */
-    RK_BUSIEST_MAX = 128,   /* keys remembered as busy */
     RK_MARKS_MAX = 1023,    /* names of settlements remembered for one subject */
     RK_ERROR_BYTES = 512,
 };
@@ -135,19 +134,5 @@ rk_status rk_read_stats(rk_table *table, rk_stats *stats);
 /* Read the statistics of the file at `options->path` without changing a byte of it. It may be in
  * use: a count may be off by the calls that run meanwhile. RK_DAMAGED: rk_open would replace it. */
 rk_status rk_examine(const rk_options *options, rk_stats *stats, char error[RK_ERROR_BYTES]);
-
-/* On average one in this many checks of a process is sampled for `rk_busiest`. */
-enum { RK_SAMPLE_EVERY = 64 };
-bool rk_sample_due(rk_table *table);
-void rk_note_busy(rk_table *table, rk_hash subject, const char *name, size_t length);
-
-typedef struct {
-    uint64_t checks; /* an estimate: samples times RK_SAMPLE_EVERY, halved over time */
-    uint16_t length;
-    char name[236]; /* truncated, never within a character */
-} rk_busy;
-
-/* Write the busiest subjects to `found`, most checks first; return their number. */
-int rk_busiest(rk_table *table, rk_busy *found, int most);
 
 #endif

@@ -33,7 +33,6 @@ from ratekeeper.core.model import Consistency, Decision, Limit, decision_with
 from ratekeeper.decide import credit as credits_
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
 from ratekeeper.decide.fleet_monitor import FleetMonitor
@@ -190,7 +189,6 @@ class PythonMemoryStore:
         self._expired = 0
         self._refused = 0
         self._closed = False
-        self.checks = Busiest()
         self._marks = _Marks()
         self._tables: dict[tuple[str, str], _Table] = {}
         # Reentrant: `lease` holds it while it calls `check_together`.
@@ -228,8 +226,6 @@ class PythonMemoryStore:
                     break
                 failed = self._charge_all(checks, trials, now_ns)
                 if failed is None:
-                    for at in trials:
-                        self.checks.note(checks[at][1])
                     return [errors.get(at) or trials[at][0] for at in range(len(checks))]
                 errors |= failed
             for at, (decision, entries) in trials.items():  # what remains is what there is now
@@ -365,11 +361,6 @@ class PythonMemoryStore:
                 refused=self._refused,
             )
 
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        with self._lock:
-            self.require_open()
-            return self.checks.top(count)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -387,12 +378,6 @@ class PythonMemoryStore:
     def require_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("the store is closed; open another one")
-
-    def count_check(self, subject: str) -> None:
-        """Count a check for `busiest`. Raises StoreUnavailable if the store is closed."""
-        if self._closed:
-            self.require_open()
-        self.checks.note(subject)
 
     def reserve(self, tables: Sequence[_Table], subject: str, now_ns: int) -> None:
         """Make room for an entry of `subject` in each of the tables. Raises StoreFull."""
@@ -474,7 +459,7 @@ class MemoryCounter:
         if len(self._parts) == 1:
             return self._check_one(subject, cost, now_ns)
         with self._lock:
-            self._store.count_check(subject)
+            self._store.require_open()
             decision, entries = self.decide(subject, cost, now_ns)
             if cost and decision.allowed:
                 self._store.reserve(self.tables, subject, now_ns)
@@ -486,7 +471,7 @@ class MemoryCounter:
         """Check a gate with one limit, the usual case, in half the time."""
         limit, algorithm, table = self._parts[0]
         with self._lock:
-            self._store.count_check(subject)
+            self._store.require_open()
             entry = table.entries.get(subject)
             state, _, credit = entry or _ABSENT
             if credit is None:

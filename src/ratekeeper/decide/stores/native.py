@@ -179,9 +179,6 @@ class KernelStore:
     def stats(self) -> StoreStats:
         return _stats_of(self._table.stats(), None if self.is_private else self._recovery.lost_s)
 
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        return self._table.busiest(count)
-
     def close(self) -> None:
         self._table.close()
         self._allowances.close()

@@ -24,16 +24,16 @@ one worker, and the stack has no server in a shell, in a test or in a single pro
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Final
 
+from ratekeeper.core.forks import after_fork
+
 LOG: Final = logging.getLogger("ratekeeper.workers")
 
 _has_warned = False
-_watches_forks = False
 
 
 def warn_of_several_workers() -> None:
@@ -41,11 +41,8 @@ def warn_of_several_workers() -> None:
 
     Logs once in a process, and not again in the processes that it forks.
     """
-    global _watches_forks  # noqa: PLW0603 - one hook for the process
     _warn()
-    if not _watches_forks and not _has_warned and sys.platform != "win32":
-        _watches_forks = True
-        os.register_at_fork(after_in_child=_warn)
+    after_fork(_warn)
 
 
 def _warn() -> None:

@@ -403,12 +403,12 @@ class ServerBreakers:
         self.on_open: Callable[[], None] = lambda: None
         # True if any is open. Usually this single test is all that a call costs.
         self.any_open = False
-        self.forked()
+        self._by_address: dict[Address, ServerBreaker] = {}
+        self._lock = fork_safe(threading.Lock())
 
     def forked(self) -> None:
         """In a forked child: start with no breakers. The child learns about failures itself."""
-        self._lock = fork_safe(threading.Lock())
-        self._by_address: dict[Address, ServerBreaker] = {}
+        self._by_address = {}
         self.any_open = False
 
     def require_closed(self, address: Address | None) -> None:

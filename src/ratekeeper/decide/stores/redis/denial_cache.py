@@ -94,11 +94,11 @@ class DenialTable:
 
     def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
         self.entries_max = entries_max
+        self._lock = fork_safe(threading.Lock())
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything. Also for a forked child, whose parent may have held the lock."""
-        self._lock = fork_safe(threading.Lock())
+        """Forget everything."""
         self._by_check: dict[DenialKey, CachedDenial] = {}
         # The denied checks of each subject. Read without the lock: a subject that is not in it has
         # no cached denial, a test that every check can afford.

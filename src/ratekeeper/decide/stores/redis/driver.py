@@ -36,6 +36,7 @@ from hiredis import ReplyError
 
 from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
 from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable, show
+from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Limit
 from ratekeeper.core.steps import Call, Steps, Together, run, run_async
 from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
@@ -90,7 +91,7 @@ class RedisServers:
         # approximate.
         self.refused = 0
         self.breakers = ServerBreakers(config)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._start()
 
     def _start(self) -> None:
@@ -184,8 +185,7 @@ class RedisServers:
         self._backoff.succeeded()
 
     def forked(self) -> None:
-        """In a forked child: start again, without the parent's threads and locks."""
-        self._lock = threading.Lock()
+        """In a forked child: start again, without the parent's threads."""
         self.topology = Topology(self.config)
         self.breakers.forked()
         self._start()
@@ -417,7 +417,7 @@ class ThreadDriver(RedisDriver):
     def __init__(self, servers: RedisServers) -> None:
         super().__init__(servers)
         self._pools: dict[Address, ConnectionPool] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def run(self, call: ScriptCall) -> Any:
         """Send a call and return its reply. Raises StoreError."""
@@ -483,7 +483,6 @@ class ThreadDriver(RedisDriver):
 
     def forked(self) -> None:
         """In a forked child: drop the parent's connections."""
-        self._lock = threading.Lock()
         parents, self._pools = self._pools, {}
         for pool in parents.values():
             pool.retire()

@@ -19,7 +19,6 @@ from hiredis import ReplyError
 from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Ask, Steps, Undo, run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores.redis.coalescing import batch_max
@@ -56,13 +55,11 @@ class RedisCounter:
 
     __slots__ = (
         "_breakers",
-        "_busiest",
         "_cache",
         "_capacity",
         "_deadline_ns",
         "_driver",
         "_driver_of_loop",
-        "_sample",
         "_servers",
         "_threads",
         "limits",
@@ -75,10 +72,7 @@ class RedisCounter:
         threads: ThreadDriver,
         driver_of_loop: Callable[[], AsyncioDriver],
         cache: DenialCache,
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
-        """`sample` is called with the subject of each check that `busiest` is due to sample."""
         self.limits = scripts.decoder.limits
         self.scripts = scripts
         self._threads = threads
@@ -88,8 +82,6 @@ class RedisCounter:
         self._breakers = servers.breakers
         self._deadline_ns = servers.config.deadline_ns
         self._cache = cache
-        self._busiest = busiest
-        self._sample = sample
         # The units that may go as one call on asyncio; 0 if coalescing is off.
         coalesce = servers.config.coalesce
         self._capacity = min(limit.capacity for limit in self.limits) if coalesce else 0
@@ -161,9 +153,6 @@ class RedisCounter:
             self._cache.drop_subject(subject)
 
     def _check(self, subject: str, cost: int) -> Decision:
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)
@@ -180,9 +169,6 @@ class RedisCounter:
         return self._decision(attempt, reply)
 
     async def _check_async(self, subject: str, cost: int) -> Decision:
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         check = (self.scripts, subject, cost)
         if subject in self._cache.subjects or self._breakers.any_open:
             decision = self._decided_locally(check)

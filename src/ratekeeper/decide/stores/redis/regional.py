@@ -38,7 +38,6 @@ from ratekeeper.core.model import (
     Limits,
 )
 from ratekeeper.core.steps import Ask, Steps, run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.ledgers import BucketLedger, Ledger, LogLedger, WindowLedger
 from ratekeeper.decide.regional import (
     GROUPS,
@@ -571,11 +570,9 @@ class RedisGlobalCounter(GlobalCounter):
     """One global rule's limits on Redis."""
 
     __slots__ = (
-        "_busiest",
         "_driver",
         "_driver_of_loop",
         "_rule",
-        "_sample",
         "_servers",
         "_threads",
         "limits",
@@ -586,8 +583,6 @@ class RedisGlobalCounter(GlobalCounter):
         rule: _GlobalRule,
         threads: ThreadDriver,
         driver_of_loop: Callable[[], AsyncioDriver],
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
         self.limits = rule.limits
         self._rule = rule
@@ -595,8 +590,6 @@ class RedisGlobalCounter(GlobalCounter):
         self._servers = threads.servers
         self._driver_of_loop = driver_of_loop
         self._driver: AsyncioDriver | None = None
-        self._busiest = busiest
-        self._sample = sample
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
@@ -632,9 +625,6 @@ class RedisGlobalCounter(GlobalCounter):
         return run_async(steps(self._driver_of_loop(), *args))
 
     def _check(self, subject: str, cost: int) -> Decision:
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         if self._servers.breakers.any_open:
             self._servers.require_closed(self._rule.keys_of(subject)[0])
         sent_ns = time.monotonic_ns()
@@ -649,9 +639,6 @@ class RedisGlobalCounter(GlobalCounter):
         return self._rule.decision(subject, reply, cost, spend=True)
 
     async def _check_async(self, subject: str, cost: int) -> Decision:
-        self._busiest.next_in -= 1
-        if self._busiest.next_in <= 0:
-            self._sample(subject)
         driver = self._driver
         if driver is None or driver.loop is not asyncio.get_running_loop():
             driver = self._driver = self._driver_of_loop()
@@ -682,8 +669,6 @@ class RedisRegional:
         clock: Clock,
         threads: ThreadDriver,
         driver_of_loop: Callable[[], AsyncioDriver],
-        busiest: Busiest,
-        sample: Callable[[str], None],
     ) -> None:
         self._config = config
         self._clock = clock
@@ -691,8 +676,6 @@ class RedisRegional:
         self._keys = _Keys(config)
         self._threads = threads
         self._driver_of_loop = driver_of_loop
-        self._busiest = busiest
-        self._sample = sample
         # The token that all groups have, of the lead that this object has taken last.
         self._fenced = 0
         self._sent_bytes = self._received_bytes = 0
@@ -712,7 +695,7 @@ class RedisRegional:
         """Prepare a rule's limits."""
         found = self._rule_of(limits, rule, across)
         return RedisGlobalCounter(
-            found, self._threads, self._driver_of_loop, self._busiest, self._sample
+            found, self._threads, self._driver_of_loop
         )
 
     async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Awaitable, Container, Sequence
@@ -12,9 +11,9 @@ from typing import Self, cast
 
 from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Consistency, Limit
 from ratekeeper.core.steps import Ask, run, run_async
-from ratekeeper.decide.busiest import Busiest
 from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
     NO_LEASE,
@@ -121,21 +120,20 @@ class RedisStore:
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
         self._clock = clock or SystemClock()
-        self._checks = Busiest()
         self._cache = DenialCache(config.denied_cache_ns)
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._servers = RedisServers(config)
         self._threads = ThreadDriver(self._servers)
         # The driver of each event loop. A loop that is garbage-collected takes its driver along.
         self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
             weakref.WeakKeyDictionary()
         )
-        self._regional = RedisRegional(
-            config, self._clock, self._threads, self._driver_of_loop, self._checks, self._sample
-        )
+        self._regional = RedisRegional(config, self._clock, self._threads, self._driver_of_loop)
         self._cells = RedisCells(config, self._clock, self._driver_of_loop)
-        _stores.add(self)
+        # The workers of a server that loads the application before it forks would share one
+        # socket, and read each other's replies.
+        after_fork(self.forked)
 
     def counter(
         self,
@@ -149,14 +147,7 @@ class RedisStore:
         require_regional(across)
         self._require_open()
         scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return RedisCounter(
-            scripts,
-            self._threads,
-            self._driver_of_loop,
-            self._cache,
-            self._checks,
-            self._sample,
-        )
+        return RedisCounter(scripts, self._threads, self._driver_of_loop, self._cache)
 
     def check_together(
         self, checks: Sequence[Charge], optional: Container[int] = ()
@@ -250,10 +241,6 @@ class RedisStore:
                     del self._drivers[closed]
                 driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
             return driver
-
-    def _sample(self, subject: str) -> None:
-        with self._lock:
-            self._checks.sample(subject)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -363,12 +350,6 @@ class RedisStore:
         key = f"{self.config.prefix}:settled:{{{subject}}}".encode()
         return ScriptCall(MARKS, key, (name.to_bytes(8), lasts_ns // 1_000_000, MARKS_MAX))
 
-    def busiest(self, count: int) -> list[tuple[str, int]]:
-        """Return the subjects that this process checked most."""
-        self._require_open()
-        with self._lock:
-            return self._checks.top(count)
-
     def publish(self, topic: str, text: str) -> None:
         """Send a message to all current subscribers of a topic, on channel `<prefix>:<topic>`.
 
@@ -430,8 +411,7 @@ class RedisStore:
             await driver.close()
 
     def forked(self) -> None:
-        """In a forked child: drop the parent's connections; its threads do not exist here."""
-        self._lock = threading.Lock()
+        """In a forked child: drop the parent's connections."""
         self._cache.reset()
         self._servers.forked()
         self._threads.forked()
@@ -450,16 +430,3 @@ def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]
         answer if isinstance(answer, StoreError) else (answer, joint.leases.get(at, NO_LEASE))
         for at, answer in enumerate(answers)
     ]
-
-
-_stores: weakref.WeakSet[RedisStore] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for store in list(_stores):
-        store.forked()
-
-
-# Without this, the workers of a server that loads the application before it forks would share one
-# socket, and read each other's replies.
-os.register_at_fork(after_in_child=_forked)
