@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, cast
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 from ratekeeper.core.clock import NS_PER_SECOND
@@ -48,7 +48,7 @@ from ratekeeper.core.model import (
 )
 from ratekeeper.core.steps import Call, Steps, run, run_async
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR
-from ratekeeper.decide.store import Counter, ForgettingStore, Store
+from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import SCHEMES as STORE_SCHEMES
 from ratekeeper.decide.stores import open_store
 
@@ -240,8 +240,7 @@ class _StorageCalls:
         self._awaited = awaited
         try:
             prefix, given = _store_options(store_scheme, rest, options)
-            # Every store that a URI names can forget.
-            self.store = cast("ForgettingStore", open_store(f"{store_scheme}://{rest}", **given))
+            self.store = open_store(f"{store_scheme}://{rest}", **given)
         except (
             ConfigError,
             StoreError,

@@ -71,10 +71,10 @@ from ratekeeper.core.errors import (
 )
 from ratekeeper.core.model import Decision, Request
 from ratekeeper.core.subjects import SEPARATOR
-from ratekeeper.decide.regional import MemoryRegional, RegionalCounts, Shares
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.regional import MemoryRegional, Shares
+from ratekeeper.decide.store import SharedStore, Store
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryAuthority
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.fleet.settings import Fleet
 from ratekeeper.fleet.store import FleetStore
@@ -1203,14 +1203,16 @@ def _open_existing(uri: str) -> Store:
     scheme = uri.partition("://")[0].lower()
     clock = SystemClock()
     if scheme in REDIS_SCHEMES:
-        return only_region(open_store(uri, clock, deadline_ms=_EXPLAIN_DEADLINE_MS), clock)
+        opened = open_store(uri, clock, deadline_ms=_EXPLAIN_DEADLINE_MS)
+        return only_region(cast("SharedStore", opened), clock)
     if scheme == "memory":
         # Nothing is counted here, and rules of any consistency and scope can be explained.
-        store = PythonMemoryStore(clock)
+        store = MemoryAuthority(clock)
         counts = MemoryRegional(clock)
         asyncio.run(counts.set_shares(_ONLY_SHARE, 0))
-        store.regional = cast("RegionalCounts", counts)  # without gates for asyncio
-        return FleetStore(only_region(store, clock), Fleet(), clock)
+        shared = cast("Any", store)
+        shared.regional = counts
+        return FleetStore(only_region(shared, clock), Fleet(), clock)
     if scheme == "shared" and not Path(unquote(urlsplit(uri).path)).exists():
         # Opening it would create it, with this user as its owner.
         raise ConfigError("the file of --store does not exist; start the service first")

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 from ratekeeper.control import snapshot as snapshots
 from ratekeeper.core import forks
 from ratekeeper.core.errors import ConfigError, RatekeeperError, StoreError, StoreTimeout, show
-from ratekeeper.decide.store import Channel, Store, Subscription
+from ratekeeper.decide.store import Channel, Store, Subscription, shared_store
 from ratekeeper.rules.document.model import Document, Rules
 from ratekeeper.rules.document.reading import (
     document_of,
@@ -297,9 +297,10 @@ def announce(store: Store, number: int) -> bool:
 
     Blocks for one round trip. Raises StoreError; the nodes then find the version by polling.
     """
-    if store.channel is None:
+    shared = shared_store(store)
+    if shared is None:
         return False
-    store.channel.publish(TOPIC, str(number))
+    shared.channel.publish(TOPIC, str(number))
     return True
 
 
@@ -495,7 +496,8 @@ class Follower:
         self._rules = rules
         self._poll_s = options.poll_s
         self._snapshot = options.snapshot
-        self._channel = None if store is None else store.channel
+        shared = None if store is None else shared_store(store)
+        self._channel = None if shared is None else shared.channel
         # One thread replaces it and never changes it, so reading it needs no lock.
         self._status = loaded.status
         is_fresh = loaded.status.origin == "source"

@@ -5,19 +5,16 @@ nothing left to look up: it is one call, with a subject and a cost. A verb retur
 this machine knows it, and otherwise an `Ask` (`core/steps.py`), which a thread or asyncio carries.
 Every store passes the same conformance suite (`tests/conformance/`).
 
-Some stores can do more than others. A store declares each optional capability as a property that is
-None where the store does not have it: `monitor` (it counts
-cache hits and has circuit breakers), `channel` (it carries messages between processes), `fleet`
-(several nodes share it, and answer checks themselves), `allowances` (it keeps what a node may
-admit itself), `authority` (nodes can lease units from it), `regional` (it can be the store of one
-region, and count limits that regions share) and `regions` (it knows the other regions).
+There are two kinds of stores. A `LocalStore` is in the memory of this machine and has every answer.
+A `SharedStore` is on another machine: several nodes share it, lease units from it, and send
+messages through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit
@@ -25,9 +22,7 @@ from ratekeeper.core.steps import Ask, asked, run_async
 
 if TYPE_CHECKING:
     from ratekeeper.decide.allowances import Allowances
-    from ratekeeper.decide.fleet_monitor import FleetMonitor
     from ratekeeper.decide.leasing import Authority
-    from ratekeeper.decide.region_monitor import RegionMonitor
     from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
 
 BreakerPosition = Literal["closed", "open", "half_open"]
@@ -266,46 +261,6 @@ class Store(Protocol):
         """True if it answers at once, from the memory of this machine; it never returns an Ask."""
         ...
 
-    @property
-    def monitor(self) -> StoreMonitor | None:
-        """The counters and circuit breakers of a store on another machine; None in memory."""
-        ...
-
-    @property
-    def channel(self) -> Channel | None:
-        """The messages between the processes that use this store; None if it carries none."""
-        ...
-
-    @property
-    def fleet(self) -> FleetMonitor | None:
-        """The nodes that share the store and answer checks themselves; None: each check asks it."""
-        ...
-
-    @property
-    def allowances(self) -> Allowances | None:
-        """The node's table of allowances, made on first use; None in a store on another machine."""
-        ...
-
-    @property
-    def authority(self) -> Authority | None:
-        """Leases and late charges, for nodes that share the counts; None if it has none."""
-        ...
-
-    @property
-    def cells(self) -> Cells | None:
-        """Values that nodes change by compare-and-set; None in a store of one machine."""
-        ...
-
-    @property
-    def regional(self) -> RegionalCounts | None:
-        """The counts of one region, of limits that regions share; None if it has none."""
-        ...
-
-    @property
-    def regions(self) -> RegionMonitor | None:
-        """The regions that share global limits, as an operator sees them; None without regions."""
-        ...
-
     def counter(
         self,
         limits: Sequence[Limit],
@@ -352,19 +307,6 @@ class Store(Protocol):
         """Return the statistics of the store."""
         ...
 
-    def close(self) -> None:
-        """Close the store. Every later call raises StoreUnavailable."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close the store, and wait until the connections of this event loop are closed."""
-        ...
-
-
-@runtime_checkable
-class ForgettingStore(Store, Protocol):
-    """A store that can forget everything, as every store that a URI names."""
-
     def forget_all(self) -> int:
         """Forget the counts of all limiters in this store; return how many states there were.
 
@@ -374,9 +316,22 @@ class ForgettingStore(Store, Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Close the store. Every later call raises StoreUnavailable."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the store, and wait until the connections of this event loop are closed."""
+        ...
+
 
 class LocalStore(Store, Protocol):
     """A store in the memory of this machine."""
+
+    @property
+    def allowances(self) -> Allowances:
+        """The node's table of allowances, made on first use."""
+        ...
 
     def counter(
         self,
@@ -395,10 +350,44 @@ class LocalStore(Store, Protocol):
         ...
 
 
+class SharedStore(Store, Protocol):
+    """A store that several machines share."""
+
+    @property
+    def monitor(self) -> StoreMonitor:
+        """Its counters and circuit breakers in this process."""
+        ...
+
+    @property
+    def channel(self) -> Channel:
+        """The messages between the processes that use this store."""
+        ...
+
+    @property
+    def authority(self) -> Authority:
+        """Leases and late charges."""
+        ...
+
+    @property
+    def cells(self) -> Cells:
+        """Values that nodes change by compare-and-set."""
+        ...
+
+    @property
+    def regional(self) -> RegionalCounts:
+        """The counts of one region, of limits that regions share."""
+        ...
+
+
+def shared_store(store: Store) -> SharedStore | None:
+    """Return the store if several machines share it; None if it is local."""
+    return None if store.is_local else cast("SharedStore", store)
+
+
 class StoreWrapper:
     """The calls that a wrapping store passes on to the wrapped one."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SharedStore) -> None:
         self._store = store
 
     @property
@@ -417,22 +406,27 @@ class StoreWrapper:
         return self._store.is_local
 
     @property
-    def monitor(self) -> StoreMonitor | None:
+    def monitor(self) -> StoreMonitor:
         """The counters and circuit breakers of the wrapped store."""
         return self._store.monitor
 
     @property
-    def channel(self) -> Channel | None:
+    def channel(self) -> Channel:
         """The messages of the wrapped store."""
         return self._store.channel
 
     @property
-    def authority(self) -> Authority | None:
+    def authority(self) -> Authority:
         """The authority of the wrapped store."""
         return self._store.authority
 
     @property
-    def cells(self) -> Cells | None:
+    def regional(self) -> RegionalCounts:
+        """The counts of the region."""
+        return self._store.regional
+
+    @property
+    def cells(self) -> Cells:
         """The cells of the wrapped store."""
         return self._store.cells
 
@@ -443,6 +437,10 @@ class StoreWrapper:
     def sweep(self) -> int:
         """See Store.sweep."""
         return self._store.sweep()
+
+    def forget_all(self) -> int:
+        """See Store.forget_all."""
+        return self._store.forget_all()
 
     def stats(self) -> StoreStats:
         """See Store.stats."""

@@ -21,7 +21,6 @@ from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
-from ratekeeper.decide.allowances import Allowances
 from ratekeeper.decide.combine import uncharged
 from ratekeeper.decide.failure import SharedCounts
 from ratekeeper.decide.fleet_monitor import FleetMonitor
@@ -33,17 +32,18 @@ from ratekeeper.decide.leasing import (
     LeaseTerms,
     lifetime_ns,
 )
-from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, RegionalCounts
+from ratekeeper.decide.regional import AcrossRegions, GlobalCounter
 from ratekeeper.decide.store import (
-    NEEDS_AUTHORITY,
     Answer,
+    Channel,
     Charge,
     Counter,
     LocalStore,
+    SharedStore,
     Store,
     StoreWrapper,
     require_strict_across,
+    shared_store,
 )
 from ratekeeper.decide.stores import open_local_store
 from ratekeeper.fleet.agent import NodeAgent
@@ -67,9 +67,19 @@ class FleetStore(StoreWrapper):
     """
 
     def __init__(
-        self, store: Store, fleet: Fleet, clock: Clock, *, owns_store: bool = True
+        self,
+        store: SharedStore,
+        fleet: Fleet,
+        clock: Clock,
+        *,
+        owns_store: bool = True,
+        region: str = "",
+        registry: Channel | None = None,
     ) -> None:
+        """Wrap the store; `registry` is where the nodes of the fleet register, if they do."""
         self.fleet_settings = fleet
+        self._region = region
+        self._registry = registry
         super().__init__(store)
         self._clock = clock
         self._owns_store = owns_store
@@ -98,16 +108,9 @@ class FleetStore(StoreWrapper):
             return self._node
         with self._lock:
             if self._node is None:
-                authority = self._store.authority
-                if authority is None:
-                    raise ConfigError(NEEDS_AUTHORITY)
                 self._table_store = open_local_store(self.fleet_settings.store, self._clock)
                 table = self._table_store.allowances
-                if table is None:
-                    raise ConfigError(
-                        f"Fleet(store={self.fleet_settings.store!r}) has no table of allowances"
-                    )
-                node = Node(self.fleet_settings, self._clock, table, authority)
+                node = Node(self.fleet_settings, self._clock, table, self._store.authority)
                 node.make_counter = self._store.counter
                 self._agent = self._started_agent(node)
                 self._thread = ReportThread(node)
@@ -116,9 +119,7 @@ class FleetStore(StoreWrapper):
 
     def _started_agent(self, node: Node) -> NodeAgent:
         """Connect the node with the others. Raises ConfigError, and closes the table then."""
-        regions = self._store.regions
-        region = "" if regions is None else regions.region
-        agent = NodeAgent(node, region=region, registry=self._store.channel)
+        agent = NodeAgent(node, region=self._region, registry=self._registry)
         if node.fleet.gossip is not None:
             totals = NodeTotals(
                 agent, node.now_ns, node.fleet.nodes, node.note_admitted, self._table_store
@@ -143,24 +144,9 @@ class FleetStore(StoreWrapper):
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
 
     @property
-    def wrapped(self) -> Store:
+    def wrapped(self) -> SharedStore:
         """The authority, or the store of a region that wraps it."""
         return self._store
-
-    @property
-    def regional(self) -> RegionalCounts | None:
-        """The counts of the region, if the wrapped store has them."""
-        return self._store.regional
-
-    @property
-    def regions(self) -> RegionMonitor | None:
-        """The regions, if the wrapped store knows them."""
-        return self._store.regions
-
-    @property
-    def allowances(self) -> Allowances | None:
-        """The node's table; None until a limit that is not strict is prepared."""
-        return None if self._node is None else self._node.table
 
     @property
     def fleet(self) -> FleetMonitor | None:
@@ -228,7 +214,9 @@ def _spent(checks: Sequence[tuple[Any, str, int]]) -> list[Decision | None]:
     ]
 
 
-def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> Store:
+def fleet_store_of(
+    store: Store, fleet: Fleet, clock: Clock, *, owned: bool, region: str = ""
+) -> Store:
     """Return the store of a limiter: a FleetStore if several machines can share the counts.
 
     `owned` is True if the limiter has opened the store. A store that belongs to another limiter
@@ -241,14 +229,16 @@ def fleet_store_of(store: Store, fleet: Fleet, clock: Clock, *, owned: bool) -> 
                 "omit fleet, or pass the URI of the store"
             )
         return store
-    if store.is_private or store.authority is None:
+    shared = shared_store(store)
+    if shared is None:
         if fleet.gossip is not None:
             raise ConfigError(
                 f"gossip={fleet.gossip!r} is for nodes that share a store, and no other machine "
                 f'shares this one; for example store="redis://localhost", or leave gossip out'
             )
         return store
-    return FleetStore(store, fleet, clock, owns_store=owned)
+    registry = shared.channel
+    return FleetStore(shared, fleet, clock, owns_store=owned, region=region, registry=registry)
 
 
 def shared_counts_of(store: Store) -> SharedCounts | None:

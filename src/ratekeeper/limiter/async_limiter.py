@@ -14,6 +14,7 @@ from ratekeeper.core.model import CheckResult, Decision, Request, units_of
 from ratekeeper.core.steps import Call, Steps, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.regional import RegionalUsage
+from ratekeeper.decide.store import shared_store
 from ratekeeper.limiter.arguments import (
     CostSource,
     KeySource,
@@ -155,11 +156,11 @@ class AsyncLimiter(LimiterSetup):
 
         The numbers come from this region's store; no other region is called. Raises StoreError.
         """
-        counts = self._store.regional
-        if self._regions is None or counts is None or check.rule.across is None:
+        shared = shared_store(self._store)
+        if self._regions is None or shared is None or check.rule.across is None:
             return None
         found = [
-            await counts.usage(tuple(counter.limits), check.rule.id, subject)
+            await shared.regional.usage(tuple(counter.limits), check.rule.id, subject)
             for counter, subject in check.parts
         ]
         return usage_of_parts(found, self._regions.region)

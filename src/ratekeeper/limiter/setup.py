@@ -36,8 +36,10 @@ from ratekeeper.decide.failure import (
     check_policy,
     local_fallback_of,
 )
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import FastCheck, Store, StoreStats
+from ratekeeper.decide.store import FastCheck, Store, StoreStats, shared_store
 from ratekeeper.decide.stores import store_of
 from ratekeeper.fleet.settings import Fleet, fleet_of
 from ratekeeper.fleet.store import FleetStore, fleet_store_of, shared_counts_of
@@ -48,7 +50,7 @@ from ratekeeper.limiter.verbs import LimiterVerbs
 from ratekeeper.metrics.counters import ANY_ENDPOINT, LIMITERS
 from ratekeeper.metrics.tally import Counts, RuleCounts, Tally
 from ratekeeper.regions.settings import Regions, Scope, across_of, regions_of, require_shares
-from ratekeeper.regions.store import RegionStore
+from ratekeeper.regions.store import RegionStore, require_shared
 from ratekeeper.rules.compiled import CompiledRules
 from ratekeeper.rules.document.model import Document, Rules
 from ratekeeper.rules.engine import RuleEngine
@@ -231,7 +233,8 @@ class LimiterSetup(LimiterVerbs):
         self._local = LocalLimits(self._local_fallback, self._clock)
         self._store, self._owns_store = node_store_of(store, fleet, regions, self._clock)
         self._regions = regions_in(self._store)
-        self._local.monitor = self._store.monitor
+        shared = shared_store(self._store)
+        self._local.monitor = None if shared is None else shared.monitor
         self._local.fleet = shared_counts_of(self._store)
         self._counts = Counts()
         try:
@@ -299,6 +302,17 @@ class LimiterSetup(LimiterVerbs):
     def store(self) -> Store:
         """The store, to share with another limiter."""
         return self._store
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        """The nodes that share the limits; None as long as the store decides every check."""
+        return self._store.fleet if isinstance(self._store, FleetStore) else None
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        """The regions that share global limits, as an operator sees them; None without regions."""
+        store = _region_store_in(self._store)
+        return None if store is None else store.regions
 
     @property
     def consistency(self) -> Consistency:
@@ -471,7 +485,8 @@ def node_store_of(
         if regions is not None:
             found = _in_region(found, regions, clock, owned=is_opened)
         if fleet is not None:
-            found = fleet_store_of(found, fleet, clock, owned=found is not given)
+            region = "" if regions is None else regions.region
+            found = fleet_store_of(found, fleet, clock, owned=found is not given, region=region)
     except BaseException:
         if is_opened:
             found.close()
@@ -483,7 +498,8 @@ def _in_region(store: Store, regions: Regions, clock: Clock, *, owned: bool) -> 
     """Return a store wrapped for its region. One that is wrapped already keeps its regions."""
     known = regions_in(store)
     if known is None and not isinstance(store, FleetStore):
-        return RegionStore(store, regions, clock, owns_store=owned)
+        shared = require_shared(store, regions.region)
+        return RegionStore(shared, regions, clock, owns_store=owned)
     if known != regions:
         kind = "without" if known is None else "with other"
         raise ConfigError(
@@ -503,5 +519,10 @@ def _store_of_region(store: str, regions: Regions) -> str:
 
 def regions_in(store: Store) -> Regions | None:
     """Return the regions of the store of a node, if it has any."""
+    found = _region_store_in(store)
+    return None if found is None else found.settings
+
+
+def _region_store_in(store: Store) -> RegionStore | None:
     wrapped = store.wrapped if isinstance(store, FleetStore) else store
-    return wrapped.settings if isinstance(wrapped, RegionStore) else None
+    return wrapped if isinstance(wrapped, RegionStore) else None

@@ -35,7 +35,7 @@ from ratekeeper.decide.allowances import AllowanceStats
 from ratekeeper.decide.fleet_monitor import FleetMonitor, FleetNode, GossipCounts, ReportCounts
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from ratekeeper.decide.regional import REGIONS_MAX
-from ratekeeper.decide.store import ServerStatus, StoreMonitor, StoreStats
+from ratekeeper.decide.store import ServerStatus, StoreMonitor, StoreStats, shared_store
 
 RULES_MAX: Final = 1_000
 SERVERS_MAX: Final = 64
@@ -581,12 +581,13 @@ class LimiterMetrics:
     def snapshot(self) -> MetricsSnapshot:
         """Return all counts of the limiter and its store that need no I/O."""
         found = self.limiter_snapshot()
-        found.add(store_snapshot(self._limiter.store.monitor))
-        fleet = self._limiter.store.fleet
+        shared = shared_store(self._limiter.store)
+        found.add(store_snapshot(None if shared is None else shared.monitor))
+        fleet = self._limiter.fleet
         if fleet is not None:
             self._fleet = self._fleet or FleetMetrics(fleet)
             found.add(self._fleet.snapshot())
-        regions = self._limiter.store.regions
+        regions = self._limiter.regions
         if regions is not None:
             found.add(regions_snapshot(regions))
         return found
@@ -650,8 +651,8 @@ class LimiterMetrics:
         Not every cache hit is a denial of the rule: the rule may be in shadow mode, or another rule
         of the request may have denied. So of the new hits, no more count than new denials.
         """
-        monitor = self._limiter.store.monitor
-        hits_by_rule = {} if monitor is None else dict(monitor.denied_by_rule())
+        shared = shared_store(self._limiter.store)
+        hits_by_rule = {} if shared is None else dict(shared.monitor.denied_by_rule())
         new_hits = dict.fromkeys(self._cached, 0)
         for rule, hits in hits_by_rule.items():
             name = self._totals.name(rule)
@@ -757,11 +758,12 @@ class ProcessMetrics:
             for key in [key for key, source in self._sources.items() if source.of() is None]:
                 self._deleted.add(self._sources.pop(key).last.lasting())
             for limiter in limiters:
-                store = limiter.store
+                shared = shared_store(limiter.store)
+                monitor = None if shared is None else shared.monitor
                 self._note("limiter", limiter, lambda it: LimiterMetrics(it).limiter_snapshot)
-                self._note("monitor", store.monitor, lambda it: partial(store_snapshot, it))
-                self._note("fleet", store.fleet, lambda it: FleetMetrics(it).snapshot)
-                self._note("regions", store.regions, lambda it: partial(regions_snapshot, it))
+                self._note("monitor", monitor, lambda it: partial(store_snapshot, it))
+                self._note("fleet", limiter.fleet, lambda it: FleetMetrics(it).snapshot)
+                self._note("regions", limiter.regions, lambda it: partial(regions_snapshot, it))
             total = MetricsSnapshot()
             total.add(self._deleted)
             for source in self._sources.values():

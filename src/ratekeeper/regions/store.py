@@ -20,18 +20,18 @@ from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError, StoreError, StoreUnavailable
 from ratekeeper.core.model import DEFAULT_NAME, Consistency, Decision, Limit, Limits
 from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
-from ratekeeper.decide.allowances import Allowances
 from ratekeeper.decide.decider import Group, alone, deciding
-from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, RegionalCounts, rule_number
+from ratekeeper.decide.regional import AcrossRegions, GlobalCounter, rule_number
 from ratekeeper.decide.store import (
     Answer,
     Charge,
     Counter,
+    SharedStore,
     Store,
     StoreWrapper,
     require_strict_across,
+    shared_store,
 )
 from ratekeeper.decide.stores import open_fallback_store
 from ratekeeper.regions.exchange import RegionSync
@@ -94,12 +94,12 @@ class RegionStore(StoreWrapper):
 
     def __init__(
         self,
-        store: Store,
+        store: SharedStore,
         regions: Regions,
         clock: Clock,
         *,
         owns_store: bool = True,
-        links: Mapping[str, Store] | None = None,
+        links: Mapping[str, SharedStore] | None = None,
     ) -> None:
         """Wrap the store of this node's region, and start the sync with the other regions.
 
@@ -107,22 +107,15 @@ class RegionStore(StoreWrapper):
         `links`       the stores of all regions, for the sync; by default they are opened. The sync
                       has connections and breakers of its own, so it never delays a request.
         """
-        counts = store.regional
-        if counts is None:
-            raise ConfigError(
-                f"the store of the region {regions.region!r} cannot count global limits; "
-                f'use a Redis, for example stores={{"{regions.region}": "redis://localhost"}}'
-            )
         self.settings = regions
         super().__init__(store)
-        self._counts = counts
         self._owns_store = owns_store
         self._links = dict(links or {})
         for region, uri in regions.stores.items():
             if region not in self._links:
-                self._links[region] = open_fallback_store(uri, clock, **_LINK_OPTIONS)
-        linked = {region: each.regional for region, each in self._links.items()}
-        self._linked = {region: each for region, each in linked.items() if each is not None}
+                opened = open_fallback_store(uri, clock, **_LINK_OPTIONS)
+                self._links[region] = require_shared(opened, region)
+        self._linked = {region: each.regional for region, each in self._links.items()}
         self._sync: RegionSync | None = None
         self._waits = True
         if regions.sync:
@@ -131,19 +124,6 @@ class RegionStore(StoreWrapper):
             self._sync.start()
 
     # ── The wrapped store ──────────────────────────────────────────────────────────────────────
-
-    @property
-    def fleet(self) -> FleetMonitor | None:
-        """None: a node that answers checks itself wraps this store."""
-
-    @property
-    def allowances(self) -> Allowances | None:
-        """None: allowances are in the memory of the node."""
-
-    @property
-    def regional(self) -> RegionalCounts:
-        """The counts of this region."""
-        return self._counts
 
     @property
     def regions(self) -> RegionMonitor | None:
@@ -165,7 +145,7 @@ class RegionStore(StoreWrapper):
         require_strict_across(consistency, across)
         prepared = self._named(limits, rule)
         return GlobalRuleCounter(
-            self._counts.global_counter(prepared, rule, across),
+            self._store.regional.global_counter(prepared, rule, across),
             lambda: {
                 region: self._linked[region].global_counter(prepared, rule, across).reset
                 for region in self.settings.others
@@ -224,7 +204,19 @@ class RegionStore(StoreWrapper):
             store.close()
 
 
-def only_region(store: Store, clock: Clock) -> RegionStore:
+def require_shared(store: Store, region: str) -> SharedStore:
+    """Return the store of a region. Raises ConfigError, and closes it, if it is local."""
+    found = shared_store(store)
+    if found is None:
+        store.close()
+        raise ConfigError(
+            f"the store of the region {region!r} cannot count global limits; "
+            f'use a Redis, for example stores={{"{region}": "redis://localhost"}}'
+        )
+    return found
+
+
+def only_region(store: SharedStore, clock: Clock) -> RegionStore:
     """Return a store that can read the global limits of a region. It exchanges nothing."""
     # The URI is not used, because the store is given.
     regions = Regions("here", {"here": "redis://localhost"}, sync=False)

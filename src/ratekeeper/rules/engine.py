@@ -95,7 +95,7 @@ class RuleEngine:
         )
         self._factors = factors
         self.penalties.use(document)
-        if self._store.fleet is not None:
+        if isinstance(self._store, FleetStore) and self._store.fleet is not None:
             self._store.fleet.use_rules(compiled.version)
         return compiled
 

@@ -31,7 +31,7 @@ from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import ConfigError, StoreUnavailable, show
 from ratekeeper.decide import kernel
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
-from ratekeeper.decide.store import ForgettingStore, LocalStore, Store, StoreStats
+from ratekeeper.decide.store import LocalStore, Store, StoreStats
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
@@ -171,7 +171,7 @@ def _kernel_store(
     log_bytes: int,
     allowances: int,
     mode: int = 0o600,
-) -> ForgettingStore:
+) -> Store:
     # Imported here, because the import fails if the kernel was not built.
     from ratekeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 

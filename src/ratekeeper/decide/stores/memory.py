@@ -35,7 +35,6 @@ from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT, PythonAllowances
 from ratekeeper.decide.combine import combine
 from ratekeeper.decide.credit import Credit
-from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
     LATE_KEPT_NS,
     NO_LEASE,
@@ -49,15 +48,11 @@ from ratekeeper.decide.leasing import (
     may_be_given_back,
     size_of,
 )
-from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
     MARKS_MAX,
     Answer,
-    Cells,
-    Channel,
     Charge,
-    StoreMonitor,
     StoreStats,
     require_regional,
     require_strict,
@@ -176,14 +171,7 @@ class PythonMemoryStore:
         self.is_private = True
         self.is_sharded = False
         self.is_local = True
-        self.monitor: StoreMonitor | None = None
-        self.channel: Channel | None = None
-        self.fleet: FleetMonitor | None = None
-        self._allowances = PythonAllowances(clock, allowances_max)
-        self.authority: Authority | None = self
-        self.cells: Cells | None = None
-        self.regional: RegionalCounts | None = None
-        self.regions: RegionMonitor | None = None
+        self.allowances = PythonAllowances(clock, allowances_max)
         self._states_max = states_max
         self._states = 0
         self._expired = 0
@@ -193,10 +181,6 @@ class PythonMemoryStore:
         self._tables: dict[tuple[str, str], _Table] = {}
         # Reentrant: `lease` holds it while it calls `check_together`.
         self._lock = fork_safe(threading.RLock())
-
-    @property
-    def allowances(self) -> PythonAllowances:
-        return self._allowances
 
     def counter(
         self,
@@ -284,43 +268,6 @@ class PythonMemoryStore:
             else:
                 self.write(table, subject, entry)
 
-    # The reference of an authority: see decide/leasing.py.
-
-    def lease(
-        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
-        # They are counters of this store.
-        counters = [cast("MemoryCounter", check.counter) for check in checks]
-        with self._lock:
-            answers = self.check_together(
-                [
-                    (counter, check.subject, check.cost)
-                    for counter, check in zip(counters, checks, strict=True)
-                ],
-                optional,
-            )
-            # A failed check counts as true: the others are charged only if it is optional.
-            charged = all(answers) and not any(
-                isinstance(answer, StoreError) and at not in optional
-                for at, answer in enumerate(answers)
-            )
-            return [
-                answer
-                if isinstance(answer, StoreError)
-                else (answer, counter.lease(check, answer) if charged else NO_LEASE)
-                for counter, check, answer in zip(counters, checks, answers, strict=True)
-            ]
-
-    def report(self, reports: Sequence[Report]) -> list[Answer]:
-        answers: list[Answer] = []
-        with self._lock:
-            for each in reports:
-                try:
-                    answers.append(cast("MemoryCounter", each.counter).report(each))
-                except StoreError as error:
-                    answers.append(error)
-        return answers
-
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
         now_ns = self._clock.now_ns()
         with self._lock:
@@ -368,7 +315,7 @@ class PythonMemoryStore:
                 table.entries.clear()
                 table.expiries.clear()
             self._states = 0
-        self._allowances.close()
+        self.allowances.close()
 
     async def aclose(self) -> None:
         self.close()
@@ -670,3 +617,52 @@ class MemoryCounter:
 
 def _entry(table: _Table, subject: str, pending: _Pending) -> Entry:
     return pending.get((table, subject)) or table.entries.get(subject, _ABSENT)
+
+
+class MemoryAuthority(PythonMemoryStore):
+    """The reference of an authority: what leases and late charges mean (decide/leasing.py).
+
+    Tests compare the Redis store with it, and `rules explain` uses it for rules of any consistency.
+    It has no servers and no messages, so it is a SharedStore only for nodes of its own process.
+    """
+
+    def __init__(self, clock: Clock, states_max: int = STATES_MAX_DEFAULT) -> None:
+        super().__init__(clock, states_max)
+        self.is_private = False
+        self.is_local = False
+        self.authority: Authority = self
+
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        # They are counters of this store.
+        counters = [cast("MemoryCounter", check.counter) for check in checks]
+        with self._lock:
+            answers = self.check_together(
+                [
+                    (counter, check.subject, check.cost)
+                    for counter, check in zip(counters, checks, strict=True)
+                ],
+                optional,
+            )
+            # A failed check counts as true: the others are charged only if it is optional.
+            charged = all(answers) and not any(
+                isinstance(answer, StoreError) and at not in optional
+                for at, answer in enumerate(answers)
+            )
+            return [
+                answer
+                if isinstance(answer, StoreError)
+                else (answer, counter.lease(check, answer) if charged else NO_LEASE)
+                for counter, check, answer in zip(counters, checks, answers, strict=True)
+            ]
+
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        answers: list[Answer] = []
+        with self._lock:
+            for each in reports:
+                try:
+                    answers.append(cast("MemoryCounter", each.counter).report(each))
+                except StoreError as error:
+                    answers.append(error)
+        return answers

@@ -23,7 +23,6 @@ from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.decide.allowances import (
     AllowanceKind,
-    Allowances,
     AllowanceStats,
     Replaced,
     UnitClaim,
@@ -31,16 +30,11 @@ from ratekeeper.decide.allowances import (
     lease_time_ns,
     place_of,
 )
-from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.kernel import _kernel
-from ratekeeper.decide.leasing import Authority, Lease
-from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+from ratekeeper.decide.leasing import Lease
+from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
-    Cells,
-    Channel,
     FastCheck,
-    StoreMonitor,
     StoreStats,
     require_regional,
     require_strict,
@@ -131,15 +125,7 @@ class KernelStore:
         self.is_private = path is None
         self.is_sharded = False
         self.is_local = True
-        self.monitor: StoreMonitor | None = None
-        self.channel: Channel | None = None
-        self.fleet: FleetMonitor | None = None
-        self._allowances = KernelAllowances(clock, path, allowances_max, mode)
-        self.allowances: Allowances | None = self._allowances
-        self.authority: Authority | None = None
-        self.cells: Cells | None = None
-        self.regional: RegionalCounts | None = None
-        self.regions: RegionMonitor | None = None
+        self.allowances = KernelAllowances(clock, path, allowances_max, mode)
         self._recovery = _FileRecovery()
         self._table = _kernel.Table(
             path,
@@ -181,7 +167,7 @@ class KernelStore:
 
     def close(self) -> None:
         self._table.close()
-        self._allowances.close()
+        self.allowances.close()
 
     async def aclose(self) -> None:
         self.close()

@@ -22,7 +22,7 @@ from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.histogram import LENGTH, quantile
 from ratekeeper.core.version import __version__
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
-from ratekeeper.decide.store import BreakerPosition
+from ratekeeper.decide.store import BreakerPosition, shared_store
 from ratekeeper.metrics.counters import OTHERS
 from ratekeeper.metrics.operations.conditions import HISTORY_SECONDS
 from ratekeeper.service.admin.control import AdminContext
@@ -239,11 +239,11 @@ def degraded_share(steps: Sequence[Step]) -> float:
 async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
     limiter = context.limiter
     health = await store_health(limiter, context.activity)
-    monitor = limiter.store.monitor
+    shared = shared_store(limiter.store)
     worst = steps[-1].breakers if steps else {}
-    known = [] if monitor is None else [each.address for each in monitor.breakers()]
+    known = [] if shared is None else [each.address for each in shared.monitor.breakers()]
     servers = dict.fromkeys([*known, *worst])
-    regions = limiter.store.regions
+    regions = limiter.regions
     return NowOut(
         at=round(context.activity.unix_s(), 3),
         software=__version__,
@@ -260,7 +260,7 @@ async def _now(context: AdminContext, steps: Sequence[Step]) -> NowOut:
 
 def _fleet(context: AdminContext) -> FleetGlanceOut:
     nodes = nodes_of(context)
-    fleet = context.limiter.store.fleet
+    fleet = context.limiter.fleet
     states = Counter(each.state for each in nodes)
     return FleetGlanceOut(
         gossip=bool(nodes[0].address),

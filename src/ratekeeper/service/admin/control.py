@@ -33,6 +33,7 @@ from ratekeeper.core.errors import (
 )
 from ratekeeper.core.model import REQUEST_FIELDS, Request, units_of
 from ratekeeper.core.subjects import SEPARATOR
+from ratekeeper.decide.store import shared_store
 from ratekeeper.history.events import recorded_subject
 from ratekeeper.history.recorder import Recorder
 from ratekeeper.limiter import AsyncLimiter
@@ -560,7 +561,7 @@ class ControlPlane:
 
         Raises ConfigError, ChangeRefused, StoreError.
         """
-        regions = self.context.limiter.store.regions
+        regions = self.context.limiter.regions
         if regions is None:
             raise NoRegions
         check_signature(change.author, change.reason)
@@ -618,7 +619,7 @@ class ControlPlane:
     async def announce(self, number: int) -> None:
         """Announce a change to the nodes on the same store; otherwise they find it by polling."""
         store = self.context.limiter.store
-        if store.channel is None:
+        if shared_store(store) is None:
             return
         try:
             await asyncio.to_thread(announce, store, number)

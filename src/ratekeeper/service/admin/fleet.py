@@ -137,7 +137,7 @@ class FleetOut(ApiOutput):
 async def get_fleet(control: Control) -> FleetOut:
     """Return the nodes that share the limits, and how many checks this node answers itself."""
     context = control.context
-    fleet = context.limiter.store.fleet
+    fleet = context.limiter.fleet
     nodes = nodes_of(context)
     counted = context.totals()
     return FleetOut(
@@ -203,7 +203,7 @@ async def _envoys(context: AdminContext) -> list[EnvoyOut]:
 
 def nodes_of(context: AdminContext) -> list[FleetNode]:
     """Return the nodes that are known, this one first; this one alone if there is no fleet."""
-    fleet = context.limiter.store.fleet
+    fleet = context.limiter.fleet
     if fleet is not None:
         own, *others = fleet.nodes()
         return [replace(own, name=context.node_id), *others]

@@ -124,7 +124,7 @@ class AddIn(ApiInput):
 )
 async def get_regions(control: Control) -> RegionsOut:
     """Return the leader, links, lag and shares of every region. Without regions, there are none."""
-    monitor = control.context.limiter.store.regions
+    monitor = control.context.limiter.regions
     return RegionsOut(
         region=None if monitor is None else monitor.region,
         regions=[] if monitor is None else await _regions(monitor),
@@ -178,7 +178,7 @@ async def remove_region(control: Control, signed: Signed, name: _Name) -> Change
 
 
 def _monitor(control: ControlPlane) -> RegionMonitor:
-    monitor = control.context.limiter.store.regions
+    monitor = control.context.limiter.regions
     if monitor is None:
         raise NoRegions
     return monitor

@@ -34,7 +34,7 @@ from ratekeeper.core.errors import ConfigError, StoreError, show
 from ratekeeper.core.model import Request
 from ratekeeper.core.seldom_log import SeldomLog
 from ratekeeper.decide.failure import FailurePolicy
-from ratekeeper.decide.store import Cells
+from ratekeeper.decide.store import Cells, shared_store
 from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.metrics.counters import Counters
 from ratekeeper.service.envoy.buckets import (
@@ -392,7 +392,8 @@ class QuotaService:
 
     async def _use(self, stream: QuotaStream, bucket: QuotaBucket, target: Target) -> None:
         """Give a bucket its target, and a new part if the limits have changed."""
-        cells = self._limiter.store.cells
+        shared = shared_store(self._limiter.store)
+        cells = None if shared is None else shared.cells
         if isinstance(target, Assigned):
             if not stream.may_assign(bucket, target.rule):
                 target = on_failure_of(target.checks, "too_many_buckets", self._on_failure)

@@ -16,7 +16,7 @@ import msgspec
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError
-from ratekeeper.decide.store import REGISTERED_MAX
+from ratekeeper.decide.store import REGISTERED_MAX, shared_store
 
 if TYPE_CHECKING:
     from ratekeeper.limiter import AsyncLimiter
@@ -99,7 +99,8 @@ class EnvoyDirectory:
 
     async def _registered(self, at_most: int) -> Sequence[str]:
         """Register the Envoys of this worker; return the texts of so many workers."""
-        channel = self._limiter.store.channel
+        shared = shared_store(self._limiter.store)
+        channel = None if shared is None else shared.channel
         if channel is None:
             return []
         text = _encode(self.own()).decode()

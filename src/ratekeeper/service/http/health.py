@@ -46,7 +46,7 @@ from prometheus_client.registry import Collector
 
 from ratekeeper.core.errors import StoreError
 from ratekeeper.core.version import __version__
-from ratekeeper.decide.store import ServerStatus, StoreStats, probe
+from ratekeeper.decide.store import ServerStatus, StoreStats, probe, shared_store
 from ratekeeper.metrics.counters import (
     FAMILIES,
     LimiterMetrics,
@@ -352,12 +352,12 @@ class WorkerMetrics:
     async def _read_stats(self) -> None:
         self._stats_at_s = time.monotonic()
         limiter = self._context.limiter
-        monitor = limiter.store.monitor
+        shared = shared_store(limiter.store)
         stats: StoreStats | None = None
         servers: Sequence[ServerStatus] = ()
         try:
-            if monitor is not None:
-                servers = await asyncio.to_thread(monitor.server_status)
+            if shared is not None:
+                servers = await asyncio.to_thread(shared.monitor.server_status)
             stats = await asyncio.to_thread(limiter.stats)
         except StoreError as error:
             # The values are unknown now, and the last known ones are no longer true.

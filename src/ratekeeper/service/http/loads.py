@@ -27,6 +27,7 @@ import msgspec
 from ratekeeper.control.follow import RetryPause, StoreHints
 from ratekeeper.core.clock import NS_PER_SECOND, boot_ns
 from ratekeeper.core.errors import ConfigError, StoreError
+from ratekeeper.decide.store import shared_store
 
 if TYPE_CHECKING:
     from ratekeeper.limiter import AsyncLimiter
@@ -75,7 +76,8 @@ class SharedLoads:
         """
         self._limiter.push_load(load, name, valid_for=valid_for)
         self._write(name, SharedLoad(float(load), valid_for, _boot_s()))
-        channel = self._limiter.store.channel
+        shared = shared_store(self._limiter.store)
+        channel = None if shared is None else shared.channel
         if channel is None:
             return False
         message = SharedLoad(float(load), valid_for, name=name)
@@ -139,7 +141,8 @@ class SharedLoads:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _follow_channel(self) -> None:
-        channel = self._limiter.store.channel
+        shared = shared_store(self._limiter.store)
+        channel = None if shared is None else shared.channel
         pause = RetryPause()
         is_failing = False
         while channel is not None:

@@ -162,7 +162,7 @@ def recorder_of(
             for each in limiter.penalties()
         ]
 
-    regions = limiter.store.regions
+    regions = limiter.regions
     region = "" if regions is None else regions.region
     recorder = Recorder(
         # A connection belongs to the event loop that opened it.

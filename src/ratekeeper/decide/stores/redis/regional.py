@@ -694,9 +694,7 @@ class RedisRegional:
     ) -> RedisGlobalCounter:
         """Prepare a rule's limits."""
         found = self._rule_of(limits, rule, across)
-        return RedisGlobalCounter(
-            found, self._threads, self._driver_of_loop
-        )
+        return RedisGlobalCounter(found, self._threads, self._driver_of_loop)
 
     async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """Return the replies to all calls. Raises StoreError if one fails."""

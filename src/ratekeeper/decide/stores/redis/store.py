@@ -14,7 +14,6 @@ from ratekeeper.core.errors import StoreError, StoreUnavailable
 from ratekeeper.core.forks import after_fork, fork_safe
 from ratekeeper.core.model import Consistency, Limit
 from ratekeeper.core.steps import Ask, run, run_async
-from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import (
     NO_LEASE,
     LateCharge,
@@ -22,7 +21,6 @@ from ratekeeper.decide.leasing import (
     LeasedAnswer,
     Report,
 )
-from ratekeeper.decide.region_monitor import RegionMonitor
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
     MARKS_MAX,
@@ -86,17 +84,9 @@ class RedisStore:
         return self
 
     @property
-    def allowances(self) -> None:
-        """None: they are in the memory of the node, not in Redis."""
-
-    @property
     def channel(self) -> Self:
         """The messages between processes."""
         return self
-
-    @property
-    def fleet(self) -> FleetMonitor | None:
-        """None: a node that answers checks itself wraps this store."""
 
     @property
     def authority(self) -> Self:
@@ -112,10 +102,6 @@ class RedisStore:
     def regional(self) -> RedisRegional:
         """The counts of one region, of limits that regions share."""
         return self._regional
-
-    @property
-    def regions(self) -> RegionMonitor | None:
-        """None: a store that knows the other regions wraps this one."""
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
@@ -252,7 +238,7 @@ class RedisStore:
         return 0
 
     def forget_all(self) -> int:
-        """Forget all counts under this store's prefix. See ForgettingStore.forget_all.
+        """Forget all counts under this store's prefix. See Store.forget_all.
 
         Blocks for a round trip for each thousand keys, and two more; from asyncio, call it with
         `asyncio.to_thread`. Raises StoreUnavailable or StoreTimeout.
