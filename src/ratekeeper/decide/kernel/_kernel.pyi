@@ -67,6 +67,30 @@ class FastCheck:
     def counted(self) -> tuple[int, int]: ...
 
 @final
+class Counted:
+    @property
+    def allowed(self) -> int: ...
+    @property
+    def denied(self) -> int: ...
+    def __new__(cls) -> Self: ...
+
+# `owner` is what the rules belong to: it makes the charges of a decision again (Decision.source).
+# `sample` is called with the subjects of one check in 61.
+@final
+class RequestCheck:
+    @property
+    def owner(self) -> object: ...
+    def __new__(
+        cls,
+        table: Table,
+        rules: tuple[tuple[Gate, str, int, Counted], ...],
+        counted: Counted,
+        owner: object,
+        sample: Callable[[tuple[str, ...]], object],
+    ) -> Self: ...
+    def check(self, request: model.Request, /) -> model.Decision | None: ...
+
+@final
 class Allowances:
     @property
     def notice(self) -> str: ...

@@ -59,6 +59,11 @@ PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *
     return (PyObject *)self;
 }
 
+void rk_set_source(PyObject *decision, PyObject *source)
+{
+    Py_XSETREF(((decision_object *)decision)->source, source);
+}
+
 static void decision_dealloc(decision_object *self)
 {
     Py_DECREF(self->policy);
@@ -242,7 +247,7 @@ static PyTypeObject decision_type = {
 
 /* ---- Table ---- */
 
-static PyTypeObject table_type;
+PyTypeObject rk_table_type;
 
 /* Open the table with the interpreter's lock released. Return NULL with an exception, or the table
  * with a text that says why a damaged file was created again, which is usually empty. */
@@ -550,7 +555,7 @@ PyMemberDef rk_table_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyTypeObject table_type = {
+PyTypeObject rk_table_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Table",
     .tp_doc = "Quotas in one block of memory, of this process or of a file.",
     .tp_basicsize = sizeof(rk_table_object),
@@ -565,17 +570,9 @@ static PyTypeObject table_type = {
 
 /* ---- Gate ---- */
 
-/* A Gate is one rule's limits on a table, and a FastCheck is its check with a plain key. */
-typedef struct {
-    PyObject_HEAD rk_table_object *table;
-    PyObject *limits, *rule;
-    PyObject *slow;          /* of a FastCheck: the Python path */
-    int64_t allowed, denied; /* by a FastCheck; the interpreter's lock protects them */
-    int count;
-    rk_limit numbers[RK_LIMITS_MAX];
-} gate_object;
+typedef rk_gate_object gate_object;
 
-static PyTypeObject gate_type, fast_check_type;
+static PyTypeObject fast_check_type;
 
 static const char *const ALGORITHMS[] = {
     "token_bucket", "leaky_bucket", "sliding_window_log", "sliding_window_counter", "fixed_window",
@@ -661,7 +658,7 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"table", "limits", "rule", NULL};
     PyObject *table, *limits, *rule;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U", names, &table_type, &table,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!U", names, &rk_table_type, &table,
                                      &PyTuple_Type, &limits, &rule))
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(limits);
@@ -1020,7 +1017,7 @@ static PyMemberDef gate_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyTypeObject gate_type = {
+PyTypeObject rk_gate_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Gate",
     .tp_doc = "One rule's limits on one table.",
     .tp_basicsize = sizeof(gate_object),
@@ -1074,8 +1071,8 @@ static bool parse_check(charging *c, int at)
 {
     PyObject *check = check_at(c, at);
     if (!PyTuple_Check(check) || PyTuple_GET_SIZE(check) != 3 ||
-        !Py_IS_TYPE(PyTuple_GET_ITEM(check, 0), &gate_type) || gate_at(c, at)->table != c->table ||
-        !PyUnicode_Check(PyTuple_GET_ITEM(check, 1))) {
+        !Py_IS_TYPE(PyTuple_GET_ITEM(check, 0), &rk_gate_type) ||
+        gate_at(c, at)->table != c->table || !PyUnicode_Check(PyTuple_GET_ITEM(check, 1))) {
         PyErr_SetString(PyExc_TypeError, "a check is a gate of this table, a subject and a cost");
         return false;
     }
@@ -1333,14 +1330,17 @@ static int add_contents(PyObject *module)
     if (!import_names("ratekeeper.core.errors", errors, error_places) ||
         !import_names("ratekeeper.core.model", models, model_places))
         return -1;
-    if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&table_type) < 0 ||
-        PyType_Ready(&gate_type) < 0 || PyType_Ready(&fast_check_type) < 0 ||
+    if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&rk_table_type) < 0 ||
+        PyType_Ready(&rk_gate_type) < 0 || PyType_Ready(&fast_check_type) < 0 ||
+        PyType_Ready(&rk_counted_type) < 0 || PyType_Ready(&rk_request_check_type) < 0 ||
         PyType_Ready(&rk_allowances_type) < 0 || PyType_Ready(&rk_allowance_gate_type) < 0)
         return -1;
     if (PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
-        PyModule_AddObjectRef(module, "Table", (PyObject *)&table_type) < 0 ||
-        PyModule_AddObjectRef(module, "Gate", (PyObject *)&gate_type) < 0 ||
+        PyModule_AddObjectRef(module, "Table", (PyObject *)&rk_table_type) < 0 ||
+        PyModule_AddObjectRef(module, "Gate", (PyObject *)&rk_gate_type) < 0 ||
         PyModule_AddObjectRef(module, "FastCheck", (PyObject *)&fast_check_type) < 0 ||
+        PyModule_AddObjectRef(module, "Counted", (PyObject *)&rk_counted_type) < 0 ||
+        PyModule_AddObjectRef(module, "RequestCheck", (PyObject *)&rk_request_check_type) < 0 ||
         PyModule_AddObjectRef(module, "Allowances", (PyObject *)&rk_allowances_type) < 0 ||
         PyModule_AddObjectRef(module, "AllowanceGate", (PyObject *)&rk_allowance_gate_type) < 0)
         return -1;
