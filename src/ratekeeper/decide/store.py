@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from ratekeeper.core.errors import ConfigError, StoreError
-from ratekeeper.core.model import Consistency, Decision, Limit
+from ratekeeper.core.model import Consistency, Decision, Limit, Request
 from ratekeeper.core.steps import Ask, asked, run_async
 
 if TYPE_CHECKING:
@@ -236,6 +236,39 @@ class FastCheck(Protocol):
         ...
 
 
+class CompiledCounts(Protocol):
+    """How many checks a compiled check has allowed and denied."""
+
+    @property
+    def allowed(self) -> int:
+        """Allowed checks."""
+        ...
+
+    @property
+    def denied(self) -> int:
+        """Denied checks."""
+        ...
+
+
+class RequestCheck(Protocol):
+    """The compiled check of requests that the same rules count by the same fields."""
+
+    @property
+    def owner(self) -> Any:
+        """What it was made for. It is the first item of `Decision.source`."""
+        ...
+
+    def check(self, request: Request, /) -> Decision | None:
+        """Charge a request by all of its rules, or by none.
+
+        None: nothing was charged, and the Python path has to decide.
+        """
+        ...
+
+
+# One rule of a compiled check: counter, field of the request, units, and the id of the rule.
+CompiledRule = tuple[Counter, str, int, str]
+
 # One check of `check_together`: counter, subject and cost.
 Charge = tuple[Counter, str, int]
 # The answer to one of them: the error says why it could not be decided.
@@ -347,6 +380,20 @@ class LocalStore(Store, Protocol):
         self, checks: Sequence[Charge], optional: Container[int] = (), /
     ) -> list[Answer]:
         """See Store.check_together."""
+        ...
+
+    def request_check(
+        self,
+        rules: Sequence[CompiledRule],
+        counts: dict[str, CompiledCounts],
+        owner: object,
+        sample: Callable[[tuple[str, ...]], object],
+    ) -> RequestCheck | None:
+        """Compile the check of a request by these rules; None where no compiler was.
+
+        It counts rules by id in `counts`, and requests under the empty text. `sample` is called
+        with the subjects of one check in 61.
+        """
         ...
 
 

@@ -378,7 +378,7 @@ class LimiterSetup(LimiterVerbs):
         A limiter without rules has one entry, under its name, or "default" if it has none.
         """
         if self._own is None:
-            return dict(self._counts.by_rule)
+            return self._counts.of_rules()
         own = self._counts.of(self._name)
         allowed, denied = self._counted_fast()
         found = replace(own, allowed=own.allowed + allowed, denied=own.denied + denied)
@@ -394,7 +394,7 @@ class LimiterSetup(LimiterVerbs):
 
     def tally(self) -> Tally:
         """Return the checks of this process, each counted once, and the errors of the store."""
-        tally = self._counts.tally
+        tally = self._counts.of_checks()
         allowed, denied = self._counted_fast()
         return replace(tally, allowed=tally.allowed + allowed, denied=tally.denied + denied)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout
 from ratekeeper.core.forks import fork_safe
+from ratekeeper.decide.store import CompiledCounts
 
 _ERRORS: Final = {StoreTimeout: "timeout", StoreFull: "full"}
 
@@ -132,14 +133,42 @@ def note_error(errors: dict[str, int], error: StoreError) -> None:
     errors[kind] = errors.get(kind, 0) + 1
 
 
-class Counts:
-    """Everything that a limiter has counted in this process: its checks, and those of each rule."""
+# No rule has this id.
+REQUESTS: Final = ""
 
-    __slots__ = ("by_rule", "tally")
+
+class Counts:
+    """Everything that a limiter has counted in this process: its checks, and those of each rule.
+
+    Compiled checks count in `compiled`: requests under REQUESTS, and each rule under its id. The
+    rest is counted in `by_rule` and `tally`.
+    """
+
+    __slots__ = ("by_rule", "compiled", "tally")
 
     def __init__(self) -> None:
         self.by_rule: dict[str, RuleCounts] = {}
         self.tally = Tally()
+        self.compiled: dict[str, CompiledCounts] = {}
+
+    def of_rules(self) -> dict[str, RuleCounts]:
+        """Return the counts of each rule, with those of compiled checks."""
+        found = dict(self.by_rule)
+        for rule, counted in list(self.compiled.items()):
+            if rule != REQUESTS:
+                own = found.get(rule) or RuleCounts()
+                found[rule] = replace(
+                    own, allowed=own.allowed + counted.allowed, denied=own.denied + counted.denied
+                )
+        return found
+
+    def of_checks(self) -> Tally:
+        """Return the counts of checks, with those of compiled checks."""
+        tally, counted = self.tally, self.compiled.get(REQUESTS)
+        if counted is None:
+            return tally
+        allowed, denied = tally.allowed + counted.allowed, tally.denied + counted.denied
+        return replace(tally, allowed=allowed, denied=denied)
 
     def of(self, rule: str) -> RuleCounts:
         """Return the counts of a rule."""
@@ -148,5 +177,6 @@ class Counts:
 
     def keep(self, rules: Container[str]) -> None:
         """Forget all other rules, so that their number is bounded by the document."""
-        for rule in [each for each in self.by_rule if each not in rules]:
-            del self.by_rule[rule]
+        for counts in (self.by_rule, self.compiled):
+            for rule in [each for each in counts if each and each not in rules]:
+                del counts[rule]

@@ -268,6 +268,9 @@ class PythonMemoryStore:
             else:
                 self.write(table, subject, entry)
 
+    def request_check(self, *_: object) -> None:
+        """Return None: pure Python has no compiled check."""
+
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
         now_ns = self._clock.now_ns()
         with self._lock:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import EPOCH_OFFSET_NS, Clock, SystemClock
@@ -34,6 +34,8 @@ from ratekeeper.decide.kernel import _kernel
 from ratekeeper.decide.leasing import Lease
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
+    CompiledCounts,
+    CompiledRule,
     FastCheck,
     StoreStats,
     require_regional,
@@ -43,6 +45,8 @@ from ratekeeper.decide.store import (
 log = logging.getLogger("ratekeeper")
 
 REOPEN_SECONDS: Final = 1.0
+# Of one compiled check; RULES_MAX in kernel/requests.c.
+REQUEST_RULES_MAX: Final = 8
 # The latest time that the kernel accepts, in 2096. Only a bucket that takes decades to fill is not
 # full by then.
 _AFTER_ALL_NS: Final = 4_000_000_000_000_000_000
@@ -151,6 +155,26 @@ class KernelStore:
         require_strict(consistency)
         require_regional(across)
         return _kernel.Gate(self._table, tuple(limits), rule)
+
+    def request_check(
+        self,
+        rules: Sequence[CompiledRule],
+        counts: dict[str, CompiledCounts],
+        owner: object,
+        sample: Callable[[tuple[str, ...]], object],
+    ) -> _kernel.RequestCheck | None:
+        if len(rules) > REQUEST_RULES_MAX:
+            return None
+
+        def counted(rule: str) -> _kernel.Counted:
+            # Only this method writes them.
+            return cast("_kernel.Counted", counts.setdefault(rule, _kernel.Counted()))
+
+        own = cast("Sequence[tuple[_kernel.Gate, str, int, str]]", rules)  # counters of this store
+        parts = tuple(
+            [(counter, field, units, counted(rule)) for counter, field, units, rule in own]
+        )
+        return _kernel.RequestCheck(self._table, parts, counted(""), owner, sample)
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
         return self._table.mark(subject, name, None, lasts_ns)
