@@ -20,10 +20,10 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 def check(store: Store, *subjects: str, times: int) -> None:
     """Check each subject `times` times, in turn."""
-    gate = store.gate([Limit(10**9, per=1)], "")
+    counter = store.counter([Limit(10**9, per=1)], "")
     for _ in range(times):
         for subject in subjects:
-            gate.check(subject, 1)
+            counter.check(subject, 1)
 
 
 def test_an_unused_sketch_is_empty(store: Store) -> None:
