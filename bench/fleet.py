@@ -364,12 +364,12 @@ def fill_table() -> None:
         uri = f"shared://{folder}/fleet?allowances={SUBJECTS + 1_000}"
         store = open_fallback_store(uri, clock)
         assert store.allowances is not None
-        gate = store.allowances.gate((LIMIT,), "users", "leased", NS_PER_SECOND)
+        counter = store.allowances.gate((LIMIT,), "users", "leased", NS_PER_SECOND)
         with Limiter(LIMIT) as limiter:
             decision = limiter.check("user")
         lease = Lease(5, time.time_ns(), 60 * NS_PER_SECOND)
         for number in range(SUBJECTS):
-            gate.put(f"user:{number:08}", lease, decision, 1)
+            counter.put(f"user:{number:08}", lease, decision, 1)
         held = store.allowances.stats().held
         store.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -40,7 +40,7 @@ from ratekeeper.decide.regional import (
     SubjectKey,
     rule_number,
 )
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_store
 
 BLOCK: Final = 100
@@ -81,18 +81,18 @@ class CheckBench:
         """Return what checks by one algorithm cost that are all allowed, or all denied."""
         limits = (Limit(1_000_000 if allowed else 5, per=3_600, algorithm=algorithm),)
         name = f"{algorithm}-{'allowed' if allowed else 'denied'}"
-        gates: dict[str, Gate] = {"region": self._store.gate(limits, name)}
+        counters: dict[str, Counter] = {"region": self._store.counter(limits, name)}
         for kind, across in MODES.items():
-            gates[kind] = self._counts.global_gate(limits, f"{name}-{kind}", across)
-        for gate in gates.values():
+            counters[kind] = self._counts.global_counter(limits, f"{name}-{kind}", across)
+        for counter in counters.values():
             for _ in range(1 if allowed else limits[0].capacity + 1):
-                found = [gate.check(subject, 1).allowed for subject in SUBJECTS]
+                found = [counter.check(subject, 1).allowed for subject in SUBJECTS]
             assert set(found) == {allowed}
-        blocks: dict[str, list[Cost]] = {kind: [] for kind in gates}
+        blocks: dict[str, list[Cost]] = {kind: [] for kind in counters}
         for _ in range(rounds):
             self._ask_elsewhere(limits, f"{name}-busy")
-            for kind, gate in gates.items():
-                blocks[kind].append(self._block(gate))
+            for kind, counter in counters.items():
+                blocks[kind].append(self._block(counter))
         base = blocks["region"]
         return {kind: _summary(found, base) for kind, found in blocks.items()}
 
@@ -114,14 +114,14 @@ class CheckBench:
         found = self._admin.info("commandstats")["cmdstat_evalsha"]
         return found["usec"], found["calls"]
 
-    def _block(self, gate: Gate) -> Cost:
+    def _block(self, counter: Counter) -> Cost:
         took: list[int] = []
         used_us, calls = self._server_us()
         gc.disable()
         began_s = time.process_time()
         for subject in SUBJECTS:
             began_ns = time.perf_counter_ns()
-            gate.check(subject, 1)
+            counter.check(subject, 1)
             took.append(time.perf_counter_ns() - began_ns)
         client_s = time.process_time() - began_s
         gc.enable()

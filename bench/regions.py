@@ -49,7 +49,7 @@ from ratekeeper import Limit
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS
 from ratekeeper.decide.regional import Accepted, AcrossRegions, RegionalCounts, Shares
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_store
 from ratekeeper.regions.status import STATUS_NOTE
 
@@ -481,15 +481,15 @@ def eventual_figures(found: dict[str, Any]) -> Iterator[Figure]:
 
 async def measure_known(world: World) -> dict[str, float]:
     """Return how long it takes until the other regions know of a unit, less the link's delay."""
-    gates = {
-        region: world.counts(region).global_async_gate((MINUTE,), "eventual", "eventual")
+    counters = {
+        region: world.counts(region).global_counter((MINUTE,), "eventual", "eventual")
         for region in NAMES
     }
     chance = random.Random(SEED)
 
     async def sample(region: str, subject: str) -> list[float]:
         began_ns = time.time_ns()
-        await gates[region].check(subject, 1)
+        await counters[region].check(subject, 1)
         others = [other for other in NAMES if other != region]
         found = await asyncio.gather(
             *(_known_s(world, region, other, subject, began_ns) for other in others)
@@ -537,14 +537,14 @@ def known_figures(found: dict[str, float]) -> Iterator[Figure]:
 # ── Costs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _gates(store: Store) -> dict[str, Gate]:
-    """Return a gate of a regional rule, and one of each kind of global rule."""
+def _counters(store: Store) -> dict[str, Counter]:
+    """Return a counter of a regional rule, and one of each kind of global rule."""
     assert store.regional is not None
-    gates = {"region": store.gate((MINUTE,), "region")}
+    counters = {"region": store.counter((MINUTE,), "region")}
     modes: tuple[AcrossRegions, ...] = ("exact", "eventual")
     for mode in modes:
-        gates[mode] = store.regional.global_gate((MINUTE,), mode, mode)
-    return gates
+        counters[mode] = store.regional.global_counter((MINUTE,), mode, mode)
+    return counters
 
 
 def measure_p99(world: World) -> dict[str, Costs]:
@@ -577,8 +577,8 @@ def p99_figures(found: dict[str, Costs]) -> Iterator[Figure]:
 
 async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
     """Return the bytes between all regions, with subjects that send a request a minute."""
-    gates = [
-        world.counts(region).global_async_gate((MINUTE,), "bytes", "eventual") for region in NAMES
+    counters = [
+        world.counts(region).global_counter((MINUTE,), "bytes", "eventual") for region in NAMES
     ]
     chance = random.Random(SEED)
     per_s = subjects / 60
@@ -590,7 +590,7 @@ async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
         sent += due
         numbers = [chance.randrange(subjects) for _ in range(due)]
         await asyncio.gather(
-            *(chance.choice(gates).check(f"user-{number:06}", 1) for number in numbers)
+            *(chance.choice(counters).check(f"user-{number:06}", 1) for number in numbers)
         )
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
@@ -627,16 +627,16 @@ async def measure_redis() -> dict[str, float]:
         _, token = await counts.lead("bench", 3_600 * NS_PER_SECOND)
         fifth = Fraction(1, len(NAMES))
         await counts.set_shares(Shares(1, fifth, fifth, 0, NAMES[1:]), token)
-        gates = _gates(store)
+        counters = _counters(store)
 
-        gates["exact"].check("warm", 1)
+        counters["exact"].check("warm", 1)
         empty = raw.info("memory")["used_memory"]
 
         def memory() -> float:
             return float(raw.info("memory")["used_memory"] - empty) / SUBJECTS[0]
 
         for number in range(SUBJECTS[0]):
-            gates["exact"].check(f"user-{number:06}", 1)
+            counters["exact"].check(f"user-{number:06}", 1)
         found = {"checked_bytes": memory()}
         reports = await counts.due(2 * SUBJECTS[0], token)
         done = [Accepted(each.key, each.generation, each.total, each.returned) for each in reports]
@@ -649,11 +649,11 @@ async def measure_redis() -> dict[str, float]:
         messages = len(reports) * len(NAMES[1:])
         for name, was, now in zip(("report", "answer"), before, counts.traffic(), strict=True):
             found[f"{name}_bytes"] = (now - was) / messages
-        for name, gate in gates.items():
-            gate.check("warm", 1)
+        for name, counter in counters.items():
+            counter.check("warm", 1)
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"]
             for number in range(CHECKS):
-                gate.check(f"cost-{number % 500}", 1)
+                counter.check(f"cost-{number % 500}", 1)
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"] - used
             found[f"{name}_us"] = used / CHECKS
         return found

@@ -15,8 +15,19 @@ from typing import Any, cast
 
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask
-from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Answer, Charge, Counter, Store, StoreStats
+from ratekeeper.decide.allowances import Allowances
+from ratekeeper.decide.fleet_monitor import FleetMonitor
+from ratekeeper.decide.leasing import Authority, LeaseCheck, LeasedAnswer, Report
+from ratekeeper.decide.region_monitor import RegionMonitor
+from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
+from ratekeeper.decide.store import (
+    Answer,
+    Charge,
+    Counter,
+    ForgettingStore,
+    Store,
+    StoreWrapper,
+)
 
 Link = Callable[[Ask], Any]
 
@@ -49,12 +60,15 @@ def answer(value: Any, link: Link = in_thread) -> Any:
 
 
 class AnsweringCounter:
-    """A counter that has every answer."""
+    """A counter that has every answer. Other attributes are those of the counter."""
 
     def __init__(self, counter: Counter, link: Link = in_thread) -> None:
         self.counter = counter
         self.limits = counter.limits
         self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.counter, name)
 
     def check(self, subject: str, cost: int) -> Decision:
         return cast("Decision", answer(self.counter.check(subject, cost), self._link))
@@ -75,15 +89,32 @@ class AnsweringCounter:
         return None
 
 
-class AnsweringStore:
+class AnsweringStore(StoreWrapper):
     """A store that has every answer. Other attributes are those of the store."""
 
     def __init__(self, store: Store, link: Link = in_thread) -> None:
+        super().__init__(store)
         self.store = store
         self._link = link
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
+
+    @property
+    def fleet(self) -> FleetMonitor | None:
+        return self.store.fleet
+
+    @property
+    def allowances(self) -> Allowances | None:
+        return self.store.allowances
+
+    @property
+    def regional(self) -> RegionalCounts | None:
+        return self.store.regional
+
+    @property
+    def regions(self) -> RegionMonitor | None:
+        return self.store.regions
 
     def counter(
         self,
@@ -97,27 +128,48 @@ class AnsweringStore:
     def check_together(
         self, checks: Sequence[Charge], optional: Container[int] = ()
     ) -> list[Answer]:
-        own = [(cast("AnsweringCounter", counter).counter, *rest) for counter, *rest in checks]
-        answers = self.store.check_together(cast("Sequence[Charge]", own), optional)
-        return cast("list[Answer]", answer(answers, self._link))
+        own = [(_inner(counter), subject, cost) for counter, subject, cost in checks]
+        return cast("list[Answer]", self.answer(self.store.check_together(own, optional)))
 
-    def lease(self, *args: Any) -> Any:
-        return answer(cast("Any", self.store).lease(*args), self._link)
+    def lease(
+        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
+    ) -> list[LeasedAnswer]:
+        own = [check._replace(counter=_inner(check.counter)) for check in checks]
+        return cast("list[LeasedAnswer]", self.answer(self._authority.lease(own, optional)))
 
-    def report(self, *args: Any) -> Any:
-        return answer(cast("Any", self.store).report(*args), self._link)
+    def report(self, reports: Sequence[Report]) -> list[Answer]:
+        own = [report._replace(counter=_inner(report.counter)) for report in reports]
+        return cast("list[Answer]", self.answer(self._authority.report(own)))
+
+    @property
+    def authority(self) -> Authority | None:
+        return None if self.store.authority is None else self
+
+    @property
+    def _authority(self) -> Authority:
+        authority = self.store.authority
+        assert authority is not None
+        return authority
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
-        return cast("bool", answer(self.store.mark(subject, name, lasts_ns), self._link))
+        return cast("bool", self.answer(self.store.mark(subject, name, lasts_ns)))
 
-    def sweep(self) -> int:
-        return self.store.sweep()
+    def answer(self, value: Any) -> Any:
+        """Return a value, or the answer of an Ask."""
+        return answer(value, self._link)
 
-    def stats(self) -> StoreStats:
-        return self.store.stats()
+    def forget_all(self) -> int:
+        return cast("ForgettingStore", self.store).forget_all()
 
     def close(self) -> None:
         if self._link is on_loop:
             asyncio.run_coroutine_threadsafe(self.store.aclose(), _loop()).result()
         else:
             self.store.close()
+
+    async def aclose(self) -> None:
+        await self.store.aclose()
+
+
+def _inner(counter: Counter) -> Counter:
+    return counter.counter if isinstance(counter, AnsweringCounter) else counter

@@ -8,7 +8,7 @@ from typing import Any
 from ratekeeper import Decision, Limit, StoreUnavailable
 from ratekeeper.core.model import Consistency
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
 
 
 class PartlyFailing(PythonMemoryStore):
@@ -16,24 +16,24 @@ class PartlyFailing(PythonMemoryStore):
 
     failing: frozenset[str] = frozenset()
 
-    def gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
     ) -> Any:
-        return _PartlyFailingGate(self, super().gate(limits, rule, consistency, across), rule)
+        return _PartlyFailingCounter(self, super().counter(limits, rule, consistency, across), rule)
 
 
-class _PartlyFailingGate:
-    def __init__(self, store: PartlyFailing, gate: MemoryGate, rule: str) -> None:
+class _PartlyFailingCounter:
+    def __init__(self, store: PartlyFailing, counter: MemoryCounter, rule: str) -> None:
         self._store = store
-        self._gate = gate
+        self._counter = counter
         self._rule = rule.partition("\x1f")[0]
-        self.limits, self.tables = gate.limits, gate.tables
-        self.refund, self.grant, self.reset = gate.refund, gate.grant, gate.reset
-        self.lease, self.report = gate.lease, gate.report
+        self.limits, self.tables = counter.limits, counter.tables
+        self.refund, self.grant, self.reset = counter.refund, counter.grant, counter.reset
+        self.lease, self.report = counter.lease, counter.report
 
     def fast_check(self, fallback: Any) -> None:
         return None
@@ -44,12 +44,12 @@ class _PartlyFailingGate:
 
     def decide(self, *arguments: Any) -> Any:
         self._require_working()
-        return self._gate.decide(*arguments)
+        return self._counter.decide(*arguments)
 
     def check(self, subject: str, cost: int) -> Decision:
         self._require_working()
-        return self._gate.check(subject, cost)
+        return self._counter.check(subject, cost)
 
     def peek(self, subject: str, cost: int) -> Decision:
         self._require_working()
-        return self._gate.peek(subject, cost)
+        return self._counter.peek(subject, cost)

@@ -1192,7 +1192,7 @@ def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualCl
     with pytest.raises(LimitTimeout):
         asyncio.run(ask())
     assert (
-        outer.limiter.store.gate(outer.limiter.limits, "outgoing")
+        outer.limiter.store.counter(outer.limiter.limits, "outgoing")
         .peek("http://api.test", 1)
         .remaining
         == 1
@@ -1218,11 +1218,11 @@ def test_a_request_that_an_inner_transport_has_sent_stays_spent(clock: ManualClo
 class CancelledStore(PartlyFailing):
     """Raises CancelledError where a transport notes on the store what a response means."""
 
-    def gate(self, limits: Any, rule: str, *more: Any) -> Any:
-        gate = super().gate(limits, rule, *more)
+    def counter(self, limits: Any, rule: str, *more: Any) -> Any:
+        counter = super().counter(limits, rule, *more)
         if rule.endswith(".held"):
-            gate.check = self._cancelled
-        return gate
+            counter.check = self._cancelled
+        return counter
 
     def _cancelled(self, subject: str, cost: int) -> Any:
         raise asyncio.CancelledError
@@ -1268,11 +1268,11 @@ async def test_a_cancelled_wait_spends_nothing() -> None:
 class HeldStore(PartlyFailing):
     """Raises CancelledError where a transport asks whether requests are held back."""
 
-    def gate(self, limits: Any, rule: str, *more: Any) -> Any:
-        gate = super().gate(limits, rule, *more)
+    def counter(self, limits: Any, rule: str, *more: Any) -> Any:
+        counter = super().counter(limits, rule, *more)
         if rule.endswith(".held"):
-            gate.peek = self._cancelled
-        return gate
+            counter.peek = self._cancelled
+        return counter
 
     def _cancelled(self, subject: str, cost: int) -> Any:
         raise asyncio.CancelledError

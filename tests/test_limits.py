@@ -768,10 +768,10 @@ def test_both_storages_have_the_same_methods() -> None:
             )
 
 
-def test_the_number_of_prepared_gates_is_bounded() -> None:
+def test_the_number_of_prepared_counters_is_bounded() -> None:
     """A caller that uses a new limit for each hit does not fill the memory."""
     storage = open_storage("ratekeeper+memory://")
     for limit in range(1, 1_100):
         assert storage.acquire_entry("ann", limit, 3_600, 0)
         assert storage.acquire_entry(str(limit), limit, 3_600)
-    assert storage._calls._gates.moving.cache_info().currsize == 1_024
+    assert storage._calls._counters.moving.cache_info().currsize == 1_024

@@ -184,7 +184,7 @@ def test_the_first_line_of_a_description_is_a_sentence(path: str) -> None:
 def test_docstrings_become_markdown() -> None:
     """Examples become code, aligned entries a list, and classes links to their descriptions."""
     docstring = (
-        "Count a `Limit`, `Gate`, Limiter.check.\n\n"
+        "Count a `Limit`, `Time`, Limiter.check.\n\n"
         ">>> 1 + 1\n2\n\n"
         "It takes:\n"
         "`a`       one\n          and more.\n"
@@ -192,7 +192,7 @@ def test_docstrings_become_markdown() -> None:
         "    code = `Limit`\n\nMore."
     )
     assert as_markdown(docstring, {"Limit": "ratekeeper.Limit"}).splitlines() == [
-        "Count a [`Limit`][ratekeeper.Limit], `Gate`, [`Limiter.check`][ratekeeper.Limiter.check].",
+        "Count a [`Limit`][ratekeeper.Limit], `Time`, [`Limiter.check`][ratekeeper.Limiter.check].",
         "",
         "```pycon",
         ">>> 1 + 1",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, factory, open_store
 
@@ -20,7 +20,7 @@ def clock() -> SteppedClock:
 
 
 @pytest.fixture
-def store(open_store: OpenStore, clock: SteppedClock) -> Iterator[Store]:
+def store(open_store: OpenStore, clock: SteppedClock) -> Iterator[LocalStore]:
     """An empty store with plenty of room."""
     with open_store(clock) as opened:
         yield opened

@@ -24,12 +24,12 @@ from _pytest.mark import ParameterSet
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.model import ALGORITHM_NAMES
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store as open_store_by_uri
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.decide.stores.native import KernelStore
+from tests.answering import AnsweringStore, Link, in_thread, on_loop
 from tests.clocks import SteppedClock
-from tests.conformance.awaited import AwaitedStore
 from tests.redis_servers import running
 
 # Room for every key of a test that is not about room.
@@ -62,7 +62,7 @@ class StoreFactory:
     """
 
     name: str
-    open: Callable[[Clock, int, Path], AbstractContextManager[Store]]
+    open: Callable[[Clock, int, Path], AbstractContextManager[LocalStore]]
     server: str = ""
     expiry_slack: Fraction = Fraction(0)
     time_step_ns: int = 1
@@ -72,7 +72,7 @@ class StoreFactory:
 
 
 @contextmanager
-def _python(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
+def _python(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[LocalStore]:
     store = PythonMemoryStore(clock, states_max)
     yield store
     store.close()
@@ -83,14 +83,14 @@ def _log_bytes(states_max: int) -> int:
 
 
 @contextmanager
-def _kernel(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
+def _kernel(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[LocalStore]:
     store = KernelStore(clock, states_max, log_bytes=_log_bytes(states_max))
     yield store
     store.close()
 
 
 @contextmanager
-def _shared(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
+def _shared(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[LocalStore]:
     path = tmp_path / f"{next(_numbers)}.limits"
     store = KernelStore(clock, states_max, path=path, log_bytes=_log_bytes(states_max))
     yield store
@@ -102,20 +102,20 @@ _redis_open: Counter[str] = Counter()
 
 
 def _redis(
-    kind: str, *, awaited: bool = False
-) -> Callable[[Clock, int, Path], AbstractContextManager[Store]]:
-    """Open a store on a kind of Redis, through the verbs for asyncio if `awaited`.
+    kind: str, link: Link
+) -> Callable[[Clock, int, Path], AbstractContextManager[LocalStore]]:
+    """Open a store on a kind of Redis, whose Asks this link carries.
 
     Each store has its own key prefix, so that two can be open at once.
     """
 
     @contextmanager
-    def opened(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[Store]:
+    def opened(clock: Clock, states_max: int, tmp_path: Path) -> Iterator[LocalStore]:
         servers = running(kind)
         prefix = f"t{next(_numbers)}"
-        store = open_store_by_uri(servers.uri, clock, prefix=prefix, **PATIENCE)
-        if awaited:
-            store = AwaitedStore(store)
+        store = AnsweringStore(
+            open_store_by_uri(servers.uri, clock, prefix=prefix, **PATIENCE), link
+        )
         _redis_open[kind] += 1
         try:
             yield store
@@ -129,13 +129,13 @@ def _redis(
 
 
 def _redis_factory(
-    name: str, kind: str, examples: Fraction, *, awaited: bool = False
+    name: str, kind: str, examples: Fraction, link: Link = in_thread
 ) -> StoreFactory:
     # The clock of Redis counts microseconds. Redis has no maximum of its own and expires keys by
     # its own clock (`tests/integration/test_redis_expiry.py`).
     return StoreFactory(
         name,
-        _redis(kind, awaited=awaited),
+        _redis(kind, link),
         server=kind,
         time_step_ns=1_000,
         bounded=False,
@@ -159,8 +159,8 @@ STORES = (
     _redis_factory("cluster", "cluster", Fraction(1, 10)),
 )
 CONNECTIONS = (
-    _redis_factory("redis-async", "single", Fraction(1, 8), awaited=True),
-    _redis_factory("cluster-async", "cluster", Fraction(1, 20), awaited=True),
+    _redis_factory("redis-async", "single", Fraction(1, 8), on_loop),
+    _redis_factory("cluster-async", "cluster", Fraction(1, 20), on_loop),
     _redis_factory("redis-password", "password", Fraction(1, 20)),
     _redis_factory("redis-tls", "tls", Fraction(1, 20)),
     _redis_factory("sentinel", "sentinel", Fraction(1, 20)),
@@ -195,7 +195,7 @@ class OpenStore:
 
     def __call__(
         self, clock: SteppedClock, states_max: int = STATES_MAX
-    ) -> AbstractContextManager[Store]:
+    ) -> AbstractContextManager[LocalStore]:
         clock.step_ns = self.factory.time_step_ns
         return self.factory.open(clock, states_max, self.scratch)
 

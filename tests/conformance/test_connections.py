@@ -10,7 +10,7 @@ import pytest
 
 from ratekeeper import CapacityError, Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, connections, every_algorithm
 
@@ -18,7 +18,7 @@ pytestmark = connections
 
 
 @every_algorithm
-def test_each_verb(algorithm: AlgorithmName, store: Store, clock: SteppedClock) -> None:
+def test_each_verb(algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock) -> None:
     """Check, peek, refund, grant and reset give the decisions of the plain server."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock, name="r")
     assert [limiter.check("k").remaining for _ in range(5)] == [4, 3, 2, 1, 0]
@@ -38,7 +38,9 @@ def test_each_verb(algorithm: AlgorithmName, store: Store, clock: SteppedClock) 
 
 
 @every_algorithm
-def test_retry_after_is_exact(algorithm: AlgorithmName, store: Store, clock: SteppedClock) -> None:
+def test_retry_after_is_exact(
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
+) -> None:
     """The time of the client's clock arrives: denied just before Retry-After, allowed at it."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.check("k", 5)
@@ -48,7 +50,7 @@ def test_retry_after_is_exact(algorithm: AlgorithmName, store: Store, clock: Ste
     assert limiter.check("k")
 
 
-def test_several_limits_pass_together_or_not_at_all(store: Store, clock: SteppedClock) -> None:
+def test_several_limits_pass_together_or_not_at_all(store: LocalStore, clock: SteppedClock) -> None:
     """One call carries all limits of a key: the one that denies keeps the other from charging."""
     tight, wide = Limit(2, per=10, name="tight"), Limit(5, per=60, name="wide")
     both = Limiter([tight, wide], store=store, clock=clock)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ratekeeper import Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import ForgettingStore, Store
+from ratekeeper.decide.store import ForgettingStore, LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 
 
 @every_algorithm
 def test_all_states_are_forgotten(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Those of every limiter and key, also a cached denial; the number of states is returned."""
     assert isinstance(store, ForgettingStore)

@@ -9,7 +9,7 @@ import pytest
 from ratekeeper import CapacityError, Limit, Limiter, StoreFull
 from ratekeeper.core.model import AlgorithmName
 from ratekeeper.decide.failure import FailurePolicy
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import (
     OpenStore,
@@ -25,13 +25,13 @@ CAPACITY = 8
 
 
 @pytest.fixture
-def small(open_store: OpenStore, clock: SteppedClock) -> Store:
+def small(open_store: OpenStore, clock: SteppedClock) -> LocalStore:
     """A store for a handful of states."""
     with open_store(clock, CAPACITY) as store:
         yield store
 
 
-def strict(store: Store, clock: SteppedClock, limit: Limit, name: str = "") -> Limiter:
+def strict(store: LocalStore, clock: SteppedClock, limit: Limit, name: str = "") -> Limiter:
     """Return a limiter that raises StoreFull."""
     return Limiter(limit, store=store, clock=clock, name=name, on_failure="raise")
 
@@ -51,7 +51,7 @@ def fill(limiter: Limiter, cost: int = 1) -> list[str]:
 
 @every_algorithm
 def test_the_requested_capacity_fits(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """At least the requested states fit, at most the reported maximum. The rejection is counted."""
     keys = fill(strict(small, clock, Limit(5, per=10, algorithm=algorithm)))
@@ -63,7 +63,7 @@ def test_the_requested_capacity_fits(
 
 @every_algorithm
 def test_a_full_store_rejects_new_keys_and_serves_the_others(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """Each new key is rejected and counted. Keys with a state are decided as usual."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -78,7 +78,7 @@ def test_a_full_store_rejects_new_keys_and_serves_the_others(
 
 @every_algorithm
 def test_no_flood_of_keys_evicts_a_limited_one(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """A denied key stays denied while hundreds of other keys arrive."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -93,7 +93,7 @@ def test_no_flood_of_keys_evicts_a_limited_one(
 
 @every_algorithm
 def test_calls_that_need_no_room_are_not_rejected(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """In a full store, a new key can be peeked, checked at a cost of 0, refunded and reset. A cost
     that never fits is still CapacityError."""
@@ -109,7 +109,9 @@ def test_calls_that_need_no_room_are_not_rejected(
 
 
 @every_algorithm
-def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
+def test_a_grant_needs_room(
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
+) -> None:
     """In a full store, a grant for a new key raises StoreFull, and nothing is kept."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
@@ -121,7 +123,7 @@ def test_a_grant_needs_room(algorithm: AlgorithmName, small: Store, clock: Stepp
 
 @every_algorithm
 def test_a_grant_for_a_known_key_is_complete_or_rejected(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """A store may need more room for a grant. It rejects the grant before it changes anything."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -136,7 +138,7 @@ def test_a_grant_for_a_known_key_is_complete_or_rejected(
 
 @every_algorithm
 def test_expired_states_make_room_without_a_sweep(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: LocalStore, clock: SteppedClock
 ) -> None:
     """After all quotas are whole again, as many new keys fit as before, without a sweep."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -150,7 +152,7 @@ def test_expired_states_make_room_without_a_sweep(
 
 @every_algorithm
 def test_states_of_one_limit_make_room_for_another(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: LocalStore, clock: SteppedClock
 ) -> None:
     """Expired states of one limiter are reclaimed for the keys of another."""
     first = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "first")
@@ -161,7 +163,7 @@ def test_states_of_one_limit_make_room_for_another(
 
 
 @every_algorithm
-def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: SteppedClock) -> None:
+def test_reset_makes_room(algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock) -> None:
     """A reset key makes room for exactly one new key."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
     keys = fill(limiter)
@@ -173,7 +175,7 @@ def test_reset_makes_room(algorithm: AlgorithmName, small: Store, clock: Stepped
 
 @every_algorithm
 def test_a_stream_of_short_lived_keys_is_never_rejected(
-    algorithm: AlgorithmName, factory: StoreFactory, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, small: LocalStore, clock: SteppedClock
 ) -> None:
     """Hundreds of keys, a few at a time, pass through a store of a handful."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -187,7 +189,7 @@ def test_a_stream_of_short_lived_keys_is_never_rejected(
 
 @every_algorithm
 def test_repeated_resets_leave_nothing(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """The memory of the store does not grow with keys that were reset."""
     limiter = strict(small, clock, Limit(5, per=10, algorithm=algorithm))
@@ -205,7 +207,7 @@ def test_repeated_resets_leave_nothing(
 
 @every_algorithm
 def test_several_limits_find_room_together_or_not_at_all(
-    algorithm: AlgorithmName, small: Store, clock: SteppedClock
+    algorithm: AlgorithmName, small: LocalStore, clock: SteppedClock
 ) -> None:
     """With room for one state, a key with two limits is rejected and takes none."""
     filler = strict(small, clock, Limit(5, per=10, algorithm=algorithm), "filler")
@@ -224,7 +226,7 @@ def test_several_limits_find_room_together_or_not_at_all(
 
 @pytest.mark.parametrize(("policy", "allowed"), [("open", True), ("closed", False)])
 def test_the_failure_policy_answers_for_a_full_store(
-    policy: FailurePolicy, allowed: bool, small: Store, clock: SteppedClock
+    policy: FailurePolicy, allowed: bool, small: LocalStore, clock: SteppedClock
 ) -> None:
     """`open` allows and `closed` denies, both degraded. Denials have a retry time."""
     limit = Limit(5, per=10)
@@ -237,7 +239,7 @@ def test_the_failure_policy_answers_for_a_full_store(
 
 
 def test_the_failure_policy_does_not_affect_keys_with_a_state(
-    small: Store, clock: SteppedClock
+    small: LocalStore, clock: SteppedClock
 ) -> None:
     """The store decides them under any policy."""
     limit = Limit(5, per=10)
@@ -248,7 +250,7 @@ def test_the_failure_policy_does_not_affect_keys_with_a_state(
     assert not any(d.degraded for d in decisions)
 
 
-def test_the_statistics_of_an_empty_store(small: Store) -> None:
+def test_the_statistics_of_an_empty_store(small: LocalStore) -> None:
     """No states, none expired, none rejected, and the requested capacity."""
     stats = small.stats()
     assert (stats.states, stats.expired, stats.refused) == (0, 0, 0)
@@ -257,7 +259,7 @@ def test_the_statistics_of_an_empty_store(small: Store) -> None:
     assert stats.bytes >= 0
 
 
-def test_fullness_is_the_part_in_use(small: Store, clock: SteppedClock) -> None:
+def test_fullness_is_the_part_in_use(small: LocalStore, clock: SteppedClock) -> None:
     """It grows from 0.0 towards 1.0 with each key, and bytes are counted."""
     limiter = strict(small, clock, Limit(5, per=10))
     limiter.check("k")
@@ -269,7 +271,7 @@ def test_fullness_is_the_part_in_use(small: Store, clock: SteppedClock) -> None:
 
 
 def test_states_never_exceed_their_maximum(
-    factory: StoreFactory, small: Store, clock: SteppedClock
+    factory: StoreFactory, small: LocalStore, clock: SteppedClock
 ) -> None:
     """This also holds if the reclaimed state belongs to the key that needs room."""
     limits = [Limit(1, per=10 * n, algorithm="fixed_window") for n in (1, 10)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratekeeper import Limit, Limiter
-from ratekeeper.decide.store import MARKS_MAX, Store
+from ratekeeper.decide.store import MARKS_MAX, LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, bounded_stores, every_connection
 
@@ -13,7 +13,9 @@ LIMIT = Limit(1_000_000, per=3_600)
 
 
 @every_connection
-def test_a_name_is_settled_once_for_each_key_and_limiter(store: Store, clock: SteppedClock) -> None:
+def test_a_name_is_settled_once_for_each_key_and_limiter(
+    store: LocalStore, clock: SteppedClock
+) -> None:
     """The name of one key or limiter is unknown under another."""
     limiters = [Limiter(LIMIT, store=store, clock=clock, name=name) for name in ("a", "b")]
     for limiter in limiters:
@@ -24,7 +26,7 @@ def test_a_name_is_settled_once_for_each_key_and_limiter(store: Store, clock: St
 
 
 @every_connection
-def test_the_last_names_of_a_key_are_remembered(store: Store, clock: SteppedClock) -> None:
+def test_the_last_names_of_a_key_are_remembered(store: LocalStore, clock: SteppedClock) -> None:
     """After MARKS_MAX newer names the oldest is forgotten, and settles again."""
     limiter = Limiter(LIMIT, store=store, clock=clock)
     for number in range(MARKS_MAX + 1):
@@ -38,7 +40,9 @@ def test_the_last_names_of_a_key_are_remembered(store: Store, clock: SteppedCloc
 
 
 @bounded_stores
-def test_names_are_forgotten_an_hour_after_the_last_one(store: Store, clock: SteppedClock) -> None:
+def test_names_are_forgotten_an_hour_after_the_last_one(
+    store: LocalStore, clock: SteppedClock
+) -> None:
     """Each settlement of the key prolongs the time of its earlier names."""
     limiter = Limiter("1000000 / 7 days", store=store, clock=clock)
     limiter.settle("ann", 0, 10, reservation="one")

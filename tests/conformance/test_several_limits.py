@@ -6,7 +6,7 @@ import pytest
 
 from ratekeeper import CapacityError, Limit, Limiter
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 
@@ -20,7 +20,7 @@ def test_a_request_denied_by_one_limit_charges_none(
     algorithm: AlgorithmName,
     other: AlgorithmName,
     tight_first: bool,
-    store: Store,
+    store: LocalStore,
     clock: SteppedClock,
 ) -> None:
     """In any order of the limits, the counts of the others are unchanged."""
@@ -40,7 +40,7 @@ def test_a_request_denied_by_one_limit_charges_none(
 
 @every_algorithm
 def test_the_limit_with_the_fewest_units_is_reported(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Checked or peeked, the decision is that of the limit with the fewest units remaining."""
     small = Limit(3, per=10, algorithm=algorithm, name="small")
@@ -54,7 +54,7 @@ def test_the_limit_with_the_fewest_units_is_reported(
 
 @every_algorithm
 def test_a_denial_reports_a_limit_that_denied(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """A limit with room is never reported for a denial. The wait is that of the slowest limit."""
     first = Limit(2, per=10, algorithm=algorithm, name="first")
@@ -76,7 +76,7 @@ def test_a_denial_reports_a_limit_that_denied(
 @every_algorithm
 @every_other_algorithm
 def test_a_cost_that_fits_only_one_limit_is_an_error(
-    algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, other: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """CapacityError names the limit that never holds the cost, and none is charged."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -92,7 +92,7 @@ def test_a_cost_that_fits_only_one_limit_is_an_error(
 
 @every_algorithm
 def test_a_grant_applies_to_every_limit(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Two granted units let two more pass in each limit. A denial by one spends neither grant."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -109,7 +109,7 @@ def test_a_grant_applies_to_every_limit(
 
 @every_algorithm
 def test_a_grant_lasts_one_window_of_each_limit(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Without a ttl, the grant of each limit lasts for its window."""
     short = Limit(2, per=10, algorithm=algorithm, name="short")
@@ -125,7 +125,7 @@ def test_a_grant_lasts_one_window_of_each_limit(
 
 @every_algorithm
 def test_refund_and_reset_reach_every_limit(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Both limits get the units back. After a reset, both equal new ones and keep nothing."""
     small = Limit(2, per=10, algorithm=algorithm, name="small")
@@ -142,7 +142,7 @@ def test_refund_and_reset_reach_every_limit(
 
 @every_algorithm
 def test_each_limit_of_each_key_is_one_state(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Two keys under three limits are six states. Peeks and denials add none."""
     limits = [Limit(2, per=10 * n, algorithm=algorithm, name=f"n{n}") for n in (1, 2, 3)]
@@ -154,7 +154,7 @@ def test_each_limit_of_each_key_is_one_state(
     assert store.stats().states == 6
 
 
-def test_all_five_algorithms_in_one_limiter(store: Store, clock: SteppedClock) -> None:
+def test_all_five_algorithms_in_one_limiter(store: LocalStore, clock: SteppedClock) -> None:
     """Five limits of five algorithms pass, count and deny together."""
     limits = [Limit(3, per=10, algorithm=name) for name in ALGORITHM_NAMES]
     limiter = Limiter(limits, store=store, clock=clock)
@@ -168,7 +168,7 @@ def test_all_five_algorithms_in_one_limiter(store: Store, clock: SteppedClock) -
     assert decisions[3].retry_after_ns == max(waits_ns)
 
 
-def test_a_leaky_bucket_returns_a_delay(store: Store, clock: SteppedClock) -> None:
+def test_a_leaky_bucket_returns_a_delay(store: LocalStore, clock: SteppedClock) -> None:
     """At one every 2 s, three requests at once have delays of 0 s, 2 s and 4 s, alone or beside
     another limit. A denied request has no delay."""
     leaky = Limit(5, per=10, algorithm="leaky_bucket", capacity=3)
@@ -185,7 +185,9 @@ def test_a_leaky_bucket_returns_a_delay(store: Store, clock: SteppedClock) -> No
     assert limiter.check("k").delay == 4.0
 
 
-def test_the_delay_is_kept_if_another_limit_is_reported(store: Store, clock: SteppedClock) -> None:
+def test_the_delay_is_kept_if_another_limit_is_reported(
+    store: LocalStore, clock: SteppedClock
+) -> None:
     """The decision of a tighter limit has the delay of the bucket, and the longer one of two."""
     slow = Limit(5, per=10, algorithm="leaky_bucket", capacity=9, name="slow")
     fast = Limit(10, per=10, algorithm="leaky_bucket", capacity=8, name="fast")
@@ -196,7 +198,7 @@ def test_the_delay_is_kept_if_another_limit_is_reported(store: Store, clock: Ste
     assert [d.delay for d in decisions] == [0.0, 2.0, 4.0, 0.0]
 
 
-def test_retry_after_covers_the_end_of_a_grant(store: Store, clock: SteppedClock) -> None:
+def test_retry_after_covers_the_end_of_a_grant(store: LocalStore, clock: SteppedClock) -> None:
     """`slow` passes now only with its grant, which ends before `fast` passes. The wait lasts until
     `slow` passes without it."""
     slow = Limit(10, per=1000, name="slow")
@@ -216,7 +218,7 @@ def test_retry_after_covers_the_end_of_a_grant(store: Store, clock: SteppedClock
 @every_algorithm
 @every_other_algorithm
 def test_a_limit_keeps_its_count_whatever_the_other_limits_are(
-    algorithm: AlgorithmName, other: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, other: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """A limit that is added, removed or moved to another place changes no count of the others.
 

@@ -12,7 +12,7 @@ from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import BUCKETS, LOG_UNITS_MAX, UNITS_MAX, AlgorithmName
 from ratekeeper.core.rates import scaled
 from ratekeeper.core.subjects import Key
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 
@@ -67,7 +67,7 @@ KEYS: list[Key] = [
 
 @every_algorithm
 def test_every_key_has_its_own_count(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Special characters, other scripts, long keys and tuples all have separate counts."""
     limiter = Limiter(Limit(100, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -83,7 +83,7 @@ def test_every_key_has_its_own_count(
 
 @every_algorithm
 def test_limiters_with_different_names_have_separate_counts(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Two names count the same limit separately, and each decision has its name."""
     limit = Limit(5, per=10, algorithm=algorithm)
@@ -97,7 +97,7 @@ def test_limiters_with_different_names_have_separate_counts(
 
 @every_algorithm
 def test_limiters_with_one_name_share_a_count(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Two limiters with one name on one store have one quota, grants and resets included."""
     limit = Limit(5, per=10, algorithm=algorithm)
@@ -122,7 +122,7 @@ def test_limiters_with_one_name_share_a_count(
     ],
 )
 def test_rule_name_limit_name_and_key_are_separate(
-    one: tuple[str, str], other: tuple[str, str], store: Store, clock: SteppedClock
+    one: tuple[str, str], other: tuple[str, str], store: LocalStore, clock: SteppedClock
 ) -> None:
     """Rule "ab" with limit "c" is not rule "a" with limit "bc"."""
     first, second = (
@@ -135,7 +135,7 @@ def test_rule_name_limit_name_and_key_are_separate(
 
 @every_algorithm
 def test_limits_with_different_windows_have_separate_counts(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Algorithm and window identify a limit without a name: 5 in 10 s and 5 in 20 s are two."""
     ten = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -145,7 +145,7 @@ def test_limits_with_different_windows_have_separate_counts(
 
 
 def test_limits_with_different_algorithms_have_separate_counts(
-    store: Store, clock: SteppedClock
+    store: LocalStore, clock: SteppedClock
 ) -> None:
     """A count of one algorithm is never read as that of another, even under one name."""
     for name in ("", "same"):
@@ -157,7 +157,7 @@ def test_limits_with_different_algorithms_have_separate_counts(
 
 @every_algorithm
 def test_changed_limits_keep_spent_units(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """With four of 5 spent, four remain of 8, none of 3, and one of 5 again."""
     for limit, remaining in ((5, 1), (8, 4), (3, 0), (5, 1)):
@@ -170,7 +170,7 @@ def test_changed_limits_keep_spent_units(
 
 @every_algorithm
 def test_a_limit_below_the_spent_units(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Nothing remains, a cost of 0 is allowed, and the retry time is exact."""
     Limiter(Limit(8, per=10, algorithm=algorithm), store=store, clock=clock).check("k", 8)
@@ -186,7 +186,7 @@ def test_a_limit_below_the_spent_units(
 
 @every_algorithm
 def test_a_factor_that_moves_admits_no_more_than_its_limits(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Limits between 0.2 and 1.5 of the base: spent units carry over at every change.
 
@@ -216,7 +216,7 @@ def test_a_factor_that_moves_admits_no_more_than_its_limits(
     assert sum(admitted.values()) > base.limit
 
 
-def test_a_log_over_several_windows(store: Store, clock: SteppedClock) -> None:
+def test_a_log_over_several_windows(store: LocalStore, clock: SteppedClock) -> None:
     """One check every tenth of a second for five windows, with peeks and denials in between.
     Entries that have left the window make room, and peeks never count."""
     limit = Limit(120, per=10, algorithm="sliding_window_log")
@@ -257,7 +257,7 @@ def test_limits_at_their_bounds(
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
 def test_a_bucket_may_take_a_century_to_refill(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """The longest refill of a limit is exact to the nanosecond."""
     year_ns = 366 * 86_400 * 10**9
@@ -269,7 +269,9 @@ def test_a_bucket_may_take_a_century_to_refill(
 
 
 @every_algorithm
-def test_a_grant_is_bounded(algorithm: AlgorithmName, store: Store, clock: SteppedClock) -> None:
+def test_a_grant_is_bounded(
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
+) -> None:
     """However much is granted, at once or in parts, the credit is at most UNITS_MAX."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
     limiter.grant("parts", UNITS_MAX)

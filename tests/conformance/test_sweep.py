@@ -6,7 +6,7 @@ import pytest
 
 from ratekeeper import Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import StoreFactory, every_algorithm, past_expiry, sweeping_stores
 
@@ -15,7 +15,7 @@ pytestmark = sweeping_stores
 
 @every_algorithm
 def test_sweep_drops_expired_states_only(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Of three whole quotas and two limited ones, the sweep drops three and counts them."""
     short = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -35,7 +35,7 @@ def test_sweep_drops_expired_states_only(
 
 @every_algorithm
 def test_sweep_keeps_a_grant_that_lasts(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, store: LocalStore, clock: SteppedClock
 ) -> None:
     """A key with a whole quota and a grant stays until the grant ends."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -51,7 +51,7 @@ def test_sweep_keeps_a_grant_that_lasts(
 
 @every_algorithm
 def test_a_spent_grant_does_not_keep_the_state(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Granted for a day and spent at once: the state expires with the quota, not a day later."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -64,7 +64,7 @@ def test_a_spent_grant_does_not_keep_the_state(
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "sliding_window_log"])
 def test_a_refund_brings_the_expiry_forward(
-    algorithm: AlgorithmName, factory: StoreFactory, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, factory: StoreFactory, store: LocalStore, clock: SteppedClock
 ) -> None:
     """After a refund the quota is whole sooner, and the state expires then."""
     limiter = Limiter(Limit(5, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -78,7 +78,7 @@ def test_a_refund_brings_the_expiry_forward(
 
 
 def test_a_refund_of_a_whole_window_brings_the_expiry_forward(
-    factory: StoreFactory, store: Store, clock: SteppedClock
+    factory: StoreFactory, store: LocalStore, clock: SteppedClock
 ) -> None:
     """With the units of this window refunded, those of the previous one expire at the end of this
     one."""

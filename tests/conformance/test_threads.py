@@ -14,7 +14,7 @@ import pytest
 from ratekeeper import Limit, Limiter, StoreFull, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.failure import FailurePolicy
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import (
     OpenStore,
@@ -57,7 +57,7 @@ def at_once(work: Callable[[int], T]) -> list[T]:
 @every_algorithm
 @pytest.mark.parametrize("cost", [1, 3])
 def test_threads_on_one_key_admit_exactly_the_limit(
-    algorithm: AlgorithmName, cost: int, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, cost: int, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Eight threads request twice the limit at one instant, and exactly the limit passes."""
     limiter = Limiter(Limit(300, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -68,7 +68,7 @@ def test_threads_on_one_key_admit_exactly_the_limit(
 
 
 def test_threads_under_several_limits_admit_exactly_the_tightest(
-    store: Store, clock: SteppedClock
+    store: LocalStore, clock: SteppedClock
 ) -> None:
     """The limits with room are charged for the admitted requests only."""
     tight = Limit(200, per=10, name="tight")
@@ -89,7 +89,7 @@ def test_threads_under_several_limits_admit_exactly_the_tightest(
 @every_connection
 @every_algorithm
 def test_threads_spend_refund_and_grant_without_loss(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Each thread spends 3, refunds 2 and grants 1, 40 times. Every unit is accounted for."""
     limiter = Limiter(Limit(2_000, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -106,7 +106,7 @@ def test_threads_spend_refund_and_grant_without_loss(
 
 @every_algorithm
 def test_threads_with_separate_keys_do_not_interfere(
-    algorithm: AlgorithmName, store: Store, clock: SteppedClock
+    algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Each thread gets the whole limit of each of its keys."""
     limiter = Limiter(Limit(3, per=10, algorithm=algorithm), store=store, clock=clock)
@@ -137,7 +137,9 @@ def test_threads_never_overfill_a_store(open_store: OpenStore, clock: SteppedClo
         assert 50 <= admitted == stats.states <= stats.states_max
 
 
-def test_threads_never_exceed_the_limit_while_time_moves(store: Store, clock: SteppedClock) -> None:
+def test_threads_never_exceed_the_limit_while_time_moves(
+    store: LocalStore, clock: SteppedClock
+) -> None:
     """Other threads advance the clock during a check: at most the capacity and the refill pass."""
     limiter = Limiter(Limit(100, per=1), store=store, clock=clock)
     start_ns = clock.now_ns()
@@ -167,18 +169,18 @@ def test_close_can_be_called_twice(open_store: OpenStore, clock: SteppedClock) -
 def test_a_closed_store_is_unavailable(open_store: OpenStore, clock: SteppedClock) -> None:
     """Every verb raises StoreUnavailable after the store is closed, and none crashes."""
     with open_store(clock) as store:
-        gate = store.gate([Limit(5, per=10)], "")
-        gate.check("k", 1)
+        counter = store.counter([Limit(5, per=10)], "")
+        counter.check("k", 1)
         store.close()
         verbs: list[Callable[[], object]] = [
-            lambda: gate.check("k", 1),
-            lambda: gate.check("k", 0),
-            lambda: gate.peek("k", 1),
-            lambda: gate.refund("k", 1, None),
-            lambda: gate.refund("k", 1, 0),
-            lambda: gate.grant("k", 1, None),
-            lambda: gate.reset("k"),
-            lambda: store.gate([Limit(5, per=10)], ""),
+            lambda: counter.check("k", 1),
+            lambda: counter.check("k", 0),
+            lambda: counter.peek("k", 1),
+            lambda: counter.refund("k", 1, None),
+            lambda: counter.refund("k", 1, 0),
+            lambda: counter.grant("k", 1, None),
+            lambda: counter.reset("k"),
+            lambda: store.counter([Limit(5, per=10)], ""),
             store.sweep,
             store.stats,
         ]
@@ -200,7 +202,9 @@ def test_the_failure_policy_answers_for_a_closed_store(
             assert (decision.allowed, decision.degraded) == (allowed, True)
 
 
-def test_closing_a_limiter_leaves_a_shared_store_open(store: Store, clock: SteppedClock) -> None:
+def test_closing_a_limiter_leaves_a_shared_store_open(
+    store: LocalStore, clock: SteppedClock
+) -> None:
     """Closing one of two limiters on a store does not affect the other."""
     with Limiter("5/second", store=store, clock=clock) as first:
         first.check("k", 2)
@@ -210,7 +214,7 @@ def test_closing_a_limiter_leaves_a_shared_store_open(store: Store, clock: Stepp
 
 @every_connection
 def test_threads_that_check_overlapping_keys_together_charge_all_or_none(
-    store: Store, clock: SteppedClock
+    store: LocalStore, clock: SteppedClock
 ) -> None:
     """Whatever the order of the keys, each is charged the units of the calls that passed."""
     limiter = Limiter(Limit(40, per=60), store=store, clock=clock)

@@ -6,7 +6,7 @@ import pytest
 
 from ratekeeper import AsyncLimiter, CapacityError, Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 
@@ -20,7 +20,7 @@ def limit(algorithm: AlgorithmName) -> Limit:
 
 
 @pytest.fixture
-def limiter(limit: Limit, store: Store, clock: SteppedClock) -> Limiter:
+def limiter(limit: Limit, store: LocalStore, clock: SteppedClock) -> Limiter:
     return Limiter(limit, store=store, clock=clock, name="orders")
 
 
@@ -252,16 +252,16 @@ def test_a_denial_includes_granted_units(limiter: Limiter) -> None:
 
 
 def test_a_grant_that_ends_at_the_retry_time_does_not_count(
-    limiter: Limiter, store: Store, limit: Limit
+    limiter: Limiter, store: LocalStore, limit: Limit
 ) -> None:
     """For a cost of two, one unit is granted until the other one fits. At that instant the grant
     has ended, so the wait is for both."""
     limiter.check("k", 5)
     until_one_ns = limiter.peek("k", 1).retry_after_ns
     until_two_ns = limiter.peek("k", 2).retry_after_ns
-    store.gate([limit], "orders").grant("k", 1, until_one_ns)
+    store.counter([limit], "orders").grant("k", 1, until_one_ns)
     assert limiter.check("k", 2).retry_after_ns == until_two_ns
-    store.gate([limit], "orders").grant("k", 1, until_one_ns + 1)
+    store.counter([limit], "orders").grant("k", 1, until_one_ns + 1)
     assert limiter.check("k", 3).retry_after_ns == until_one_ns
 
 
@@ -312,16 +312,16 @@ def test_time_that_stands_still_refills_nothing(limiter: Limiter) -> None:
     assert len({limiter.check("k") for _ in range(50)}) == 1
 
 
-def test_a_gate_has_its_limits_and_rule(store: Store, limit: Limit) -> None:
-    """A gate has the limits that it was made from, and its decisions have its rule."""
-    gate = store.gate([limit], "orders")
-    assert list(gate.limits) == [limit]
-    assert gate.check("k", 2).rule == gate.peek("k", 1).rule == "orders"
-    assert gate.peek("k", 1).remaining == 3
+def test_a_counter_has_its_limits_and_rule(store: LocalStore, limit: Limit) -> None:
+    """A counter has the limits that it was made from, and its decisions have its rule."""
+    counter = store.counter([limit], "orders")
+    assert list(counter.limits) == [limit]
+    assert counter.check("k", 2).rule == counter.peek("k", 1).rule == "orders"
+    assert counter.peek("k", 1).remaining == 3
 
 
 async def test_async_verbs_do_the_same(
-    limiter: Limiter, limit: Limit, store: Store, clock: SteppedClock
+    limiter: Limiter, limit: Limit, store: LocalStore, clock: SteppedClock
 ) -> None:
     """AsyncLimiter on the same store shares the count and returns the same decisions."""
     waiting = AsyncLimiter(limit, store=store, clock=clock, name="orders")

@@ -165,8 +165,8 @@ class RandomRegions:
 
     def check(self, region: RandomRegion, cost: int) -> Decision:
         """Ask a region."""
-        gate = region.store.global_gate(self.limits, "api", self.across)
-        decision = gate.check("ann", cost)
+        counter = region.store.global_counter(self.limits, "api", self.across)
+        decision = counter.check("ann", cost)
         self.asked += cost
         if decision:
             self.admitted += cost
@@ -182,8 +182,8 @@ class RandomRegions:
         if self.charged:
             region, cost, at_ns = self.charged.pop(self.random.randrange(len(self.charged)))
             units = self.random.randint(1, cost)
-            gate = region.store.global_gate(self.limits, "api", self.across)
-            gate.refund("ann", units, at_ns)
+            counter = region.store.global_counter(self.limits, "api", self.across)
+            counter.refund("ann", units, at_ns)
             for central in self.central:
                 central.refund(self.now_ns, units, at_ns)
             del self.charged[:-20]

@@ -14,7 +14,7 @@ from ratekeeper import CapacityError, StoreError, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, Decision, Limit
 from ratekeeper.decide.algorithms import Outcome
 from ratekeeper.decide.combine import combine, combine_decisions
-from ratekeeper.decide.store import Answer, Gate, Store
+from ratekeeper.decide.store import Answer, Counter, Store
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.testing import ManualClock
@@ -155,14 +155,14 @@ def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) ->
     opened.close()
 
 
-def gates_of(store: Store) -> tuple[Gate, Gate]:
-    """Return gates of two rules: 10 a minute for a user, and 15 for the tenant."""
-    return store.gate([Limit(10, per=60)], "user"), store.gate([Limit(15, per=60)], "tenant")
+def counters_of(store: Store) -> tuple[Counter, Counter]:
+    """Return counters of two rules: 10 a minute for a user, and 15 for the tenant."""
+    return store.counter([Limit(10, per=60)], "user"), store.counter([Limit(15, per=60)], "tenant")
 
 
 def test_all_pass_and_each_is_charged(store: Store) -> None:
-    """One decision for each check, in order, as its gate alone would give it."""
-    user, tenant = gates_of(store)
+    """One decision for each check, in order, as its counter alone would give it."""
+    user, tenant = counters_of(store)
     decisions = store.check_together([(user, "u:1", 2), (tenant, "t:1", 3)])
     assert [(d.allowed, d.remaining, d.rule) for d in decisions] == [
         (True, 8, "user"),
@@ -175,22 +175,22 @@ def test_all_pass_and_each_is_charged(store: Store) -> None:
 @pytest.mark.parametrize("denied", [0, 1])
 def test_if_one_denies_the_other_is_not_charged(store: Store, denied: int) -> None:
     """Whichever denies, the other keeps its quota; the denial has a retry time."""
-    gates = gates_of(store)
+    counters = counters_of(store)
     subjects = ("u:1", "t:1")
-    gates[denied].check(subjects[denied], gates[denied].limits[0].capacity)
+    counters[denied].check(subjects[denied], counters[denied].limits[0].capacity)
     decisions = store.check_together(
-        [(gate, subject, 1) for gate, subject in zip(gates, subjects, strict=True)]
+        [(counter, subject, 1) for counter, subject in zip(counters, subjects, strict=True)]
     )
     assert not decisions[denied].allowed
     assert decisions[denied].retry_after_ns > 0
     other = 1 - denied
-    whole = gates[other].limits[0].capacity
-    assert gates[other].peek(subjects[other], 0).remaining == whole
+    whole = counters[other].limits[0].capacity
+    assert counters[other].peek(subjects[other], 0).remaining == whole
 
 
 def test_one_subject_in_two_rules(store: Store) -> None:
     """Both rules are charged, or neither."""
-    user, tenant = gates_of(store)
+    user, tenant = counters_of(store)
     assert all(store.check_together([(user, "x", 10), (tenant, "x", 10)]))
     denied = store.check_together([(user, "x", 1), (tenant, "x", 1)])
     assert not denied[0].allowed
@@ -199,7 +199,7 @@ def test_one_subject_in_two_rules(store: Store) -> None:
 
 def test_a_cost_that_can_never_fit_charges_nothing(store: Store) -> None:
     """CapacityError, as from a single check; the other subjects are not charged."""
-    user, tenant = gates_of(store)
+    user, tenant = counters_of(store)
     with pytest.raises(CapacityError):
         store.check_together([(tenant, "t:1", 1), (user, "u:1", 11)])
     assert tenant.peek("t:1", 0).remaining == 15
@@ -207,7 +207,7 @@ def test_a_cost_that_can_never_fit_charges_nothing(store: Store) -> None:
 
 def test_a_closed_store_is_unavailable(store: Store) -> None:
     """No check can be decided."""
-    user, tenant = gates_of(store)
+    user, tenant = counters_of(store)
     store.close()
     answers = store.check_together([(user, "u:1", 1), (tenant, "t:1", 1)], [0, 1])
     assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
@@ -218,14 +218,14 @@ async def test_asyncio_gives_the_same_decisions(kind: str, clock: ManualClock) -
     """Also through asyncio, all are charged or none."""
     prefix = f"together{next(_prefixes)}"
     store: Any = open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
-    user = store.async_gate([Limit(10, per=60)], "user")
-    tenant = store.async_gate([Limit(15, per=60)], "tenant")
+    user = store.counter([Limit(10, per=60)], "user")
+    tenant = store.counter([Limit(15, per=60)], "tenant")
     checks = [(user, "u:1", 10), (tenant, "t:1", 10)]
-    assert all(await store.check_together_async(checks))
-    denied = await store.check_together_async(checks)
+    assert all(await store.check_together(checks))
+    denied = await store.check_together(checks)
     assert [d.allowed for d in denied] == [False, False]
     assert (await tenant.peek("t:1", 0)).remaining == 5
-    denied = await store.check_together_async([(user, "u:2", 10), (tenant, "t:1", 6)])
+    denied = await store.check_together([(user, "u:2", 10), (tenant, "t:1", 6)])
     assert [d.allowed for d in denied] == [True, False]
     assert (await user.peek("u:2", 0)).remaining == 10
     await store.aclose()
@@ -240,32 +240,32 @@ def test_a_denied_request_costs_nothing(seed: int, store: Store, clock: ManualCl
         Limit(random.randint(5, 30), per=60, algorithm=random.choice(ALGORITHM_NAMES))
         for _ in range(3)
     ]
-    gates = [store.gate([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
-    for gate in gates:
+    counters = [store.counter([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
+    for counter in counters:
         for _ in range(random.randint(0, 3)):
             if random.random() < 0.5:
-                gate.check("s", random.randint(1, 5))
+                counter.check("s", random.randint(1, 5))
             else:
-                gate.grant("s", random.randint(1, 5), random.choice((None, 10**9)))
+                counter.grant("s", random.randint(1, 5), random.choice((None, 10**9)))
         clock.advance_ns(random.choice((0, 10**9 // 2, 7 * 10**9)))
     full = random.randrange(3)
-    while gates[full].check("s", 1):
+    while counters[full].check("s", 1):
         pass
-    looked = [look(gate, cost) for gate in gates for cost in (0, 1, 3, 8)]
+    looked = [look(counter, cost) for counter in counters for cost in (0, 1, 3, 8)]
     cost = random.randint(1, 5)
-    assert not all(store.check_together([(gate, "s", cost) for gate in gates]))
-    for before, gate_and_cost in zip(looked, product(gates, (0, 1, 3, 8)), strict=True):
-        after = look(*gate_and_cost)
+    assert not all(store.check_together([(counter, "s", cost) for counter in counters]))
+    for before, counter_and_cost in zip(looked, product(counters, (0, 1, 3, 8)), strict=True):
+        after = look(*counter_and_cost)
         assert after[:2] == before[:2]
         # The refill of a bucket that was charged and refunded is rounded once more: by less than a
         # millionth of a unit, which takes 12 µs to refill at the lowest of these rates.
         assert 0 <= after[2] - before[2] <= 13_000
 
 
-def look(gate: Gate, cost: int) -> tuple[bool, int, int]:
-    """Return the gate's answer: allowed, remaining, and the time until reset."""
+def look(counter: Counter, cost: int) -> tuple[bool, int, int]:
+    """Return the counter's answer: allowed, remaining, and the time until reset."""
     try:
-        decision = gate.peek("s", cost)
+        decision = counter.peek("s", cost)
     except CapacityError:
         return False, -1, 0
     return decision.allowed, decision.remaining, decision.reset_after_ns
@@ -284,8 +284,8 @@ def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualC
         Limit(random.randint(3, 12), per=60, algorithm=random.choice(ALGORITHM_NAMES))
         for _ in range(3)
     ]
-    gates = {
-        store: [store.gate([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
+    counters = {
+        store: [store.counter([limit], rule) for rule, limit in zip("abc", limits, strict=True)]
         for store in (memory, redis)
     }
     for _ in range(25):
@@ -294,13 +294,13 @@ def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualC
         picked = [(at, subject, random.randint(0, 3)) for at, subject in chosen]
         found = [
             store.check_together([(of[at], subject, cost) for at, subject, cost in picked])
-            for store, of in gates.items()
+            for store, of in counters.items()
         ]
         assert all(found[0]) == all(found[1])
         if not repeats:
             assert [_essence(each) for each in found[0]] == [_essence(each) for each in found[1]]
         for at, subject in places:
-            looks = [of[at].peek(subject, 0).remaining for of in gates.values()]
+            looks = [of[at].peek(subject, 0).remaining for of in counters.values()]
             assert looks[0] == looks[1]
         clock.advance_ns(random.choice((0, 10**6, 10**9, 20 * 10**9)))
     redis.close()

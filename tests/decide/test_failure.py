@@ -472,7 +472,7 @@ def test_the_ceiling_is_that_of_the_node_not_of_each_process(
     assert passed(own, 20) == 4
     for worker in (*workers, own):
         worker.close()
-    assert stores[0].gate(TEN, "api").peek("user:ann", 0).remaining == 6  # it is still open
+    assert stores[0].counter(TEN, "api").peek("user:ann", 0).remaining == 6  # it is still open
     for store in stores:
         store.close()
 

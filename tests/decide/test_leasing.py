@@ -24,7 +24,7 @@ from ratekeeper.decide.leasing import (
     Report,
     lifetime_ns,
 )
-from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
 from ratekeeper.testing import ManualClock
 from tests.promises.leases import (
     CLOCK_STEPS,
@@ -47,23 +47,23 @@ class _Authority:
     def __init__(self, *limits: Limit, start: float = 1_000) -> None:
         self.clock = ManualClock(start)
         self.store = PythonMemoryStore(self.clock)
-        self.gate: MemoryGate = self.store.gate(limits, "r")
+        self.counter: MemoryCounter = self.store.counter(limits, "r")
 
     def lease(
         self, cost: int, wanted: int, nodes: int = 1, lifetime: float = 1
     ) -> tuple[Decision, Lease]:
         terms = LeaseTerms(wanted, nodes, int(lifetime * SECOND_NS))
-        [answer] = self.store.lease([LeaseCheck(self.gate, KEY, cost, terms)])
+        [answer] = self.store.lease([LeaseCheck(self.counter, KEY, cost, terms)])
         assert isinstance(answer, tuple)
         return answer
 
     def give_back(self, units: int, lease: Lease) -> int:
         """Return what remains after the units came back."""
-        return self.report(GiveBack(self.gate, KEY, units, lease.ends_ns))
+        return self.report(GiveBack(self.counter, KEY, units, lease.ends_ns))
 
     def late(self, units: int, age: float) -> int:
         """Return what remains after a late charge."""
-        return self.report(LateCharge(self.gate, KEY, units, int(age * SECOND_NS)))
+        return self.report(LateCharge(self.counter, KEY, units, int(age * SECOND_NS)))
 
     def report(self, report: Report) -> int:
         [answer] = self.store.report([report])
@@ -72,7 +72,7 @@ class _Authority:
 
     @property
     def remaining(self) -> int:
-        return self.gate.peek(KEY, 0).remaining
+        return self.counter.peek(KEY, 0).remaining
 
 
 # ── The size and the end of a lease ────────────────────────────────────────────────────────────
@@ -111,7 +111,7 @@ def test_all_limits_of_a_rule_are_debited() -> None:
     assert authority.remaining == 10
     authority.clock.advance(60)  # a minute refills the first, and one unit of the second
     assert authority.remaining == 20
-    assert authority.store.gate([HOUR], "r").peek(KEY, 0).remaining == 91
+    assert authority.store.counter([HOUR], "r").peek(KEY, 0).remaining == 91
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_leaky_bucket_does_not_lease() -> None:
 def test_granted_units_are_not_leased() -> None:
     """A request that needs a grant is strict, and a grant does not make a lease larger."""
     authority = _Authority(HOUR)
-    authority.gate.grant(KEY, 50, None)
+    authority.counter.grant(KEY, 50, None)
     assert authority.lease(100, 10)[1].units == 0
     decision, lease = authority.lease(1, 10)
     assert decision.allowed
@@ -169,7 +169,7 @@ def test_granted_units_are_not_leased() -> None:
 def test_a_clock_that_was_set_back_leases_nothing() -> None:
     """A window that is ahead of the clock would be charged for spending in the one before."""
     authority = _Authority(HOUR)
-    authority.gate.check(KEY, 1)
+    authority.counter.check(KEY, 1)
     authority.clock.advance(-1)
     assert authority.lease(1, 10)[1].units == 0
 
@@ -198,9 +198,9 @@ def test_units_that_are_leased_can_be_spent_so_the_cost_is_not_denied() -> None:
 def test_checks_of_one_request_lease_only_if_all_pass() -> None:
     """A request that one rule denies leases nothing."""
     authority = _Authority(HOUR)
-    tight = authority.store.gate([Limit(1, per=3_600)], "tight")
+    tight = authority.store.counter([Limit(1, per=3_600)], "tight")
     terms = LeaseTerms(10, 1, SECOND_NS)
-    checks = [LeaseCheck(authority.gate, KEY, 1, terms), LeaseCheck(tight, KEY, 1, terms)]
+    checks = [LeaseCheck(authority.counter, KEY, 1, terms), LeaseCheck(tight, KEY, 1, terms)]
     first = authority.store.lease(checks)
     assert [answer[1].units for answer in first if isinstance(answer, tuple)] == [10, 0]
     assert authority.remaining == 89
@@ -232,9 +232,9 @@ def test_others_units_are_refilled_while_some_are_held() -> None:
     authority = _Authority(Limit(10, per=10, capacity=40))
     _, lease = authority.lease(1, 10)
     assert lease.units == 10
-    assert authority.gate.check(KEY, 29).remaining == 0
+    assert authority.counter.check(KEY, 29).remaining == 0
     authority.clock.advance(2)
-    denied = authority.gate.check(KEY, 3)
+    denied = authority.counter.check(KEY, 3)
     assert (denied.remaining, denied.retry_after) == (2, 1)
     assert authority.give_back(10, lease) == 12
 
@@ -243,19 +243,19 @@ def test_a_wait_includes_the_end_of_a_hold() -> None:
     """A denied client that waits as told is allowed, and not a moment earlier."""
     authority = _Authority(Limit(10, per=10, capacity=10))
     authority.lease(1, 4)
-    denied = authority.gate.check(KEY, 10)
+    denied = authority.counter.check(KEY, 10)
     assert not denied
     authority.clock.advance_ns(denied.retry_after_ns - 1)
-    assert not authority.gate.check(KEY, 10)
+    assert not authority.counter.check(KEY, 10)
     authority.clock.advance_ns(1)
-    assert authority.gate.check(KEY, 10)
+    assert authority.counter.check(KEY, 10)
 
 
 @pytest.mark.parametrize("algorithm", LEASING)
 def test_units_that_are_given_back_can_be_spent_again(algorithm: AlgorithmName) -> None:
     """All of them, during the lease and after its end."""
     authority = _Authority(Limit(100, per=600, algorithm=algorithm))
-    assert authority.gate.check(KEY, 20).allowed
+    assert authority.counter.check(KEY, 20).allowed
     _, lease = authority.lease(10, 40)
     assert lease.units == 35
     assert authority.give_back(28, lease) == 63
@@ -323,7 +323,7 @@ def test_an_excess_of_late_charges_is_forgotten(algorithm: AlgorithmName) -> Non
 def test_a_late_charge_is_never_before_the_last_change() -> None:
     """The states do not know what happened before it."""
     authority = _Authority(Limit(60, per=60))
-    authority.gate.check(KEY, 1)
+    authority.counter.check(KEY, 1)
     assert authority.late(10, 30) == 49
 
 
@@ -335,7 +335,7 @@ def test_units_of_a_lower_limit_are_given_back_alone(algorithm: AlgorithmName) -
     """The limit is raised while a lease is out. What was admitted since stays charged."""
     authority = _Authority(Limit(50, per=3_600, algorithm=algorithm), start=3_600)
     _, lease = authority.lease(1, 20)
-    raised = authority.store.gate([Limit(100, per=3_600, algorithm=algorithm)], "r")
+    raised = authority.store.counter([Limit(100, per=3_600, algorithm=algorithm)], "r")
     assert raised.check(KEY, 79).allowed
     authority.give_back(20, lease)
     assert raised.peek(KEY, 0).remaining == 20
@@ -345,7 +345,7 @@ def test_units_of_a_lower_limit_are_given_back_alone(algorithm: AlgorithmName) -
 def test_a_late_charge_of_a_lower_limit_erases_nothing(algorithm: AlgorithmName) -> None:
     """The charge is cut to the lower limit; other units stay charged."""
     authority = _Authority(Limit(50, per=3_600, algorithm=algorithm), start=3_600)
-    raised = authority.store.gate([Limit(100, per=3_600, algorithm=algorithm)], "r")
+    raised = authority.store.counter([Limit(100, per=3_600, algorithm=algorithm)], "r")
     assert raised.check(KEY, 90).allowed
     authority.late(20, 0)
     assert raised.peek(KEY, 0).remaining <= 10
@@ -431,21 +431,21 @@ def test_a_lease_that_is_given_back_whole_leaves_no_trace(
     leased, plain = _Authority(limit, start=600), _Authority(limit, start=600)
     base = limit.limit // 2
     for each in (leased, plain):
-        assert each.gate.check(KEY, base).allowed
+        assert each.counter.check(KEY, base).allowed
     leases = []
     for gap in data.draw(st.lists(st.integers(0, 300))):
         for each in (leased, plain):
             each.clock.advance(gap / 1_000)
-        if plain.gate.peek(KEY, 1).remaining < limit.limit // 4:
+        if plain.counter.peek(KEY, 1).remaining < limit.limit // 4:
             break
         decision, lease = leased.lease(1, 5, lifetime=0.5)
-        assert plain.gate.check(KEY, 1).allowed is decision.allowed
+        assert plain.counter.check(KEY, 1).allowed is decision.allowed
         leases.append(lease)
         if len(leases) == 2:
             assert leased.give_back(leases[0].units, leases.pop(0)) <= plain.remaining
     for lease in leases:
         leased.give_back(lease.units, lease)
-    assert leased.gate.peek(KEY, 1) == plain.gate.peek(KEY, 1)
+    assert leased.counter.peek(KEY, 1) == plain.counter.peek(KEY, 1)
 
 
 def test_late_charges_that_come_one_by_one_are_not_forgotten() -> None:
@@ -456,7 +456,7 @@ def test_late_charges_that_come_one_by_one_are_not_forgotten() -> None:
     authority = _Authority(Limit(1_000, per=60))
     for number in range(100):  # 100 units in a second, each reported after 0.25 s
         authority.late(1, 0.25)
-        authority.gate.check(f"other:{number}", 1)
+        authority.counter.check(f"other:{number}", 1)
         authority.clock.advance(0.01)
     # 1 s of refill returns 17 units, and 0.25 s four more.
-    assert 1_000 - authority.gate.peek(KEY, 0).remaining in range(78, 83)
+    assert 1_000 - authority.counter.peek(KEY, 0).remaining in range(78, 83)

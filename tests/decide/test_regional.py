@@ -15,7 +15,7 @@ from ratekeeper.decide.regional import (
     Accepted,
     AcrossRegions,
     MemoryRegional,
-    MemoryRegionalGate,
+    MemoryRegionalCounter,
     Report,
     Shares,
 )
@@ -55,8 +55,8 @@ def admitted(
     store: MemoryRegional, across: AcrossRegions, asked: int, limits: tuple[Limit, ...] = HUNDRED
 ) -> int:
     """Return how many of so many requests pass."""
-    gate = store.global_gate(limits, "api", across)
-    return sum(gate.check("ann", 1).allowed for _ in range(asked))
+    counter = store.global_counter(limits, "api", across)
+    return sum(counter.check("ann", 1).allowed for _ in range(asked))
 
 
 def reported(store: MemoryRegional) -> Report:
@@ -90,16 +90,16 @@ def both(clock: ManualClock) -> tuple[MemoryRegional, MemoryRegional]:
     return region(clock, ("there",)), region(clock, ("here",))
 
 
-def gates(
+def counters(
     clock: ManualClock, across: AcrossRegions, limits: tuple[Limit, ...] = HUNDRED
-) -> tuple[MemoryRegional, MemoryRegional, MemoryRegionalGate, MemoryRegionalGate]:
-    """Return two regions, and a gate on each."""
+) -> tuple[MemoryRegional, MemoryRegional, MemoryRegionalCounter, MemoryRegionalCounter]:
+    """Return two regions, and a counter on each."""
     here, there = both(clock)
     return (
         here,
         there,
-        here.global_gate(limits, "api", across),
-        there.global_gate(limits, "api", across),
+        here.global_counter(limits, "api", across),
+        there.global_counter(limits, "api", across),
     )
 
 
@@ -234,9 +234,9 @@ def test_a_report_of_another_number_of_limits_is_not_learnt() -> None:
 def test_returned_units_of_one_report_are_not_taken_off_twice() -> None:
     """The units that a report says still count are without those returned already."""
     clock = ManualClock(START_S)
-    here, there, gate, _ = gates(clock, "exact")
-    decision = gate.check("ann", 10)
-    gate.refund("ann", 4, decision.charged_ns)
+    here, there, counter, _ = counters(clock, "exact")
+    decision = counter.check("ann", 10)
+    counter.refund("ann", 4, decision.charged_ns)
     assert exchange(here, there)
     assert used(here) == used(there) == (6,)
 
@@ -244,10 +244,10 @@ def test_returned_units_of_one_report_are_not_taken_off_twice() -> None:
 def test_returned_units_are_not_those_of_another_region() -> None:
     """Time has drained the units elsewhere, when a late report says that they were returned."""
     clock = ManualClock(START_S)
-    here, there, gate, other = gates(clock, "exact")
-    decision = gate.check("ann", 10)
+    here, there, counter, other = counters(clock, "exact")
+    decision = counter.check("ann", 10)
     assert exchange(here, there)
-    gate.refund("ann", 10, decision.charged_ns)
+    counter.refund("ann", 10, decision.charged_ns)
     clock.advance(30)
     other.check("ann", 20)
     accept(there, reported(there))
@@ -259,10 +259,10 @@ def test_returned_units_are_not_those_of_another_region() -> None:
 def test_returned_units_are_known_to_the_other_region() -> None:
     """A refund gives room in both regions, whether the units were accepted or not."""
     clock = ManualClock(START_S)
-    here, there, gate, _ = gates(clock, "exact")
-    decision = gate.check("ann", 40)
+    here, there, counter, _ = counters(clock, "exact")
+    decision = counter.check("ann", 40)
     assert exchange(here, there)
-    gate.refund("ann", 30, decision.charged_ns)
+    counter.refund("ann", 30, decision.charged_ns)
     assert exchange(here, there)
     assert used(here) == used(there) == (10,)
 
@@ -271,11 +271,11 @@ def test_each_limit_gets_back_what_time_has_not_returned() -> None:
     """A bucket that is full again takes nothing from the refund of a daily limit."""
     clock = ManualClock(START_S)
     limits = (Limit(100, per=1), Limit(1_000, per=86_400, algorithm="fixed_window"))
-    here, there, gate, _ = gates(clock, "exact", limits)
-    decision = gate.check("ann", 40)
+    here, there, counter, _ = counters(clock, "exact", limits)
+    decision = counter.check("ann", 40)
     assert exchange(here, there)
     clock.advance(10)
-    gate.refund("ann", 30, decision.charged_ns)
+    counter.refund("ann", 30, decision.charged_ns)
     assert exchange(here, there)
     assert used(here, limits) == used(there, limits) == (0, 10)
 
@@ -283,10 +283,10 @@ def test_each_limit_gets_back_what_time_has_not_returned() -> None:
 def test_a_region_that_asks_alone_is_not_over() -> None:
     """An eventual limit of 5 admits 5, also when its first units were accepted elsewhere."""
     clock = ManualClock(START_S)
-    here, there, gate, _ = gates(clock, "eventual", (Limit(5, per=3_600),))
+    here, there, counter, _ = counters(clock, "eventual", (Limit(5, per=3_600),))
     admitted = 0
     for _ in range(10):
-        admitted += gate.check("ann", 1).allowed
+        admitted += counter.check("ann", 1).allowed
         exchange(here, there)
         clock.advance(3)
     assert admitted == 5
@@ -297,11 +297,11 @@ def test_a_refund_of_one_unit_returns_it(across: AcrossRegions) -> None:
     """Time has returned a thousandth of it already; the rest is returned here and elsewhere."""
     clock = ManualClock(START_S)
     limits = (Limit(100, per=100),)
-    here, there, gate, _ = gates(clock, across, limits)
+    here, there, counter, _ = counters(clock, across, limits)
     for _ in range(20):
-        decision = gate.check("ann", 1)
+        decision = counter.check("ann", 1)
         clock.advance(0.001)
-        gate.refund("ann", 1, decision.charged_ns)
+        counter.refund("ann", 1, decision.charged_ns)
     assert exchange(here, there)
     clock.advance(0.1)
     assert used(here, limits) == used(there, limits) == (0,)
@@ -312,11 +312,11 @@ def test_a_log_gives_back_the_entries_of_the_charge() -> None:
     clock = ManualClock(START_S)
     limits = (Limit(100, per=60, algorithm="sliding_window_log"),)
     store = region(clock, share=Fraction(1))
-    gate = store.global_gate(limits, "api", "exact")
-    first = gate.check("ann", 50)
+    counter = store.global_counter(limits, "api", "exact")
+    first = counter.check("ann", 50)
     clock.advance(50)
-    gate.check("ann", 50)
-    gate.refund("ann", 50, first.charged_ns)
+    counter.check("ann", 50)
+    counter.refund("ann", 50, first.charged_ns)
     clock.advance(20)
     assert used(store, limits) == (50,)
 
@@ -402,13 +402,13 @@ def test_whichever_call_is_the_first_after_a_rise_counts_it(first: str) -> None:
     """Own units drained at the lower share until then, and others learn all of them."""
     clock = ManualClock(START_S)
     store = region(clock, share=Fraction(1, 10))
-    gate = store.global_gate(HUNDRED, "api", "exact")
+    counter = store.global_counter(HUNDRED, "api", "exact")
     assert admitted(store, "exact", 100) == 10
     (before,) = result_of(store.due(10, 1))
     clock.advance(30)
     use(store, clock, Fraction(1, 2), Fraction(1, 10))
     if first == "refund":
-        gate.refund("ann", 1, clock.now_ns())
+        counter.refund("ann", 1, clock.now_ns())
     elif first == "due":
         (report,) = result_of(store.due(10, 1))
         assert report.counts == (5_000_000,)
@@ -434,16 +434,16 @@ def test_eventual_limits_take_no_part_in_a_change_of_shares() -> None:
 def test_an_eventual_limit_admits_one_request_that_its_share_cannot_hold() -> None:
     """The other region asks for much, and there is room for a request of many units."""
     clock = ManualClock(START_S)
-    here, there, gate, other = gates(clock, "eventual")
+    here, there, counter, other = counters(clock, "eventual")
     for _ in range(50):
         other.check("ann", 1)
     assert exchange(there, here, "there")
-    assert gate.check("ann", 20)
-    denied = gate.check("ann", 20)
+    assert counter.check("ann", 20)
+    denied = counter.check("ann", 20)
     assert not denied
     assert denied.retry_after_ns == NS_PER_SECOND // 2
     assert exchange(here, there)
-    assert gate.check("ann", 20)
+    assert counter.check("ann", 20)
 
 
 def test_two_regions_that_were_alone_learn_what_still_counts_once() -> None:
@@ -483,9 +483,9 @@ def test_a_cost_above_the_limit_never_fits() -> None:
     """Exact: above the share."""
     store = region(ManualClock(START_S))
     with pytest.raises(CapacityError):
-        store.global_gate(HUNDRED, "api", "eventual").check("ann", 101)
+        store.global_counter(HUNDRED, "api", "eventual").check("ann", 101)
     with pytest.raises(CapacityError):
-        store.global_gate(HUNDRED, "api", "exact").check("ann", 51)
+        store.global_counter(HUNDRED, "api", "exact").check("ann", 51)
 
 
 # ── Grants ─────────────────────────────────────────────────────────────────────────────────────
@@ -496,12 +496,12 @@ def test_a_grant_is_spent_by_units_that_do_not_fit(across: AcrossRegions) -> Non
     """A region that is above its share spends no more of a grant than the cost."""
     clock = ManualClock(START_S)
     store = region(clock, share=Fraction(1, 2))
-    gate = store.global_gate(HUNDRED, "api", across)
-    while gate.check("ann", 1):
+    counter = store.global_counter(HUNDRED, "api", across)
+    while counter.check("ann", 1):
         pass
     use(store, clock, Fraction(1, 10), epoch=2)
-    gate.grant("ann", 30, None)
-    assert sum(gate.check("ann", 1).allowed for _ in range(50)) == 30
+    counter.grant("ann", 30, None)
+    assert sum(counter.check("ann", 1).allowed for _ in range(50)) == 30
     assert reported(store).total in {50, 100}
 
 

@@ -24,10 +24,10 @@ def test_a_store_without_regions_refuses_global_limits(store: Store) -> None:
     """The error says what is missing, with an example."""
     says = r'scope="global" does not work without regions: .*own Redis.*regions=Regions\("eu"'
     with pytest.raises(ConfigError, match=says):
-        store.gate(LIMITS, "api", across="exact")
+        store.counter(LIMITS, "api", across="exact")
     if store.as_async is not None:
         with pytest.raises(ConfigError, match=says):
-            store.as_async.async_gate(LIMITS, "api", across="eventual")
+            store.as_async.counter(LIMITS, "api", across="eventual")
 
 
 def test_a_global_limit_is_strict() -> None:
@@ -35,9 +35,9 @@ def test_a_global_limit_is_strict() -> None:
     store = FleetStore(open_store("redis://localhost:1"), Fleet(), SystemClock())
     says = r"'leased' does not work with scope=\"global\": the Redis of the region decides"
     with pytest.raises(ConfigError, match=says):
-        store.gate(LIMITS, "api", "leased", "exact")
+        store.counter(LIMITS, "api", "leased", "exact")
     with pytest.raises(ConfigError, match=says):
-        store.async_gate(LIMITS, "api", "leased", "exact")
+        store.counter(LIMITS, "api", "leased", "exact")
 
 
 @pytest.mark.parametrize(("states", "fullness"), [(0, 0.0), (1, 0.25), (4, 1.0)])

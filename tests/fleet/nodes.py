@@ -13,6 +13,7 @@ from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.reports import Reports
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringStore
 
 
 class Heard:
@@ -53,12 +54,6 @@ class ControlledAuthority:
         self._clock.advance_ns(self.way_back_ns)
         return found
 
-    async def lease_async(
-        self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
-    ) -> list[LeasedAnswer]:
-        """See Authority."""
-        return self.lease(checks, optional)
-
     def report(self, reports: Sequence[Report]) -> list[Answer]:
         """See Authority."""
         self.reported += reports
@@ -66,17 +61,13 @@ class ControlledAuthority:
             return [self.fails] * len(reports)
         return self._store.report(reports)
 
-    async def report_async(self, reports: Sequence[Report]) -> list[Answer]:
-        """See Authority."""
-        return self.report(reports)
-
 
 class SharedStore(PythonMemoryStore):
     """The store that nodes share, as if it were on another machine."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
-        self.is_private = False
+        self.is_private = self.is_local = False
         self.controlled = ControlledAuthority(self, clock)
         self.authority = self.controlled
 
@@ -85,8 +76,9 @@ class NodeOfTest:
     """A node whose reports are sent when the test says so."""
 
     def __init__(self, store: SharedStore, clock: ManualClock, fleet: Fleet | None = None) -> None:
-        self.store = FleetStore(store, fleet or Fleet(), clock, owns_store=False)
-        self.node: Node = self.store.open_node()
+        fleet_store = FleetStore(store, fleet or Fleet(), clock, owns_store=False)
+        self.store = AnsweringStore(fleet_store)
+        self.node: Node = fleet_store.open_node()
         self.node.on_work = self.node.on_urgent = lambda: None
         self.heard = Heard()
         self.node.hints = self.heard

@@ -53,6 +53,7 @@ from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.fleet.transport import GossipTransport
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringStore
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
 from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
@@ -85,7 +86,7 @@ def table(tmp_path: Path) -> str:
 def know(node: Node, kind: Any) -> Any:
     """Add a rule of this kind to a node; return its gate in the table."""
     limits = (Limit(10, per=60),)
-    authority = PythonMemoryStore(ManualClock()).gate(limits, kind)
+    authority = PythonMemoryStore(ManualClock()).counter(limits, kind)
     return node.known(limits, kind, kind, SECOND, authority).allowance
 
 
@@ -743,10 +744,12 @@ def test_a_denial_of_one_node_is_known_to_another(opened: GossipOpener) -> None:
     clock = ManualClock()
     authority = PythonMemoryStore(clock)
     stores = [
-        FleetStore(authority, Fleet(gossip="127.0.0.1:7946"), clock, owns_store=False)
+        AnsweringStore(
+            FleetStore(authority, Fleet(gossip="127.0.0.1:7946"), clock, owns_store=False)
+        )
         for _ in range(2)
     ]
-    here, there = (store.gate([Limit(2, per=3600)], "api", "leased") for store in stores)
+    here, there = (store.counter([Limit(2, per=3600)], "api", "leased") for store in stores)
     here.check("user:1", 2)
     assert not here.check("user:1", 1)
     first, second = opened.opened

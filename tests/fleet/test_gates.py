@@ -1,4 +1,4 @@
-"""The gates of a node: what they answer themselves, and what they ask the authority for."""
+"""The counters of a node: what they answer themselves, and what they ask the authority for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from ratekeeper import CapacityError, Fleet, Limit, StoreUnavailable
 from ratekeeper.core.model import AlgorithmName, Consistency
 from ratekeeper.core.rates import LimitsArgument, limits_of
-from ratekeeper.core.steps import Call, run_async
+from ratekeeper.core.steps import Ask, Call
 from ratekeeper.decide.leasing import Report
-from ratekeeper.decide.store import Answer, Gate
-from ratekeeper.fleet.gates import AsyncFleetGate, FleetGate
+from ratekeeper.decide.store import Answer
+from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringCounter, Link, in_thread, on_loop
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.promises.oracles import Admission, assert_never_over
 
@@ -40,24 +41,24 @@ class Fixture:
         self.limits = limits_of(limits)
         self.one = NodeOfTest(self.shared, self.clock, fleet)
         self.two = NodeOfTest(self.shared, self.clock, fleet)
-        self.gate = self.gate_of(self.one, consistency)
-        self.other = self.gate_of(self.two, consistency)
-        self.strict = self.shared.gate(self.limits, "r")
+        self.counter = self.counter_of(self.one, consistency)
+        self.other = self.counter_of(self.two, consistency)
+        self.strict = self.shared.counter(self.limits, "r")
 
-    def gate_of(self, node: NodeOfTest, consistency: Consistency) -> FleetGate:
-        """Return the gate of a node."""
-        gate = node.store.gate(self.limits, "r", consistency)
-        assert isinstance(gate, FleetGate)
-        return gate
+    def counter_of(self, node: NodeOfTest, consistency: Consistency) -> AnsweringCounter:
+        """Return the counter of a node."""
+        counter = node.store.counter(self.limits, "r", consistency)
+        assert isinstance(counter.counter, NodeCounter)
+        return counter
 
     def asked(self) -> int:
         """Return how many checks the first node did not answer."""
         return sum(each.asked for each in self.one.node.answers().values())
 
-    def warm_up(self, gate: Gate, count: int = 3) -> None:
+    def warm_up(self, counter: AnsweringCounter, count: int = 3) -> None:
         """Make a node see demand, so that its next lease has units."""
         for _ in range(count):
-            assert gate.check(KEY, 1).allowed
+            assert counter.check(KEY, 1).allowed
 
 
 # ── Leased ─────────────────────────────────────────────────────────────────────────────────────
@@ -67,7 +68,7 @@ def test_most_checks_of_a_busy_subject_are_answered_in_the_node() -> None:
     """Leases grow with the demand: 200 checks ask the authority a few times."""
     found = Fixture("100000/minute", "leased")
     for _ in range(200):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
         found.clock.advance(0.001)
     assert found.asked() <= 12
     answers = found.one.node.answers()["r", "leased"]
@@ -78,13 +79,13 @@ def test_most_checks_of_a_busy_subject_are_answered_in_the_node() -> None:
 def test_what_a_lease_has_left_goes_back_when_it_ends() -> None:
     """The authority has the units again after the flush, and counts what was spent."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
-    held = found.gate.held(KEY)
+    found.warm_up(found.counter, 6)
+    held = found.counter.held(KEY)
     assert held > 0
     assert found.strict.peek(KEY, 0).remaining == 1000 - 6 - held
     assert found.one.flush() == 0
     found.clock.advance(1.1)
-    assert found.gate.held(KEY) == 0
+    assert found.counter.held(KEY) == 0
     assert found.one.flush() == 1
     assert found.strict.peek(KEY, 0).remaining == 1000 - 6
     assert found.one.node.counters.returned_units == held
@@ -93,32 +94,32 @@ def test_what_a_lease_has_left_goes_back_when_it_ends() -> None:
 def test_a_replaced_lease_is_given_back_without_blocking_the_request() -> None:
     """The rest waits for the next flush."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
-    held = found.gate.held(KEY)
+    found.warm_up(found.counter, 6)
+    held = found.counter.held(KEY)
     assert held
-    found.gate.check(KEY, held + 1)
+    found.counter.check(KEY, held + 1)
     [back] = found.one.node.replaced
     assert back.units == held
     found.one.flush()
     spent = 6 + held + 1
-    assert found.strict.peek(KEY, 0).remaining == 1000 - spent - found.gate.held(KEY)
+    assert found.strict.peek(KEY, 0).remaining == 1000 - spent - found.counter.held(KEY)
 
 
 def test_only_one_check_of_a_subject_asks_for_a_lease() -> None:
     """A second check in flight at the same time is an ordinary one."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 2)
+    found.warm_up(found.counter, 2)
     authority = found.one.node.authority
-    first = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    first = found.counter.asking(KEY, 1)
     call = next(first)
     assert isinstance(call, Call)
     assert call.function == authority.lease
-    second = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    second = found.counter.asking(KEY, 1)
     call = next(second)
     assert isinstance(call, Call)
-    assert call.function == found.gate.gate.check
+    assert call.function == found.counter.counter.counter.check
     first.close()
-    third = next(found.gate.asking(authority.lease, authority.report, KEY, 1))
+    third = next(found.counter.asking(KEY, 1))
     assert isinstance(third, Call)
     assert third.function == authority.lease
 
@@ -126,12 +127,12 @@ def test_only_one_check_of_a_subject_asks_for_a_lease() -> None:
 def test_a_lease_that_comes_back_too_late_is_not_spent() -> None:
     """Its units go back to the authority; the check itself is allowed."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 3)
+    found.warm_up(found.counter, 3)
     leases = found.shared.controlled.leases
     found.shared.controlled.way_back_ns = 2 * 10**9
-    assert found.gate.check(KEY, 1).allowed
+    assert found.counter.check(KEY, 1).allowed
     assert found.shared.controlled.leases == leases + 1
-    assert found.gate.held(KEY) == 0
+    assert found.counter.held(KEY) == 0
     found.one.flush()
     assert found.strict.peek(KEY, 0).remaining == 1000 - 4
 
@@ -139,21 +140,21 @@ def test_a_lease_that_comes_back_too_late_is_not_spent() -> None:
 def test_the_time_on_the_way_back_is_not_spent() -> None:
     """A lease ends on the node before it ends at the authority, also after a slow reply."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 3)
+    found.warm_up(found.counter, 3)
     found.shared.controlled.way_back_ns = 6 * 10**8
-    found.gate.check(KEY, 1)
-    assert found.gate.held(KEY) > 0
+    found.counter.check(KEY, 1)
+    assert found.counter.held(KEY) > 0
     found.clock.advance(0.41)
-    assert found.gate.held(KEY) == 0
+    assert found.counter.held(KEY) == 0
 
 
 def test_a_denial_is_kept_and_told_to_the_other_nodes() -> None:
     """The second denial asks nobody; the other node denies when it has heard of it."""
     found = Fixture("10/minute", "leased")
-    while found.gate.check(KEY, 1).allowed:
+    while found.counter.check(KEY, 1).allowed:
         pass
     asked = found.asked()
-    denial = found.gate.check(KEY, 1)
+    denial = found.counter.check(KEY, 1)
     assert not denial.allowed
     assert denial.retry_after_ns > 0
     assert found.asked() == asked
@@ -167,19 +168,19 @@ def test_a_denial_is_kept_and_told_to_the_other_nodes() -> None:
 def test_a_cost_that_needs_what_the_node_holds_gives_it_back_first() -> None:
     """A central limiter would allow it: the units that the node holds are given back."""
     found = Fixture("20/hour", "leased")
-    found.warm_up(found.gate, 4)
-    held = found.gate.held(KEY)
+    found.warm_up(found.counter, 4)
+    held = found.counter.held(KEY)
     remaining = found.strict.peek(KEY, 0).remaining
     assert held > 0
-    assert found.gate.check(KEY, remaining + held).allowed
-    assert not found.gate.check(KEY, 1).allowed
+    assert found.counter.check(KEY, remaining + held).allowed
+    assert not found.counter.check(KEY, 1).allowed
 
 
 async def test_units_on_their_way_back_arrive_although_the_caller_is_cancelled() -> None:
     """They are no longer in the table, so nobody else would give them back."""
     found = Fixture("20/hour", "leased")
-    found.warm_up(found.gate, 4)
-    held, remaining = found.gate.held(KEY), found.strict.peek(KEY, 0).remaining
+    found.warm_up(found.counter, 4)
+    held, remaining = found.counter.held(KEY), found.strict.peek(KEY, 0).remaining
     sent, arrives, reported = asyncio.Event(), asyncio.Event(), asyncio.Event()
     controlled = found.shared.controlled
 
@@ -187,10 +188,13 @@ async def test_units_on_their_way_back_arrive_although_the_caller_is_cancelled()
         sent.set()
         await arrives.wait()
         reported.set()
-        return controlled.report(reports)
+        return report(reports)
 
-    steps = found.gate.asking(controlled.lease_async, slow, KEY, remaining + held)
-    check = asyncio.ensure_future(run_async(steps))
+    report = controlled.report
+    controlled.report = lambda reports: Ask(report, slow, reports)  # type: ignore[method-assign, assignment]  # a stub
+    ask = found.counter.counter.check(KEY, remaining + held)
+    assert isinstance(ask, Ask)
+    check = asyncio.ensure_future(ask.send(*ask.args))
     await sent.wait()
     check.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -206,10 +210,10 @@ async def test_units_on_their_way_back_arrive_although_the_caller_is_cancelled()
 def test_units_that_could_not_be_given_back_are_counted_as_lost() -> None:
     """The authority may have counted them, so they are not given back again."""
     found = Fixture("20/hour", "leased")
-    found.warm_up(found.gate, 4)
-    held, remaining = found.gate.held(KEY), found.strict.peek(KEY, 0).remaining
+    found.warm_up(found.counter, 4)
+    held, remaining = found.counter.held(KEY), found.strict.peek(KEY, 0).remaining
     found.shared.controlled.report = lambda _: [StoreUnavailable("away")]  # type: ignore[method-assign, assignment]  # a stub
-    assert not found.gate.check(KEY, remaining + held).allowed
+    assert not found.counter.check(KEY, remaining + held).allowed
     assert found.one.node.counters.lost_units == held
 
 
@@ -218,57 +222,57 @@ def test_a_refund_gives_back_a_lease_that_another_thread_has_just_put(
 ) -> None:
     """It ends what the node knows of the subject, and there may be a new lease by then."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
-    held = found.gate.held(KEY)
+    found.warm_up(found.counter, 6)
+    held = found.counter.held(KEY)
     assert held > 0
-    monkeypatch.setattr(FleetGate, "held", lambda *_: 0)  # it was put since
-    found.gate.refund(KEY, 1, None)
+    monkeypatch.setattr(NodeCounter, "held", lambda *_: 0)  # it was put since
+    found.counter.refund(KEY, 1, None)
     assert [each.units for each in found.one.node.replaced] == [held]
 
 
 def test_a_cost_that_never_fits_is_an_error_also_during_a_denial() -> None:
     """CapacityError, as on any store."""
     found = Fixture("10/minute", "leased")
-    while found.gate.check(KEY, 1).allowed:
+    while found.counter.check(KEY, 1).allowed:
         pass
     with pytest.raises(CapacityError):
-        found.gate.check(KEY, 11)
+        found.counter.check(KEY, 11)
 
 
 def test_an_authority_that_is_away_is_an_error_once_the_lease_is_spent() -> None:
     """The node spends what it has; then the failure policy decides."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
+    found.warm_up(found.counter, 6)
     found.shared.controlled.fails = StoreUnavailable("away")
-    for _ in range(found.gate.held(KEY)):
-        assert found.gate.check(KEY, 1).allowed
+    for _ in range(found.counter.held(KEY)):
+        assert found.counter.check(KEY, 1).allowed
     with pytest.raises(StoreUnavailable):
-        found.gate.check(KEY, 1)
+        found.counter.check(KEY, 1)
 
 
 def test_a_cancelled_caller_keeps_no_lease() -> None:
     """Another check may ask for one at once."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 3)
+    found.warm_up(found.counter, 3)
     authority = found.one.node.authority
-    steps = found.gate.asking(authority.lease, authority.report, KEY, 1)
+    steps = found.counter.asking(KEY, 1)
     next(steps)
     with pytest.raises(asyncio.CancelledError):
         steps.throw(asyncio.CancelledError())
     assert not found.one.node.leasing
-    assert found.gate.held(KEY) == 0
+    assert found.counter.held(KEY) == 0
 
 
 def test_a_lost_table_leaves_the_decision_to_the_authority() -> None:
     """Checks go on, and the units of a lease that cannot be kept go back."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 3)
+    found.warm_up(found.counter, 3)
     found.one.node.table.close()
-    assert found.gate.check(KEY, 1).allowed
-    assert found.gate.peek(KEY, 1).allowed
-    found.gate.refund(KEY, 1, found.clock.now_ns())
+    assert found.counter.check(KEY, 1).allowed
+    assert found.counter.peek(KEY, 1).allowed
+    found.counter.refund(KEY, 1, found.clock.now_ns())
     found.clock.advance(10)
-    found.gate.reset(KEY)
+    found.counter.reset(KEY)
     assert found.strict.peek(KEY, 0).remaining == 1000
 
 
@@ -279,15 +283,15 @@ def test_a_cool_subject_is_answered_in_the_node_and_charged_later() -> None:
     """One check asks; the others are pending until the flush, which renews the budget."""
     found = Fixture("1000/hour", "eventual")
     for _ in range(50):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
     assert found.asked() == 1
     assert found.strict.peek(KEY, 0).remaining == 999
-    assert found.gate.peek(KEY, 0).remaining == 950
+    assert found.counter.peek(KEY, 0).remaining == 950
     found.clock.advance(0.25)
     assert found.one.flush() == 1
     assert found.strict.peek(KEY, 0).remaining == 950
     for _ in range(50):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
     assert found.asked() == 1
     assert found.one.node.counters.charged_units == 49
 
@@ -296,17 +300,17 @@ def test_a_spent_budget_is_reported_before_the_next_one() -> None:
     """A budget is a quarter of the room. The node's own units count in the authority's answer."""
     found = Fixture("1000/hour", "eventual")
     for _ in range(400):
-        assert found.gate.check(KEY, 1).allowed
-        assert -found.gate.held(KEY) <= 250
+        assert found.counter.check(KEY, 1).allowed
+        assert -found.counter.held(KEY) <= 250
     assert found.asked() == 1
     assert [each.units for each in found.shared.controlled.reported] == [249]
-    assert found.gate.peek(KEY, 0).remaining == 600
+    assert found.counter.peek(KEY, 0).remaining == 600
 
 
 def test_a_burst_on_one_node_is_never_over() -> None:
     """However fast it comes: nothing is due for a report, and yet every unit is counted."""
     found = Fixture("1000/hour", "eventual")
-    assert sum(found.gate.check(KEY, 1).allowed for _ in range(1_500)) == 1_000
+    assert sum(found.counter.check(KEY, 1).allowed for _ in range(1_500)) == 1_000
     assert found.asked() < 510
 
 
@@ -314,11 +318,11 @@ def test_an_answer_without_the_units_of_the_node_brings_no_second_budget() -> No
     """If they cannot be reported now, they are subtracted."""
     found = Fixture("1000/hour", "eventual")
     for _ in range(250):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
     claims = found.one.node.table.claim(10, 0, ending=True)  # another process reports them
     assert [each.units for each in claims] == [249]
     for _ in range(10):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
     assert found.asked() == 11
 
 
@@ -327,12 +331,12 @@ def test_from_the_warm_share_on_the_authority_decides() -> None:
     found = Fixture("100/hour", "eventual")
     found.strict.check(KEY, 60)
     for _ in range(5):
-        assert found.gate.check(KEY, 1).allowed
+        assert found.counter.check(KEY, 1).allowed
     assert found.asked() == 5
-    assert found.gate.held(KEY) == 0
+    assert found.counter.held(KEY) == 0
     assert [each[0] for each in found.one.heard.said] == ["warm"]
     found.clock.advance(1.1)
-    found.gate.check(KEY, 1)
+    found.counter.check(KEY, 1)
     assert [each[0] for each in found.one.heard.said] == ["warm", "warm"]
 
 
@@ -343,7 +347,7 @@ def test_a_warm_hint_ends_the_budget_of_another_node() -> None:
     assert found.two.node.answers()["r", "eventual"].asked == 1
     assert found.two.flush() == 0
     found.strict.check(KEY, 60)
-    found.two.node.heard_warm(found.gate.allowance.number, KEY)
+    found.two.node.heard_warm(found.counter.allowance.number, KEY)
     found.two.node.heard_warm(12345, KEY)  # of rules that this node does not have
     assert found.two.flush() == 1
     assert found.strict.peek(KEY, 0).remaining == 100 - 3 - 60
@@ -355,13 +359,13 @@ def test_a_warm_hint_ends_the_budget_of_another_node() -> None:
 def test_a_flush_that_finds_the_subject_warm_tells_the_others() -> None:
     """The reply of a late charge is a look at the authority."""
     found = Fixture("100/hour", "eventual")
-    found.warm_up(found.gate, 20)
+    found.warm_up(found.counter, 20)
     found.strict.check(KEY, 60)
     found.clock.advance(0.25)
     found.one.flush()
-    assert ("warm", found.gate.allowance.number, KEY) in found.one.heard.said
+    assert ("warm", found.counter.allowance.number, KEY) in found.one.heard.said
     asked = found.asked()
-    found.gate.check(KEY, 1)
+    found.counter.check(KEY, 1)
     assert found.asked() == asked + 1
     assert found.one.node.counters.divergence_units >= 60
 
@@ -369,8 +373,8 @@ def test_a_flush_that_finds_the_subject_warm_tells_the_others() -> None:
 def _fleet_that_gossips() -> Fixture:
     """Return two nodes that hear each other's hints, and have asked the authority before."""
     found = Fixture("1000/minute", "eventual", Fleet(nodes=2))
-    for node, gate in ((found.one, found.gate), (found.two, found.other)):
-        assert gate.check("user:first", 1).allowed  # tells the difference of the clocks
+    for node, counter in ((found.one, found.counter), (found.two, found.other)):
+        assert counter.check("user:first", 1).allowed  # tells the difference of the clocks
         node.node.hears_hints = lambda: True
     return found
 
@@ -379,10 +383,10 @@ def test_a_subject_that_nothing_is_known_of_is_cool() -> None:
     """In a fleet that gossips, its first check is answered in the node, and charged later."""
     found = _fleet_that_gossips()
     asked = found.asked()
-    assert found.gate.check(KEY, 1).allowed
+    assert found.counter.check(KEY, 1).allowed
     assert found.asked() == asked
-    assert found.gate.held(KEY) == -1
-    assert not found.gate.check(KEY, 1_000)  # more than the first budget, an eighth of the limit
+    assert found.counter.held(KEY) == -1
+    assert not found.counter.check(KEY, 1_000)  # more than the first budget, an eighth of the limit
     found.clock.advance(0.3)
     found.one.flush()
     assert found.strict.peek(KEY, 0).remaining == 1_000
@@ -393,14 +397,14 @@ def test_without_other_nodes_the_authority_is_asked_first() -> None:
     found = _fleet_that_gossips()
     found.one.node.hears_hints = lambda: False
     asked = found.asked()
-    assert found.gate.check(KEY, 1).allowed
+    assert found.counter.check(KEY, 1).allowed
     assert found.asked() == asked + 1
 
 
-def _moved(found: Fixture, limits: str) -> list[FleetGate]:
-    """Return the gates of both nodes for other limits of the same rule."""
+def _moved(found: Fixture, limits: str) -> list[AnsweringCounter]:
+    """Return the counters of both nodes for other limits of the same rule."""
     found.limits = limits_of(limits)
-    return [found.gate_of(node, "eventual") for node in (found.one, found.two)]
+    return [found.counter_of(node, "eventual") for node in (found.one, found.two)]
 
 
 def test_new_numbers_of_a_rule_give_no_new_budget() -> None:
@@ -410,8 +414,8 @@ def test_new_numbers_of_a_rule_give_no_new_budget() -> None:
     admitted = 0
     for _ in range(3):  # also when the limits return to numbers that were known before
         for step in range(10):
-            for gate in _moved(found, f"{999 - step}/minute"):
-                admitted += sum(gate.check(KEY, 1).allowed for _ in range(200))
+            for counter in _moved(found, f"{999 - step}/minute"):
+                admitted += sum(counter.check(KEY, 1).allowed for _ in range(200))
                 found.clock.advance(0.25)
             found.one.flush()
             found.two.flush()
@@ -421,45 +425,45 @@ def test_new_numbers_of_a_rule_give_no_new_budget() -> None:
 def test_numbers_that_stay_are_presumed_again() -> None:
     """When no subject can be warm under the numbers before, an unknown one is cool."""
     found = _fleet_that_gossips()
-    gate, _ = _moved(found, "999/minute")
+    counter, _ = _moved(found, "999/minute")
     asked = found.asked()
-    assert gate.check("user:1", 1).allowed
+    assert counter.check("user:1", 1).allowed
     assert found.asked() == asked + 1
     found.clock.advance(120)
-    assert gate.check("user:2", 1).allowed
+    assert counter.check("user:2", 1).allowed
     assert found.asked() == asked + 1
 
 
 def test_warm_subjects_of_long_limits_take_no_room_in_the_table() -> None:
     """Such limits are not presumed to be cool, so a hint has nothing to keep for days."""
     found = Fixture("10/day", "eventual", Fleet(nodes=2))
-    assert found.gate.check("user:first", 1).allowed
+    assert found.counter.check("user:first", 1).allowed
     found.one.node.hears_hints = lambda: True
-    number = found.gate.allowance.number
+    number = found.counter.allowance.number
     for each in range(50):
         found.one.node.heard_warm(number, f"user:{each}")
     assert found.one.node.table.stats().held == 1
     assert found.strict.check(KEY, 9).allowed
     asked = found.asked()
     for _ in range(3):  # the authority decides each check
-        found.gate.check(KEY, 1)
+        found.counter.check(KEY, 1)
         found.clock.advance(2)
     assert found.asked() == asked + 3
-    assert found.gate.allowance.spend(KEY, 0) is None  # nothing is kept
+    assert found.counter.allowance.spend(KEY, 0) is None  # nothing is kept
 
 
 @pytest.mark.parametrize("pause_s", [0.5, 3.1, 11, 60])
 def test_a_client_that_pauses_gets_no_second_budget(pause_s: float) -> None:
     """It has used up its limit: what it gets after each pause is what time has returned."""
     found = _fleet_that_gossips()
-    while found.gate.check(KEY, 1).allowed or found.other.check(KEY, 1).allowed:
+    while found.counter.check(KEY, 1).allowed or found.other.check(KEY, 1).allowed:
         pass
     began_ns = found.clock.now_ns()
     admitted = 0
     for _ in range(10):
         found.clock.advance(pause_s)
-        for gate in (found.gate, found.other):
-            admitted += sum(gate.check(KEY, 1).allowed for _ in range(300))
+        for counter in (found.counter, found.other):
+            admitted += sum(counter.check(KEY, 1).allowed for _ in range(300))
         found.one.flush()
         found.two.flush()
     refilled = 1_000 * (found.clock.now_ns() - began_ns) / (60 * 10**9)
@@ -470,35 +474,35 @@ def test_a_refund_gives_no_budget() -> None:
     """One unit is returned to a client that has used up its limit, and one is admitted."""
     found = _fleet_that_gossips()
     last = None
-    while (decision := found.gate.check(KEY, 1)).allowed:
+    while (decision := found.counter.check(KEY, 1)).allowed:
         last = decision
     assert last is not None
     for _ in range(3):
-        found.gate.refund(KEY, 1, last.charged_ns)
-        assert sum(found.gate.check(KEY, 1).allowed for _ in range(50)) == 1
+        found.counter.refund(KEY, 1, last.charged_ns)
+        assert sum(found.counter.check(KEY, 1).allowed for _ in range(50)) == 1
 
 
 @pytest.mark.parametrize("hint", ["warm", "denied", "own"])
 def test_a_subject_that_is_warm_is_asked_for(hint: str) -> None:
     """After a hint or a denial, the authority decides for as long as the limit can be warm."""
     found = _fleet_that_gossips()
-    number = found.gate.allowance.number
+    number = found.counter.allowance.number
     if hint == "warm":
         found.one.node.heard_warm(number, KEY)
     elif hint == "denied":
         found.one.node.heard_denied(number, KEY, 1, 10**8)
     else:
         assert found.strict.check(KEY, 1_000).allowed
-        assert not found.gate.check(KEY, 500).allowed
+        assert not found.counter.check(KEY, 500).allowed
     found.clock.advance(20)  # a budget and a denial would have ended
     asked = found.asked()
-    found.gate.check(KEY, 1)
+    found.counter.check(KEY, 1)
     assert found.asked() == asked + 1
-    found.gate.reset(KEY)
-    assert found.gate.check(KEY, 1).allowed
+    found.counter.reset(KEY)
+    assert found.counter.check(KEY, 1).allowed
     assert found.asked() == asked + 2
     found.clock.advance(3)  # that answer was that it is cool
-    assert found.gate.check(KEY, 1).allowed
+    assert found.counter.check(KEY, 1).allowed
     assert found.asked() == asked + 2
 
 
@@ -506,11 +510,11 @@ def test_a_warm_subject_that_another_node_has_told_is_not_told_again() -> None:
     """One hint a second is enough for the whole fleet."""
     found = _fleet_that_gossips()
     assert found.strict.check(KEY, 900).allowed
-    found.one.node.heard_warm(found.gate.allowance.number, KEY)
-    found.gate.check(KEY, 1)
+    found.one.node.heard_warm(found.counter.allowance.number, KEY)
+    found.counter.check(KEY, 1)
     assert not [hint for hint in found.one.heard.said if hint[0] == "warm"]
     found.clock.advance(1)
-    found.gate.check(KEY, 1)
+    found.counter.check(KEY, 1)
     assert [hint for hint in found.one.heard.said if hint[0] == "warm"]
 
 
@@ -522,24 +526,24 @@ def test_of_several_limits_the_tightest_decides_who_is_warm() -> None:
         found.clock.advance(1)
         assert found.strict.check(KEY, 40).allowed
     found.clock.advance(1)
-    found.warm_up(found.gate, 1)
+    found.warm_up(found.counter, 1)
     room = 1_000 - 23 * 40
     budget = 0
-    while found.gate.allowance.spend(KEY, 1) is not None:
+    while found.counter.allowance.spend(KEY, 1) is not None:
         budget += 1
     assert 0 < budget <= room // 4
     found.one.flush(ending=True)
     assert found.strict.check(KEY, 35).allowed
     found.clock.advance(1)
     asked = found.asked()
-    found.warm_up(found.gate, 3)
+    found.warm_up(found.counter, 3)
     assert found.asked() == asked + 3
 
 
 def test_limits_too_small_for_all_nodes_are_decided_by_the_authority() -> None:
     """A part below one unit is no budget."""
     found = Fixture("100/hour", "eventual", Fleet(nodes=30))
-    found.warm_up(found.gate, 5)
+    found.warm_up(found.counter, 5)
     assert found.asked() == 5
 
 
@@ -549,29 +553,29 @@ def test_limits_too_small_for_all_nodes_are_decided_by_the_authority() -> None:
 def test_peek_counts_what_this_node_holds_as_remaining() -> None:
     """The other node sees the authority's view only."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
-    held = found.gate.held(KEY)
-    assert found.gate.peek(KEY, 1).remaining == 994
+    found.warm_up(found.counter, 6)
+    held = found.counter.held(KEY)
+    assert found.counter.peek(KEY, 1).remaining == 994
     assert found.other.peek(KEY, 1).remaining == 994 - held
     found.strict.check(KEY, found.strict.peek(KEY, 0).remaining)
-    look = found.gate.peek(KEY, 1)
+    look = found.counter.peek(KEY, 1)
     assert look.allowed
     assert (look.remaining, look.retry_after_ns) == (held, 0)
     assert not found.other.peek(KEY, 1).allowed
-    assert not found.gate.peek(KEY, held + 1).allowed
+    assert not found.counter.peek(KEY, held + 1).allowed
 
 
 def test_a_refund_goes_back_into_the_live_lease() -> None:
     """The node can spend the unit again; without the lease the authority takes it back."""
     found = Fixture("1000/hour", "leased")
-    found.warm_up(found.gate, 6)
-    held = found.gate.held(KEY)
-    decision = found.gate.check(KEY, 1)
-    found.gate.refund(KEY, 1, decision.charged_ns)
-    assert found.gate.held(KEY) == held
+    found.warm_up(found.counter, 6)
+    held = found.counter.held(KEY)
+    decision = found.counter.check(KEY, 1)
+    found.counter.refund(KEY, 1, decision.charged_ns)
+    assert found.counter.held(KEY) == held
     found.clock.advance(1.1)
     found.one.flush()
-    found.gate.refund(KEY, 1, decision.charged_ns)
+    found.counter.refund(KEY, 1, decision.charged_ns)
     assert found.strict.peek(KEY, 0).remaining == 1000 - 5
 
 
@@ -579,13 +583,13 @@ def test_a_refund_goes_back_into_the_live_lease() -> None:
 def test_a_grant_is_seen_by_this_node_at_once(consistency: Consistency) -> None:
     """A denial that the node knew does not hide it."""
     found = Fixture("10/hour", consistency)
-    while found.gate.check(KEY, 1).allowed:
+    while found.counter.check(KEY, 1).allowed:
         pass
-    found.gate.grant(KEY, 5, None)
-    assert found.gate.check(KEY, 1).allowed
+    found.counter.grant(KEY, 5, None)
+    assert found.counter.check(KEY, 1).allowed
     found.other.grant(KEY, 5, None)
     found.clock.advance(1.1)
-    assert found.gate.check(KEY, 5).allowed
+    assert found.counter.check(KEY, 5).allowed
 
 
 @pytest.mark.parametrize("algorithm", LEASING)
@@ -594,11 +598,11 @@ def test_after_a_reset_the_units_that_nodes_may_still_spend_are_used(
 ) -> None:
     """The limit is admitted once, and the lease of the other node is a part of it."""
     found = Fixture(Limit(1000, per=3600, algorithm=algorithm), "leased")
-    for gate in (found.gate, found.other):
-        found.warm_up(gate, 6)
+    for counter in (found.counter, found.other):
+        found.warm_up(counter, 6)
     kept = found.other.held(KEY)
     assert kept
-    found.gate.reset(KEY)
+    found.counter.reset(KEY)
     found.one.flush()
     admitted = 0
     while found.strict.check(KEY, 1).allowed:
@@ -612,11 +616,11 @@ def test_after_a_reset_the_units_that_nodes_may_still_spend_are_used(
 def test_a_reset_is_seen_by_every_node_within_one_lifetime(consistency: Consistency) -> None:
     """By this node at once, by the others when their denial or lease has ended."""
     found = Fixture("10/hour", consistency)
-    while found.gate.check(KEY, 1).allowed:
+    while found.counter.check(KEY, 1).allowed:
         pass
     assert not found.other.check(KEY, 1).allowed
-    found.gate.reset(KEY)
-    assert found.gate.check(KEY, 1).allowed
+    found.counter.reset(KEY)
+    assert found.counter.check(KEY, 1).allowed
     found.clock.advance(1.1)
     assert found.other.check(KEY, 1).allowed
 
@@ -624,32 +628,29 @@ def test_a_reset_is_seen_by_every_node_within_one_lifetime(consistency: Consiste
 def test_a_refund_ends_a_denial_that_this_node_knows() -> None:
     """The unit that the authority has again can be spent here."""
     found = Fixture("10/hour", "leased")
-    last = found.gate.check(KEY, 1)
-    while (decision := found.gate.check(KEY, 1)).allowed:
+    last = found.counter.check(KEY, 1)
+    while (decision := found.counter.check(KEY, 1)).allowed:
         last = decision
-    found.gate.refund(KEY, 1, last.charged_ns)
-    assert found.gate.check(KEY, 1).allowed
+    found.counter.refund(KEY, 1, last.charged_ns)
+    assert found.counter.check(KEY, 1).allowed
 
 
-def test_the_awaited_gate_answers_the_same() -> None:
-    """The logic is the same; only the calls are awaited."""
+@pytest.mark.parametrize("link", [in_thread, on_loop])
+def test_an_ask_has_the_same_answer_in_a_thread_and_on_asyncio(link: Link) -> None:
+    """Each verb, with a lease and without."""
     found = Fixture("1000/hour", "leased")
-
-    async def main() -> None:
-        gate = AsyncFleetGate(found.one.node, found.limits, "r", "leased", found.strict)
-        for _ in range(6):
-            decision = await gate.check(KEY, 1)
-            assert decision.allowed
-        assert gate.held(KEY)
-        assert (await gate.peek(KEY, 1)).remaining == 994
-        await gate.refund(KEY, 1, decision.charged_ns)
-        assert (await gate.peek(KEY, 1)).remaining == 995
-        await gate.grant(KEY, 5, None)
-        found.clock.advance(10)
-        await gate.reset(KEY)
-        assert (await gate.peek(KEY, 1)).remaining == 1000
-
-    asyncio.run(main())
+    counter = AnsweringCounter(found.counter.counter, link)
+    for _ in range(6):
+        decision = counter.check(KEY, 1)
+        assert decision.allowed
+    assert found.counter.held(KEY)
+    assert counter.peek(KEY, 1).remaining == 994
+    counter.refund(KEY, 1, decision.charged_ns)
+    assert counter.peek(KEY, 1).remaining == 995
+    counter.grant(KEY, 5, None)
+    found.clock.advance(10)
+    counter.reset(KEY)
+    assert counter.peek(KEY, 1).remaining == 1000
 
 
 # ── Never over ─────────────────────────────────────────────────────────────────────────────────
@@ -687,11 +688,11 @@ def test_leased_limits_are_never_over(limit: Limit, steps: list[tuple[str, int, 
     refundable: list[tuple[int, int, int, Admission]] = []
     for verb, at, cost, gap_ms in steps:
         clock.advance_ns(gap_ms * 1_000_000)
-        gate = nodes[at].store.gate([limit], "r", "leased")
+        counter = nodes[at].store.counter([limit], "r", "leased")
         shared.controlled.way_back_ns = gap_ms * 500_000 if verb == "slow" else 0
         if verb in ("check", "slow"):
             sent_ns = clock.now_ns()
-            decision = gate.check(KEY, cost)
+            decision = counter.check(KEY, cost)
             if decision.allowed:
                 # Decided at the authority, or here: a slow answer counts as of its decision.
                 asked = clock.now_ns() != sent_ns
@@ -702,10 +703,10 @@ def test_leased_limits_are_never_over(limit: Limit, steps: list[tuple[str, int, 
             nodes[at].flush(ending=cost == 4)
         elif verb == "refund" and refundable:
             which, units, charged_ns, admission = refundable.pop(cost % len(refundable))
-            nodes[which].store.gate([limit], "r", "leased").refund(KEY, units, charged_ns)
+            nodes[which].store.counter([limit], "r", "leased").refund(KEY, units, charged_ns)
             admitted.remove(admission)
         elif verb == "stop":
-            nodes[at].node.give_back(gate.gate, KEY, gate.stop(KEY))  # type: ignore[attr-defined]  # of a node
+            nodes[at].node.give_back(counter.counter.counter, KEY, counter.stop(KEY))  # type: ignore[attr-defined]  # of a node
         elif verb == "crash":
             nodes[at] = NodeOfTest(shared, clock, fleet)
             refundable = [each for each in refundable if each[0] != at]
@@ -723,13 +724,13 @@ def test_eventual_limits_are_over_by_what_is_pending_at_most(
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
     nodes = [NodeOfTest(shared, clock, Fleet(nodes=NODES)) for _ in range(NODES)]
-    strict = shared.gate([limit], "r")
+    strict = shared.counter([limit], "r")
     used = 0
     for at, gap_ms in checks:
         clock.advance_ns(gap_ms)  # nanoseconds: nothing is refilled
-        used += nodes[at].store.gate([limit], "r", "eventual").check(KEY, 1).allowed
+        used += nodes[at].store.counter([limit], "r", "eventual").check(KEY, 1).allowed
     unreported = sum(
-        -node.store.gate([limit], "r", "eventual").held(KEY)  # type: ignore[attr-defined]  # of a node
+        -node.store.counter([limit], "r", "eventual").held(KEY)  # type: ignore[attr-defined]  # of a node
         for node in nodes
     )
     assert unreported <= limit.capacity // 4
@@ -741,10 +742,10 @@ def test_eventual_limits_are_over_by_what_is_pending_at_most(
 # ── Which limits can be leased ─────────────────────────────────────────────────────────────────
 
 
-def test_limits_that_cannot_be_leased_have_the_gate_of_the_authority() -> None:
+def test_limits_that_cannot_be_leased_have_the_counter_of_the_authority() -> None:
     """A leaky bucket and a window of 100 ms are strict, whatever the rule says."""
     clock = ManualClock()
     node = NodeOfTest(SharedStore(clock), clock)
     for limit in (Limit(5, per=1, algorithm="leaky_bucket"), Limit(5, per=0.1)):
-        assert not isinstance(node.store.gate([limit], "r", "leased"), FleetGate)
-        assert not isinstance(node.store.gate([limit], "r", "eventual"), FleetGate)
+        assert not isinstance(node.store.counter([limit], "r", "leased").counter, NodeCounter)
+        assert not isinstance(node.store.counter([limit], "r", "eventual").counter, NodeCounter)

@@ -1,4 +1,4 @@
-"""What the gates of a node share: budgets, hints, give-backs and counters."""
+"""What the counters of a node share: budgets, hints, give-backs and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratekeeper import Decision, Fleet, Limit, StoreUnavailable
 from ratekeeper.core.rates import limits_of
 from ratekeeper.decide.allowances import DENIED_NS_MAX, Replaced
 from ratekeeper.fleet import node as nodes
-from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.testing import ManualClock
 from tests.fleet.nodes import NodeOfTest, SharedStore
 
@@ -77,23 +77,23 @@ def test_the_subjects_that_were_told_are_bounded(monkeypatch: pytest.MonkeyPatch
 def test_hints_of_unknown_limits_and_senseless_ones_change_nothing() -> None:
     """Another node may have other rules, or another version."""
     node = new_node()
-    gate = node.store.gate(limits_of("10/minute"), "r", "eventual")
+    counter = node.store.counter(limits_of("10/minute"), "r", "eventual")
     number = next(iter(node.node.gates))
     node.node.heard_denied(number + 1, KEY, 1, 10**9)
     node.node.heard_denied(number, KEY, 0, 10**9)
     node.node.heard_denied(number, KEY, 1, -5)
     node.node.heard_warm(number + 1, KEY)
-    assert gate.check(KEY, 1).allowed
+    assert counter.check(KEY, 1).allowed
 
 
 def test_give_backs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that do not fit stay charged until their lease ends, and are counted."""
     monkeypatch.setattr(nodes, "REPLACED_MAX", 3)
     node = new_node()
-    gate = node.store.gate(limits_of("10/minute"), "r")
+    counter = node.store.counter(limits_of("10/minute"), "r")
     for _ in range(5):
-        node.node.give_back(gate, KEY, Replaced(2, 1))
-    node.node.give_back(gate, KEY, None)
+        node.node.give_back(counter, KEY, Replaced(2, 1))
+    node.node.give_back(counter, KEY, None)
     assert len(node.node.replaced) == 3
     assert node.node.counters.lost_units == 4
 
@@ -103,7 +103,7 @@ def test_the_known_limits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "GATES_MAX", 5)
     node = new_node()
     for number in range(20):
-        node.store.gate(limits_of(f"{number + 1}/minute"), "r", "leased").check(KEY, 1)
+        node.store.counter(limits_of(f"{number + 1}/minute"), "r", "leased").check(KEY, 1)
     gc.collect()
     assert len(node.node.gates) == 5
     assert node.node.answers()["r", "leased"].asked == 20
@@ -114,7 +114,7 @@ def test_the_counts_of_limits_that_are_gone_are_bounded(monkeypatch: pytest.Monk
     monkeypatch.setattr(nodes, "GATES_MAX", 5)
     node = new_node()
     for number in range(20):
-        node.store.gate(limits_of("5/minute"), f"r{number}", "leased").check(KEY, 1)
+        node.store.counter(limits_of("5/minute"), f"r{number}", "leased").check(KEY, 1)
     gc.collect()
     assert len(node.node.answers()) <= 10
 
@@ -124,14 +124,16 @@ def test_checks_that_failed_were_asked_too() -> None:
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
     node = NodeOfTest(shared, clock)
-    gates = [node.store.gate(limits_of("1000/hour"), "r", kind) for kind in ("leased", "eventual")]
+    counters = [
+        node.store.counter(limits_of("1000/hour"), "r", kind) for kind in ("leased", "eventual")
+    ]
     shared.controlled.fails = StoreUnavailable("away")
-    for gate in gates:
+    for counter in counters:
         for _ in range(3):
             with suppress(StoreUnavailable):
-                gate.check(KEY, 1)
+                counter.check(KEY, 1)
     with suppress(StoreUnavailable):
-        node.store.check_together([(gate, "user:43", 1) for gate in gates])
+        node.store.check_together([(counter, "user:43", 1) for counter in counters])
     asked = {kind: each.asked for (_, kind), each in node.node.answers().items()}
     assert asked == {"leased": 4, "eventual": 4}
 
@@ -140,9 +142,9 @@ def test_the_same_limits_count_together_in_each_version_of_the_rules() -> None:
     """Counters do not go back when a document is put in force again."""
     node = new_node()
     for _ in range(3):
-        gate = node.store.gate(limits_of("1000/minute"), "r", "leased")
-        gate.check(KEY, 1)
-        gate.check(KEY, 1)
+        counter = node.store.counter(limits_of("1000/minute"), "r", "leased")
+        counter.check(KEY, 1)
+        counter.check(KEY, 1)
     assert len(node.node.gates) == 1
     answers = node.node.answers()["r", "leased"]
     assert answers.allowed + answers.asked == 6
@@ -152,10 +154,10 @@ def test_more_live_nodes_make_leases_and_budgets_smaller() -> None:
     """The number comes from gossip, when there is one."""
     node = new_node()
     node.node.live_nodes = lambda: 500
-    gate = node.store.gate(limits_of("1000/hour"), "r", "leased")
+    counter = node.store.counter(limits_of("1000/hour"), "r", "leased")
     for _ in range(10):
-        gate.check(KEY, 1)
-    used = 1_000 - node.store.gate(limits_of("1000/hour"), "r").peek(KEY, 0).remaining
+        counter.check(KEY, 1)
+    used = 1_000 - node.store.counter(limits_of("1000/hour"), "r").peek(KEY, 0).remaining
     assert 10 <= used <= 11
 
 
@@ -166,10 +168,10 @@ def test_a_lease_is_ended_if_the_process_was_suspended_before_it_was_put(
     """The table counts the time of a lease from its own clock, when it is too late already."""
     clock = ManualClock(1_000)
     node = NodeOfTest(SharedStore(clock), clock)
-    gate = node.store.gate(limits_of("1000/hour"), "r", "leased")
-    assert isinstance(gate, NodeGate)
+    counter = node.store.counter(limits_of("1000/hour"), "r", "leased")
+    assert isinstance(counter.counter, NodeCounter)
     for _ in range(3):
-        gate.check(KEY, 1)
+        counter.check(KEY, 1)
     put = node.node._put
 
     def suspended(*arguments: Any) -> None:
@@ -177,6 +179,6 @@ def test_a_lease_is_ended_if_the_process_was_suspended_before_it_was_put(
         put(*arguments)
 
     node.node._put = suspended  # type: ignore[method-assign]  # a pause just before
-    assert gate.check(KEY, 1).allowed
-    assert (gate.held(KEY) > 0) == kept
+    assert counter.check(KEY, 1).allowed
+    assert (counter.held(KEY) > 0) == kept
     assert bool(node.node.replaced) != kept

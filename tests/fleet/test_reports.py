@@ -20,9 +20,10 @@ from ratekeeper.decide.leasing import GiveBack, LateCharge, Report
 from ratekeeper.decide.store import Answer
 from ratekeeper.fleet import node as nodes
 from ratekeeper.fleet import reports
-from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringStore
 from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.redis_servers.waiting import until
@@ -36,9 +37,9 @@ def spending_node(consistency: str, count: int = 6) -> tuple[ManualClock, Shared
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
     node = NodeOfTest(shared, clock)
-    gate = node.store.gate(LIMITS, "r", consistency)  # type: ignore[arg-type]  # one of both
+    counter = node.store.counter(LIMITS, "r", consistency)  # type: ignore[arg-type]  # one of both
     for _ in range(count):
-        assert gate.check(KEY, 1).allowed
+        assert counter.check(KEY, 1).allowed
     return clock, shared, node
 
 
@@ -55,10 +56,10 @@ def test_one_batch_has_the_reports_of_many_subjects() -> None:
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
     node = NodeOfTest(shared, clock)
-    gate = node.store.gate(LIMITS, "r", "eventual")
+    counter = node.store.counter(LIMITS, "r", "eventual")
     for number in range(1_200):
-        gate.check(f"user:{number}", 1)
-        gate.check(f"user:{number}", 2)
+        counter.check(f"user:{number}", 1)
+        counter.check(f"user:{number}", 2)
     clock.advance(0.3)
     assert node.flush() == reports.BATCH_MAX
     assert node.flush() == 200
@@ -74,7 +75,7 @@ def test_a_late_charge_has_its_age() -> None:
     clock.advance(0.3)
     node.flush()
     [report] = shared.controlled.reported
-    assert report == LateCharge(report.gate, KEY, 5, 300_000_000)
+    assert report == LateCharge(report.counter, KEY, 5, 300_000_000)
 
 
 def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> None:
@@ -88,7 +89,7 @@ def test_a_failed_charge_is_reported_again_and_a_failed_give_back_is_not() -> No
     shared.controlled.fails = None
     clock.advance_ns(CLAIM_NS)
     assert node.flush() == 1
-    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
+    assert shared.counter(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
 
     clock, shared, node = spending_node("leased")
     clock.advance(1.1)
@@ -120,7 +121,7 @@ def test_what_was_admitted_in_an_outage_is_charged_once_the_authority_is_back() 
     assert [(each.units, each.age_ns) for each in late(shared)] == [
         (10, seconds * 10**9) for seconds in (31, 21, 11)
     ]
-    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 970 + 1000 * 31 // 3600
+    assert shared.counter(LIMITS, "r").peek(KEY, 0).remaining == 970 + 1000 * 31 // 3600
     clock.advance(10)
     assert node.flush() == 0
     assert node.node.counters.charged_units == 30
@@ -183,7 +184,7 @@ def test_a_charge_that_failed_is_reported_once_more_at_the_end() -> None:
     shared.controlled.fails = None
     assert node.flush(ending=True) == 1
     assert node.flush(ending=True) == 0
-    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
+    assert shared.counter(LIMITS, "r").peek(KEY, 0).remaining in (994, 995)
 
     clock, shared, node = spending_node("eventual")
     clock.advance(0.3)
@@ -245,10 +246,10 @@ def test_limits_in_use_are_known_however_many_there_are(
     shared = SharedStore(clock)
     node = NodeOfTest(shared, clock)
     rules = [f"r{number}" for number in range(10)]
-    gates = [node.store.gate(LIMITS, rule, consistency) for rule in rules]
+    counters = [node.store.counter(LIMITS, rule, consistency) for rule in rules]
     admitted = 0
     for _ in range(20):
-        admitted += sum(gate.check(KEY, 10).allowed for gate in gates for _ in range(12))
+        admitted += sum(counter.check(KEY, 10).allowed for counter in counters for _ in range(12))
         clock.advance(1.1)
         node.flush()
     assert node.node.counters.lost_units == 0
@@ -260,14 +261,14 @@ def test_the_thread_reports_what_is_due() -> None:
     """It starts with the first allowance, and not before."""
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
+    store = AnsweringStore(FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False))
+    counter = store.counter(LIMITS, "r", "eventual")
     before = set(threading.enumerate())
-    assert gate.check(KEY, 1).allowed
-    assert gate.check(KEY, 1).allowed
+    assert counter.check(KEY, 1).allowed
+    assert counter.check(KEY, 1).allowed
     [thread] = set(threading.enumerate()) - before
     clock.advance(0.1)
-    strict = shared.gate(LIMITS, "r")
+    strict = shared.counter(LIMITS, "r")
     until(lambda: strict.peek(KEY, 0).remaining == 998, "the charge is reported", 20)
     store.close()
     assert not thread.is_alive()
@@ -280,7 +281,7 @@ def test_the_thread_goes_on_after_a_defect(
     monkeypatch.setattr(reports, "DEFECT_S", 0.01)
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
+    store = AnsweringStore(FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False))
     node = store.open_node()
     report, defects = shared.controlled.report, [ValueError("a defect")]
 
@@ -293,7 +294,7 @@ def test_the_thread_goes_on_after_a_defect(
     node.note_admitted([LocalCheck(LIMITS, "r", KEY, 10)])
     until(lambda: not defects, "the first report fails", 20)
     clock.advance(2)
-    strict = shared.gate(LIMITS, "r")
+    strict = shared.counter(LIMITS, "r")
     until(lambda: strict.peek(KEY, 0).remaining == 990, "the charge is reported", 20)
     assert "a defect; the thread goes on" in caplog.text
     assert node.counters.failed == 1
@@ -303,7 +304,7 @@ def test_the_thread_goes_on_after_a_defect(
 def test_a_thread_that_has_ended_is_started_again() -> None:
     """Whatever has ended it."""
     clock, shared = ManualClock(1_000), SharedStore(ManualClock(1_000))
-    store = FleetStore(shared, Fleet(), clock, owns_store=False)
+    store = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=False))
     ended = threading.Thread(target=lambda: None)
     ended.start()
     ended.join()
@@ -321,17 +322,17 @@ def test_closing_flushes_charges_and_is_bounded_in_time(monkeypatch: pytest.Monk
     """Also with an authority that is away: the process ends."""
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
+    store = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=False))
+    counter = store.counter(LIMITS, "r", "eventual")
     for _ in range(5):
-        gate.check(KEY, 1)
+        counter.check(KEY, 1)
     store.close()
-    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 995
+    assert shared.counter(LIMITS, "r").peek(KEY, 0).remaining == 995
     store.close()
 
     monkeypatch.setattr(reports, "CLOSE_S_MAX", 0.0)
-    other = FleetStore(shared, Fleet(), clock, owns_store=False)
-    other.gate(LIMITS, "r", "eventual").check(KEY, 1)
+    other = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=False))
+    other.counter(LIMITS, "r", "eventual").check(KEY, 1)
     shared.controlled.fails = StoreUnavailable("away")
     other.close()
 
@@ -345,13 +346,13 @@ def test_closing_flushes_charges_of_servers_that_answer(
     monkeypatch.setattr(reports, "CLOSE_S_MAX", 20.0)
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
+    store = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=False))
+    counter = store.counter(LIMITS, "r", "eventual")
     store.open_node().on_work = lambda: None
     subjects = [f"user:{number}" for number in range(20)]
     for subject in subjects:
         for _ in range(3):
-            gate.check(subject, 1)
+            counter.check(subject, 1)
     away = set(subjects[::2][:failing])
     report = shared.controlled.report
     sent: list[str] = []
@@ -374,11 +375,11 @@ def test_closing_has_its_whole_time_after_the_last_round(monkeypatch: pytest.Mon
     monkeypatch.setattr(reports, "CLOSE_S_MAX", 0.2)
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
+    store = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=False))
+    counter = store.counter(LIMITS, "r", "eventual")
     store.open_node().on_work = lambda: None
     for _ in range(5):
-        gate.check(KEY, 1)
+        counter.check(KEY, 1)
     thread = store._thread
     assert thread is not None
     released = threading.Event()
@@ -386,19 +387,21 @@ def test_closing_has_its_whole_time_after_the_last_round(monkeypatch: pytest.Mon
     thread._thread.start()
     store.close()
     released.set()
-    assert shared.gate(LIMITS, "r").peek(KEY, 0).remaining == 995
+    assert shared.counter(LIMITS, "r").peek(KEY, 0).remaining == 995
 
 
 def test_a_store_that_is_garbage_takes_its_thread_along() -> None:
     """A limiter that was never closed does not live for ever."""
     clock = ManualClock(1_000)
-    store = FleetStore(SharedStore(clock), Fleet(flush_seconds=0.02), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
+    store = AnsweringStore(
+        FleetStore(SharedStore(clock), Fleet(flush_seconds=0.02), clock, owns_store=False)
+    )
+    counter = store.counter(LIMITS, "r", "eventual")
     before = set(threading.enumerate())
-    gate.check(KEY, 1)
+    counter.check(KEY, 1)
     [thread] = set(threading.enumerate()) - before
     node = weakref.ref(store.open_node())
-    del store, gate
+    del store, counter
     until(lambda: gc.collect() >= 0 and node() is None, "the node is garbage", 20)
     until(lambda: not thread.is_alive(), "the thread has ended", 20)
 
@@ -406,29 +409,29 @@ def test_a_store_that_is_garbage_takes_its_thread_along() -> None:
 def test_a_forked_process_spends_no_unit_of_its_parent() -> None:
     """It has a copy of the table in memory, and the parent spends the leases in it."""
     _, _, node = spending_node("leased")
-    gate = node.store.gate(LIMITS, "r", "leased")
-    assert isinstance(gate, NodeGate)
-    held = gate.held(KEY)
+    counter = node.store.counter(LIMITS, "r", "leased")
+    assert isinstance(counter.counter, NodeCounter)
+    held = counter.held(KEY)
     assert held > 0
     child = os.fork()
     if child == 0:
         # No test framework here: the exit status is the answer.
-        empty = gate.held(KEY) == 0 and gate.allowance.spend(KEY, 1) is None
+        empty = counter.held(KEY) == 0 and counter.allowance.spend(KEY, 1) is None
         os._exit(0 if empty and not node.node.leasing else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert gate.held(KEY) == held
+    assert counter.held(KEY) == held
 
 
 def test_a_forked_process_starts_a_thread_of_its_own() -> None:
     """With its first allowance."""
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False)
-    gate = store.gate(LIMITS, "r", "eventual")
-    gate.check(KEY, 1)
+    store = AnsweringStore(FleetStore(shared, Fleet(flush_seconds=0.02), clock, owns_store=False))
+    counter = store.counter(LIMITS, "r", "eventual")
+    counter.check(KEY, 1)
     child = os.fork()
     if child == 0:
-        gate.check("user:43", 1)
+        counter.check("user:43", 1)
         names = [thread.name for thread in threading.enumerate()]
         os._exit(0 if names.count("ratekeeper-reports") == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -20,12 +20,12 @@ from ratekeeper import (
 )
 from ratekeeper.core.model import CONSISTENCIES, Consistency
 from ratekeeper.core.rates import limits_of
-from ratekeeper.decide.store import Gate
-from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
 from ratekeeper.fleet import node as nodes
-from ratekeeper.fleet.gates import NodeGate
+from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringCounter, AnsweringStore
 from tests.failing_store import PartlyFailing
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.stub_regions import StubRegions
@@ -40,11 +40,11 @@ def fleet_of_two() -> tuple[ManualClock, SharedStore, NodeOfTest, NodeOfTest]:
     return clock, shared, NodeOfTest(shared, clock), NodeOfTest(shared, clock)
 
 
-def test_a_strict_rule_has_the_gate_of_the_authority_itself() -> None:
+def test_a_strict_rule_has_the_counter_of_the_authority_itself() -> None:
     """Not a wrapper: a strict check crosses no code of the fleet. No table is opened for it."""
     clock = ManualClock()
     store = FleetStore(SharedStore(clock), Fleet(), clock)
-    assert type(store.gate(limits_of("5/minute"), "r")) is MemoryGate
+    assert type(store.counter(limits_of("5/minute"), "r")) is MemoryCounter
     assert store.node is None
     assert store.allowances is None
     store.close()
@@ -55,20 +55,20 @@ def test_a_request_of_strict_rules_goes_to_the_authority_as_it_is() -> None:
     _clock, shared, one, _ = fleet_of_two()
     calls: list[Any] = []
     shared.check_together = lambda checks, optional=(): calls.append(checks) or []  # type: ignore[method-assign, func-returns-value, assignment]  # a stub
-    gate = one.store.gate(limits_of("5/minute"), "r")
-    one.store.check_together([(gate, "a", 1), (gate, "b", 1)])
-    assert calls == [[(gate, "a", 1), (gate, "b", 1)]]
+    counter = one.store.counter(limits_of("5/minute"), "r").counter
+    one.store.check_together([(counter, "a", 1), (counter, "b", 1)])
+    assert calls == [[(counter, "a", 1), (counter, "b", 1)]]
 
 
 def test_the_rest_is_that_of_the_wrapped_store() -> None:
     """Its statistics and its capabilities."""
     _clock, shared, one, _ = fleet_of_two()
-    store = one.store
-    store.gate(limits_of("5/minute"), "r").check(KEY, 1)
+    store = one.store.store
+    store.counter(limits_of("5/minute"), "r").check(KEY, 1)
     assert store.stats() == shared.stats()
     assert store.sweep() == 0
-    assert (store.is_private, store.is_sharded) == (False, False)
-    assert (store.as_async, store.monitor, store.channel) == (None,) * 3
+    assert (store.is_private, store.is_sharded, store.is_local) == (False,) * 3
+    assert (store.monitor, store.channel) == (None,) * 2
     assert store.fleet is not None
     assert [each.is_self for each in store.fleet.nodes()] == [True]
     assert store.authority is shared.authority
@@ -82,7 +82,7 @@ def test_a_node_says_its_region() -> None:
     shared = SharedStore(clock)
     shared.regions = StubRegions()
     store = FleetStore(shared, Fleet(), clock)
-    store.gate(limits_of("5/minute"), "r", "leased")  # opens the node
+    store.counter(limits_of("5/minute"), "r", "leased")  # opens the node
     assert store.fleet is not None
     assert [each.region for each in store.fleet.nodes()] == ["eu"]
     store.close()
@@ -96,10 +96,10 @@ def test_a_store_that_no_other_machine_sees_is_not_wrapped() -> None:
     with pytest.raises(ConfigError, match="no other machine shares this one"):
         fleet_store_of(store, Fleet(gossip="127.0.0.1:7946"), clock, owned=True)
     with pytest.raises(ConfigError, match=r"'leased' does not work here: .*redis://localhost"):
-        store.gate(limits_of("5/minute"), "r", "leased")
+        store.counter(limits_of("5/minute"), "r", "leased")
     shared = SharedStore(clock)
     with pytest.raises(ConfigError, match="does not work here"):
-        shared.gate(limits_of("5/minute"), "r", "eventual")
+        shared.counter(limits_of("5/minute"), "r", "eventual")
 
 
 def test_the_store_of_another_limiter_keeps_its_fleet() -> None:
@@ -117,11 +117,11 @@ def test_closing_gives_leases_back_and_closes_what_it_owns(*, owned: bool) -> No
     """The authority has the unspent units again."""
     clock = ManualClock(1_000)
     shared = SharedStore(clock)
-    store = FleetStore(shared, Fleet(), clock, owns_store=owned)
-    gate = store.gate(limits_of("1000/hour"), "r", "leased")
+    store = AnsweringStore(FleetStore(shared, Fleet(), clock, owns_store=owned))
+    counter = store.counter(limits_of("1000/hour"), "r", "leased")
     for _ in range(6):
-        gate.check(KEY, 1)
-    other = shared.gate(limits_of("1000/hour"), "r")
+        counter.check(KEY, 1)
+    other = shared.counter(limits_of("1000/hour"), "r")
     assert other.peek(KEY, 0).remaining < 994
     remaining: list[int] = []
     closed = shared.close
@@ -156,11 +156,11 @@ def test_rules_of_different_consistency_pass_together_or_cost_nothing(
     shared = SharedStore(clock)
     nodes = [NodeOfTest(shared, clock) for _ in range(2)]
     limits = [limits_of(rule) for rule in RULES[:3]]
-    strict = [shared.gate(each, f"r{at}") for at, each in enumerate(limits)]
+    strict = [shared.counter(each, f"r{at}") for at, each in enumerate(limits)]
     used = [0, 0, 0]
     for verb, at, costs in steps:
-        gates = [
-            nodes[at].store.gate(each, f"r{number}", consistency[number])
+        counters = [
+            nodes[at].store.counter(each, f"r{number}", consistency[number])
             for number, each in enumerate(limits)
         ]
         if verb == "flush":
@@ -169,9 +169,9 @@ def test_rules_of_different_consistency_pass_together_or_cost_nothing(
         elif verb in ("fail", "heal"):
             shared.controlled.fails = StoreUnavailable("away") if verb == "fail" else None
         elif verb == "alone":
-            used[0] += _allowed(gates[0])
+            used[0] += _allowed(counters[0])
         elif verb == "check":
-            checks = [(gate, KEY, cost) for gate, cost in zip(gates, costs, strict=True)]
+            checks = [(counter, KEY, cost) for counter, cost in zip(counters, costs, strict=True)]
             try:
                 answers = nodes[at].store.check_together(checks)
             except StoreError:
@@ -179,12 +179,12 @@ def test_rules_of_different_consistency_pass_together_or_cost_nothing(
             if answers and all(isinstance(each, Decision) and each.allowed for each in answers):
                 used = [units + cost for units, cost in zip(used, costs, strict=True)]
         shared.controlled.fails, failing = None, shared.controlled.fails
-        for number, gate in enumerate(strict):
+        for number, counter in enumerate(strict):
             held = sum(_held(node, limits[number], number, consistency) for node in nodes)
             lost = sum(node.node.counters.lost_units for node in nodes)
             on_the_way = sum(each.units for node in nodes for each in node.node.replaced)
-            room = gate.peek(KEY, 0).remaining + held
-            capacity = gate.limits[0].capacity
+            room = counter.peek(KEY, 0).remaining + held
+            capacity = counter.limits[0].capacity
             left = most = capacity - used[number]
             if consistency[number] == "eventual":
                 # It may be over by what the other node owes. The bucket forgets that when the
@@ -195,30 +195,30 @@ def test_rules_of_different_consistency_pass_together_or_cost_nothing(
         shared.controlled.fails = failing
 
 
-def _allowed(gate: Gate) -> bool:
+def _allowed(counter: AnsweringCounter) -> bool:
     try:
-        return gate.check(KEY, 1).allowed
+        return counter.check(KEY, 1).allowed
     except StoreError:
         return False
 
 
 def _held(node: NodeOfTest, limits: Any, number: int, consistency: tuple[Consistency, ...]) -> int:
-    gate = node.store.gate(limits, f"r{number}", consistency[number])
-    return gate.held(KEY) if isinstance(gate, NodeGate) else 0
+    counter = node.store.counter(limits, f"r{number}", consistency[number])
+    return counter.held(KEY) if isinstance(counter.counter, NodeCounter) else 0
 
 
 def test_a_denial_in_the_middle_puts_the_units_of_the_node_back() -> None:
     """A strict rule denies; the lease has as much as before, and the answer shows it."""
     _clock, _shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
-    eventual = one.store.gate(limits_of("1000/hour"), "eventual", "eventual")
-    strict = one.store.gate(limits_of("1/hour"), "strict")
-    for gate in (leased, eventual):
+    leased = one.store.counter(limits_of("1000/hour"), "leased", "leased")
+    eventual = one.store.counter(limits_of("1000/hour"), "eventual", "eventual")
+    strict = one.store.counter(limits_of("1/hour"), "strict")
+    for counter in (leased, eventual):
         for _ in range(6):
-            gate.check(KEY, 1)
+            counter.check(KEY, 1)
     strict.check(KEY, 1)
-    assert isinstance(leased, NodeGate)
-    assert isinstance(eventual, NodeGate)
+    assert isinstance(leased.counter, NodeCounter)
+    assert isinstance(eventual.counter, NodeCounter)
     before = leased.held(KEY), eventual.held(KEY)
     checks = [(leased, KEY, 1), (strict, KEY, 1), (eventual, KEY, 1)]
     answers = one.store.check_together(checks)
@@ -231,8 +231,8 @@ def test_a_denial_in_the_middle_puts_the_units_of_the_node_back() -> None:
 def test_a_denial_that_the_node_knows_charges_no_strict_rule() -> None:
     """The strict rule is only looked at."""
     _clock, _shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("3/hour"), "leased", "leased")
-    strict = one.store.gate(limits_of("10/hour"), "strict")
+    leased = one.store.counter(limits_of("3/hour"), "leased", "leased")
+    strict = one.store.counter(limits_of("10/hour"), "strict")
     while leased.check(KEY, 1).allowed:
         pass
     answers = one.store.check_together([(strict, KEY, 1), (leased, KEY, 1)])
@@ -246,18 +246,18 @@ def test_requests_that_the_node_denies_ask_the_authority_once_a_second(
 ) -> None:
     """A client over its leased limit must not load the authority more than a strict one."""
     clock, shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("3/hour"), "leased", "leased")
-    other = one.store.gate(limits_of("10/hour"), "other", kind)
+    leased = one.store.counter(limits_of("3/hour"), "leased", "leased")
+    other = one.store.counter(limits_of("10/hour"), "other", kind)
     while leased.check(KEY, 1).allowed:
         pass
     peeks: list[str] = []
-    peek = MemoryGate.peek
+    peek = MemoryCounter.peek
 
-    def counted(gate: MemoryGate, subject: str, cost: int) -> Decision:
+    def counted(counter: MemoryCounter, subject: str, cost: int) -> Decision:
         peeks.append(subject)
-        return peek(gate, subject, cost)
+        return peek(counter, subject, cost)
 
-    monkeypatch.setattr(MemoryGate, "peek", counted)
+    monkeypatch.setattr(MemoryCounter, "peek", counted)
     calls = shared.controlled.leases, len(shared.controlled.reported)
     for _ in range(100):
         clock.advance(0.005)
@@ -276,23 +276,23 @@ def test_the_answers_that_are_repeated_grow_older_and_are_few(
     """A denial among them ends when it should, and other subjects fill no memory."""
     monkeypatch.setattr(nodes, "_LOOKS_MAX", 10)
     clock, _, one, _ = fleet_of_two()
-    node, gate, limit = one.node, object(), Limit(5, per=60)
+    node, counter, limit = one.node, object(), Limit(5, per=60)
     denial = Decision(False, limit, 0, retry_after_ns=300, reset_after_ns=900, decided_ns=50)
-    node.keep_look((gate, KEY, 1), denial)
+    node.keep_look((counter, KEY, 1), denial)
     clock.advance_ns(200)
-    look = node.look_of((gate, KEY, 1))
+    look = node.look_of((counter, KEY, 1))
     assert look is not None
     assert (look.retry_after_ns, look.reset_after_ns, look.decided_ns) == (100, 700, 250)
-    assert node.look_of((gate, KEY, 2)) is None
+    assert node.look_of((counter, KEY, 2)) is None
     clock.advance_ns(100)
-    assert node.look_of((gate, KEY, 1)) is None
-    node.keep_look((gate, KEY, 1), Decision(True, limit, 5))
+    assert node.look_of((counter, KEY, 1)) is None
+    node.keep_look((counter, KEY, 1), Decision(True, limit, 5))
     clock.advance(0.9)
-    assert node.look_of((gate, KEY, 1)) is not None
+    assert node.look_of((counter, KEY, 1)) is not None
     clock.advance(0.1)
-    assert node.look_of((gate, KEY, 1)) is None
+    assert node.look_of((counter, KEY, 1)) is None
     for number in range(100):
-        node.keep_look((gate, f"user:{number}", 1), denial)
+        node.keep_look((counter, f"user:{number}", 1), denial)
     assert len(node._looked) <= 10
 
 
@@ -310,10 +310,10 @@ def test_an_optional_rule_may_fail_and_the_others_are_charged() -> None:
     """Without `optional`, the failure costs nothing."""
     clock = ManualClock(1_000)
     inner = PartlyFailing(clock)
-    inner.is_private = False
-    store = FleetStore(inner, Fleet(), clock, owns_store=False)
-    failing = store.gate(limits_of("10/hour"), "failing")
-    leased = store.gate(limits_of("1000/hour"), "leased", "leased")
+    inner.is_private = inner.is_local = False
+    store = AnsweringStore(FleetStore(inner, Fleet(), clock, owns_store=False))
+    failing = store.counter(limits_of("10/hour"), "failing")
+    leased = store.counter(limits_of("1000/hour"), "leased", "leased")
     for _ in range(6):
         leased.check(KEY, 1)
     inner.failing = frozenset({"failing"})
@@ -331,17 +331,17 @@ def test_an_optional_rule_may_fail_and_the_others_are_charged() -> None:
 def test_a_cost_that_never_fits_or_a_cancelled_caller_charges_nothing() -> None:
     """The units that the node had spent are put back before the error goes on."""
     _clock, shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
-    strict = one.store.gate(limits_of("10/hour"), "strict")
+    leased = one.store.counter(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.counter(limits_of("10/hour"), "strict")
     for _ in range(6):
         leased.check(KEY, 1)
     before = leased.peek(KEY, 0).remaining
     with pytest.raises(CapacityError):
         one.store.check_together([(leased, KEY, 1), (strict, KEY, 11)])
     assert leased.peek(KEY, 0).remaining == before
-    authority = one.node.authority
-    calls = JointCalls(shared.check_together, authority.lease, authority.report)
-    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], (), [leased.check(KEY, 1), None])
+    calls = JointCalls(shared.check_together, one.node.authority)
+    checks = [(leased.counter, KEY, 1), (strict.counter, KEY, 1)]
+    steps = deciding(calls, checks, (), [leased.check(KEY, 1), None])
     next(steps)
     assert leased.peek(KEY, 0).remaining == before - 1
     with pytest.raises(asyncio.CancelledError):
@@ -352,12 +352,12 @@ def test_a_cost_that_never_fits_or_a_cancelled_caller_charges_nothing() -> None:
 def test_a_mixed_request_asks_for_leases_too() -> None:
     """One call of the authority checks all rules that the node cannot decide, and leases."""
     _clock, shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
-    strict = one.store.gate(limits_of("1000/hour"), "strict")
+    leased = one.store.counter(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.counter(limits_of("1000/hour"), "strict")
     for _ in range(8):
         answers = one.store.check_together([(leased, KEY, 1), (strict, KEY, 1)])
         assert all(answers)
-    assert isinstance(leased, NodeGate)
+    assert isinstance(leased.counter, NodeCounter)
     assert shared.controlled.leases >= 2
     assert leased.held(KEY) > 0
     assert strict.peek(KEY, 0).remaining == 992
@@ -367,14 +367,14 @@ def test_a_mixed_request_asks_for_leases_too() -> None:
 def test_the_lease_of_a_request_that_failed_is_put_back_at_the_authority() -> None:
     """If the lease has ended meanwhile, the authority takes the units back."""
     clock, shared, one, _ = fleet_of_two()
-    leased = one.store.gate(limits_of("1000/hour"), "leased", "leased")
-    strict = one.store.gate(limits_of("1/hour"), "strict")
+    leased = one.store.counter(limits_of("1000/hour"), "leased", "leased")
+    strict = one.store.counter(limits_of("1/hour"), "strict")
     for _ in range(6):
         leased.check(KEY, 1)
     strict.check(KEY, 1)
-    authority = one.node.authority
-    calls = JointCalls(shared.check_together, authority.lease, authority.report)
-    steps = deciding(calls, [(leased, KEY, 1), (strict, KEY, 1)], (), [leased.check(KEY, 1), None])
+    calls = JointCalls(shared.check_together, one.node.authority)
+    checks = [(leased.counter, KEY, 1), (strict.counter, KEY, 1)]
+    steps = deciding(calls, checks, (), [leased.check(KEY, 1), None])
     call: Any = next(steps)
     answer = call.function(*call.args)
     clock.advance(1.5)
@@ -384,4 +384,4 @@ def test_the_lease_of_a_request_that_failed_is_put_back_at_the_authority() -> No
     with pytest.raises(StopIteration) as done:
         steps.send(undone)
     assert [bool(each) for each in done.value.value] == [True, False]
-    assert shared.gate(limits_of("1000/hour"), "leased").peek(KEY, 0).remaining == 994
+    assert shared.counter(limits_of("1000/hour"), "leased").peek(KEY, 0).remaining == 994

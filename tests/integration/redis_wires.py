@@ -121,7 +121,7 @@ class _FromThreads(Client):
         return self._pool.submit(getattr(self._limiter, verb), key, *units)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        checks = [(self._limiter._gate, subject, 1) for subject in subjects]
+        checks = [(self._limiter._counter, subject, 1) for subject in subjects]
         return self._pool.submit(lambda: decisions_of(self.store.check_together(checks)))
 
     def close(self) -> None:
@@ -146,10 +146,10 @@ class _FromTasks(Client):
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        checks = [(self._limiter._async_gate, subject, 1) for subject in subjects]
+        checks = [(self._limiter._counter, subject, 1) for subject in subjects]
 
         async def decide() -> list[Decision]:
-            return decisions_of(await self.store.check_together_async(checks))
+            return decisions_of(await self.store.check_together(checks))
 
         return asyncio.run_coroutine_threadsafe(decide(), self.loop)
 

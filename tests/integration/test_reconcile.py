@@ -100,13 +100,13 @@ def test_leased_units_are_no_defect(single: Single) -> None:
         authority = store.authority
         assert authority is not None
         for algorithm in ALGORITHMS:
-            gate = store.gate([Limit(60, per=60, algorithm=algorithm)], f"of-{algorithm}")
+            counter = store.counter([Limit(60, per=60, algorithm=algorithm)], f"of-{algorithm}")
             for number in range(4):
                 terms = LeaseTerms(5, 1, 10**9)
                 for _ in range(1 + number % 3):
-                    authority.lease([LeaseCheck(gate, f"user:{number}", 1, terms)])
+                    authority.lease([LeaseCheck(counter, f"user:{number}", 1, terms)])
                 if number == 3:
-                    gate.refund(f"user:{number}", 1, None)
+                    counter.refund(f"user:{number}", 1, None)
         counted = store.stats()
     assert counted.states >= 3 * len(ALGORITHMS)
     report = reconciled(single.uri, document=document("100/hour"))

@@ -104,12 +104,12 @@ def test_a_global_rule_fails_at_once_while_the_breaker_is_open(server: Single) -
     options = "deadline_ms=40&breaker_open_ms=60000&breaker_open_max_ms=60000"
     store = RedisStore(parse(f"{server.uri}?{options}"))
     limits = (Limit(10, per=60),)
-    gate = store.regional.global_gate(limits, "api", "exact")
-    async_gate = store.regional.global_async_gate(limits, "api", "exact")
+    counter = store.regional.global_counter(limits, "api", "exact")
+    counter = store.regional.global_counter(limits, "api", "exact")
 
     def answer() -> str:
         try:
-            return str(gate.check("ann", 1))
+            return str(counter.check("ann", 1))
         except StoreError as error:
             return str(error)
 
@@ -117,7 +117,7 @@ def test_a_global_rule_fails_at_once_while_the_breaker_is_open(server: Single) -
         server.pause()
         until(lambda: "breaker is open" in answer(), "the breaker is open", SECONDS_MAX)
         with pytest.raises(StoreUnavailable, match="breaker is open"):
-            asyncio.run(async_gate.check("ann", 1))
+            asyncio.run(counter.check("ann", 1))
         server.resume()
 
 

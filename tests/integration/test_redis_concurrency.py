@@ -52,7 +52,7 @@ def servers(request: pytest.FixtureRequest) -> Running:
 def remaining(servers: Running, limit: dict[str, Any], key: str, *roomy: dict[str, Any]) -> int:
     """Return the remaining units of a limit, beside others of its rule that have more room."""
     store = open_store(servers.uri, **PATIENCE)
-    left = store.gate([Limit(**each) for each in (limit, *roomy)], "").peek(key, 0).remaining
+    left = store.counter([Limit(**each) for each in (limit, *roomy)], "").peek(key, 0).remaining
     store.close()
     return left
 

@@ -15,7 +15,7 @@ import pytest
 
 from ratekeeper import Limit
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import Counter, Store
 from ratekeeper.decide.stores import open_store
 from tests.conformance.stores import PATIENCE
 from tests.integration.redis_wires import key_of, logs_key_of
@@ -65,13 +65,13 @@ def expiries_ms(server: Single) -> dict[str, int]:
     return {key: at_ms for key, at_ms in expiries if at_ms != -2}  # -2: gone since the scan
 
 
-def lives_ms(server: Single, gate: Gate, cost: int) -> tuple[float, float]:
+def lives_ms(server: Single, counter: Counter, cost: int) -> tuple[float, float]:
     """Check a fresh key; return the time until its quota is whole and its time to live."""
-    times = timed(gate)
+    times = timed(counter)
 
     def measured() -> tuple[float, float] | None:
         subject = f"fresh {next(_numbers)}"
-        reset_ms = gate.check(subject, cost).reset_after_ns / NS_PER_MS
+        reset_ms = counter.check(subject, cost).reset_after_ns / NS_PER_MS
         at_ms = expiry_ms(server, subject)
         return (reset_ms, at_ms - times.now_ns / NS_PER_MS) if at_ms else None
 
@@ -93,16 +93,16 @@ def test_a_key_lives_until_its_quota_is_whole_and_an_eighth_longer(
     algorithm: AlgorithmName, per: float, cost: int, server: Single, store: Store
 ) -> None:
     """The time to live is never shorter and, beyond a second, at most an eighth longer."""
-    gate = store.gate([Limit(10, per, algorithm=algorithm)], "")
-    reset_ms, lives = lives_ms(server, gate, cost)
+    counter = store.counter([Limit(10, per, algorithm=algorithm)], "")
+    reset_ms, lives = lives_ms(server, counter, cost)
     assert lives >= reset_ms
     assert lives <= max((reset_ms + ROUNDING_MS) * (1 + SPARE), SHORTEST_MS) + ROUNDING_MS
 
 
 def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: Store) -> None:
     """A key lives through the longest refill that a limit may have."""
-    gate = store.gate([Limit(1, YEAR, capacity=100)], "")
-    reset_ms, lives = lives_ms(server, gate, 100)
+    counter = store.counter([Limit(1, YEAR, capacity=100)], "")
+    reset_ms, lives = lives_ms(server, counter, 100)
     assert reset_ms == pytest.approx(100 * YEAR * MS_PER_S)
     assert reset_ms <= lives <= reset_ms * (1 + SPARE) + ROUNDING_MS
 
@@ -113,10 +113,10 @@ def test_the_longest_of_several_limits_decides(
 ) -> None:
     """The hash lives until the slowest of its limits is whole."""
     short, long = Limit(10, 5, algorithm=algorithm), Limit(100, 500, algorithm=algorithm)
-    slowest = store.gate([long], "both")
+    slowest = store.counter([long], "both")
     times = timed(slowest)
     for subject, limits in (("k", [short, long]), ("l", [long, short])):
-        store.gate(limits, "both").check(subject, 10)
+        store.counter(limits, "both").check(subject, 10)
         reset_ns = slowest.peek(subject, 0).reset_after_ns
         assert expiry_ms(server, subject) * NS_PER_MS >= times.now_ns + reset_ns
 
@@ -126,11 +126,11 @@ def test_a_grant_lives_until_its_end(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
     """A grant's key lives for its ttl or for one window, even if no unit was spent."""
-    gate = store.gate([Limit(10, 60, algorithm=algorithm)], "")
+    counter = store.counter([Limit(10, 60, algorithm=algorithm)], "")
     for ttl_ms, expected_ms in ((30_000, 30_000), (None, 60_000), (600_000, 600_000)):
         subject = f"granted {ttl_ms}"
         before_ms = server_ms(server)
-        gate.grant(subject, 5, ttl_ms * NS_PER_MS if ttl_ms else None)
+        counter.grant(subject, 5, ttl_ms * NS_PER_MS if ttl_ms else None)
         after_ms = server_ms(server)
         at_ms = expiry_ms(server, subject)
         assert at_ms >= before_ms + expected_ms
@@ -146,13 +146,13 @@ def server_ms(server: Single) -> float:
 WINDOWS = (0.002, 0.05, 0.5, 2, 3_600, YEAR)
 
 
-def random_gate(random: Random, store: Store, algorithm: AlgorithmName) -> Gate:
-    """Return a gate of one or two limits with random numbers, under one of two rules."""
+def random_counter(random: Random, store: Store, algorithm: AlgorithmName) -> Counter:
+    """Return a counter of one or two limits with random numbers, under one of two rules."""
     limits = [
         Limit(random.choice((3, 20)), random.choice(WINDOWS), algorithm=algorithm, name=name)
         for name in ("n", "m")[: random.choice((1, 2))]
     ]
-    return store.gate(limits, random.choice(("one", "other")))
+    return store.counter(limits, random.choice(("one", "other")))
 
 
 @every_algorithm
@@ -167,31 +167,31 @@ def test_a_key_has_an_expiry_at_all_times(
     random = Random(seed)
     before: dict[str, int] = {}
     for _ in range(400):
-        gate = random_gate(random, store, algorithm)
-        times = timed(gate)
+        counter = random_counter(random, store, algorithm)
+        times = timed(counter)
         subject = random.choice(("a", "b", "c"))
         cost = random.randint(1, 3)
         verb = random.choices(("check", "peek", "refund", "grant", "reset"), (6, 1, 3, 1, 1))[0]
         needed_ns = 0
         if verb == "check":
-            decision = gate.check(subject, cost)
+            decision = counter.check(subject, cost)
             needed_ns = times.now_ns + decision.reset_after_ns if decision else 0
         elif verb == "grant":
-            gate.grant(subject, cost, random.choice((None, 10**6, 10**9)))
+            counter.grant(subject, cost, random.choice((None, 10**6, 10**9)))
         elif verb == "reset":
-            gate.reset(subject)
+            counter.reset(subject)
         elif verb == "refund":
-            gate.refund(subject, cost, random.choice((None, times.now_ns)))
+            counter.refund(subject, cost, random.choice((None, times.now_ns)))
         else:
-            gate.peek(subject, cost)
+            counter.peek(subject, cost)
         expiries = expiries_ms(server)
-        assert -1 not in expiries.values(), (verb, gate.limits)
+        assert -1 not in expiries.values(), (verb, counter.limits)
         for key, at_ms in expiries.items():
             # Only a refund or a reset deletes a key; its next expiry may then be earlier.
             if verb not in ("refund", "reset"):
-                assert at_ms >= before.get(key, 0), (verb, gate.limits)
+                assert at_ms >= before.get(key, 0), (verb, counter.limits)
             if key in (key_of(subject), logs_key_of(subject)):
-                assert at_ms * NS_PER_MS >= needed_ns, (verb, gate.limits)
+                assert at_ms * NS_PER_MS >= needed_ns, (verb, counter.limits)
         before = expiries
 
 
@@ -204,24 +204,24 @@ def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
     log_s, other_s = random.sample((3_600, 86_400), 2)
     log = Limit(20, log_s, algorithm="sliding_window_log")
     other = Limit(20, other_s, algorithm="sliding_window_counter")
-    alone = {logs_key_of("k"): store.gate([log], ""), key_of("k"): store.gate([other], "")}
-    both = [store.gate(limits, "") for limits in ([log, other], [other, log])]
-    times = {key: timed(gate) for key, gate in alone.items()}
+    alone = {logs_key_of("k"): store.counter([log], ""), key_of("k"): store.counter([other], "")}
+    both = [store.counter(limits, "") for limits in ([log, other], [other, log])]
+    times = {key: timed(counter) for key, counter in alone.items()}
     assert both[0].check("k", 1)
     lives_ms = {key: at_ms - server_ms(server) for key, at_ms in expiries_ms(server).items()}
     assert lives_ms[logs_key_of("k")] <= log_s * MS_PER_S * (1 + SPARE) + ROUNDING_MS
     assert lives_ms[key_of("k")] <= 2 * other_s * MS_PER_S * (1 + SPARE) + MS_PER_S + ROUNDING_MS
     for _ in range(200):
-        gate = random.choice([*both, *alone.values()])
+        counter = random.choice([*both, *alone.values()])
         verb = random.choices(("check", "refund", "grant", "reset"), (6, 3, 1, 1))[0]
         if verb == "check":
-            gate.check("k", random.randint(1, 3))
+            counter.check("k", random.randint(1, 3))
         elif verb == "refund":
-            gate.refund("k", random.randint(1, 3), random.choice((None, time_ns())))
+            counter.refund("k", random.randint(1, 3), random.choice((None, time_ns())))
         elif verb == "grant":
-            gate.grant("k", 1, random.choice((None, 10**9, 10**14)))
+            counter.grant("k", 1, random.choice((None, 10**9, 10**14)))
         else:
-            gate.reset("k")
+            counter.reset("k")
         expiries = expiries_ms(server)
         for key, each in alone.items():
             assert expiries.get(key) != -1, verb
@@ -231,19 +231,19 @@ def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
 
 def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
     """A key checked without pause for two and a half windows never expires before it is whole."""
-    gates = {
-        algorithm: store.gate([Limit(100, 1, algorithm=algorithm)], "")
+    counters = {
+        algorithm: store.counter([Limit(100, 1, algorithm=algorithm)], "")
         for algorithm in ALGORITHM_NAMES
     }
-    times = {algorithm: timed(gate) for algorithm, gate in gates.items()}
-    names = {key_of(algorithm): algorithm for algorithm in gates}
+    times = {algorithm: timed(counter) for algorithm, counter in counters.items()}
+    names = {key_of(algorithm): algorithm for algorithm in counters}
     names[logs_key_of("sliding_window_log")] = "sliding_window_log"
     ends_ms = server_ms(server) + 2_500
 
     def spent_for_long() -> bool:
         needed_ns = {}
-        for algorithm, gate in gates.items():
-            reset_ns = gate.check(algorithm, 1).reset_after_ns
+        for algorithm, counter in counters.items():
+            reset_ns = counter.check(algorithm, 1).reset_after_ns
             needed_ns[algorithm] = times[algorithm].now_ns + reset_ns
         for key, at_ms in expiries_ms(server).items():
             assert at_ms * NS_PER_MS >= needed_ns[names[key]], key
@@ -257,10 +257,10 @@ def test_a_short_limit_does_not_shorten_a_long_one(
     algorithm: AlgorithmName, server: Single, store: Store
 ) -> None:
     """A rule of seconds does not change the expiry that a rule of hours set for the subject."""
-    hours = store.gate([Limit(10, 36_000, algorithm=algorithm)], "hours")
+    hours = store.counter([Limit(10, 36_000, algorithm=algorithm)], "hours")
     hours.check("k", 10)
     before = expiries_ms(server)
-    seconds = store.gate([Limit(10, 1, algorithm=algorithm)], "seconds")
+    seconds = store.counter([Limit(10, 1, algorithm=algorithm)], "seconds")
     seconds.refund("k", 5, seconds.check("k", 5).charged_ns)
     seconds.check("k", 5)
     assert expiries_ms(server) == before
@@ -276,11 +276,11 @@ def test_a_changed_window_extends_and_never_shortens(
     algorithm: AlgorithmName, first: float, then: float, server: Single, store: Store
 ) -> None:
     """A limit's longer window extends the expiry at the next check; a shorter one keeps it."""
-    store.gate([Limit(10, first, algorithm=algorithm, name="n")], "").check("k", 2)
+    store.counter([Limit(10, first, algorithm=algorithm, name="n")], "").check("k", 2)
     before = expiries_ms(server)
-    gate = store.gate([Limit(10, then, algorithm=algorithm, name="n")], "")
-    times = timed(gate)
-    decision = gate.check("k", 2)
+    counter = store.counter([Limit(10, then, algorithm=algorithm, name="n")], "")
+    times = timed(counter)
+    decision = counter.check("k", 2)
     (at_ms,) = expiries_ms(server).values()
     assert at_ms >= max(before.values())
     assert at_ms * NS_PER_MS >= times.now_ns + decision.reset_after_ns
@@ -296,7 +296,7 @@ def test_a_changed_limit_keeps_the_spent_units(
         Limit(units, timedelta(days=366), algorithm=algorithm, name="n")
         for units in (1_000, changed)
     ]
-    before, after = (store.gate([limit], "") for limit in limits)
+    before, after = (store.counter([limit], "") for limit in limits)
     assert before.check("k", 400).remaining == 600
     assert after.peek("k", 0).remaining == remaining
     assert after.check("k", 1).allowed is (remaining > 0)
@@ -311,13 +311,13 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
 
     Each subject then has its full quota.
     """
-    gate = store.gate([Limit(10, 0.05, algorithm=algorithm)], "")
+    counter = store.counter([Limit(10, 0.05, algorithm=algorithm)], "")
     expired = server.admin.info("stats")["expired_keys"]
     for number in range(50):
-        gate.check(f"spent {number}", 10)
-        gate.check(f"refunded {number}", 10)
-        gate.refund(f"refunded {number}", 4, None)
-        gate.grant(f"granted {number}", 5, 50 * NS_PER_MS)
+        counter.check(f"spent {number}", 10)
+        counter.check(f"refunded {number}", 10)
+        counter.refund(f"refunded {number}", 4, None)
+        counter.grant(f"granted {number}", 5, 50 * NS_PER_MS)
     until(
         lambda: server.admin.dbsize() == 0,
         "the server is empty",
@@ -325,7 +325,7 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
         lambda: f"{server.admin.dbsize()} keys",
     )
     for subject in ("spent 0", "refunded 0", "granted 0"):
-        assert gate.peek(subject, 10).remaining == 10
+        assert counter.peek(subject, 10).remaining == 10
     # A refund after the window deletes its key instead; the other 100 keys expire.
     assert server.admin.info("stats")["expired_keys"] >= expired + 100
 
@@ -335,14 +335,14 @@ def test_a_limited_key_is_not_dropped_before_its_quota_comes_back(
     algorithm: AlgorithmName, store: Store
 ) -> None:
     """Checks of a spent key are denied exactly until the promised time."""
-    gate = store.gate([Limit(4, 2, algorithm=algorithm)], "")
-    times = timed(gate)
-    while (denied := gate.check("k", 4)).allowed:  # once, or twice at the end of a window
+    counter = store.counter([Limit(4, 2, algorithm=algorithm)], "")
+    times = timed(counter)
+    while (denied := counter.check("k", 4)).allowed:  # once, or twice at the end of a window
         pass
     due_ns = times.now_ns + denied.retry_after_ns
 
     def passes() -> bool:
-        allowed = gate.check("k", 4).allowed
+        allowed = counter.check("k", 4).allowed
         assert allowed is (times.now_ns >= due_ns)
         return allowed
 

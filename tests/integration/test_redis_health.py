@@ -480,7 +480,7 @@ def test_a_server_that_lost_its_keys_is_noticed() -> None:
         (first,) = store.server_status()
         assert first.kept_since_s is not None
         assert abs(first.kept_since_s - time.time()) < 60
-        store.gate([Limit(5, per=60)], "r").check("user:1", 1)
+        store.counter([Limit(5, per=60)], "r").check("user:1", 1)
         for each in (store, other):
             (again,) = each.server_status()
             assert again.kept_since_s == first.kept_since_s

@@ -22,7 +22,7 @@ from ratekeeper.decide.leasing import (
     LeaseTerms,
     Report,
 )
-from ratekeeper.decide.store import Answer, AnyGate
+from ratekeeper.decide.store import Answer, Counter
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.gates import REPORTS_MAX
 from ratekeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
@@ -53,19 +53,19 @@ class Node:
             self._runner.close()
         self.store.close()
 
-    def gate(self, limit: Limit = HOUR, rule: str = "r") -> AnyGate:
-        return (self.store.async_gate if self._runner else self.store.gate)([limit], rule)
+    def counter(self, limit: Limit = HOUR, rule: str = "r") -> Counter:
+        return (self.store.counter if self._runner else self.store.counter)([limit], rule)
 
-    def lease(self, *checks: tuple[AnyGate, str, int]) -> list[LeasedAnswer]:
+    def lease(self, *checks: tuple[Counter, str, int]) -> list[LeasedAnswer]:
         asked = [LeaseCheck(*check, TERMS) for check in checks]
         if self._runner is None:
             return self.store.lease(asked)
-        return self._runner.run(self.store.lease_async(asked))
+        return self._runner.run(self.store.lease(asked))
 
     def report(self, reports: Sequence[Report]) -> list[Answer]:
         if self._runner is None:
             return self.store.report(reports)
-        return self._runner.run(self.store.report_async(reports))
+        return self._runner.run(self.store.report(reports))
 
 
 def leased(answer: LeasedAnswer) -> Lease:
@@ -98,16 +98,16 @@ def test_one_call_checks_and_leases(server: Single, wire: str) -> None:
     """And one call gives back."""
     server.flush()
     with Node(server.uri, wire) as node:
-        gate = node.gate()
-        leased(node.lease((gate, "warm", 1))[0])
+        counter = node.counter()
+        leased(node.lease((counter, "warm", 1))[0])
         before = calls_of(server)
-        lease = leased(node.lease((gate, "a", 1))[0])
+        lease = leased(node.lease((counter, "a", 1))[0])
         assert lease.units == 100
         assert 0 < lease.lasts_ns <= SECOND_NS
         assert calls_of(server) == before + 1
-        node.report([GiveBack(gate, "warm", 1, lease.ends_ns)])
+        node.report([GiveBack(counter, "warm", 1, lease.ends_ns)])
         before = calls_of(server)
-        assert remaining(node.report([GiveBack(gate, "a", 60, lease.ends_ns)])) == [959]
+        assert remaining(node.report([GiveBack(counter, "a", 60, lease.ends_ns)])) == [959]
         assert calls_of(server) == before + 1
 
 
@@ -116,7 +116,7 @@ def test_rules_of_one_request_lease_together_or_not_at_all(server: Single, wire:
     """A request that one rule denies leases nothing of the others."""
     server.flush()
     with Node(server.uri, wire) as node:
-        wide, tight = node.gate(), node.gate(Limit(1, per=3_600), "tight")
+        wide, tight = node.counter(), node.counter(Limit(1, per=3_600), "tight")
         node.lease((wide, "warm", 1), (tight, "warm", 1))
         before = calls_of(server)
         answers = node.lease((wide, "a", 1), (tight, "a", 1))
@@ -133,8 +133,8 @@ def test_the_same_counter_twice_in_a_request_does_not_lease(server: Single, wire
     """The lease of the first check could deny the second."""
     server.flush()
     with Node(server.uri, wire) as node:
-        gate = node.gate(Limit(10, per=3_600))
-        answers = node.lease((gate, "a", 5), (gate, "a", 5))
+        counter = node.counter(Limit(10, per=3_600))
+        answers = node.lease((counter, "a", 5), (counter, "a", 5))
         assert [leased(each).units for each in answers] == [0, 0]
 
 
@@ -143,9 +143,9 @@ def test_many_reports_go_in_few_calls(server: Single, wire: str) -> None:
     """A server takes up to REPORTS_MAX of them in one call; the answers are in order."""
     server.flush()
     with Node(server.uri, wire) as node:
-        gate = node.gate()
+        counter = node.counter()
         reports: list[Report] = [
-            LateCharge(gate, f"s{number}", number, 0) for number in range(2 * REPORTS_MAX + 1)
+            LateCharge(counter, f"s{number}", number, 0) for number in range(2 * REPORTS_MAX + 1)
         ]
         node.report(reports[:1])
         before = calls_of(server)
@@ -159,17 +159,17 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(server: Single, wire: 
     """Each call is counted once."""
     server.flush()
     with Node(server.uri, wire) as node:
-        gate = node.gate()
-        other = node.gate(rule="other")
+        counter = node.counter()
+        other = node.counter(rule="other")
         server.admin.script_flush()
-        lease = leased(node.lease((gate, "a", 1))[0])
+        lease = leased(node.lease((counter, "a", 1))[0])
         server.admin.script_flush()
-        assert [leased(each).units for each in node.lease((gate, "b", 1), (other, "b", 1))] == [
+        assert [leased(each).units for each in node.lease((counter, "b", 1), (other, "b", 1))] == [
             100,
             100,
         ]
         server.admin.script_flush()
-        reports = [GiveBack(gate, "a", 100, lease.ends_ns), LateCharge(gate, "c", 7, 0)]
+        reports = [GiveBack(counter, "a", 100, lease.ends_ns), LateCharge(counter, "c", 7, 0)]
         assert remaining(node.report(reports)) == [999, 993]
         assert server.admin.script_exists(REPORT.sha.decode(), JOINT_CHECK.sha.decode()) == [
             True,
@@ -183,12 +183,13 @@ def test_a_cluster_leases_and_takes_reports_of_every_slot(wire: str) -> None:
     cluster = cast("Cluster", running("cluster"))
     cluster.flush()
     with Node(cluster.uri, wire) as node:
-        gate, other = node.gate(), node.gate(rule="other")
-        answers = node.lease(*((gate, f"s{number}", 1) for number in range(6)))
+        counter, other = node.counter(), node.counter(rule="other")
+        answers = node.lease(*((counter, f"s{number}", 1) for number in range(6)))
         leases = [leased(each) for each in answers]
         assert [lease.units for lease in leases] == [100] * 6
         reports: list[Report] = [
-            GiveBack(gate, f"s{number}", 40, lease.ends_ns) for number, lease in enumerate(leases)
+            GiveBack(counter, f"s{number}", 40, lease.ends_ns)
+            for number, lease in enumerate(leases)
         ]
         assert remaining(node.report([*reports, LateCharge(other, "s0", 3, 0)])) == [939] * 6 + [
             997
@@ -202,7 +203,7 @@ def test_a_cluster_gives_back_what_a_denied_request_leased(wire: str) -> None:
     cluster.flush()
     low, high = Limit(900, per=3_600), HOUR
     with Node(cluster.uri, wire) as node:
-        first, second = node.gate(low, "low"), node.gate(high, "high")
+        first, second = node.counter(low, "low"), node.counter(high, "high")
         node.report([LateCharge(second, "b", 1_000, 0)])
         answers = node.lease((first, "a", 1), (second, "b", 1))
         assert [each[0].allowed for each in answers if isinstance(each, tuple)] == [True, False]
@@ -216,9 +217,9 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
 
     async def cancelled() -> set[int]:
         store = cast("RedisStore", open_store(server.uri, **PATIENCE))
-        gate = store.async_gate([HOUR], "r")
-        assert (await store.lease_async([LeaseCheck(gate, "warm", 1, TERMS)]))[0]
-        asking = asyncio.ensure_future(store.lease_async([LeaseCheck(gate, "a", 1, TERMS)]))
+        counter = store.counter([HOUR], "r")
+        assert (await store.lease([LeaseCheck(counter, "warm", 1, TERMS)]))[0]
+        asking = asyncio.ensure_future(store.lease([LeaseCheck(counter, "a", 1, TERMS)]))
         for _ in range(3):
             await asyncio.sleep(0)
         assert not asking.done()
@@ -228,7 +229,7 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
         seen = set()  # each look is behind the lease on the connection
         async with asyncio.timeout(20):
             while 1_000 not in seen:
-                seen.add((await gate.peek("a", 1)).remaining)
+                seen.add((await counter.peek("a", 1)).remaining)
         await store.aclose()
         return seen
 
@@ -239,12 +240,12 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
 def test_a_server_that_is_away_is_an_error_of_each_call(wire: str) -> None:
     """A check raises nothing and leases nothing: its answer is the error. So is a report's."""
     with Single() as gone, Node(gone.uri, wire, deadline_ms=200) as node:
-        gate = node.gate()
-        lease = leased(node.lease((gate, "a", 1))[0])
+        counter = node.counter()
+        lease = leased(node.lease((counter, "a", 1))[0])
         gone.stop()
-        [answer] = node.lease((gate, "a", 1))
+        [answer] = node.lease((counter, "a", 1))
         assert isinstance(answer, StoreError)
-        [answer] = node.report([GiveBack(gate, "a", 1, lease.ends_ns)])
+        [answer] = node.report([GiveBack(counter, "a", 1, lease.ends_ns)])
         assert isinstance(answer, StoreError)
 
 
@@ -254,8 +255,8 @@ def test_a_state_lives_as_long_as_its_holds(server: Single, algorithm: Any) -> N
     server.flush()
     with Node(server.uri, "threads") as node:
         # 100 units a second: the one unit that is charged is whole again after 10 ms.
-        gate = node.gate(Limit(1_000, per=10, algorithm=algorithm))
-        lease = leased(node.lease((gate, "a", 1))[0])
+        counter = node.counter(Limit(1_000, per=10, algorithm=algorithm))
+        lease = leased(node.lease((counter, "a", 1))[0])
         [key] = server.admin.scan_iter()
         ends_ms = server.admin.execute_command("PEXPIRETIME", key)
         whole_ns = lease.units * SECOND_NS // 100 if algorithm == "token_bucket" else 10 * SECOND_NS
@@ -266,11 +267,11 @@ def test_leased_units_belong_to_the_state_of_their_limit(server: Single) -> None
     """`stats` counts one state. A reset keeps its holds until they are given back."""
     server.flush()
     with Node(server.uri, "threads") as node:
-        gate = node.store.gate([HOUR], "r")
-        lease = leased(node.lease((gate, "a", 1))[0])
+        counter = node.store.counter([HOUR], "r")
+        lease = leased(node.lease((counter, "a", 1))[0])
         assert node.store.stats().states == 1
-        gate.reset("a")
-        assert gate.peek("a", 1).remaining == 1_000 - lease.units
-        node.report([GiveBack(gate, "a", lease.units, lease.ends_ns)])
-        assert gate.peek("a", 1).remaining == 1_000
+        counter.reset("a")
+        assert counter.peek("a", 1).remaining == 1_000 - lease.units
+        node.report([GiveBack(counter, "a", lease.units, lease.ends_ns)])
+        assert counter.peek("a", 1).remaining == 1_000
         assert node.store.stats().states == 0

@@ -51,14 +51,14 @@ async def test_a_cancelled_request_of_several_subjects_has_spent_nothing(
 ) -> None:
     """Otherwise a client that its own limit denies could use up its tenant's limit."""
     async with store_of(server.uri, denied_cache_ms=0) as store:
-        user = store.async_gate([Limit(1, per=YEAR, algorithm="fixed_window")], "user")
-        tenant = store.async_gate([COUNTED], "tenant")
+        user = store.counter([Limit(1, per=YEAR, algorithm="fixed_window")], "user")
+        tenant = store.counter([COUNTED], "tenant")
         if denied:
             assert (await user.check(key, 1)).allowed
         assert (await tenant.check(key, 1)).allowed
         server.pause()
         checks = [(user, key, 1), (tenant, key, 1)]
-        requests = [asyncio.ensure_future(store.check_together_async(checks)) for _ in range(20)]
+        requests = [asyncio.ensure_future(store.check_together(checks)) for _ in range(20)]
         await asyncio.sleep(0.01)  # they are sent
         await left(*requests)
         server.resume()
@@ -182,8 +182,8 @@ async def test_the_charge_matches_the_answers_of_the_callers(
         options = {"deadline_ms": 150, "connect_ms": 400, "breaker": bool(seed % 2)}
         async with store_of(proxy.uri, **options, breaker_open_ms=50) as store:
             limiter = AsyncLimiter(COUNTED, store=store, on_failure="raise")
-            denies = store.async_gate([Limit(1, per=YEAR)], "denies")
-            counts = store.async_gate([COUNTED], "")
+            denies = store.counter([Limit(1, per=YEAR)], "denies")
+            counts = store.counter([COUNTED], "")
 
             async def check() -> None:
                 units = random.choice((1, 1, 1, 3))
@@ -204,7 +204,7 @@ async def test_the_charge_matches_the_answers_of_the_callers(
                 if random.random() < 0.5:
                     checks.append((denies, key, 1))
                 try:
-                    decisions = await store.check_together_async(checks)
+                    decisions = await store.check_together(checks)
                     together.checked(min(decisions, key=bool), 1)
                     # The refund may be lost, like any call.
                     together.most += not all(decisions)

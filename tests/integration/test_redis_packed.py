@@ -72,7 +72,7 @@ def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
             attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
             key = b"rk:{%%%b}" % bucket_name(number % buckets)
             cost = attempt.cost
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.counter, cost)
         pipeline.execute()
 
 
@@ -100,14 +100,14 @@ def test_a_state_of_one_limit_takes_less_than_50_bytes(algorithm: Any, server: S
 def test_several_limits_and_grants_stay_in_the_packed_form(server: Single, store: Store) -> None:
     """A value of more than 64 bytes is cut into pieces, and a refund drops pieces again."""
     limits = [Limit(10**6, per=60 + number, algorithm=PACKED[number % 4]) for number in range(16)]
-    gate = store.gate(limits, "many")
+    counter = store.counter(limits, "many")
     for number in range(8):
-        assert gate.check("k", 10_000 + number)
-    gate.grant("k", 10**9, None)
-    assert gate.peek("k", 0).remaining == 10**6 - 80_028 + 10**9
+        assert counter.check("k", 10_000 + number)
+    counter.grant("k", 10**9, None)
+    assert counter.peek("k", 0).remaining == 10**6 - 80_028 + 10**9
     assert server.admin.object("ENCODING", key_of("k")) in {"listpack", "ziplist"}
     assert store.stats().states == 16
-    gate.reset("k")
+    counter.reset("k")
     assert server.admin.dbsize() == 0
 
 
@@ -115,19 +115,19 @@ def test_several_limits_and_grants_stay_in_the_packed_form(server: Single, store
 def test_subjects_of_one_bucket_count_apart(algorithm: Any, server: Single, store: Store) -> None:
     """Spending, granting, refunding and resetting one of them changes no other."""
     limit = Limit(10, per=YEAR, algorithm=algorithm)
-    gate, other = store.gate([limit], "one"), store.gate([limit], "other")
+    counter, other = store.counter([limit], "one"), store.counter([limit], "other")
     spent, granted, reset, untouched = neighbours(4)
     for subject in (spent, granted, reset):
-        assert gate.check(subject, 10)
-    gate.grant(granted, 3, None)
-    gate.reset(reset)
+        assert counter.check(subject, 10)
+    counter.grant(granted, 3, None)
+    counter.reset(reset)
     assert other.check(spent, 1).remaining == 9
     assert len(server.admin.keys()) == 1
-    found = {each: gate.peek(each, 0).remaining for each in (spent, granted, reset, untouched)}
+    found = {each: counter.peek(each, 0).remaining for each in (spent, granted, reset, untouched)}
     assert found == {spent: 0, granted: 3, reset: 10, untouched: 10}
-    gate.refund(spent, 4, None)
-    assert gate.peek(spent, 0).remaining == 4
-    assert gate.peek(granted, 0).remaining == 3
+    counter.refund(spent, 4, None)
+    assert counter.peek(spent, 0).remaining == 4
+    assert counter.peek(granted, 0).remaining == 3
 
 
 def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
@@ -135,7 +135,7 @@ def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
 ) -> None:
     """The other limits of the rule stay in the bucket; one script call decides all of them."""
     log = Limit(10, per=60, algorithm="sliding_window_log")
-    store.gate([log, Limit(5, per=60)], "both").check("k", 1)
+    store.counter([log, Limit(5, per=60)], "both").check("k", 1)
     bucket, logs = key_of("k"), logs_key_of("k")
     assert set(server.admin.keys()) == {bucket, logs}
     assert slot_of(bucket.encode()) == slot_of(logs.encode())
@@ -146,8 +146,8 @@ def test_states_that_have_ended_are_deleted_while_the_bucket_is_in_use(
     algorithm: Any, server: Single, store: Store
 ) -> None:
     """One busy subject keeps its bucket for a year. The other states disappear, and only those."""
-    short = store.gate([Limit(5, per=0.05, algorithm=algorithm)], "short")
-    long = store.gate([Limit(10**6, per=YEAR, algorithm=algorithm)], "long")
+    short = store.counter([Limit(5, per=0.05, algorithm=algorithm)], "short")
+    long = store.counter([Limit(10**6, per=YEAR, algorithm=algorithm)], "long")
     busy, idle, *ended = neighbours(5)
     for subject in ended:
         short.check(subject, 5)
@@ -169,8 +169,8 @@ def test_checks_of_several_rules_delete_states_that_have_ended(
     server: Single, store: Store
 ) -> None:
     """A request of several rules is one call. It deletes no state that it has just written."""
-    short = store.gate([Limit(5, per=0.05)], "short")
-    rules = [store.gate([Limit(10**6, per=YEAR)], name) for name in ("one", "two")]
+    short = store.counter([Limit(5, per=0.05)], "short")
+    rules = [store.counter([Limit(10**6, per=YEAR)], name) for name in ("one", "two")]
     busy, *ended = neighbours(4)
     for subject in ended:
         short.check(subject, 5)
@@ -179,12 +179,12 @@ def test_checks_of_several_rules_delete_states_that_have_ended(
     def swept() -> bool:
         nonlocal calls
         for _ in range(20):
-            store.check_together([(gate, busy, 1) for gate in (*rules, short)])
+            store.check_together([(counter, busy, 1) for counter in (*rules, short)])
             calls += rules[0].peek(busy, 0).remaining == 10**6 - calls - 1
         return bool(server.admin.hlen(key) <= 3)
 
     until(swept, "the ended states are deleted", SECONDS_MAX, lambda: server.admin.hlen(key))
-    assert [gate.peek(busy, 0).remaining for gate in rules] == [10**6 - calls] * 2
+    assert [counter.peek(busy, 0).remaining for counter in rules] == [10**6 - calls] * 2
 
 
 def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store) -> None:
@@ -192,13 +192,13 @@ def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store
     scripts = RuleScripts((Limit(5, per=0.05),), "", parse(server.uri), SystemClock())
     server.admin.script_load(CHECK.text)
     key = key_of("k")
-    store.gate([Limit(5, per=YEAR)], "").check("k", 5)  # keeps the bucket
+    store.counter([Limit(5, per=YEAR)], "").check("k", 5)  # keeps the bucket
 
     def add(first: int, subjects: int) -> None:
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(first, first + subjects):
-            gate = scripts.place(f"user:{number}")[1]
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, gate, 1)
+            counter = scripts.place(f"user:{number}")[1]
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, counter, 1)
         pipeline.execute()
 
     add(0, 300)
@@ -222,11 +222,11 @@ def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: St
     subjects = neighbours(3)
     lives = []
     for subject, per in zip(subjects, (60, 3_600, 1), strict=True):
-        store.gate([Limit(10, per=per)], "r").check(subject, 10)
+        store.counter([Limit(10, per=per)], "r").check(subject, 10)
         lives.append(server.admin.pttl(key_of(subject)))
     assert 60_000 <= lives[0] <= 70_000
     assert 3_600_000 <= lives[2] <= lives[1] <= 4_052_000
-    short = store.gate([Limit(10, per=0.05)], "short")
+    short = store.counter([Limit(10, per=0.05)], "short")
     server.flush()
     short.check(subjects[0], 10)
     until(lambda: server.admin.dbsize() == 0, "the bucket has expired", SECONDS_MAX)
@@ -234,12 +234,12 @@ def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: St
 
 def test_joint_checks_of_one_bucket_are_all_or_none(store: Store) -> None:
     """Two subjects of one bucket, and one subject twice."""
-    gate = store.gate([Limit(2, per=YEAR, algorithm="fixed_window")], "r")
+    counter = store.counter([Limit(2, per=YEAR, algorithm="fixed_window")], "r")
     one, two = neighbours(2)
-    assert all(store.check_together([(gate, one, 1), (gate, two, 2), (gate, one, 1)]))
-    denied = store.check_together([(gate, one, 1), (gate, f"{one} new", 1)])
+    assert all(store.check_together([(counter, one, 1), (counter, two, 2), (counter, one, 1)]))
+    denied = store.check_together([(counter, one, 1), (counter, f"{one} new", 1)])
     assert not all(denied)
-    assert gate.peek(f"{one} new", 0).remaining == 2
+    assert counter.peek(f"{one} new", 0).remaining == 2
 
 
 def test_the_hash_key_chooses_the_place(server: Single) -> None:
@@ -283,25 +283,25 @@ async def test_asyncio_counts_in_the_same_places(server: Single) -> None:
 def test_a_key_has_a_bounded_number_of_limits_of_one_name(server: Single, store: Store) -> None:
     """More are rejected. The limits that it has, its other names and its neighbours are decided."""
 
-    def gate(seconds: int, name: str = "one") -> Any:
-        return store.gate([Limit(9, per=3_600 + seconds)], name)
+    def counter(seconds: int, name: str = "one") -> Any:
+        return store.counter([Limit(9, per=3_600 + seconds)], name)
 
     crowded, neighbour = neighbours(2)
     known = 0
     with suppress(StoreFull):
         while known < 1_000:
-            assert gate(known).check(crowded, 1)
+            assert counter(known).check(crowded, 1)
             known += 1
     with pytest.raises(StoreFull, match="limits of one name"):
-        gate(known).check(crowded, 1)
+        counter(known).check(crowded, 1)
     assert 100 < known < 330
-    together = store.check_together([(gate(known), crowded, 1), (gate(0), neighbour, 1)])
+    together = store.check_together([(counter(known), crowded, 1), (counter(0), neighbour, 1)])
     assert isinstance(together[0], StoreFull)
-    assert gate(0).peek(neighbour, 1).remaining == 9
+    assert counter(0).peek(neighbour, 1).remaining == 9
     for number in (0, known - 1):
-        decisions = [gate(number).check(crowded, 1).allowed for _ in range(9)]
+        decisions = [counter(number).check(crowded, 1).allowed for _ in range(9)]
         assert decisions == [True] * 8 + [False]
-    assert gate(known, "two").check(crowded, 1)
-    assert gate(known).check(neighbour, 1).remaining == 8
-    gate(0).reset(crowded)
-    assert gate(known).check(crowded, 1)
+    assert counter(known, "two").check(crowded, 1)
+    assert counter(known).check(neighbour, 1).remaining == 8
+    counter(0).reset(crowded)
+    assert counter(known).check(crowded, 1)

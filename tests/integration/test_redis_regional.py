@@ -118,8 +118,8 @@ def damaged(raw: Any, whole: bytes) -> list[bytes]:
 def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) -> None:
     """Whatever bytes are there, a check decides or raises StoreError, and a reset repairs it."""
     regional = store.regional
-    gate = regional.global_gate(LIMITS, "api", "exact")
-    gate.check("ann", 1)
+    counter = regional.global_counter(LIMITS, "api", "exact")
+    counter.check("ann", 1)
     key, bob = key_of(store, "ann"), SubjectKey(rule_number(LIMITS, "api"), "ann")
     whole = raw.get(key)
     report = Report(bob, LIMITS, "exact", 1, 5, (0, 0), (5_000_000, 5_000_000), 0, 5, 10**18)
@@ -132,15 +132,15 @@ def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) 
     failed = 0
     for value in damaged(raw, whole):
         raw.set(key, value)
-        for call in (gate.check, gate.peek, gate.grant):
+        for call in (counter.check, counter.peek, counter.grant):
             try:
-                call("ann", 1, None) if call == gate.grant else call("ann", 1)  # type: ignore[call-arg]  # of each
+                call("ann", 1, None) if call == counter.grant else call("ann", 1)  # type: ignore[call-arg]  # of each
             except StoreError:
                 failed += 1
         awaited(sync())
-        gate.reset("ann")
+        counter.reset("ann")
         try:
-            gate.check("ann", 1)
+            counter.check("ann", 1)
         except StoreError as error:
             pytest.fail(f"{value!r}: {error}")
     assert failed > 30
@@ -155,34 +155,34 @@ def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) 
 )
 def test_an_unreadable_state_is_named(raw: Any, store: RedisStore, value: bytes, why: str) -> None:
     """The error names the key, says what is wrong with it, and what to do. Nothing is written."""
-    gate = store.regional.global_gate(LIMITS, "api", "eventual")
+    counter = store.regional.global_counter(LIMITS, "api", "eventual")
     raw.set(key_of(store, "ann"), value)
     with pytest.raises(StoreUnavailable, match=f"ann.*{why}.*reset the subject"):
-        gate.check("ann", 1)
+        counter.check("ann", 1)
     assert raw.get(key_of(store, "ann")) == value
-    gate.reset("ann")
-    assert gate.check("ann", 1).allowed
+    counter.reset("ann")
+    assert counter.check("ann", 1).allowed
 
 
 def test_a_key_of_another_type_is_not_overwritten(raw: Any, store: RedisStore) -> None:
     """Another program's list under the name of a state fails the checks of that subject."""
-    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    counter = store.regional.global_counter(LIMITS, "api", "exact")
     raw.rpush(key_of(store, "ann"), "x")
     with pytest.raises(StoreUnavailable, match="it is not a state"):
-        gate.check("ann", 1)
-    assert gate.check("bob", 1).allowed
-    gate.reset("ann")
-    assert gate.check("ann", 1).allowed
+        counter.check("ann", 1)
+    assert counter.check("bob", 1).allowed
+    counter.reset("ann")
+    assert counter.check("ann", 1).allowed
 
 
 def test_one_damaged_state_does_not_hold_up_the_reports_of_others(
     raw: Any, store: RedisStore
 ) -> None:
     """The sync drops a subject that it cannot report, and goes on with the others."""
-    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    counter = store.regional.global_counter(LIMITS, "api", "exact")
     subjects = [f"user{number}" for number in range(200)]  # several in each group
     for subject in subjects:
-        gate.check(subject, 1)
+        counter.check(subject, 1)
     raw.set(key_of(store, "user7"), b"x")
     token = lead(store.regional)
     reports = awaited(store.regional.due(1_000, token))
@@ -197,15 +197,15 @@ def test_one_damaged_state_does_not_hold_up_the_reports_of_others(
 
 def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
     """From the moment at which another leads, `due`, `accept` and `set_shares` do nothing."""
-    regional, gate = store.regional, store.regional.global_gate(LIMITS, "api", "exact")
-    gate.check("ann", 3)
+    regional, counter = store.regional, store.regional.global_counter(LIMITS, "api", "exact")
+    counter.check("ann", 3)
     old = lead(regional)
     (report,) = awaited(regional.due(10, old))
     awaited(regional.step_down("leader"))
     other = opened(server.uri, prefix=store.config.prefix)
     leader, new = awaited(other.regional.lead("other", 10**12))
     assert (leader, new) == ("other", old + 1)
-    gate.check("bob", 1)
+    counter.check("bob", 1)
     assert awaited(regional.due(10, old)) == []
     assert not awaited(regional.set_shares(SHARES._replace(epoch=2), old))
     assert awaited(regional.shares()) == SHARES
@@ -219,12 +219,12 @@ def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
 
 def test_the_highest_epochs_are_told_apart(store: RedisStore) -> None:
     """The numbers of a script are exact up to 2**53, also after they were stored."""
-    regional, gate = store.regional, store.regional.global_gate(LIMITS, "api", "exact")
+    regional, counter = store.regional, store.regional.global_counter(LIMITS, "api", "exact")
     token = lead(regional)
     last = SHARES._replace(epoch=EPOCH_MAX)
     assert awaited(regional.set_shares(last, token))
     assert awaited(regional.shares()) == last
-    gate.check("ann", 3)
+    counter.check("ann", 3)
     (report,) = awaited(regional.due(10, token))
     accepted = Accepted(report.key, report.generation, report.total, report.returned)
     for epoch, left in ((EPOCH_MAX - 1, 3), (EPOCH_MAX, 0)):
@@ -246,27 +246,27 @@ def test_tokens_go_on_if_the_key_of_the_leader_is_lost(store: RedisStore, raw: A
 
 def test_a_leader_repairs_damaged_shares(store: RedisStore, raw: Any) -> None:
     """Checks of the group fail until the leader sets the shares again."""
-    gate = store.regional.global_gate(LIMITS, "api", "exact")
+    counter = store.regional.global_counter(LIMITS, "api", "exact")
     group = SubjectKey(rule_number(LIMITS, "api"), "ann").group
     for value in (b"x", b"", packed(raw, "{1}"), packed(raw, "7")):
         raw.set(f"{store.config.prefix}:{{%r{group}}}:shares", value)
         with pytest.raises(StoreUnavailable):
-            gate.check("ann", 1)
+            counter.check("ann", 1)
         assert awaited(store.regional.shares()) is None
         raw.set(f"{store.config.prefix}:{{%r}}:leader", value)
         lead(store.regional)
-        assert gate.check("ann", 1).allowed
+        assert counter.check("ann", 1).allowed
 
 
 def test_without_shares_a_check_says_what_is_missing(server: Single) -> None:
     """A region whose sync has never run decides nothing."""
     with closing(opened(server.uri)) as store:
-        gate = store.regional.global_gate(LIMITS, "api", "exact")
+        counter = store.regional.global_counter(LIMITS, "api", "exact")
         with pytest.raises(StoreUnavailable, match="this region has no share"):
-            gate.check("ann", 1)
+            counter.check("ann", 1)
         assert awaited(store.regional.shares()) is None
-        gate.refund("ann", 1, None)
-        gate.reset("ann")
+        counter.refund("ann", 1, None)
+        counter.reset("ann")
 
 
 # ── The cost of a check ────────────────────────────────────────────────────────────────────────
@@ -285,13 +285,13 @@ def test_a_check_runs_three_commands(
 ) -> None:
     """It reads the clock, the shares with the state, and writes; the first one notes it as due."""
     limits = (Limit(1_000 if allowed else 2, per=3_600),)
-    gate = store.regional.global_gate(limits, "api", across)
-    gate.check("ann", 1)
+    counter = store.regional.global_counter(limits, "api", across)
+    counter.check("ann", 1)
     if not allowed:
-        gate.check("ann", 1)
+        counter.check("ann", 1)
     before = commands(raw)
     for _ in range(20):
-        assert gate.check("ann", 1).allowed is allowed
+        assert counter.check("ann", 1).allowed is allowed
     ran = {name: count - before.get(name, 0) for name, count in commands(raw).items()}
     names = ("time", "get", "mget", "set", "setrange")
     found = {name: ran.get(name, 0) for name in names}
@@ -306,9 +306,9 @@ def test_a_check_runs_three_commands(
 
 def test_a_subject_is_due_again_after_its_report(store: RedisStore) -> None:
     """Units that are admitted after a report do not wait until it is repeated."""
-    gate, token = store.regional.global_gate(LIMITS, "api", "exact"), lead(store.regional)
+    counter, token = store.regional.global_counter(LIMITS, "api", "exact"), lead(store.regional)
     for total in (1, 2, 3):
-        gate.check("ann", 1)
+        counter.check("ann", 1)
         (report,) = awaited(store.regional.due(10, token))
         assert report.total == total
     assert awaited(store.regional.due(10, token)) == []
@@ -319,27 +319,27 @@ def test_a_lost_set_of_due_subjects_is_made_again(raw: Any) -> None:
     clock = ManualClock(1_800_000_000)
     with closing(opened(running("single").uri, clock)) as timed:
         token = lead(timed.regional)
-        gate = timed.regional.global_gate(LIMITS, "api", "exact")
-        gate.check("ann", 1)
+        counter = timed.regional.global_counter(LIMITS, "api", "exact")
+        counter.check("ann", 1)
         raw.delete(key_of(timed, "ann").partition(b"}:")[0] + b"}:due")
-        gate.check("ann", 1)
+        counter.check("ann", 1)
         assert awaited(timed.regional.due(10, token)) == []
         clock.advance(1)
-        gate.check("ann", 1)
+        counter.check("ann", 1)
         (report,) = awaited(timed.regional.due(10, token))
     assert report.total == 3
 
 
 def test_the_expiry_is_set_when_the_levels_need_it(raw: Any, store: RedisStore) -> None:
     """A state never expires before its levels are empty, though most checks leave its expiry."""
-    gate = store.regional.global_gate(LIMITS[:1], "api", "eventual")
+    counter = store.regional.global_counter(LIMITS[:1], "api", "eventual")
     key = SubjectKey(rule_number(LIMITS[:1], "api"), "ann")
     name = f"{store.config.prefix}:{{%r{key.group}}}:{key.rule}:ann"
-    gate.check("ann", 1)
+    counter.check("ann", 1)
     first = raw.pttl(name)
-    gate.check("ann", 1)
+    counter.check("ann", 1)
     assert 70_000 < raw.pttl(name) <= first < 80_000
-    gate.check("ann", 98)
+    counter.check("ann", 98)
     assert 120_000 < raw.pttl(name) < 150_000
 
 
@@ -365,9 +365,9 @@ def test_a_state_knows_sixteen_regions_at_most() -> None:
 def test_states_expire_and_are_forgotten(raw: Any, store: RedisStore) -> None:
     """A client with many subjects leaves nothing behind: neither states nor members of `due`."""
     limits = (Limit(10, per=0.001),)
-    gate = store.regional.global_gate(limits, "short", "exact")
+    counter = store.regional.global_counter(limits, "short", "exact")
     for number in range(100):
-        gate.check(f"user{number}", 1)
+        counter.check(f"user{number}", 1)
     keys = list(raw.scan_iter(f"{store.config.prefix}:{{%r*:{rule_number(limits, 'short')}:*"))
     assert len(keys) == 100
     assert all(9_000 < raw.pttl(key) <= 12_000 for key in keys)
@@ -418,11 +418,11 @@ def test_stats_and_audits_know_the_keys(server: Single, store: RedisStore, raw: 
     """States are counted by limit, no key is another program's, and wrong types are found."""
     server.flush()  # a server with many keys estimates
     lead(store.regional)
-    gate = store.regional.global_gate(LIMITS, "api", "exact")
-    store.gate(LIMITS, "api").check("ann", 1)
+    counter = store.regional.global_counter(LIMITS, "api", "exact")
+    store.counter(LIMITS, "api").check("ann", 1)
     # A subject like the end of a key of the other kind.
     for subject in ("ann", "bob:{x}", "}"):
-        gate.check(subject, 1)
+        counter.check(subject, 1)
     awaited(store.regional.note("a", "b"))
     assert store.stats().states == 2 + 3 * 2
 
@@ -455,12 +455,12 @@ def test_the_documented_permissions_are_enough() -> None:
     ):
         regional = store.regional
         token = lead(regional)
-        gate = regional.global_gate(LIMITS, "api", "eventual")
-        decision = gate.check("ann", 2)
-        assert not gate.check("ann", 100).allowed
-        gate.refund("ann", 1, decision.charged_ns)
-        gate.grant("ann", 1, None)
-        gate.peek("ann", 1)
+        counter = regional.global_counter(LIMITS, "api", "eventual")
+        decision = counter.check("ann", 2)
+        assert not counter.check("ann", 100).allowed
+        counter.refund("ann", 1, decision.charged_ns)
+        counter.grant("ann", 1, None)
+        counter.peek("ann", 1)
 
         async def sync() -> None:
             (report,) = await regional.due(10, token)
@@ -477,5 +477,5 @@ def test_the_documented_permissions_are_enough() -> None:
 
         awaited(sync())
         server.admin.set(key_of(store, "ann"), "x")
-        gate.reset("ann")
+        counter.reset("ann")
         assert store.stats().states == 0

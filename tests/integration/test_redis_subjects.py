@@ -32,12 +32,13 @@ def check(store: RedisStore, wire: str, checks: Checks, *optional: int) -> list[
     """Check several subjects together, from a thread or on asyncio."""
     if wire == "threads":
         return store.check_together(
-            [(store.gate([limit], rule), subject, 1) for limit, rule, subject in checks], optional
+            [(store.counter([limit], rule), subject, 1) for limit, rule, subject in checks],
+            optional,
         )
 
     async def ask() -> list[Answer]:
-        gates = [(store.async_gate([limit], rule), subject, 1) for limit, rule, subject in checks]
-        return await store.check_together_async(gates, optional)
+        counters = [(store.counter([limit], rule), subject, 1) for limit, rule, subject in checks]
+        return await store.check_together(counters, optional)
 
     return asyncio.run(ask())
 
@@ -82,7 +83,7 @@ def test_a_request_that_its_own_limit_denies_writes_nothing(
     for _ in range(20):
         assert not passes(check(store, wire, checks))
     assert writes(servers) == before
-    tenant = store.gate([TENANT], "tenant").peek(f"{key} acme {order}", 0)
+    tenant = store.counter([TENANT], "tenant").peek(f"{key} acme {order}", 0)
     assert tenant.remaining == TENANT.limit - 1
     store.close()
 
@@ -91,13 +92,13 @@ def test_a_request_that_its_own_limit_denies_writes_nothing(
 async def test_denied_requests_of_one_user_deny_no_other_user(kind: str, key: str) -> None:
     """Forty requests fit into the tenant's limit, and all pass amid a user's denied requests."""
     store = store_of(running(kind).uri)
-    user = store.async_gate([USER], "user")
-    tenant = store.async_gate([TENANT], "tenant")
+    user = store.counter([USER], "user")
+    tenant = store.counter([TENANT], "tenant")
     acme, mallory = f"{key} acme", f"{key} mallory"
     await user.check(mallory, 1)
 
     async def ask(name: str) -> bool:
-        return passes(await store.check_together_async([(user, name, 1), (tenant, acme, 1)]))
+        return passes(await store.check_together([(user, name, 1), (tenant, acme, 1)]))
 
     names = [f"{key} {number}" for number in range(TENANT.limit)]
     mixed = [name for each in names for name in (mallory, each, mallory, mallory)]
@@ -121,7 +122,7 @@ def test_a_check_that_fails_does_not_keep_others_from_being_charged(
     checks = [(TENANT, "tenant", broken), (TENANT, "tenant", well)]
 
     def left() -> int:
-        return store.gate([TENANT], "tenant").peek(well, 0).remaining
+        return store.counter([TENANT], "tenant").peek(well, 0).remaining
 
     failed, decided = check(store, wire, checks, 0, 1)
     assert isinstance(failed, StoreUnavailable)
@@ -146,11 +147,11 @@ def test_one_subject_may_occur_several_times(kind: str, wire: str, key: str) -> 
     twice = [(three, "rule", key), (TENANT, "tenant", f"{key} acme"), (three, "rule", key)]
     assert passes(check(store, wire, twice))
     assert not passes(check(store, wire, twice))
-    gate = store.gate([three], "rule")
-    assert gate.peek(key, 0).remaining == 1
-    assert store.gate([TENANT], "tenant").peek(f"{key} acme", 0).remaining == TENANT.limit - 1
-    assert gate.check(key, 1).allowed
-    assert not gate.check(key, 1).allowed
+    counter = store.counter([three], "rule")
+    assert counter.peek(key, 0).remaining == 1
+    assert store.counter([TENANT], "tenant").peek(f"{key} acme", 0).remaining == TENANT.limit - 1
+    assert counter.check(key, 1).allowed
+    assert not counter.check(key, 1).allowed
     store.close()
 
 

@@ -58,7 +58,7 @@ class TwoRegions:
         self.eu, self.us = known["eu"], known["us"]
         half = Fraction(1, 2)
         self.sync = RegionSync("us", share_table(1, {"eu": half, "us": half}), known, "us-1")
-        self.gate = self.eu.global_async_gate(LIMITS, "api", "exact")
+        self.counter = self.eu.global_counter(LIMITS, "api", "exact")
 
     def _uri(self, uri: str, region: str) -> str:
         return f"{uri}?prefix={self._prefix}-{region}&deadline_ms=1000"
@@ -97,7 +97,7 @@ class TwoRegions:
 
     async def charge(self, units: int, total: int) -> None:
         """Spend units in eu, and wait until us knows all of them and has accepted them."""
-        assert await self.gate.check("ann", units)
+        assert await self.counter.check("ann", units)
 
         async def is_known() -> bool:
             return (await _usage(self.us))[0] == total and (await _usage(self.eu))[1] == 0

@@ -84,7 +84,7 @@ def test_all_verbs_of_a_global_limiter(calls: Calls) -> None:
 
 
 def test_further_charges_go_to_all_limits_of_a_global_rule(calls: Calls) -> None:
-    """They are counted together: a gate of one of them would have other counts."""
+    """They are counted together: a counter of one of them would have other counts."""
     limiter = calls.rules("{id: r, by: user, limits: [10/minute, 100/hour], scope: global}")
     decision = calls(limiter.check, ANNA, 2)
     assert calls(limiter.settle, ANNA, 2, 6, decision) == 0

@@ -43,7 +43,7 @@ def test_close_leaves_a_shared_store_open() -> None:
     """A limiter closes the store only if it opened it."""
     store = open_store("memory://")
     Limiter("5/minute", store=store).close()
-    assert store.gate((Limit(1, per=1),), "").check("k", 1).allowed
+    assert store.counter((Limit(1, per=1),), "").check("k", 1).allowed
     own = Limiter("5/minute", on_failure="raise")
     own.close()
     with pytest.raises(StoreUnavailable):

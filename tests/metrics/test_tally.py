@@ -40,10 +40,10 @@ USER = Request(user="1")
 def limiter_full(on_failure: FailurePolicy, has_rules: bool = True) -> Limiter:
     """Return a limiter whose store is full, before its first count."""
     store = open_store("memory://?capacity=1")
-    gate = store.gate([Limit(1, per=3600)], "others")
+    counter = store.counter([Limit(1, per=3600)], "others")
     with suppress(StoreFull):
         for number in range(1_000):
-            gate.check(f"other-{number}", 1)
+            counter.check(f"other-{number}", 1)
     if not has_rules:
         return Limiter("2/minute", name="users", by=["user"], store=store, on_failure=on_failure)
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["2/minute"]}]}

@@ -9,9 +9,9 @@ from typing import Any
 
 from ratekeeper.core.model import DECISION_FIELDS, AlgorithmName, Limit
 from ratekeeper.decide.algorithms import ALGORITHMS, Algorithm, Outcome, State
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.testing import ManualClock
-from tests.parity.reference import ReferenceGate, States, answer
+from tests.parity.reference import ReferenceCounter, States, answer
 from tests.parity.traces import Step
 
 NS_PER_US = 1_000
@@ -80,7 +80,7 @@ class Pair:
     """The limits of one rule on Redis and on the reference. Both get the same calls."""
 
     def __init__(
-        self, store: Store, clock: ManualClock, limits: tuple[Limit, ...], rule: str = ""
+        self, store: LocalStore, clock: ManualClock, limits: tuple[Limit, ...], rule: str = ""
     ) -> None:
         self._store, self._clock, self._rule = store, clock, rule
         self._states: States = {}
@@ -91,14 +91,14 @@ class Pair:
         """Change the limits of the rule. Spent units stay."""
         self.limits = limits
         self._ever.update((limit.identity, limit) for limit in limits)
-        self.gate = self._store.gate(limits, self._rule)
-        self.reference = ReferenceGate(self._states, limits, self._rule, ALGORITHMS_US)
+        self.counter = self._store.counter(limits, self._rule)
+        self.reference = ReferenceCounter(self._states, limits, self._rule, ALGORITHMS_US)
 
     def forget(self, subjects: Iterable[str]) -> None:
         """Reset the subjects on Redis, under every limit that was ever used."""
-        gate = self._store.gate(tuple(self._ever.values()), self._rule)
+        counter = self._store.counter(tuple(self._ever.values()), self._rule)
         for subject in subjects:
-            gate.reset(subject)
+            counter.reset(subject)
 
     def apply(self, step: Step) -> tuple[Any, Any]:
         """Apply the step to both at its microsecond; return both answers."""
@@ -108,18 +108,18 @@ class Pair:
         if verb in ("check", "peek"):
             spend = verb == "check"
             return (
-                answer(self.gate.check if spend else self.gate.peek, subject, units),
+                answer(self.counter.check if spend else self.counter.peek, subject, units),
                 answer(self.reference.check, subject, units, now_ns, spend=spend),
             )
         if verb == "refund":
             charged_ns = self.reference.charged_ns(step.charge)
-            self.gate.refund(subject, units, charged_ns)
+            self.counter.refund(subject, units, charged_ns)
             self.reference.refund(subject, units, charged_ns, now_ns)
         elif verb == "grant":
             ttl_ns = None if step.ttl_ns is None else up_to_us(step.ttl_ns)
-            self.gate.grant(subject, units, ttl_ns)
+            self.counter.grant(subject, units, ttl_ns)
             self.reference.grant(subject, units, ttl_ns, now_ns)
         elif verb == "reset":
-            self.gate.reset(subject)
+            self.counter.reset(subject)
             self.reference.reset(subject)
         return None, None

@@ -1,4 +1,4 @@
-"""The reference as a gate: the pure algorithms and a dict."""
+"""The reference as a counter: the pure algorithms and a dict."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def answer(verb: Callable[..., Decision], *arguments: Any, **options: Any) -> tu
         return "can never fit", error.cost, error.limit
 
 
-class ReferenceGate:
-    """The answers that every gate must give. States are never dropped.
+class ReferenceCounter:
+    """The answers that every counter must give. States are never dropped.
 
     `charges` are the times of the latest charges of any subject, for refunds.
     """

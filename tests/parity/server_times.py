@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ratekeeper.core.model import Decision
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from ratekeeper.decide.stores.redis.codec import NS_PER_US, ReplyDecoder
-from ratekeeper.decide.stores.redis.gates import AsyncRedisGate, RedisGate
-from tests.conformance.awaited import AwaitedGate
+from ratekeeper.decide.stores.redis.gates import RedisCounter
+from tests.answering import AnsweringCounter
 
 
 class TimedDecoder:
@@ -32,9 +32,11 @@ class TimedDecoder:
         self.now_ns = (reply[0] if reply[0] >= 0 else ~reply[0]) * NS_PER_US
 
 
-def timed(gate: Gate) -> TimedDecoder:
-    """Return the times of a gate's replies from now on."""
-    inner: RedisGate | AsyncRedisGate = gate._gate if isinstance(gate, AwaitedGate) else gate
+def timed(counter: LocalCounter) -> TimedDecoder:
+    """Return the times of a counter's replies from now on."""
+    assert isinstance(counter, AnsweringCounter)
+    inner = counter.counter
+    assert isinstance(inner, RedisCounter)
     times = TimedDecoder(inner.scripts.decoder)
     inner.scripts.decoder = times
     return times

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ratekeeper.decide.kernel import _kernel
-from tests.parity.reference import ReferenceGate, States, answer
+from tests.parity.reference import ReferenceCounter, States, answer
 from tests.parity.traces import Step, changed, random_limits, steps
 
 # The seeds are the same on every run; RATEKEEPER_EXPLORE=10 runs ten times as many traces.
@@ -21,7 +21,7 @@ STEPS = 1_000
 SHARDS = 10
 
 
-def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceGate) -> tuple[Any, Any]:
+def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceCounter) -> tuple[Any, Any]:
     """Apply the step to both; return both answers."""
     verb, subject, units, now_ns = step.verb, step.subject, step.units, step.now_ns
     if verb in ("check", "peek"):
@@ -50,14 +50,14 @@ def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
     rule = f"trace-{seed}"
     states: States = {}
     kernel = _kernel.Gate(table, limits, rule)
-    reference = ReferenceGate(states, limits, rule)
+    reference = ReferenceCounter(states, limits, rule)
     rewinds = random.random() < 0.5
     compared = 0
     for number, step in enumerate(steps(random, limits, count, rewinds=rewinds)):
         if step.verb == "change":
             limits = changed(random, limits)
             kernel = _kernel.Gate(table, limits, rule)
-            reference = ReferenceGate(states, limits, rule)
+            reference = ReferenceCounter(states, limits, rule)
         elif step.verb == "sweep":
             table.sweep(step.now_ns)
         got, wanted = apply(step, kernel, reference)

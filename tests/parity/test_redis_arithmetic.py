@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ratekeeper.core.model import MICROS_PER_UNIT, REFILL_NS_MAX, UNITS_MAX, WINDOW_NS_MAX, Limit
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.testing import ManualClock
 from tests.conformance.stores import STORES
 from tests.parity.in_microseconds import NOW_NS_MAX, NS_PER_US, Pair
@@ -113,7 +113,7 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture(scope="module")
-def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStore]:
     """One store for all examples, which have separate subjects."""
     (factory,) = (each for each in STORES if each.name == "redis")
     with factory.open(clock, 0, tmp_path_factory.mktemp("redis")) as opened:
@@ -124,7 +124,7 @@ def store(clock: ManualClock, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.parametrize("limit", EXTREMES, ids=str)
 @promise(60, data=st.data())
 def test_the_largest_numbers_agree(
-    limit: Limit, store: Store, clock: ManualClock, data: st.DataObject
+    limit: Limit, store: LocalStore, clock: ManualClock, data: st.DataObject
 ) -> None:
     """After a microsecond, part of a unit, part of a refill or a century, Redis equals the
     reference."""

@@ -17,6 +17,8 @@ from ratekeeper.core.rates import scaled
 from ratekeeper.decide.leasing import Lease
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
+from tests.answering import AnsweringStore
+from tests.clocks import SteppedClock
 from tests.conformance.stores import PATIENCE
 from tests.promises.leases import CLOCK_STEPS, STEP_BYTES, LeasePlay
 from tests.promises.strategies import clock_at, limit_of
@@ -56,6 +58,11 @@ def comparable(answer: object) -> object:
     return answer
 
 
+def opened(uri: str, clock: SteppedClock, prefix: str) -> AnsweringStore:
+    """Return a store on Redis without a denial cache."""
+    return AnsweringStore(open_store(uri, clock, prefix=prefix, denied_cache_ms=0, **PATIENCE))
+
+
 def played(
     seed: int, kind: str, *algorithms: AlgorithmName, changes: int = 0
 ) -> tuple[LeasePlay, ...]:
@@ -74,13 +81,7 @@ def played(
         store = (
             PythonMemoryStore(clock)
             if place == "reference"
-            else open_store(
-                running(kind).uri,
-                clock,
-                prefix=prefix,
-                denied_cache_ms=0,
-                **PATIENCE,
-            )
+            else opened(running(kind).uri, clock, prefix)
         )
         play = LeasePlay(store, clock, limits, clock_steps, all_verbs=True)
         play.earlier = [scaled(limits, part) for part in parts]
@@ -140,7 +141,7 @@ def test_never_over_on_redis(algorithm: AlgorithmName) -> None:
         clock = clock_at(random.choice(STARTS_NS))
         clock.step_ns = 1_000
         uri = running("single").uri
-        store = open_store(uri, clock, prefix=f"over{seed}", denied_cache_ms=0, **PATIENCE)
+        store = opened(uri, clock, f"over{seed}")
         clock_steps = CLOCK_STEPS[seed % 2 : seed % 2 + 1]
         play = LeasePlay(store, clock, [limit], clock_steps, resets=seed % 2 == 0)
         play.play([random.randbytes(STEP_BYTES) for _ in range(60)])

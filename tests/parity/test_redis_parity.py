@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from ratekeeper.core.model import Limit
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.testing import ManualClock
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import Moments, Pair
@@ -44,7 +44,7 @@ def named(step: Step, seed: int) -> Step:
     return replace(step, subject=f"{HEADS[number % len(HEADS)]}{number // len(HEADS)}")
 
 
-def trace(seed: int, store: Store, clock: ManualClock, count: int = STEPS) -> int:
+def trace(seed: int, store: LocalStore, clock: ManualClock, count: int = STEPS) -> int:
     """Run one trace on two rules that share their subjects; return the number of compared
     decisions."""
     random = Random(seed)
@@ -97,7 +97,7 @@ def chunk_bytes(server: Single) -> int:
     )
 
 
-def log_trace(seed: int, store: Store, clock: ManualClock, server: Single, count: int) -> None:
+def log_trace(seed: int, store: LocalStore, clock: ManualClock, server: Single, count: int) -> None:
     """Run one trace on logs of several lengths, and check their size on the server."""
     random = Random(seed)
 

@@ -23,11 +23,12 @@ from ratekeeper.decide.regional import (
     Report,
     Shares,
 )
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from ratekeeper.decide.stores.redis import regional
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringCounter
 from tests.conformance.stores import PATIENCE
 from tests.parity.in_microseconds import up_to_us
 from tests.promises.strategies import limit_of
@@ -58,7 +59,7 @@ class Region:
     """A region on Redis and on the reference."""
 
     name: str
-    gates: tuple[Gate, Gate]
+    counters: tuple[LocalCounter, LocalCounter]
     stores: tuple[RegionalCounts, RegionalCounts]
 
 
@@ -71,10 +72,10 @@ def in_us(decision: Decision) -> Decision:
     )
 
 
-def answer(gate: Gate, verb: str, subject: str, cost: int) -> object:
-    """Return the decision of a gate, or the text of a CapacityError."""
+def answer(counter: LocalCounter, verb: str, subject: str, cost: int) -> object:
+    """Return the decision of a counter, or the text of a CapacityError."""
     try:
-        return decision_fields(in_us(getattr(gate, verb)(subject, cost)))
+        return decision_fields(in_us(getattr(counter, verb)(subject, cost)))
     except CapacityError as error:
         return str(error)
 
@@ -91,11 +92,11 @@ class Regions:
         self.regions = []
         for name, store in zip(REGIONS, stores, strict=True):
             memory = MemoryRegional(clock)
-            gates = (
-                store.regional.global_gate(limits, rule, across),
-                memory.global_gate(limits, rule, across),
+            counters = (
+                AnsweringCounter(store.regional.global_counter(limits, rule, across)),
+                memory.global_counter(limits, rule, across),
             )
-            self.regions.append(Region(name, gates, (store.regional, memory)))
+            self.regions.append(Region(name, counters, (store.regional, memory)))
 
     def change_limits(self, region: Region, random: Random) -> None:
         """Use other numbers or another mode in one region, as when a rule is edited."""
@@ -112,9 +113,9 @@ class Regions:
         )
         across: AcrossRegions = random.choice(["exact", "eventual", self.across, self.across])
         redis, memory = region.stores
-        region.gates = (
-            redis.global_gate(limits, self.rule, across),
-            memory.global_gate(limits, self.rule, across),
+        region.counters = (
+            AnsweringCounter(redis.global_counter(limits, self.rule, across)),
+            AnsweringCounter(memory.global_counter(limits, self.rule, across)),
         )
 
     async def share(self, region: Region, shares: Shares) -> None:
@@ -124,7 +125,7 @@ class Regions:
             assert await store.shares() == shares
 
     def check(self, region: Region, verb: str, subject: str, cost: int) -> None:
-        redis, memory = (answer(gate, verb, subject, cost) for gate in region.gates)
+        redis, memory = (answer(counter, verb, subject, cost) for counter in region.counters)
         assert redis == memory
 
     async def due(self, region: Region, most: int) -> list[Report]:
@@ -201,15 +202,15 @@ class Trace:
         elif verb == "refund":
             ago_ns = random.choice([None, random.randrange(3_000_000) * 1_000])
             charged_ns = None if ago_ns is None else self.clock.now_ns() - ago_ns
-            for gate in region.gates:
-                gate.refund(subject, cost, charged_ns)
+            for counter in region.counters:
+                counter.refund(subject, cost, charged_ns)
         elif verb == "grant":
             ttl_ns = random.choice([None, random.randint(1, 5_000_000) * 1_000])
-            for gate in region.gates:
-                gate.grant(subject, cost + 1, ttl_ns)
+            for counter in region.counters:
+                counter.grant(subject, cost + 1, ttl_ns)
         elif verb == "reset":
-            for gate in region.gates:
-                gate.reset(subject)
+            for counter in region.counters:
+                counter.reset(subject)
         elif verb == "limits":
             regions.change_limits(region, random)
         elif verb == "back":  # the clock of the stores is set back

@@ -12,10 +12,10 @@ import pytest
 import ratekeeper.core.clock
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.conformance.stores import CONNECTIONS, STORES
 from tests.parity.in_microseconds import ALGORITHMS_US
-from tests.parity.reference import ReferenceGate, States, answer
+from tests.parity.reference import ReferenceCounter, States, answer
 from tests.parity.server_times import TimedDecoder, timed
 
 pytestmark = pytest.mark.server
@@ -38,29 +38,29 @@ def short_limits(random: Random) -> tuple[Limit, ...]:
     return tuple(found)
 
 
-def trace(seed: int, store: Store) -> int:
+def trace(seed: int, store: LocalStore) -> int:
     """Run one trace; return the number of denied decisions."""
     random = Random(seed)
     states: States = {}
     denied = 0
 
-    def gates() -> tuple[Gate, TimedDecoder, ReferenceGate]:
+    def counters() -> tuple[LocalCounter, TimedDecoder, ReferenceCounter]:
         limits = short_limits(random)
-        gate = store.gate(limits, "rule")
-        return gate, timed(gate), ReferenceGate(states, limits, "rule", ALGORITHMS_US)
+        counter = store.counter(limits, "rule")
+        return counter, timed(counter), ReferenceCounter(states, limits, "rule", ALGORITHMS_US)
 
-    gate, times, reference = gates()
+    counter, times, reference = counters()
     for number in range(STEPS):
         subject = random.choice(("a", "b"))
         cost = random.choice((0, 1, 1, 1, 2, random.randint(1, reference.limits[0].capacity)))
         dice = random.random()
         if dice < 0.002:
-            gate, times, reference = gates()
+            counter, times, reference = counters()
         elif dice < 0.01:
-            gate.reset(subject)
+            counter.reset(subject)
             reference.reset(subject)
         looks = dice > 0.9
-        got = answer(gate.peek if looks else gate.check, subject, cost)
+        got = answer(counter.peek if looks else counter.check, subject, cost)
         wanted = answer(reference.check, subject, cost, times.now_ns, spend=not looks)
         assert got == wanted, f"seed {seed}, step {number} at {times.now_ns}: {reference.limits}"
         denied += got[0] is False

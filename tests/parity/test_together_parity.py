@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Limit, StoreError
 from ratekeeper.core.model import ALGORITHM_NAMES, decision_fields
-from ratekeeper.decide.store import Answer, Gate, GateCheck, Store
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.store import Answer, Charge, LocalCounter, LocalStore
+from ratekeeper.decide.stores import open_local_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.testing import ManualClock
 
@@ -28,14 +28,14 @@ limits_drawn = st.builds(
     per=st.sampled_from((1, 7, 60)),
     algorithm=st.sampled_from(ALGORITHM_NAMES),
 )
-# Limits of one rule: each gate of the rule has some of them, and their counts in common.
+# Limits of one rule: each counter of the rule has some of them, and their counts in common.
 rules_drawn = st.lists(st.lists(limits_drawn, min_size=1, max_size=3), min_size=1, max_size=3)
 subjects_drawn = st.sampled_from(SUBJECTS)
 
 
-def gates_of(store: Store, rules: Sequence[Sequence[Limit]]) -> list[Gate]:
-    """Return the gates of each rule: with all of its limits, and with the first alone."""
-    gates: list[Gate] = []
+def counters_of(store: LocalStore, rules: Sequence[Sequence[Limit]]) -> list[LocalCounter]:
+    """Return the counters of each rule: with all of its limits, and with the first alone."""
+    counters: list[LocalCounter] = []
     for number, limits in enumerate(rules):
         named = [
             Limit(
@@ -43,8 +43,8 @@ def gates_of(store: Store, rules: Sequence[Sequence[Limit]]) -> list[Gate]:
             )
             for at, each in enumerate(limits)
         ]
-        gates += [store.gate(some, f"rule-{number}") for some in (named, named[:1])]
-    return gates
+        counters += [store.counter(some, f"rule-{number}") for some in (named, named[:1])]
+    return counters
 
 
 def essence(call: Callable[[], Sequence[Answer]]) -> Any:
@@ -59,11 +59,11 @@ def essence(call: Callable[[], Sequence[Answer]]) -> Any:
 
 
 @contextmanager
-def opened(kind: str, clock: ManualClock, room: str) -> Iterator[Store]:
+def opened(kind: str, clock: ManualClock, room: str) -> Iterator[LocalStore]:
     """Open a store on the kernel with so much room."""
     with TemporaryDirectory() as folder:
         uri = "memory://" if kind == "memory" else f"shared://{folder}/limits"
-        store = open_store(f"{uri}?{room}", clock)
+        store = open_local_store(f"{uri}?{room}", clock)
         yield store
         store.close()
 
@@ -71,14 +71,14 @@ def opened(kind: str, clock: ManualClock, room: str) -> Iterator[Store]:
 kinds = pytest.mark.parametrize("kind", ["memory", "shared"])
 
 
-def checks_of(data: st.DataObject, gates: Sequence[Gate]) -> list[tuple[int, str, int]]:
-    """Draw the checks of one call: the number of a gate, a subject and a cost."""
-    each = st.tuples(st.integers(0, len(gates) - 1), subjects_drawn, st.integers(0, 6))
+def checks_of(data: st.DataObject, counters: Sequence[LocalCounter]) -> list[tuple[int, str, int]]:
+    """Draw the checks of one call: the number of a counter, a subject and a cost."""
+    each = st.tuples(st.integers(0, len(counters) - 1), subjects_drawn, st.integers(0, 6))
     return data.draw(st.lists(each, min_size=1, max_size=12), "checks")
 
 
-def bound(gates: Sequence[Gate], checks: Sequence[tuple[int, str, int]]) -> list[GateCheck]:
-    return [(gates[number], subject, cost) for number, subject, cost in checks]
+def bound(counters: Sequence[LocalCounter], checks: Sequence[tuple[int, str, int]]) -> list[Charge]:
+    return [(counters[number], subject, cost) for number, subject, cost in checks]
 
 
 @kinds
@@ -94,9 +94,9 @@ def test_the_kernel_decides_as_the_python_store(
 
 
 def compare(
-    stores: Sequence[Store], clock: ManualClock, data: st.DataObject, rules: list[list[Limit]]
+    stores: Sequence[LocalStore], clock: ManualClock, data: st.DataObject, rules: list[list[Limit]]
 ) -> None:
-    engines = [gates_of(store, rules) for store in stores]
+    engines = [counters_of(store, rules) for store in stores]
     numbers = st.integers(0, len(engines[0]) - 1)
     for _ in range(data.draw(st.integers(1, 8), "calls")):
         clock.advance_ns(data.draw(st.sampled_from((0, 1, SECOND_NS // 3, 7 * SECOND_NS)), "pause"))
@@ -105,17 +105,19 @@ def compare(
                 st.tuples(numbers, subjects_drawn, st.integers(1, 9))
             )
             ttl_ns = data.draw(st.sampled_from((None, SECOND_NS)))
-            for gates in engines:
-                gates[number].grant(subject, units, ttl_ns)
+            for counters in engines:
+                counters[number].grant(subject, units, ttl_ns)
         checks = checks_of(data, engines[0])
         python, kernel = (
-            essence(lambda: store.check_together(bound(gates, checks)))  # noqa: B023 - called here
-            for store, gates in zip(stores, engines, strict=True)
+            essence(lambda: store.check_together(bound(counters, checks)))  # noqa: B023 - called here
+            for store, counters in zip(stores, engines, strict=True)
         )
         assert kernel == python
         python, kernel = (
-            essence(lambda: [gate.peek(subject, 0) for gate in gates for subject in SUBJECTS])  # noqa: B023 - called here
-            for gates in engines
+            essence(
+                lambda: [each.peek(subject, 0) for each in counters for subject in SUBJECTS]  # noqa: B023 - called here
+            )
+            for counters in engines
         )
         assert kernel == python
 
@@ -135,30 +137,30 @@ def test_a_charge_without_room_charges_nothing_or_is_left_out(
         conserve(store, data, rules)
 
 
-def conserve(store: Store, data: st.DataObject, rules: list[list[Limit]]) -> None:
-    gates = gates_of(store, [*rules, [Limit(50, per=60)]])
+def conserve(store: LocalStore, data: st.DataObject, rules: list[list[Limit]]) -> None:
+    counters = counters_of(store, [*rules, [Limit(50, per=60)]])
     singles = {
-        (number // 2, limit.name): store.gate([limit], f"rule-{number // 2}")
-        for number, gate in enumerate(gates)
-        for limit in gate.limits
+        (number // 2, limit.name): store.counter([limit], f"rule-{number // 2}")
+        for number, counter in enumerate(counters)
+        for limit in counter.limits
     }
     for _ in range(6):
-        checks = checks_of(data, gates)
+        checks = checks_of(data, counters)
         optional = data.draw(st.sets(st.integers(0, len(checks) - 1)), "optional")
         before = {
-            (at, subject): gate.peek(subject, 0).remaining
-            for at, gate in singles.items()
+            (at, subject): counter.peek(subject, 0).remaining
+            for at, counter in singles.items()
             for subject in SUBJECTS
         }
         try:
-            answers = store.check_together(bound(gates, checks), optional)
+            answers = store.check_together(bound(counters, checks), optional)
         except CapacityError:
             answers = []
         failed = {at for at, each in enumerate(answers) if isinstance(each, StoreError)}
         charged = bool(answers) and all(answers) and failed <= optional
         for at, (number, subject, cost) in enumerate(checks):
             if charged and at not in failed:
-                for limit in gates[number].limits:
+                for limit in counters[number].limits:
                     before[(number // 2, limit.name), subject] -= cost
         for (at, subject), remaining in before.items():
             assert singles[at].peek(subject, 0).remaining == remaining

@@ -16,7 +16,7 @@ from ratekeeper import CapacityError, Decision, Limit
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.allowances import CLAIM_NS
 from ratekeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
-from ratekeeper.decide.store import AnyGate, Store
+from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.clocks import SteppedClock
 from tests.promises.oracles import Admission, assert_never_over
 from tests.promises.strategies import KEY, chunks, limits
@@ -73,7 +73,7 @@ def lease_traces(steps_max: int = 40) -> st.SearchStrategy[list[bytes]]:
 class _NodeLease:
     """What a node knows of its lease."""
 
-    gate: AnyGate
+    counter: LocalCounter
     left: int
     ends_ns: int
     until_real_ns: int
@@ -87,7 +87,7 @@ class LeasePlay:
     that were taken under them are given back under them, and late charges may come under any.
     """
 
-    store: Store
+    store: LocalStore
     clock: SteppedClock
     limits: Sequence[Limit]
     clock_steps: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class LeasePlay:
     _leases: list[_NodeLease] = field(default_factory=list)
     _returned: list[tuple[GiveBack, int]] = field(default_factory=list)
     _charged: list[tuple[Admission, int]] = field(default_factory=list)
-    _gates: list[AnyGate] = field(default_factory=list)
+    _counters: list[LocalCounter] = field(default_factory=list)
 
     def play(self, steps: Sequence[bytes]) -> None:
         """Move the clock and carry out a verb for each step."""
@@ -115,12 +115,12 @@ class LeasePlay:
             verbs = tuple(verb for verb in verbs if verb not in _RETURNING)
         gaps = _GAPS + self.clock_steps
         for number, step in enumerate(steps):
-            if number * len(rules) >= len(self._gates) * len(steps):
-                self._gates.append(self.store.gate(rules[len(self._gates)], "r"))
+            if number * len(rules) >= len(self._counters) * len(steps):
+                self._counters.append(self.store.counter(rules[len(self._counters)], "r"))
             self._move(gaps[step[0] % len(gaps)], step[1])
             verb, size, which = verbs[step[2] % len(verbs)], step[3], step[4]
             try:
-                answer = self._carry_out(self._gates[-1], verb, size, which)
+                answer = self._carry_out(self._counters[-1], verb, size, which)
             except CapacityError:
                 answer = "never"
             self.answers.append((verb, answer))
@@ -148,7 +148,7 @@ class LeasePlay:
         if kind != "clock forward":
             self._real_ns += gap_ns
 
-    def _carry_out(self, gate, verb: str, size: int, which: int) -> object:  # type: ignore[no-untyped-def]  # a gate of the store
+    def _carry_out(self, counter, verb: str, size: int, which: int) -> object:  # type: ignore[no-untyped-def]  # a counter of the store
         capacity = min(limit.capacity for limit in self.limits)
         authority = self.store.authority
         assert authority is not None
@@ -156,7 +156,7 @@ class LeasePlay:
             cost = (0, 1, 1, 1 + size % capacity)[which % 4]
             lifetime_ns = _LIFETIMES_NS[which // 16 % 4]
             terms = LeaseTerms(size % (2 * capacity), 1 + which // 4 % 4, lifetime_ns)
-            [answer] = authority.lease([LeaseCheck(gate, KEY, cost, terms)])
+            [answer] = authority.lease([LeaseCheck(counter, KEY, cost, terms)])
             assert isinstance(answer, tuple)
             decision, lease = answer
             self._admit(decision, cost)
@@ -164,13 +164,13 @@ class LeasePlay:
                 self.leased += 1
                 self._latest_ns = max(self._latest_ns, lease.ends_ns - lease.lasts_ns)
                 until_ns = self._real_ns + lease.lasts_ns
-                self._leases.append(_NodeLease(gate, lease.units, lease.ends_ns, until_ns))
+                self._leases.append(_NodeLease(counter, lease.units, lease.ends_ns, until_ns))
             return answer
         if verb in ("check", "fill"):
             cost = 1 + size % capacity
             if verb == "fill":  # take all that is left
-                cost = gate.peek(KEY, 0).remaining
-            decision = gate.check(KEY, cost)
+                cost = counter.peek(KEY, 0).remaining
+            decision = counter.check(KEY, cost)
             self._admit(decision, cost)
             return decision
         if verb in ("spend", "give back", "crash"):
@@ -180,7 +180,7 @@ class LeasePlay:
             return authority.report(due[-2:])
         if verb == "late":
             late = LateCharge(
-                self._gates[which % len(self._gates)],
+                self._counters[which % len(self._counters)],
                 KEY,
                 size % (capacity + 3),
                 which * _SECOND_NS // 100,
@@ -189,18 +189,18 @@ class LeasePlay:
         if verb == "refund" and self._charged:
             (at_ns, cost), charged_ns = self._charged.pop(which % len(self._charged))
             self.admitted.remove((at_ns, cost))
-            return gate.refund(KEY, cost, charged_ns)
+            return counter.refund(KEY, cost, charged_ns)
         if verb == "peek":
-            return gate.peek(KEY, size % capacity)
+            return counter.peek(KEY, size % capacity)
         if verb == "grant":
-            return gate.grant(KEY, 1 + size % 5, _SECOND_NS * (1 + which % 3))
+            return counter.grant(KEY, 1 + size % 5, _SECOND_NS * (1 + which % 3))
         if verb == "correct":
-            return gate.refund(KEY, 1 + size % 5, None)
-        return self._reset(gate) if verb == "reset" else None
+            return counter.refund(KEY, 1 + size % 5, None)
+        return self._reset(counter) if verb == "reset" else None
 
-    def _reset(self, gate) -> object:  # type: ignore[no-untyped-def]  # a gate of the store
+    def _reset(self, counter) -> object:  # type: ignore[no-untyped-def]  # a counter of the store
         """Reset: what was admitted before does not count any more. The leases are outstanding."""
-        answer = gate.reset(KEY)
+        answer = counter.reset(KEY)
         self.before_resets.append((self.clock.now_ns(), self.admitted))
         self.admitted, self._charged = [], []
         return answer
@@ -227,7 +227,7 @@ class LeasePlay:
         del self._leases[place]
         if verb == "crash" or not lease.left:
             return None
-        report = GiveBack(lease.gate, KEY, lease.left, lease.ends_ns)
+        report = GiveBack(lease.counter, KEY, lease.left, lease.ends_ns)
         self._returned.append((report, self._real_ns))
         authority = self.store.authority
         assert authority is not None

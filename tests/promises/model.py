@@ -191,7 +191,7 @@ Answer = tuple[bool, int] | Literal["never", "never or denied"]
 
 
 class Model:
-    """Keys under one or several limits: the answers that a gate must give."""
+    """Keys under one or several limits: the answers that a counter must give."""
 
     def __init__(self, limits: Sequence[Limit]) -> None:
         self.limits = limits

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import ceil
 
 from ratekeeper import Limit
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 from tests.promises.strategies import Step, check, move
 
@@ -19,12 +19,14 @@ from tests.promises.strategies import Step, check, move
 Admission = tuple[int, int]
 
 
-def admissions(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> list[Admission]:
+def admissions(
+    counter: LocalCounter, clock: SteppedClock, trace: Sequence[Step]
+) -> list[Admission]:
     """Return the admissions of a trace."""
     admitted: list[Admission] = []
     for gap_ns, cost in trace:
         move(clock, gap_ns)
-        decision = check(gate, cost)
+        decision = check(counter, cost)
         if decision != "never" and decision.allowed and cost:
             at_ns = max(clock.now_ns(), admitted[-1][0]) if admitted else clock.now_ns()
             admitted.append((at_ns, cost))

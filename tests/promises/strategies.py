@@ -21,7 +21,7 @@ from ratekeeper.core.model import (
     WINDOW_NS_MAX,
     AlgorithmName,
 )
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 
 DAY_NS = 86_400 * 10**9
@@ -262,16 +262,16 @@ def move(clock: SteppedClock, gap_ns: int) -> None:
     clock.advance_ns(min(max(gap_ns, -now_ns), max(LATEST_NS - now_ns, 0)))
 
 
-def check(gate: Gate, cost: int, key: str = KEY) -> Decision | Literal["never"]:
+def check(counter: LocalCounter, cost: int, key: str = KEY) -> Decision | Literal["never"]:
     """Return the decision, or "never" for a cost that never fits."""
     try:
-        return gate.check(key, cost)
+        return counter.check(key, cost)
     except CapacityError:
         return "never"
 
 
-def play(gate: Gate, clock: SteppedClock, trace: Sequence[Step]) -> None:
+def play(counter: LocalCounter, clock: SteppedClock, trace: Sequence[Step]) -> None:
     """Run a trace and ignore its decisions."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)
-        check(gate, cost)
+        check(counter, cost)

@@ -34,15 +34,15 @@ def test_a_cost_above_the_capacity_is_an_error_at_once(
     limit = data.draw(limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        play(gate, clock, data.draw(traces([limit], rewinds=True, steps_max=10)))
-        before = gate.peek(KEY, 0)
-        for verb in (gate.check, gate.peek):
+        counter = store.counter([limit], "")
+        play(counter, clock, data.draw(traces([limit], rewinds=True, steps_max=10)))
+        before = counter.peek(KEY, 0)
+        for verb in (counter.check, counter.peek):
             with pytest.raises(CapacityError) as caught:
                 verb(KEY, limit.capacity + excess)
             assert caught.value.limit == limit
-        assert gate.peek(KEY, 0) == before
-        gate.check(KEY, limit.capacity)
+        assert counter.peek(KEY, 0) == before
+        counter.check(KEY, limit.capacity)
 
 
 @promise(60, limits=several_limits(), start_ns=starts_ns(), data=st.data())
@@ -53,11 +53,11 @@ def test_the_smallest_of_several_capacities_decides(
     clock = clock_at(start_ns)
     capacity = min(limit.capacity for limit in limits)
     with open_store(clock) as store:
-        gate = store.gate(limits, "")
-        play(gate, clock, data.draw(traces(limits, rewinds=True, steps_max=10)))
+        counter = store.counter(limits, "")
+        play(counter, clock, data.draw(traces(limits, rewinds=True, steps_max=10)))
         with pytest.raises(CapacityError):
-            gate.check(KEY, capacity + 1)
-        gate.check(KEY, capacity)
+            counter.check(KEY, capacity + 1)
+        counter.check(KEY, capacity)
 
 
 @every_algorithm
@@ -72,17 +72,17 @@ def test_a_grant_raises_the_largest_cost(
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
     with open_store(clock) as store:
         ttl_ns = clock.steps_up_ns(ttl_ns)
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for key in ("now", "later"):
-            gate.grant(key, units, ttl_ns)
+            counter.grant(key, units, ttl_ns)
         with pytest.raises(CapacityError):
-            gate.check("now", limit.capacity + units + 1)
+            counter.check("now", limit.capacity + units + 1)
         clock.advance_ns(ttl_ns - 1)
-        assert gate.check("now", limit.capacity + units).remaining == 0
+        assert counter.check("now", limit.capacity + units).remaining == 0
         clock.advance_ns(1)
         with pytest.raises(CapacityError):
-            gate.check("later", limit.capacity + 1)
-        assert gate.check("later", limit.capacity).allowed
+            counter.check("later", limit.capacity + 1)
+        assert counter.check("later", limit.capacity).allowed
 
 
 @every_algorithm
@@ -98,20 +98,20 @@ def test_an_error_means_that_no_wait_would_help(
     cost = limit.capacity + data.draw(st.integers(1, units))
     with open_store(clock) as store:
         ttl_ns = clock.steps_up_ns(ttl_ns)
-        gate = store.gate([limit], "")
-        gate.check(KEY, data.draw(st.integers(1, limit.capacity)))
-        gate.grant(KEY, units, ttl_ns)
+        counter = store.counter([limit], "")
+        counter.check(KEY, data.draw(st.integers(1, limit.capacity)))
+        counter.grant(KEY, units, ttl_ns)
         try:
-            decision = gate.check(KEY, cost)
+            decision = counter.check(KEY, cost)
         except CapacityError:
             clock.advance_ns(ttl_ns - 1)
             with pytest.raises(CapacityError):
-                gate.check(KEY, cost)
+                counter.check(KEY, cost)
             return
         if not decision.allowed:
             assert decision.retry_after_ns < ttl_ns
             clock.advance_ns(decision.retry_after_ns)
-            assert gate.check(KEY, cost).allowed
+            assert counter.check(KEY, cost).allowed
 
 
 # Characters that code could join, split, quote or fold by; and any other text.
@@ -154,8 +154,8 @@ def test_a_store_counts_random_keys_separately(found: list[Key], open_store: Ope
     limit = Limit(100, per=60, algorithm="fixed_window")
     clock = clock_at(1_700_000_000 * 10**9)
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for cost, key in enumerate(found):
-            gate.check(subject_of(key), cost)
-        spent = [100 - gate.peek(subject_of(key), 0).remaining for key in found]
+            counter.check(subject_of(key), cost)
+        spent = [100 - counter.peek(subject_of(key), 0).remaining for key in found]
     assert spent == list(range(len(found)))

@@ -58,8 +58,8 @@ def test_a_refund_of_a_lower_limit_returns_its_units_alone(
     """A request that was admitted before the limit was raised is refunded by the lower limit."""
     clock = clock_at(3_600 * 10**9)
     with open_store(clock) as store:
-        low = store.gate([Limit(50, per=3_600, algorithm=algorithm)], "")
-        high = store.gate([Limit(100, per=3_600, algorithm=algorithm)], "")
+        low = store.counter([Limit(50, per=3_600, algorithm=algorithm)], "")
+        high = store.counter([Limit(100, per=3_600, algorithm=algorithm)], "")
         charged_ns = low.check(KEY, 5).charged_ns
         assert high.check(KEY, 95).allowed
         low.refund(KEY, 5, charged_ns)
@@ -71,7 +71,7 @@ def test_a_refund_of_a_lower_limit_returns_its_units_alone(
 def test_raising_a_limit_never_causes_a_denial(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """Of two equal gates, one gets a raised limit. It admits all that the other admits, with at
+    """Of two equal counters, one gets a raised limit. It admits all that the other admits, with at
     least as many units remaining, and no wait is longer."""
     low, high = data.draw(limit_pairs(algorithm))
     # A step returns units that a continuous refill has returned before, and that were spent since:
@@ -81,12 +81,12 @@ def test_raising_a_limit_never_causes_a_denial(
     before = data.draw(traces([low], steps_max=10))
     after = data.draw(traces([low], fitting=True, steps_max=12))
     with open_store(clock) as one, open_store(clock) as two:
-        kept = one.gate([low], "")
+        kept = one.counter([low], "")
         start_ns = clock.now_ns()
         play(kept, clock, before)
         clock.advance_ns(start_ns - clock.now_ns())
-        play(two.gate([low], ""), clock, before)
-        raised = two.gate([high], "")
+        play(two.counter([low], ""), clock, before)
+        raised = two.counter([high], "")
         for gap_ns, cost in after:
             move(clock, gap_ns)
             old, new = kept.peek(KEY, cost), raised.peek(KEY, cost)
@@ -113,15 +113,15 @@ def test_lowering_a_limit_applies_at_once(
     before = data.draw(traces([high], steps_max=10))
     after = data.draw(traces([low], steps_max=12))
     with open_store(clock) as store:
-        gate = store.gate([high], "")
+        counter = store.counter([high], "")
         spent_at_ns, used = clock.now_ns(), 0
         for gap_ns, cost in before:
             move(clock, gap_ns)
-            decision = check(gate, cost)
+            decision = check(counter, cost)
             if decision != "never" and decision.allowed and cost:
                 spent_at_ns, used = clock.now_ns(), high.capacity - decision.remaining
-        kept = gate.peek(KEY, 0).remaining
-        lowered = store.gate([low], "")
+        kept = counter.peek(KEY, 0).remaining
+        lowered = store.counter([low], "")
         remaining = lowered.peek(KEY, 0).remaining
         if algorithm in BUCKETS:
             come_in = -(low.limit * (clock.now_ns() - spent_at_ns) // -low.window_ns)
@@ -142,12 +142,12 @@ def test_raising_and_lowering_again_changes_nothing(
     low, high = data.draw(limit_pairs(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
-        gate = store.gate([low], "")
-        play(gate, clock, data.draw(traces([low], rewinds=True, steps_max=10)))
-        before = gate.peek(KEY, 1)
-        store.gate([high], "").peek(KEY, 1)
-        assert store.gate([low], "").peek(KEY, 1) == before
-        assert gate.peek(KEY, 1) == before
+        counter = store.counter([low], "")
+        play(counter, clock, data.draw(traces([low], rewinds=True, steps_max=10)))
+        before = counter.peek(KEY, 1)
+        store.counter([high], "").peek(KEY, 1)
+        assert store.counter([low], "").peek(KEY, 1) == before
+        assert counter.peek(KEY, 1) == before
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
@@ -23,7 +23,7 @@ from tests.promises.strategies import (
 
 
 def assert_denials_cost_nothing(
-    one: Gate, twin: Gate, clock: SteppedClock, trace: list[tuple[int, int]]
+    one: LocalCounter, twin: LocalCounter, clock: SteppedClock, trace: list[tuple[int, int]]
 ) -> None:
     """`one` gets every request and `twin` only those that `one` admitted: their decisions never
     differ."""
@@ -50,7 +50,9 @@ def test_a_denied_request_costs_nothing(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True))
     with open_store(clock) as one, open_store(clock) as two:
-        assert_denials_cost_nothing(one.gate([limit], ""), two.gate([limit], ""), clock, trace)
+        assert_denials_cost_nothing(
+            one.counter([limit], ""), two.counter([limit], ""), clock, trace
+        )
 
 
 @promise(120, limits=several_limits(), start_ns=starts_ns(), data=st.data())
@@ -61,9 +63,9 @@ def test_a_request_denied_by_one_limit_costs_nothing_in_the_others(
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, rewinds=True))
     with open_store(clock) as one, open_store(clock) as two:
-        assert_denials_cost_nothing(one.gate(limits, ""), two.gate(limits, ""), clock, trace)
+        assert_denials_cost_nothing(one.counter(limits, ""), two.counter(limits, ""), clock, trace)
         for limit in limits:
-            alone, twin = one.gate([limit], ""), two.gate([limit], "")
+            alone, twin = one.counter([limit], ""), two.counter([limit], "")
             assert alone.peek(KEY, 0) == twin.peek(KEY, 0)
         assert one.stats().states == two.stats().states
 
@@ -84,5 +86,5 @@ def test_a_denied_request_spends_no_granted_units(
     ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
     with open_store(clock) as one, open_store(clock) as two:
         for store in (one, two):
-            store.gate(limits, "").grant(KEY, units, clock.steps_up_ns(ttl_ns))
-        assert_denials_cost_nothing(one.gate(limits, ""), two.gate(limits, ""), clock, trace)
+            store.counter(limits, "").grant(KEY, units, clock.steps_up_ns(ttl_ns))
+        assert_denials_cost_nothing(one.counter(limits, ""), two.counter(limits, ""), clock, trace)

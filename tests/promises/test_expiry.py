@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, StoreFactory, every_algorithm, sweeping_stores
 from tests.promises.strategies import (
@@ -34,34 +34,34 @@ def slack_ns(factory: StoreFactory, limit: Limit, reset_ns: int) -> int:
     return int((reset_ns + longest_ns) * factory.expiry_slack)
 
 
-def assert_as_new(gate: Gate) -> None:
+def assert_as_new(counter: LocalCounter) -> None:
     """Assert that every decision equals that of a new key in every field."""
-    (limit,) = gate.limits
+    (limit,) = counter.limits
     for cost in (0, 1, limit.capacity):
-        assert gate.peek(KEY, cost) == gate.peek("never seen", cost)
+        assert counter.peek(KEY, cost) == counter.peek("never seen", cost)
 
 
 def assert_expires_when_whole(
-    factory: StoreFactory, store: Store, gate: Gate, clock: SteppedClock
+    factory: StoreFactory, store: LocalStore, counter: LocalCounter, clock: SteppedClock
 ) -> None:
     """Assert that the state is kept until one step before reset_after, and expires at it."""
-    reset_ns, step_ns = gate.peek(KEY, 0).reset_after_ns, clock.step_ns
+    reset_ns, step_ns = counter.peek(KEY, 0).reset_after_ns, clock.step_ns
     if reset_ns == 0:
-        assert_as_new(gate)
+        assert_as_new(counter)
         return
     assert store.stats().states == 1
     clock.advance_ns(reset_ns - step_ns)
-    assert gate.peek(KEY, 0).reset_after_ns == step_ns
-    assert gate.peek(KEY, 0) != gate.peek("never seen", 0)
+    assert counter.peek(KEY, 0).reset_after_ns == step_ns
+    assert counter.peek(KEY, 0) != counter.peek("never seen", 0)
     assert store.sweep() == 0
-    assert gate.peek(KEY, 0).reset_after_ns == step_ns
+    assert counter.peek(KEY, 0).reset_after_ns == step_ns
     clock.advance_ns(step_ns)
-    assert_as_new(gate)
+    assert_as_new(counter)
     if factory.sweeps:
-        clock.advance_ns(slack_ns(factory, gate.limits[0], reset_ns))
+        clock.advance_ns(slack_ns(factory, counter.limits[0], reset_ns))
         assert store.sweep() == 1
         assert store.stats().states == 0
-        assert_as_new(gate)
+        assert_as_new(counter)
 
 
 @every_algorithm
@@ -74,13 +74,13 @@ def test_a_key_expires_when_its_quota_is_whole(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, steps_max=12))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for gap_ns, cost in trace:
             move(clock, gap_ns)
-            decision = check(gate, cost)
+            decision = check(counter, cost)
             if decision != "never":
-                assert decision.reset_after_ns == gate.peek(KEY, 0).reset_after_ns
-        assert_expires_when_whole(factory, store, gate, clock)
+                assert decision.reset_after_ns == counter.peek(KEY, 0).reset_after_ns
+        assert_expires_when_whole(factory, store, counter, clock)
 
 
 @every_algorithm
@@ -96,12 +96,12 @@ def test_a_key_expires_when_its_quota_is_whole_after_refunds(
         st.lists(st.sampled_from([0, 0, 1, 2, 10]), min_size=len(trace), max_size=len(trace))
     )
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for (gap_ns, cost), refunded in zip(trace, refunds, strict=True):
             move(clock, gap_ns)
-            decision = gate.check(KEY, cost)
-            gate.refund(KEY, refunded, decision.charged_ns)
-        assert_expires_when_whole(factory, store, gate, clock)
+            decision = counter.check(KEY, cost)
+            counter.refund(KEY, refunded, decision.charged_ns)
+        assert_expires_when_whole(factory, store, counter, clock)
 
 
 @every_algorithm
@@ -118,18 +118,18 @@ def test_a_granted_key_expires_after_quota_and_grant(
     clock = clock_at(data.draw(starts_ns()))
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        reset_ns = gate.check(KEY, data.draw(st.integers(0, limit.capacity))).reset_after_ns
+        counter = store.counter([limit], "")
+        reset_ns = counter.check(KEY, data.draw(st.integers(0, limit.capacity))).reset_after_ns
         ttl_ns = clock.steps_up_ns(ttl_ns)
-        gate.grant(KEY, units, ttl_ns)
+        counter.grant(KEY, units, ttl_ns)
         end_ns = max(reset_ns, ttl_ns)
         clock.advance_ns(end_ns - clock.step_ns)
-        assert gate.peek(KEY, 0) != gate.peek("never seen", 0)
-        before = gate.peek(KEY, 0)
+        assert counter.peek(KEY, 0) != counter.peek("never seen", 0)
+        before = counter.peek(KEY, 0)
         store.sweep()
-        assert gate.peek(KEY, 0) == before
+        assert counter.peek(KEY, 0) == before
         clock.advance_ns(clock.step_ns)
-        assert_as_new(gate)
+        assert_as_new(counter)
         if factory.sweeps:
             clock.advance_ns(slack_ns(factory, limit, end_ns))
             store.sweep()
@@ -149,14 +149,14 @@ def test_each_limit_expires_separately(
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, steps_max=12))
     with open_store(clock) as store:
-        play(store.gate(limits, ""), clock, trace)
+        play(store.counter(limits, ""), clock, trace)
         store.sweep()
-        alone = [store.gate([limit], "") for limit in limits]
-        ends_ns = sorted(clock.now_ns() + gate.peek(KEY, 0).reset_after_ns for gate in alone)
+        alone = [store.counter([limit], "") for limit in limits]
+        ends_ns = sorted(clock.now_ns() + counter.peek(KEY, 0).reset_after_ns for counter in alone)
         for end_ns in ends_ns:
             clock.advance_ns(max(end_ns - clock.now_ns(), 0))
             store.sweep()
-            held = sum(gate.peek(KEY, 0).reset_after_ns > 0 for gate in alone)
+            held = sum(counter.peek(KEY, 0).reset_after_ns > 0 for counter in alone)
             states = store.stats().states
             assert states >= held if factory.expiry_slack else states == held
         clock.advance_ns(max(slack_ns(factory, limit, ends_ns[-1]) for limit in limits))

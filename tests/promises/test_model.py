@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import CapacityError, Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate, Store
+from ratekeeper.decide.store import LocalCounter, LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm, every_connection
 from tests.promises.model import Answer, Model
@@ -45,10 +45,10 @@ def operations(
     return chunks(STEP_BYTES + 3, STEPS_MAX).map(lambda drawn: list(map(operation, drawn)))
 
 
-def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) -> None:
-    """Compare a decision of the gate with the model: allowed, and remaining units."""
+def assert_same(verb: str, counter: LocalCounter, key: str, cost: int, expected: Answer) -> None:
+    """Compare a decision of the counter with the model: allowed, and remaining units."""
     try:
-        decision = (gate.check if verb == "check" else gate.peek)(key, cost)
+        decision = (counter.check if verb == "check" else counter.peek)(key, cost)
     except CapacityError:
         assert expected in ("never", "never or denied")
         return
@@ -59,33 +59,33 @@ def assert_same(verb: str, gate: Gate, key: str, cost: int, expected: Answer) ->
 
 
 def assert_agree(
-    store: Store, clock: SteppedClock, limits: Sequence[Limit], trace: Sequence[Operation]
+    store: LocalStore, clock: SteppedClock, limits: Sequence[Limit], trace: Sequence[Operation]
 ) -> None:
-    """Apply the same operations to a gate and to a model, and compare every answer."""
-    gate, model = store.gate(limits, ""), Model(limits)
+    """Apply the same operations to a counter and to a model, and compare every answer."""
+    counter, model = store.counter(limits, ""), Model(limits)
     charges: list[int] = []  # of either key: a refund must be safe with any time
     for gap_ns, verb, key, units, ttl_ns in trace:
         move(clock, gap_ns)
         now_ns = clock.now_ns()
         if verb == "check":
-            assert_same(verb, gate, key, units, model.check(key, now_ns, units))
+            assert_same(verb, counter, key, units, model.check(key, now_ns, units))
             charges.append(now_ns)
         elif verb == "peek":
-            assert_same(verb, gate, key, units, model.peek(key, now_ns, units))
+            assert_same(verb, counter, key, units, model.peek(key, now_ns, units))
         elif verb == "refund":
             charged_ns = charges[-1 - ttl_ns % len(charges)] if charges and ttl_ns % 3 else None
-            gate.refund(key, units, charged_ns)
+            counter.refund(key, units, charged_ns)
             model.refund(key, now_ns, units, charged_ns)
         elif verb == "grant":
             lasting_ns = clock.steps_up_ns(ttl_ns)
-            gate.grant(key, units + 1, lasting_ns)
+            counter.grant(key, units + 1, lasting_ns)
             model.grant(key, now_ns, units + 1, lasting_ns)
         elif verb == "reset":
-            gate.reset(key)
+            counter.reset(key)
             model.reset(key)
         else:
             store.sweep()
-        assert_same("peek", gate, key, 0, model.peek(key, now_ns, 0))
+        assert_same("peek", counter, key, 0, model.peek(key, now_ns, 0))
 
 
 @every_connection

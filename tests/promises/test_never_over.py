@@ -33,7 +33,7 @@ def test_never_over(algorithm: AlgorithmName, open_store: OpenStore, data: st.Da
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True))
     with open_store(clock) as store:
-        assert_never_over(limit, admissions(store.gate([limit], ""), clock, trace))
+        assert_never_over(limit, admissions(store.counter([limit], ""), clock, trace))
 
 
 @promise(60, units=st.integers(1, 30), seconds=st.integers(1, 600), data=st.data())
@@ -45,7 +45,7 @@ def test_a_rate_in_any_time(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], fitting=True))
     with open_store(clock) as store:
-        admitted = admissions(store.gate([limit], ""), clock, trace)
+        admitted = admissions(store.counter([limit], ""), clock, trace)
     for start_ns, _ in admitted:
         end_ns = start_ns + seconds * NS_PER_SECOND
         assert sum(cost for at_ns, cost in admitted if start_ns <= at_ns < end_ns) <= units
@@ -59,7 +59,7 @@ def test_never_over_in_any_of_several_limits(
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, rewinds=True))
     with open_store(clock) as store:
-        admitted = admissions(store.gate(limits, ""), clock, trace)
+        admitted = admissions(store.counter(limits, ""), clock, trace)
     for limit in limits:
         assert_never_over(limit, admitted)
 
@@ -79,10 +79,10 @@ def test_never_over_while_states_come_and_go(
     clock = clock_at(data.draw(starts_ns()))
     admitted: dict[str, list[Admission]] = {"a": [], "b": [], "c": []}
     with open_store(clock, 3) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for index, ((gap_ns, cost), key) in enumerate(zip(trace, keys, strict=True)):
             move(clock, gap_ns)
-            if gate.check(key, cost) and cost:
+            if counter.check(key, cost) and cost:
                 admitted[key].append((clock.now_ns(), cost))
             if index in sweeps:
                 store.sweep()
@@ -99,10 +99,10 @@ def test_a_leaky_bucket_serves_evenly_spaced(
     clock = clock_at(start_ns)
     served: list[tuple[int, int]] = []
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for gap_ns, cost in data.draw(traces([limit], rewinds=True, fitting=True)):
             move(clock, gap_ns)
-            decision = gate.check(KEY, cost)
+            decision = counter.check(KEY, cost)
             assert decision.delay_ns >= 0
             if decision.allowed and cost:
                 served.append((clock.now_ns() + decision.delay_ns, cost))
@@ -115,7 +115,7 @@ def test_a_leaky_bucket_serves_evenly_spaced(
 def test_jumping_back_admits_no_more_than_standing_still(
     algorithm: AlgorithmName, open_store: OpenStore, data: st.DataObject
 ) -> None:
-    """The clock of one gate stops and that of its twin goes back further and further: the twin
+    """The clock of one counter stops and that of its twin goes back further and further: the twin
     never admits more."""
     limit = data.draw(limits(algorithm, units_max=30))
     before = data.draw(traces([limit], steps_max=10))
@@ -123,7 +123,7 @@ def test_jumping_back_admits_no_more_than_standing_still(
     start_ns = data.draw(starts_ns())
     still, jumping = clock_at(start_ns), clock_at(start_ns)
     with open_store(still) as one, open_store(jumping) as two:
-        at_rest, back = one.gate([limit], ""), two.gate([limit], "")
+        at_rest, back = one.counter([limit], ""), two.counter([limit], "")
         play(at_rest, still, before)
         play(back, jumping, before)
         top_ns = still.now_ns()
@@ -145,17 +145,17 @@ def test_after_a_jump_back_times_count_from_the_clock(
     cost = data.draw(st.integers(1, limit.capacity))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        gate.check(KEY, limit.capacity)
-        before = gate.check(KEY, cost)
+        counter = store.counter([limit], "")
+        counter.check(KEY, limit.capacity)
+        before = counter.check(KEY, cost)
         start_ns = clock.now_ns()
         move(clock, -data.draw(st.integers(0, 3 * limit.window_ns)))
         jump_ns = start_ns - clock.now_ns()
-        after = gate.check(KEY, cost)
+        after = counter.check(KEY, cost)
         assert after.retry_after_ns == before.retry_after_ns + jump_ns
         assert after.reset_after_ns == before.reset_after_ns + jump_ns
         assert after.remaining == before.remaining
         clock.advance_ns(after.retry_after_ns - 1)
-        assert not gate.check(KEY, cost)
+        assert not counter.check(KEY, cost)
         clock.advance_ns(1)
-        assert gate.check(KEY, cost)
+        assert counter.check(KEY, cost)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore
 from tests.promises.strategies import (
@@ -43,11 +43,11 @@ def steady_limits(draw: st.DrawFn, algorithm: AlgorithmName) -> tuple[Limit, int
     return limit_of(algorithm, requests * cost, window_us), cost
 
 
-def greedy(gate: Gate, clock: SteppedClock, cost: int, until_ns: int) -> list[int]:
+def greedy(counter: LocalCounter, clock: SteppedClock, cost: int, until_ns: int) -> list[int]:
     """Return the admission times of a greedy client until a time."""
     admitted = []
     while clock.now_ns() < until_ns:
-        decision = gate.check(KEY, cost)
+        decision = counter.check(KEY, cost)
         if decision.allowed:
             admitted.append(clock.now_ns())
         else:
@@ -55,7 +55,9 @@ def greedy(gate: Gate, clock: SteppedClock, cost: int, until_ns: int) -> list[in
     return admitted
 
 
-def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: int) -> None:
+def assert_bucket_delivers(
+    counter: LocalCounter, clock: SteppedClock, limit: Limit, cost: int
+) -> None:
     """Assert that an empty bucket delivers at most rate × time, and at least 99.9 % of it, except
     for the loss of a client that can only send at whole steps of the clock.
 
@@ -63,12 +65,12 @@ def assert_bucket_delivers(gate: Gate, clock: SteppedClock, limit: Limit, cost: 
     surplus that fits for the next request and loses the rest, each time. With a step of one
     nanosecond there is no loss, because waits are whole nanoseconds.
     """
-    gate.check(KEY, limit.capacity)
+    counter.check(KEY, limit.capacity)
     start_ns = clock.now_ns()
     delivered = 0  # in units × window_ns, like `due`
     for _ in range(REQUESTS):
-        clock.advance_ns(gate.check(KEY, cost).retry_after_ns)
-        assert gate.check(KEY, cost).allowed
+        clock.advance_ns(counter.check(KEY, cost).retry_after_ns)
+        assert counter.check(KEY, cost).allowed
         delivered += cost * limit.window_ns
         if clock.now_ns() > LATEST_NS:
             break
@@ -101,7 +103,7 @@ def test_buckets_deliver_the_rates_of_the_promise(
     limit = limit_of(algorithm, units, window_us, capacity)
     clock = clock_at(1_700_000_000_123_456_789)
     with open_store(clock) as store:
-        assert_bucket_delivers(store.gate([limit], ""), clock, limit, 1)
+        assert_bucket_delivers(store.counter([limit], ""), clock, limit, 1)
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
@@ -113,7 +115,7 @@ def test_buckets_deliver_any_rate(
     limit, cost = data.draw(steady_limits(algorithm))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
-        assert_bucket_delivers(store.gate([limit], ""), clock, limit, cost)
+        assert_bucket_delivers(store.counter([limit], ""), clock, limit, cost)
 
 
 @promise(40, steady=steady_limits("sliding_window_log"), start_ns=starts_ns())
@@ -124,9 +126,9 @@ def test_the_log_delivers_the_limit_in_every_window(
     limit, cost = steady
     clock = clock_at(start_ns)
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         start_ns = clock.now_ns()
-        admitted = greedy(gate, clock, cost, start_ns + WINDOWS * limit.window_ns)
+        admitted = greedy(counter, clock, cost, start_ns + WINDOWS * limit.window_ns)
     windows = Counter((at_ns - start_ns) // limit.window_ns for at_ns in admitted)
     assert windows == dict.fromkeys(range(WINDOWS), limit.limit // cost)
 
@@ -140,8 +142,8 @@ def test_the_fixed_window_delivers_the_limit_in_every_window(
     clock = clock_at(start_ns)
     first = start_ns // limit.window_ns
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        admitted = greedy(gate, clock, cost, (first + WINDOWS) * limit.window_ns)
+        counter = store.counter([limit], "")
+        admitted = greedy(counter, clock, cost, (first + WINDOWS) * limit.window_ns)
     windows = Counter(at_ns // limit.window_ns for at_ns in admitted)
     assert windows == dict.fromkeys(range(first, first + WINDOWS), limit.limit // cost)
 
@@ -157,8 +159,8 @@ def test_the_counter_delivers_all_but_one_request_a_window(
     clock = clock_at(start_ns)
     first = start_ns // limit.window_ns
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        admitted = greedy(gate, clock, cost, (first + 1 + WINDOWS) * limit.window_ns)
+        counter = store.counter([limit], "")
+        admitted = greedy(counter, clock, cost, (first + 1 + WINDOWS) * limit.window_ns)
     windows = Counter(at_ns // limit.window_ns for at_ns in admitted)
     full = [windows[number] for number in range(first + 1, first + 1 + WINDOWS)]
     assert all(requests - 1 <= count <= requests for count in full)
@@ -171,7 +173,7 @@ def test_the_counter_delivers_a_thousand_within_a_thousandth(open_store: OpenSto
     limit = Limit(1_000, per=1, algorithm="sliding_window_counter")
     clock = SteppedClock(start=1_700_000_000)
     with open_store(clock) as store:
-        admitted = greedy(store.gate([limit], ""), clock, 1, clock.now_ns() + 4 * 10**9)
+        admitted = greedy(store.counter([limit], ""), clock, 1, clock.now_ns() + 4 * 10**9)
     windows = Counter(at_ns // 10**9 for at_ns in admitted)
     assert all(999 <= count <= 1_000 for count in windows.values())
     assert len(windows) == 4

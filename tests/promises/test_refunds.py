@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.oracles import Admission, assert_never_over
@@ -42,15 +42,17 @@ def latenesses(steps: int) -> st.SearchStrategy[list[int]]:
     return st.lists(one, min_size=steps, max_size=steps)
 
 
-def kept(gate: Gate, clock: SteppedClock, trace: Sequence[Step], late: Lateness) -> list[Admission]:
+def kept(
+    counter: LocalCounter, clock: SteppedClock, trace: Sequence[Step], late: Lateness
+) -> list[Admission]:
     """Return the admissions that are not refunded, at the time that the store charged them."""
     admitted: list[Admission] = []
     due: list[tuple[int, int, int]] = []
     for number, ((gap_ns, cost), steps) in enumerate(zip(trace, late, strict=True)):
         move(clock, gap_ns)
         for _, units, charged_ns in [each for each in due if each[0] == number]:
-            gate.refund(KEY, units, charged_ns)
-        decision = check(gate, cost)
+            counter.refund(KEY, units, charged_ns)
+        decision = check(counter, cost)
         if decision == "never" or decision.charged_ns is None:
             continue
         if steps:
@@ -71,19 +73,19 @@ def test_never_over_with_late_refunds(
     trace = data.draw(traces([limit], fitting=True))
     late = data.draw(latenesses(len(trace)))
     with open_store(clock) as store:
-        assert_never_over(limit, kept(store.gate([limit], ""), clock, trace, late))
+        assert_never_over(limit, kept(store.counter([limit], ""), clock, trace, late))
 
 
 @promise(100, limits=several_limits(50), start_ns=starts_ns(), data=st.data())
 def test_never_over_with_late_refunds_in_any_of_several_limits(
     limits: list[Limit], start_ns: int, data: st.DataObject, open_store: OpenStore
 ) -> None:
-    """The same for each of several limits of one gate."""
+    """The same for each of several limits of one counter."""
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, fitting=True))
     late = data.draw(latenesses(len(trace)))
     with open_store(clock) as store:
-        admitted = kept(store.gate(limits, ""), clock, trace, late)
+        admitted = kept(store.counter(limits, ""), clock, trace, late)
     for limit in limits:
         assert_never_over(limit, admitted)
 
@@ -97,12 +99,12 @@ def test_a_refund_at_once_leaves_no_trace(
     limit = data.draw(limits(algorithm, units_max=50))
     clock = clock_at(data.draw(starts_ns()))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
+        counter = store.counter([limit], "")
         for gap_ns, cost in data.draw(traces([limit], fitting=True)):
             move(clock, gap_ns)
-            before = gate.peek(KEY, 0)
-            decision = gate.check(KEY, cost)
+            before = counter.peek(KEY, 0)
+            decision = counter.check(KEY, cost)
             if decision.charged_ns is not None:
-                gate.refund(KEY, cost, decision.charged_ns)
-            assert gate.peek(KEY, 0).remaining == before.remaining
-            gate.check(KEY, 1)
+                counter.refund(KEY, cost, decision.charged_ns)
+            assert counter.peek(KEY, 0).remaining == before.remaining
+            counter.check(KEY, 1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limit
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
     KEY,
@@ -24,13 +24,13 @@ from tests.promises.strategies import (
 UNITS_MAX = 40
 
 
-def assert_exactly(gate: Gate, remaining: int) -> None:
+def assert_exactly(counter: LocalCounter, remaining: int) -> None:
     """Assert that this many pass, each with one unit less remaining, and the next is denied."""
     for left in range(remaining - 1, -1, -1):
-        decision = gate.check(KEY, 1)
+        decision = counter.check(KEY, 1)
         assert decision.allowed
         assert decision.remaining == left <= decision.limit
-    assert not gate.check(KEY, 1).allowed
+    assert not counter.check(KEY, 1).allowed
 
 
 @every_algorithm
@@ -44,15 +44,15 @@ def test_remaining_is_exact(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        play(gate, clock, trace[:-1])
+        counter = store.counter([limit], "")
+        play(counter, clock, trace[:-1])
         gap_ns, cost = trace[-1]
         move(clock, gap_ns)
-        peeked = gate.peek(KEY, cost)
-        decision = gate.check(KEY, cost)
+        peeked = counter.peek(KEY, cost)
+        decision = counter.check(KEY, cost)
         assert decision.allowed == peeked.allowed
         assert decision.remaining == peeked.remaining - (cost if decision.allowed else 0)
-        assert_exactly(gate, decision.remaining)
+        assert_exactly(counter, decision.remaining)
 
 
 @promise(
@@ -70,13 +70,13 @@ def test_remaining_is_exact_with_several_limits_and_a_grant(
     trace = data.draw(traces(limits, fitting=True, steps_max=12))
     ttl_ns = data.draw(st.integers(1, 3 * limits[0].window_ns))
     with open_store(clock) as store:
-        gate = store.gate(limits, "")
+        counter = store.counter(limits, "")
         if units:
-            gate.grant(KEY, units, clock.steps_up_ns(ttl_ns))
-        play(gate, clock, trace[:-1])
+            counter.grant(KEY, units, clock.steps_up_ns(ttl_ns))
+        play(counter, clock, trace[:-1])
         gap_ns, cost = trace[-1]
         move(clock, gap_ns)
-        assert_exactly(gate, gate.check(KEY, cost).remaining)
+        assert_exactly(counter, counter.check(KEY, cost).remaining)
 
 
 @every_algorithm
@@ -89,10 +89,10 @@ def test_remaining_is_exact_after_a_refund(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, fitting=True, steps_max=12))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        play(gate, clock, trace)
-        before = gate.peek(KEY, 0).remaining
-        gate.refund(KEY, refunded, None)
-        after = gate.peek(KEY, 0).remaining
+        counter = store.counter([limit], "")
+        play(counter, clock, trace)
+        before = counter.peek(KEY, 0).remaining
+        counter.refund(KEY, refunded, None)
+        after = counter.peek(KEY, 0).remaining
         assert before <= after <= min(before + refunded, limit.capacity)
-        assert_exactly(gate, after)
+        assert_exactly(counter, after)

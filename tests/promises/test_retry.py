@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ratekeeper import Decision, Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import LocalCounter
 from tests.clocks import SteppedClock
 from tests.conformance.stores import OpenStore, every_algorithm
 from tests.promises.strategies import (
@@ -28,7 +28,7 @@ partway = st.integers(0, 999)
 
 
 def assert_exact(
-    gate: Gate, clock: SteppedClock, denied: Decision, cost: int, thousandths: int
+    counter: LocalCounter, clock: SteppedClock, denied: Decision, cost: int, thousandths: int
 ) -> None:
     """Check partway, one step before, and at the retry time of a denial."""
     wait_ns, step_ns = denied.retry_after_ns, clock.step_ns
@@ -37,28 +37,28 @@ def assert_exact(
     part_ns = wait_ns * thousandths // 1_000 // step_ns * step_ns
     for gap_ns, left_ns in ((part_ns, wait_ns - part_ns), (wait_ns - step_ns - part_ns, step_ns)):
         clock.advance_ns(gap_ns)
-        again = gate.check(KEY, cost)
+        again = counter.check(KEY, cost)
         assert not again.allowed
         assert again.retry_after_ns == left_ns
     clock.advance_ns(step_ns)
-    assert gate.check(KEY, cost).allowed
+    assert counter.check(KEY, cost).allowed
 
 
 def assert_all_exact(
-    gate: Gate, clock: SteppedClock, trace: list[tuple[int, int]], thousandths: int
+    counter: LocalCounter, clock: SteppedClock, trace: list[tuple[int, int]], thousandths: int
 ) -> None:
     """Assert that the retry time of every denial of a trace is exact."""
     for gap_ns, cost in trace:
         move(clock, gap_ns)
         if clock.now_ns() >= LATEST_NS:
             return
-        decision = check(gate, cost)
+        decision = check(counter, cost)
         if decision == "never":
             continue
         if decision.allowed:
             assert decision.retry_after_ns == 0
         else:
-            assert_exact(gate, clock, decision, cost, thousandths)
+            assert_exact(counter, clock, decision, cost, thousandths)
 
 
 @every_algorithm
@@ -71,7 +71,7 @@ def test_retry_after_is_exact(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], steps_max=12))
     with open_store(clock) as store:
-        assert_all_exact(store.gate([limit], ""), clock, trace, thousandths)
+        assert_all_exact(store.counter([limit], ""), clock, trace, thousandths)
 
 
 @promise(150, limits=several_limits(), start_ns=starts_ns(), data=st.data(), thousandths=partway)
@@ -86,7 +86,7 @@ def test_retry_after_is_exact_with_several_limits(
     clock = clock_at(start_ns)
     trace = data.draw(traces(limits, steps_max=12))
     with open_store(clock) as store:
-        assert_all_exact(store.gate(limits, ""), clock, trace, thousandths)
+        assert_all_exact(store.counter(limits, ""), clock, trace, thousandths)
 
 
 @every_algorithm
@@ -104,9 +104,9 @@ def test_retry_after_is_exact_while_a_grant_runs_out(
     trace = data.draw(traces([limit], fitting=True, steps_max=12))
     ttl_ns = data.draw(st.integers(1, 3 * limit.window_ns))
     with open_store(clock) as store:
-        gate = store.gate([limit], "")
-        gate.grant(KEY, units, clock.steps_up_ns(ttl_ns))
-        assert_all_exact(gate, clock, trace, thousandths)
+        counter = store.counter([limit], "")
+        counter.grant(KEY, units, clock.steps_up_ns(ttl_ns))
+        assert_all_exact(counter, clock, trace, thousandths)
 
 
 @promise(
@@ -133,9 +133,9 @@ def test_retry_after_is_exact_with_several_limits_while_a_grant_runs_out(
     windows = [limit.window_ns for limit in limits]
     ttl_ns = data.draw(st.integers(1, 3 * min(windows)) | st.integers(1, max(windows)))
     with open_store(clock) as store:
-        gate = store.gate(limits, "")
-        gate.grant(KEY, units, clock.steps_up_ns(ttl_ns))
-        assert_all_exact(gate, clock, trace, thousandths)
+        counter = store.counter(limits, "")
+        counter.grant(KEY, units, clock.steps_up_ns(ttl_ns))
+        assert_all_exact(counter, clock, trace, thousandths)
 
 
 @every_algorithm
@@ -149,7 +149,7 @@ def test_waiting_retry_after_seconds_always_suffices(
     clock = clock_at(data.draw(starts_ns()))
     trace = data.draw(traces([limit], rewinds=True, steps_max=12))
     with open_store(clock) as store:
-        play(store.gate([limit], ""), clock, trace)
+        play(store.counter([limit], ""), clock, trace)
         limiter = Limiter(limit, store=store, clock=clock)
         for _ in range(5):
             decision = limiter.check(KEY, cost)

@@ -1,16 +1,19 @@
-"""Stores of regions for tests, in memory: the reference counts, for threads and for asyncio."""
+"""Stores of regions for tests: the reference counts in memory, which answer with Asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ratekeeper import Limit, Regions
 from ratekeeper.core.model import Consistency, Limits
+from ratekeeper.core.steps import Ask
+from ratekeeper.decide.leasing import LeaseCheck
 from ratekeeper.decide.regional import AcrossRegions, MemoryRegional, Shares
-from ratekeeper.decide.store import Answer, AsyncGateCheck
+from ratekeeper.decide.store import Charge
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.regions.store import RegionStore
 from ratekeeper.testing import ManualClock
@@ -18,27 +21,33 @@ from ratekeeper.testing import ManualClock
 LIVE = Shares(1, Fraction(1, 2), Fraction(1, 2), 0, ("us",))
 
 
-class AwaitedGate:
-    """A gate in memory whose calls are awaited. Each of them lets other tasks run first."""
+def asking(function: Callable[..., Any], *args: Any) -> Ask:
+    """Return an Ask of a call in memory. On asyncio, it lets other tasks run first."""
 
-    def __init__(self, gate: Any) -> None:
-        self.gate = gate
-        self.limits = gate.limits
+    async def send(*args: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args)
+
+    return Ask(function, send, *args)
+
+
+class AskingCounter:
+    """A counter in memory that answers with Asks."""
+
+    def __init__(self, counter: Any) -> None:
+        self.counter = counter
+        self.limits = counter.limits
 
     def __getattr__(self, verb: str) -> Any:
-        async def call(*args: Any) -> Any:
-            await asyncio.sleep(0)
-            return getattr(self.gate, verb)(*args)
-
-        return call
+        return partial(asking, getattr(self.counter, verb))
 
 
-class AwaitedRegional(MemoryRegional):
-    """The reference, also for asyncio."""
+class AskingRegional(MemoryRegional):
+    """The reference, whose counters answer with Asks."""
 
-    def global_async_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> Any:
+    def global_counter(self, limits: Limits, rule: str, across: AcrossRegions) -> Any:
         """See RegionalCounts."""
-        return AwaitedGate(self.global_gate(limits, rule, across))
+        return AskingCounter(super().global_counter(limits, rule, across))
 
 
 class RegionalStore(PythonMemoryStore):
@@ -46,35 +55,36 @@ class RegionalStore(PythonMemoryStore):
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
-        self.is_private = False
-        self.counts = self.regional = AwaitedRegional(clock)
+        self.is_private = self.is_local = False
+        self.counts = self.regional = AskingRegional(clock)
         self.counts._shares = LIVE
-        self.as_async = self
 
-    def async_gate(
+    def counter(
         self,
         limits: Sequence[Limit],
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> AwaitedGate:
-        """See AsyncStore."""
-        return AwaitedGate(self.gate(limits, rule, consistency, across))
+    ) -> Any:
+        """See Store."""
+        return AskingCounter(super().counter(limits, rule, consistency, across))
 
-    async def check_together_async(
-        self, checks: Sequence[AsyncGateCheck], optional: Container[int] = ()
-    ) -> list[Answer]:
-        """See AsyncStore."""
-        plain: Any = [(gate.gate, *rest) for gate, *rest in checks]  # type: ignore[attr-defined]  # ours
-        return self.check_together(plain, optional)
+    def check_together(self, checks: Sequence[Charge], optional: Container[int] = ()) -> Any:
+        """See Store."""
+        return asking(super().check_together, [_inner(each) for each in checks], optional)
 
-    async def mark_async(self, subject: str, name: int, lasts_ns: int) -> bool:
-        """See AsyncStore."""
-        return self.mark(subject, name, lasts_ns)
+    def lease(self, checks: Sequence[LeaseCheck], optional: Container[int] = ()) -> Any:
+        """See Authority."""
+        return asking(super().lease, [LeaseCheck(*_inner(each)) for each in checks], optional)
 
-    async def aclose(self) -> None:
-        """See AsyncStore."""
-        self.close()
+    def mark(self, subject: str, name: int, lasts_ns: int) -> Any:
+        """See Store."""
+        return asking(super().mark, subject, name, lasts_ns)
+
+
+def _inner(check: Any) -> Any:
+    counter, *rest = check
+    return (counter.counter, *rest)
 
 
 def two_regions(clock: ManualClock) -> tuple[RegionStore, RegionalStore, RegionalStore]:

@@ -69,14 +69,14 @@ def test_units_are_known_everywhere_and_accepted() -> None:
     async def main() -> None:
         world = World("eu", "us", "ap", delay_s=0.1)
         await world.started()
-        assert world.gate("eu").check("ann", 30)
+        assert world.counter("eu").check("ann", 30)
 
         async def is_known() -> bool:
             return min(await world.used("us"), await world.used("ap")) >= 30
 
         assert await until_found(is_known) <= 0.1 + 0.1
         await until(lambda: not world.stores["eu"]._due, 1)
-        usage = await world.stores["eu"].usage(world.gate("eu").limits, "api", "ann")
+        usage = await world.stores["eu"].usage(world.counter("eu").limits, "api", "ann")
         assert usage.unaccepted == (0,)
 
     run(main())
@@ -102,7 +102,7 @@ def test_a_dead_link_delays_no_other() -> None:
         await world.started()
         world.cut("eu", "ap")
         for at in range(5):
-            assert world.gate("eu").check("ann", 3)
+            assert world.counter("eu").check("ann", 3)
 
             async def is_known(units: int = 3 * at + 3) -> bool:
                 return await world.used("us") >= units
@@ -131,7 +131,7 @@ def test_the_lag_is_the_age_of_a_total_that_a_cut_off_region_lacks(across: Acros
         await asyncio.sleep(30)
         assert lag() == 0
         for at in range(9):
-            assert world.gate("eu", across=across).check(f"user:{at}", 3)
+            assert world.counter("eu", across=across).check(f"user:{at}", 3)
         for passed_s in (5, 60):
             await asyncio.sleep(passed_s)
             assert passed_s - 1 <= lag() <= 66
@@ -151,7 +151,7 @@ def test_a_region_that_reaches_all_holds_exact_totals_while_two_others_are_apart
         world.cuts.add(("eu", "us"))
         assert await until(lambda: ap.exchange.sync.holds_exact) < 6
         assert usable(ap) == ("eu", "us")
-        assert world.gate("ap").check("ann", 30)
+        assert world.counter("ap").check("ann", 30)
         await asyncio.sleep(2)
         assert await world.used("us") == 0
         eu.stopped = True
@@ -188,8 +188,8 @@ def test_eventual_limits_merge_after_a_partition() -> None:
         world.cut("eu", "ap")
         world.cut("us", "ap")
         await until(lambda: usable(eu) == ("us",) and usable(ap) == ())
-        assert world.gate("eu", 1_000, "eventual").check("ann", 900)
-        assert world.gate("ap", 1_000, "eventual").check("ann", 900)
+        assert world.counter("eu", 1_000, "eventual").check("ann", 900)
+        assert world.counter("ap", 1_000, "eventual").check("ann", 900)
         await asyncio.sleep(5)
         assert await world.used("us", 1_000) < 1_000
         world.cuts.clear()
@@ -220,14 +220,14 @@ def test_a_leader_that_dies_or_stops_is_replaced(wakes: bool) -> None:
         await asyncio.sleep(3)
         assert leaders([first, *others]) == ["eu-1"]
         first.stopped = True
-        assert world.gate("eu").check("ann", 10)
+        assert world.counter("eu").check("ann", 10)
 
         async def is_known() -> bool:
             return await world.used("us") >= 10
 
         assert await until_found(is_known) < 5
         first.stopped = not wakes
-        assert world.gate("eu").check("ann", 10)
+        assert world.counter("eu").check("ann", 10)
         await asyncio.sleep(5)
         assert len(leaders(others)) == 1
         assert not first.exchange.is_leader
@@ -264,7 +264,7 @@ def test_a_defect_in_the_leader_is_logged_and_it_begins_again(
         store.due = None  # type: ignore[method-assign, assignment]  # a call of it raises TypeError
         await until(lambda: "a defect" in caplog.text)
         store.due = due  # type: ignore[method-assign]  # it works again
-        assert world.gate("eu").check("ann", 10)
+        assert world.counter("eu").check("ann", 10)
 
         async def is_known() -> bool:
             return await world.used("us") >= 10
@@ -283,7 +283,7 @@ def test_a_store_that_does_not_answer_for_a_while() -> None:
         first, _ = await world.started()
         first.stopped = True
         await until(lambda: not first.exchange.is_leader)
-        assert world.gate("eu").check("ann", 10)
+        assert world.counter("eu").check("ann", 10)
         await asyncio.sleep(10)
         assert await world.used("us") == 0
         first.stopped = False
@@ -440,7 +440,7 @@ def test_a_store_that_has_lost_its_data_starts_without_units() -> None:
         world = World("eu", "us")
         eu, us = await world.started()
         await asyncio.sleep(3)  # eu notes which store us has
-        assert world.gate("us").check("ann", 50)
+        assert world.counter("us").check("ann", 50)
         lost, new = world.stores["us"], MemoryRegional(world.clocks["us"])
         lost.__dict__.update(new.__dict__)
 
@@ -451,7 +451,7 @@ def test_a_store_that_has_lost_its_data_starts_without_units() -> None:
         shares = await lost.shares()
         assert shares is not None
         assert shares.before == 0
-        assert not world.gate("us").check("ann", 10)
+        assert not world.counter("us").check("ann", 10)
         await until(lambda: usable(eu) == ("us",) and usable(us) == ("eu",))
 
     run(main())
@@ -473,7 +473,7 @@ def test_a_store_that_has_lost_its_data_alone_starts_without_units() -> None:
             return await world.share("us") == Fraction(1, 2)
 
         assert await until_found(has_shares) < 10
-        assert not world.gate("us").check("ann", 10)
+        assert not world.counter("us").check("ann", 10)
 
     run(main())
 
@@ -496,7 +496,7 @@ def test_a_removed_region_that_has_lost_its_data_alone_adds_its_share_of_the_rat
         lost.__dict__.update(new.__dict__)
         world.start("us", "us-2")
         await until_found(lambda: has(Fraction(1), Fraction(1, 2)))
-        assert not world.gate("us").check("ann", 10)
+        assert not world.counter("us").check("ann", 10)
         world.cuts.clear()
         assert await until_found(lambda: has(Fraction(1), Fraction(0))) < 10
 
@@ -509,7 +509,7 @@ def test_a_batch_that_is_cancelled_before_it_begins_is_not_on_its_way() -> None:
     async def main() -> None:
         world = World("eu", "us")
         eu, us = await world.started()
-        assert world.gate("eu").check("ann", 10)
+        assert world.counter("eu").check("ann", 10)
         us.stopped = True
         term = eu.exchange.term
         assert term is not None
@@ -563,7 +563,7 @@ def test_a_defect_with_one_region_does_not_stop_the_others(
         await asyncio.sleep(5)
         assert eu.exchange.term is term
         assert usable(eu) == ("us",)
-        assert world.gate("eu", across="eventual").check("ann", 10)
+        assert world.counter("eu", across="eventual").check("ann", 10)
 
         async def is_known() -> bool:
             return await world.used("us") == 10
@@ -704,8 +704,8 @@ def test_different_shares_at_a_simultaneous_first_start(apart_s: float) -> None:
             await asyncio.sleep(0.05)
             for process in processes:
                 with suppress(StoreError):  # it has no share yet
-                    gate = world.gate(process.region)
-                    admitted += sum(bool(gate.check("ann", 1)) for _ in range(100))
+                    counter = world.counter(process.region)
+                    admitted += sum(bool(counter.check("ann", 1)) for _ in range(100))
                 term = process.exchange.term
                 problems.add("" if term is None else term.problem)
         assert admitted <= 100
@@ -725,7 +725,7 @@ def test_a_first_start_of_all_regions_is_quick(delay_s: float) -> None:
         settled = [each.exchange.settled for each in processes]
         assert await until(lambda: all(each.is_set() for each in settled)) < 2
         for region in world.stores:
-            assert world.gate(region).check("ann", 33)
+            assert world.counter(region).check("ann", 33)
 
     run(main())
 

@@ -12,7 +12,7 @@ from ratekeeper.core.model import Limit
 from ratekeeper.decide.regional import (
     AcrossRegions,
     MemoryRegional,
-    MemoryRegionalGate,
+    MemoryRegionalCounter,
     RegionalCounts,
 )
 from ratekeeper.regions.exchange import Exchange
@@ -130,11 +130,11 @@ class World:
         """Cut two regions off from each other."""
         self.cuts |= {(one, other), (other, one)}
 
-    def gate(
+    def counter(
         self, region: str, limit: int = 100, across: AcrossRegions = "exact"
-    ) -> MemoryRegionalGate:
+    ) -> MemoryRegionalCounter:
         """Return a rule's limits in a region: so many units an hour."""
-        return self.stores[region].global_gate((Limit(limit, per=3_600),), "api", across)
+        return self.stores[region].global_counter((Limit(limit, per=3_600),), "api", across)
 
     async def used(self, region: str, limit: int = 100) -> int:
         """Return what a region knows of the usage of ann."""

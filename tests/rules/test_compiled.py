@@ -24,7 +24,7 @@ NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
 
 class PreparedLimits:
-    """A stand-in for a gate. CompiledRules only returns it."""
+    """A stand-in for a counter. CompiledRules only returns it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ def only(plan: CheckPlan) -> RuleCheck:
 
 def rates(check: RuleCheck) -> list[str]:
     """Return the limits as "units/seconds"."""
-    return [f"{limit.limit}/{limit.per}" for limit in check.gate.limits]
+    return [f"{limit.limit}/{limit.per}" for limit in check.counter.limits]
 
 
 # ---------------------------------------------------------------------------------- inheritance
@@ -230,7 +230,7 @@ def test_the_limits_of_an_override_replace_those_of_the_rule() -> None:
     """An override may have another algorithm and several limits."""
     limits = (*parse_limits("5/second"), Limit(50, per=60, algorithm="fixed_window"))
     compiled = compiled_of(document_with(Override("user", "42", limits=limits)))
-    assert only(compiled.plan(Request(user="42"), 1)).gate.limits == limits
+    assert only(compiled.plan(Request(user="42"), 1)).counter.limits == limits
 
 
 def test_two_rules_under_one_override_have_separate_counts() -> None:
@@ -242,7 +242,7 @@ def test_two_rules_under_one_override_have_separate_counts() -> None:
     override = Override("user", "42", limits=parse_limits("9/minute"))
     compiled = compiled_of(Document(rules, overrides=(override,)))
     plan = compiled.plan(Request(user="42", tenant="t"), 1)
-    assert [check.gate.rule for check in plan.enforced] == ["user", "tenant"]
+    assert [check.counter.rule for check in plan.enforced] == ["user", "tenant"]
     assert [rates(check) for check in plan.enforced] == [["9/60"], ["9/60"]]
 
 
@@ -316,12 +316,12 @@ def test_scaled_limits_are_valid_and_keep_their_identity(
     ],
 )
 def test_steps_of_a_factor(factor: float, step: int) -> None:
-    """Factors round towards 1 to whole hundredths, so that a rule has few gates."""
+    """Factors round towards 1 to whole hundredths, so that a rule has few counters."""
     assert factor_step(factor) == step
 
 
-def test_the_number_of_gates_is_bounded_by_the_document() -> None:
-    """Any number of subjects, tiers and loads reuses the same gates."""
+def test_the_number_of_counters_is_bounded_by_the_document() -> None:
+    """Any number of subjects, tiers and loads reuses the same counters."""
     made: list[tuple[Limits, str]] = []
 
     def make(
@@ -494,7 +494,7 @@ def test_the_next_rule_applies_to_subjects_outside_a_rollout() -> None:
         Rule("old", ("user",), (Limit(10, per=60),)),
     )
     compiled = compiled_of(Document(rules))
-    found = {only(compiled.plan(Request(user=each), 1)).gate.rule for each in SUBJECTS[:100]}
+    found = {only(compiled.plan(Request(user=each), 1)).counter.rule for each in SUBJECTS[:100]}
     assert found == {"new", "old"}
 
 
@@ -556,8 +556,8 @@ rules:
 """.replace("mode: off", 'mode: "off"')
     )
     plan = compiled.plan(Request(user="42"), 1)
-    assert [check.gate.rule for check in plan.shadowed] == ["tried"]
-    assert [check.gate.rule for check in plan.enforced] == ["real"]
+    assert [check.counter.rule for check in plan.shadowed] == ["tried"]
+    assert [check.counter.rule for check in plan.enforced] == ["real"]
 
 
 def test_an_invalid_document_is_not_compiled() -> None:
@@ -718,7 +718,7 @@ def test_the_most_specific_consistency_applies(
         check = only(compiled.plan(request_, 1))
         assert rates(check) == [rate]
         assert check.choice.consistency == consistency
-        assert check.gate.consistency == consistency  # type: ignore[union-attr]  # a stand-in
+        assert check.counter.consistency == consistency  # type: ignore[union-attr]  # a stand-in
 
 
 @pytest.mark.parametrize(
@@ -731,7 +731,7 @@ def test_the_most_specific_consistency_applies(
         ("scope: global, across_regions: exact", "exact"),
     ],
 )
-def test_the_gates_of_a_rule_have_its_scope(fields: str, across: str | None) -> None:
+def test_the_counters_of_a_rule_have_its_scope(fields: str, across: str | None) -> None:
     """Those of its tiers, keys, parts and overrides as well."""
     document = """
     version: 1

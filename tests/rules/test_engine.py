@@ -680,10 +680,10 @@ rules:
 
 def fill(store: Store) -> None:
     """Check new keys until the store has no room for another."""
-    gate = store.gate([Limit(1, per=3600)], "other")
+    counter = store.counter([Limit(1, per=3600)], "other")
     with suppress(StoreFull):
         for number in range(10_000):
-            gate.check(str(number), 1)
+            counter.check(str(number), 1)
     assert store.stats().refused
 
 

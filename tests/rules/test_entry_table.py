@@ -166,11 +166,11 @@ def test_a_plan_may_be_kept_for_requests_without_overrides() -> None:
 
 
 def test_gates_are_shared_by_equal_terms() -> None:
-    """A thousand customers with the same factor need one gate."""
+    """A thousand customers with the same factor need one counter."""
     rows = [override(f"o{number}", {"user": f"u{number}"}) for number in range(10)]
     compiled = with_rows(*rows, row("assignment", "tenant:t", "pro"))
     checks = [only(compiled.plan(Request(user=f"u{at}", tenant="t"), 1)) for at in range(10)]
-    assert len({id(check.gate) for check in checks}) == 1
+    assert len({id(check.counter) for check in checks}) == 1
     assert [check.choice.detail for check in checks] == [f"user:u{at}" for at in range(10)]
 
 

@@ -291,7 +291,7 @@ def test_a_rule_says_how_envoys_get_parts_of_it() -> None:
             "{version: 1, rules: [{id: plan, by: tenant, limits: 9/s, consistency: leased, "
             "envoy_quota: grants}, {id: all, by: [], limits: 9/s}]}"
         ),
-        lambda limits, rule, *_: store.gate(limits, rule),  # which cannot lease
+        lambda limits, rule, *_: store.counter(limits, rule),  # which cannot lease
         clock.now_ns,
     )
     explanation, _ = explain(compiled, Request(tenant="acme"), 1)

@@ -22,7 +22,7 @@ from ratekeeper import (
     StoreUnavailable,
 )
 from ratekeeper.decide.stores import memory
-from ratekeeper.decide.stores.memory import MemoryGate
+from ratekeeper.decide.stores.memory import MemoryCounter
 from ratekeeper.rules.compiled import FACTOR_STEPS, factor_step
 from ratekeeper.rules.document.model import FACTOR_MAX, LOAD_MAX, Scale
 from ratekeeper.rules.load import (
@@ -538,8 +538,8 @@ def test_a_cost_that_fits_only_while_the_system_is_idle_is_denied() -> None:
     assert limiter.check(ME, cost=12)
 
 
-class FailingGate(MemoryGate):
-    """A gate whose store becomes unavailable after a check."""
+class FailingCounter(MemoryCounter):
+    """A counter whose store becomes unavailable after a check."""
 
     def peek(self, subject: str, cost: int) -> Decision:
         raise StoreUnavailable("the store is unavailable")
@@ -550,7 +550,7 @@ def test_the_failure_policy_of_the_rule_answers_if_the_store_fails_meanwhile(
 ) -> None:
     """The failure policy of the rule takes precedence over that of the limiter. No error is
     raised."""
-    monkeypatch.setattr(memory, "MemoryGate", FailingGate)
+    monkeypatch.setattr(memory, "MemoryCounter", FailingCounter)
     clock = ManualClock()
     rules = SCALED.partition("  - id: plain")[0].replace("user", "user\n    on_failure: closed")
     limiter = Limiter.from_rules(rules, store=memory.PythonMemoryStore(clock), clock=clock)

@@ -124,11 +124,13 @@ def test_the_store_is_not_called_for_a_penalty_without_room(
     """During a block, the tracker remembers that the store has no room for another penalty."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 100)
-        all_gates = limiter._rules().penalties.gates
-        gates = all_gates["api"]
+        all_counters = limiter._rules().penalties.counters
+        counters = all_counters["api"]
         calls: list[object] = []
-        spy: Any = SimpleNamespace(check=lambda *args: calls.append(args), peek=gates.cooldown.peek)
-        monkeypatch.setitem(all_gates, "api", gates._replace(level=spy, cooldown=spy))
+        spy: Any = SimpleNamespace(
+            check=lambda *args: calls.append(args), peek=counters.cooldown.peek
+        )
+        monkeypatch.setitem(all_counters, "api", counters._replace(level=spy, cooldown=spy))
         storm(limiter, 1_000)
         assert not calls
 

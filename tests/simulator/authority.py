@@ -10,7 +10,7 @@ from ratekeeper.core.errors import StoreError
 from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.steps import Call
 from ratekeeper.decide.leasing import LeaseCheck, LeasedAnswer
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import Counter
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from tests.simulator.checkers import NeverOver
 from tests.simulator.network import EventLoop
@@ -25,7 +25,7 @@ class SimulatedAuthority:
         self._loop = loop
         self._never_over = never_over
         self.store = PythonMemoryStore(loop)
-        self.gate: Gate = self.store.gate(limits, RULE)
+        self.counter: Counter = self.store.counter(limits, RULE)
         self.is_up = True
         self._replicas: list[_Replica] = []
 

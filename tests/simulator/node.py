@@ -1,4 +1,4 @@
-"""A node of a simulated fleet: the real gates, reports and gossip, driven by virtual time.
+"""A node of a simulated fleet: the real counters, reports and gossip, driven by virtual time.
 
 The node's code is the same as in production: `fleet/gates.py`, `fleet/reports.py`, the table of
 allowances, and the state machine of gossip. Where it yields a Call of the authority, the call
@@ -16,9 +16,9 @@ from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.allowances import PythonAllowances
 from ratekeeper.decide.failure import LocalCheck
-from ratekeeper.decide.store import Gate
+from ratekeeper.decide.store import Counter
 from ratekeeper.fleet.datagrams import Address, Message
-from ratekeeper.fleet.gates import FleetGate
+from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.gossip import Gossip
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.outage import NodeTotals
@@ -95,7 +95,7 @@ class SimulatedNode:
 
 
 class NodeProcess:
-    """One process of a node: its table, its gate, its reports and its gossip."""
+    """One process of a node: its table, its counter, its reports and its gossip."""
 
     def __init__(self, machine: SimulatedNode) -> None:
         fleet = machine.fleet
@@ -112,14 +112,14 @@ class NodeProcess:
         )
         self.node = Node(settings, self.clock, self.table, fleet.authority.store)
         self.reports = Reports(self.node)
-        self.gate: FleetGate | None = None
+        self.counter: NodeCounter | None = None
         if plan.consistency != "strict":
-            self.gate = FleetGate(
-                self.node, plan.limits, RULE, plan.consistency, fleet.authority.gate
+            self.counter = NodeCounter(
+                self.node, plan.limits, RULE, plan.consistency, fleet.authority.counter
             )
         seed = fleet.random.random()
         self.gossip = Gossip(address_of(machine.number), seeded(seed), self.clock.now_ns())
-        self.node.make_gate = fleet.authority.store.gate
+        self.node.make_counter = fleet.authority.store.counter
         self.totals = NodeTotals(self, self.clock.now_ns, settings.nodes, self.node.note_admitted)
         self._tick_ns = 0  # when the next tick of gossip is scheduled
         self._round_ns = round_ns(settings)
@@ -132,7 +132,7 @@ class NodeProcess:
     def start(self) -> None:
         """Start reports and gossip."""
         fleet = self.fleet
-        if self.gate is None:
+        if self.counter is None:
             return
         # The processes of a fleet do not start at the same instant.
         fleet.loop.after(fleet.random.randrange(self._round_ns), self._report)
@@ -153,21 +153,21 @@ class NodeProcess:
 
     def check(self, subject: str, cost: int) -> None:
         """Decide a request: in the table, or by the authority."""
-        gate, authority = self.gate, self.node.authority
-        if gate is None:
-            strict = _strict(self.fleet.authority.gate, subject, cost)
+        counter = self.counter
+        if counter is None:
+            strict = _strict(self.fleet.authority.counter, subject, cost)
             CheckRun(self, strict, subject, cost).go()
             return
-        decision = gate.spent(subject, cost)
+        decision = counter.spent(subject, cost)
         if decision is not None:
             self.fleet.decided(self.machine.number, subject, cost, decision, in_node=True)
             return
-        steps = gate.asking(authority.lease, authority.report, subject, cost)
+        steps = counter.asking(subject, cost)
         CheckRun(self, steps, subject, cost).go()
 
     def decide_locally(self, subject: str, cost: int) -> bool:
         """Decide a request while the authority is away: `on_failure: local`."""
-        if self.gate is None or not self.fleet.plan.gossip:
+        if self.counter is None or not self.fleet.plan.gossip:
             return False
         check = LocalCheck(self.fleet.plan.limits, RULE, subject, cost)
         decisions = self.totals.decide([check], spend=True)
@@ -178,9 +178,9 @@ class NodeProcess:
 
     def has_budget(self, subject: str) -> bool:
         """Return True if the node may admit the subject by itself."""
-        if self.gate is None:
+        if self.counter is None:
             return False
-        record = self.table.records.get((self.gate.allowance.number, subject))
+        record = self.table.records.get((self.counter.allowance.number, subject))
         now_ns = self.clock.now_ns()
         return (
             record is not None
@@ -282,8 +282,8 @@ class NodeProcess:
             self.fleet.send_datagram(self.machine.number, number_of(address), message, source)
 
 
-def _strict(gate: Gate, subject: str, cost: int) -> Steps[Decision]:
-    decision: Decision = yield Call(gate.check, subject, cost)
+def _strict(counter: Counter, subject: str, cost: int) -> Steps[Decision]:
+    decision: Decision = yield Call(counter.check, subject, cost)
     return decision
 
 

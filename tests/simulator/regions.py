@@ -48,7 +48,7 @@ from ratekeeper.decide.regional import (
     SubjectKey,
     rule_number,
 )
-from ratekeeper.decide.store import AsyncGate, Gate
+from ratekeeper.decide.store import Counter
 from ratekeeper.regions import exchange
 from ratekeeper.regions.table import TABLE_NOTE, share_table, shares_with, shares_without
 from tests.simulator.checkers import CentralLimiter, NeverOver, percentile
@@ -269,13 +269,9 @@ class _Remote:
         node.when_running(lambda: run.travel(node.region, self._target, arrive))
         return await answer
 
-    def global_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> Gate:
-        """Return the gate of the store itself."""
-        return self._store.global_gate(limits, rule, across)
-
-    def global_async_gate(self, limits: Limits, rule: str, across: AcrossRegions) -> AsyncGate:
-        """Raise: the simulation has no awaited gates."""
-        raise NotImplementedError("simulated checks are not awaited")
+    def global_counter(self, limits: Limits, rule: str, across: AcrossRegions) -> Counter:
+        """Return the counter of the store itself."""
+        return self._store.global_counter(limits, rule, across)
 
     async def shares(self) -> Shares | None:
         """See RegionalCounts."""
@@ -545,11 +541,11 @@ class SimulatedRegions:
             return None
         counts, store = self.subjects[load.subject], self.stores[region]
         now_ns = self.clock.now_ns()
-        gate = store.global_gate(self.plan.limits, _RULE, self.plan.across)
+        counter = store.global_counter(self.plan.limits, _RULE, self.plan.across)
         self.central.arrived(load.subject, load.cost, now_ns)
         counts.asked += 1
         try:
-            decision = gate.check(load.subject, load.cost)
+            decision = counter.check(load.subject, load.cost)
         except (StoreUnavailable, CapacityError):
             return None
         if decision:

@@ -21,12 +21,12 @@ def _authority() -> tuple[EventLoop, SimulatedAuthority, NeverOver]:
 def test_admissions_are_counted_when_the_authority_charges_them() -> None:
     """Checks and leases are noted with the request's cost; a denial and an error are not."""
     _, authority, never_over = _authority()
-    gate = authority.gate
-    assert authority.carry_out(Call(gate.check, "a", 4), 0).allowed
-    check = LeaseCheck(gate, "a", 1, LeaseTerms(2, 1, 10**9))
+    counter = authority.counter
+    assert authority.carry_out(Call(counter.check, "a", 4), 0).allowed
+    check = LeaseCheck(counter, "a", 1, LeaseTerms(2, 1, 10**9))
     [(decision, lease)] = authority.carry_out(Call(authority.store.lease, [check]), 1)
     assert (decision.allowed, lease.units) == (True, 2)
-    assert not authority.carry_out(Call(gate.check, "a", 9), 0).allowed
+    assert not authority.carry_out(Call(counter.check, "a", 9), 0).allowed
     never_over.admitted("a", 5, EventLoop().now, "a test")
     assert not never_over.violations
     never_over.admitted("a", 1, EventLoop().now, "a test")
@@ -46,12 +46,12 @@ def test_an_error_of_the_store_is_the_answer() -> None:
 def test_a_failover_forgets_the_last_writes_and_no_others() -> None:
     """Units that were charged before the lag stay; those after it are gone, and are noted."""
     loop, authority, never_over = _authority()
-    gate = authority.gate
-    authority.carry_out(Call(gate.check, "a", 4), 0)
+    counter = authority.counter
+    authority.carry_out(Call(counter.check, "a", 4), 0)
     authority.fail_over_after(NS_PER_MS)
-    authority.carry_out(Call(gate.check, "a", 3), 0)
-    assert gate.peek("a", 0).remaining == 3
+    authority.carry_out(Call(counter.check, "a", 3), 0)
+    assert counter.peek("a", 0).remaining == 3
     loop.run_until(loop.now + NS_PER_MS)
-    assert gate.peek("a", 0).remaining == 6
-    authority.carry_out(Call(gate.check, "a", 6), 0)
+    assert counter.peek("a", 0).remaining == 6
+    authority.carry_out(Call(counter.check, "a", 6), 0)
     assert not never_over.violations

@@ -12,7 +12,7 @@ from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.rates import parse_limits
 from ratekeeper.decide.algorithms import token_bucket
 from ratekeeper.decide.leasing import GiveBack, LateCharge, Lease, Report
-from ratekeeper.decide.stores.memory import MemoryGate
+from ratekeeper.decide.stores.memory import MemoryCounter
 from ratekeeper.fleet import totals
 from ratekeeper.fleet.node import KnownGate, Node
 from ratekeeper.fleet.settings import Fleet
@@ -66,11 +66,11 @@ def test_an_authority_that_forgets_is_accepted_and_no_more(monkeypatch: pytest.M
 
 def test_a_store_that_admits_too_much_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: every tenth denial becomes an admission."""
-    check = MemoryGate.check
+    check = MemoryCounter.check
     denials = 0
 
     @wraps(check)
-    def leaky(self: MemoryGate, subject: str, cost: int) -> Decision:
+    def leaky(self: MemoryCounter, subject: str, cost: int) -> Decision:
         nonlocal denials
         decision = check(self, subject, cost)
         denials += not decision.allowed
@@ -78,7 +78,7 @@ def test_a_store_that_admits_too_much_is_found(monkeypatch: pytest.MonkeyPatch) 
             return decision
         return Decision(True, decision.policy, 0)
 
-    monkeypatch.setattr(MemoryGate, "check", leaky)
+    monkeypatch.setattr(MemoryCounter, "check", leaky)
     fleet = simulate(PLAN)
     assert "admitted by the authority for node" in fleet.never_over.violations[0]
 
@@ -170,13 +170,13 @@ def test_bug_refill_ignores_outstanding_leases(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.long  # it tests the simulator
 def test_bug_a_return_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The authority admits what another node still holds."""
-    report = MemoryGate.report
+    report = MemoryCounter.report
 
-    def twice(self: MemoryGate, each: Report) -> Decision:
+    def twice(self: MemoryCounter, each: Report) -> Decision:
         report(self, each)
         return report(self, each)
 
-    monkeypatch.setattr(MemoryGate, "report", twice)
+    monkeypatch.setattr(MemoryCounter, "report", twice)
     plan = replace(
         LEASED, traffic=_phases(12, 4, (0, 0.8, 100, 1), (0.85, 0.9, 40, 25), (1, 1.8, 150, 1))
     )
@@ -186,12 +186,12 @@ def test_bug_a_return_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long  # it tests the simulator
 def test_bug_a_return_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests are admitted than by a central limiter."""
-    report = MemoryGate.report
+    report = MemoryCounter.report
 
-    def lost(self: MemoryGate, each: Report) -> Decision:
+    def lost(self: MemoryCounter, each: Report) -> Decision:
         return self.peek(each.subject, 0) if isinstance(each, GiveBack) else report(self, each)
 
-    monkeypatch.setattr(MemoryGate, "report", lost)
+    monkeypatch.setattr(MemoryCounter, "report", lost)
     found = summary_of(simulate(BUSY))
     assert found.over_units == 0
     assert found.fewer_share > 0.01
@@ -226,12 +226,12 @@ def test_bug_hints_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long  # it tests the simulator
 def test_bug_late_charges_are_not_dated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one window count in the next, where they deny others."""
-    report = MemoryGate.report
+    report = MemoryCounter.report
 
-    def undated(self: MemoryGate, each: Report) -> Decision:
+    def undated(self: MemoryCounter, each: Report) -> Decision:
         return report(self, each._replace(age_ns=0) if isinstance(each, LateCharge) else each)
 
-    monkeypatch.setattr(MemoryGate, "report", undated)
+    monkeypatch.setattr(MemoryCounter, "report", undated)
     assert summary_of(simulate(LATE)).fewer_share > 0.05
 
 

@@ -57,7 +57,7 @@ def test_a_killed_node_gets_no_answer() -> None:
     fleet.kill_node(process.machine)
     fleet.start_node(process.machine)
     fleet.loop.run_until(fleet.loop.now + NS_PER_SECOND // 50)
-    assert fleet.authority.gate.peek("user", 0).remaining == 999
+    assert fleet.authority.counter.peek("user", 0).remaining == 999
     fleet.loop.run_until(fleet.loop.now + NS_PER_SECOND)
     assert fleet.counts.admitted == fleet.counts.failed == 0
 
@@ -69,11 +69,11 @@ def test_units_are_spent_in_the_node_and_given_back_when_it_stops() -> None:
         process.check("user", 1)
         fleet.loop.run_until(fleet.loop.now + NS_PER_SECOND // 50)
     leased = process.table.stats().leased_units
-    before = fleet.authority.gate.peek("user", 0).remaining
+    before = fleet.authority.counter.peek("user", 0).remaining
     assert leased > 0
     fleet.stop_node(process.machine)
     fleet.loop.run_until(fleet.loop.now + NS_PER_SECOND // 100)
-    assert fleet.authority.gate.peek("user", 0).remaining >= before + leased
+    assert fleet.authority.counter.peek("user", 0).remaining >= before + leased
 
 
 def test_a_denial_reaches_the_other_nodes() -> None:

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from ratekeeper.core.clock import ns_from_seconds as ns
 from ratekeeper.core.errors import StoreFull, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, Limit
-from ratekeeper.decide.stores.memory import _LEFT_OVER_ITEMS_MIN, MemoryGate, PythonMemoryStore
+from ratekeeper.decide.stores.memory import _LEFT_OVER_ITEMS_MIN, MemoryCounter, PythonMemoryStore
 from ratekeeper.testing import ManualClock
 
 TWO_LIMITS = (Limit(5, per=1), Limit(100, per=60, algorithm="sliding_window_log"))
 
 
-def _open(*limits: Limit, states_max: int = 1_000) -> tuple[PythonMemoryStore, MemoryGate]:
+def _open(*limits: Limit, states_max: int = 1_000) -> tuple[PythonMemoryStore, MemoryCounter]:
     store = PythonMemoryStore(ManualClock(), states_max)
-    return store, store.gate(limits or (Limit(5, per=1),), "")
+    return store, store.counter(limits or (Limit(5, per=1),), "")
 
 
 def _clock_of(store: PythonMemoryStore) -> ManualClock:
@@ -36,33 +36,33 @@ def _held(store: PythonMemoryStore) -> int:
     return sum(len(table.entries) for table in store._tables.values())
 
 
-def _check_refund(gate: MemoryGate, subject: str) -> None:
-    gate.check(subject, 1)
-    gate.refund(subject, 1, None)
+def _check_refund(counter: MemoryCounter, subject: str) -> None:
+    counter.check(subject, 1)
+    counter.refund(subject, 1, None)
 
 
-def _check_reset(gate: MemoryGate, subject: str) -> None:
-    gate.check(subject, 1)
-    gate.reset(subject)
+def _check_reset(counter: MemoryCounter, subject: str) -> None:
+    counter.check(subject, 1)
+    counter.reset(subject)
 
 
-def _grant_reset(gate: MemoryGate, subject: str) -> None:
-    gate.grant(subject, 1, None)
-    gate.reset(subject)
+def _grant_reset(counter: MemoryCounter, subject: str) -> None:
+    counter.grant(subject, 1, None)
+    counter.reset(subject)
 
 
 @pytest.mark.parametrize("loop", [_check_refund, _check_reset, _grant_reset])
 @pytest.mark.parametrize("lasting", [0, 10, 200])
 @pytest.mark.parametrize("limits", [TWO_LIMITS[:1], TWO_LIMITS], ids=["one", "two"])
 def test_the_heap_stays_bounded(
-    loop: Callable[[MemoryGate, str], None], lasting: int, limits: tuple[Limit, ...]
+    loop: Callable[[MemoryCounter, str], None], lasting: int, limits: tuple[Limit, ...]
 ) -> None:
     """Keys that come and go leave heap items behind: at most one per key, and 64 more."""
-    store, gate = _open(*limits)
+    store, counter = _open(*limits)
     for key in range(lasting):
-        gate.check(f"lasting:{key}", 1)
+        counter.check(f"lasting:{key}", 1)
     for turn in range(2_000):
-        loop(gate, f"passing:{turn % 3}")
+        loop(counter, f"passing:{turn % 3}")
         for table in store._tables.values():
             assert len(table.expiries) <= 2 * len(table.entries) + _LEFT_OVER_ITEMS_MIN + 2
     assert store.stats().states == _held(store) == lasting * len(limits)
@@ -70,11 +70,11 @@ def test_the_heap_stays_bounded(
 
 def test_stale_heap_items_do_not_hide_expired_entries() -> None:
     """After the heap is rebuilt, every entry is still in it and expires on time."""
-    store, gate = _open()
+    store, counter = _open()
     for turn in range(500):
-        _check_reset(gate, "passing")
+        _check_reset(counter, "passing")
         if turn % 10 == 0:
-            gate.check(f"lasting:{turn}", 1)
+            counter.check(f"lasting:{turn}", 1)
     assert store.stats().states == 50
     _clock_of(store).advance(1)
     assert store.sweep() == 50
@@ -83,21 +83,21 @@ def test_stale_heap_items_do_not_hide_expired_entries() -> None:
 
 def test_each_insert_reclaims_two_expired_entries() -> None:
     """Inserts of new keys alone remove all expired ones."""
-    store, gate = _open()
+    store, counter = _open()
     for key in range(100):
-        gate.check(f"old:{key}", 1)
+        counter.check(f"old:{key}", 1)
     _clock_of(store).advance(1)
     for key in range(50):
-        gate.check(f"new:{key}", 1)
+        counter.check(f"new:{key}", 1)
     assert store.stats().states == 50
     assert store.stats().expired == 100
 
 
 def test_a_key_that_keeps_spending_is_not_reclaimed() -> None:
     """Its heap item is too early. Reclaiming uses the expiry of the entry, not that of the item."""
-    store, gate = _open(Limit(5, per=5))
+    store, counter = _open(Limit(5, per=5))
     for _ in range(8):
-        gate.check("busy", 1)
+        counter.check("busy", 1)
         _clock_of(store).advance(0.5)
         assert store.sweep() == 0
     _clock_of(store).advance(5)
@@ -106,34 +106,34 @@ def test_a_key_that_keeps_spending_is_not_reclaimed() -> None:
 
 def test_a_full_store_rejects_new_keys_and_evicts_none() -> None:
     """If every key is still limited, a new key is rejected and the others are unchanged."""
-    store, gate = _open(states_max=3)
+    store, counter = _open(states_max=3)
     for key in "abc":
-        gate.check(key, 5)
+        counter.check(key, 5)
     for attempt in range(1, 11):
         with pytest.raises(StoreFull, match=r"all 3 states .*memory://\?capacity=6"):
-            gate.check(f"new:{attempt}", 1)
+            counter.check(f"new:{attempt}", 1)
         assert store.stats().refused == attempt
-    assert [gate.check(key, 1).allowed for key in "abc"] == [False] * 3
+    assert [counter.check(key, 1).allowed for key in "abc"] == [False] * 3
 
 
 def test_a_full_store_answers_checks_that_need_no_room() -> None:
     """Known keys, denials, peeks and a cost of 0 need no new state."""
-    _, gate = _open(states_max=1)
-    gate.check("a", 1)
-    assert gate.check("a", 1).allowed
-    assert gate.peek("b", 1).allowed
-    assert gate.check("b", 0).allowed
-    gate.refund("b", 1, None)
-    gate.reset("b")
+    _, counter = _open(states_max=1)
+    counter.check("a", 1)
+    assert counter.check("a", 1).allowed
+    assert counter.peek("b", 1).allowed
+    assert counter.check("b", 0).allowed
+    counter.refund("b", 1, None)
+    counter.reset("b")
 
 
 def test_a_full_store_first_drops_expired_entries() -> None:
     """Expired entries of any table make room before a key is rejected."""
-    store, gate = _open(states_max=3)
-    other = store.gate((Limit(1, per=60),), "other")
+    store, counter = _open(states_max=3)
+    other = store.counter((Limit(1, per=60),), "other")
     other.check("x", 1)
-    gate.check("a", 1)
-    gate.check("b", 1)
+    counter.check("a", 1)
+    counter.check("b", 1)
     _clock_of(store).advance(1)
     assert other.check("y", 1).allowed
     assert store.stats().expired == 2
@@ -141,36 +141,36 @@ def test_a_full_store_first_drops_expired_entries() -> None:
 
 def test_no_room_for_all_limits_charges_none() -> None:
     """With two limits and room for one state, the check is rejected and charges neither."""
-    store, gate = _open(*TWO_LIMITS, states_max=3)
-    gate.check("a", 1)
+    store, counter = _open(*TWO_LIMITS, states_max=3)
+    counter.check("a", 1)
     with pytest.raises(StoreFull):
-        gate.check("b", 1)
+        counter.check("b", 1)
     assert store.stats().states == _held(store) == 2
-    assert gate.peek("b", 1).remaining == 5
+    assert counter.peek("b", 1).remaining == 5
 
 
 def test_no_room_for_a_grant_grants_nothing() -> None:
     """A grant needs a state too."""
-    store, gate = _open(states_max=1)
-    gate.check("a", 1)
+    store, counter = _open(states_max=1)
+    counter.check("a", 1)
     with pytest.raises(StoreFull):
-        gate.grant("b", 1, None)
+        counter.grant("b", 1, None)
     assert store.stats().states == _held(store) == 1
 
 
 def test_a_full_refund_frees_the_state() -> None:
     """A key with a full refund equals a new key, so it needs no state."""
-    store, gate = _open(*TWO_LIMITS)
-    gate.check("a", 3)
-    gate.refund("a", 3, None)
+    store, counter = _open(*TWO_LIMITS)
+    counter.check("a", 3)
+    counter.refund("a", 3, None)
     assert store.stats().states == _held(store) == 0
 
 
 def test_a_denied_key_takes_no_state() -> None:
     """A request that one limit denies leaves no state in the others."""
     store = PythonMemoryStore(ManualClock(), 10)
-    narrow = store.gate((Limit(1, per=60),), "")
-    both = store.gate((Limit(1, per=60), Limit(9, per=3_600)), "")
+    narrow = store.counter((Limit(1, per=60),), "")
+    both = store.counter((Limit(1, per=60), Limit(9, per=3_600)), "")
     narrow.check("a", 1)
     assert not both.check("a", 1).allowed
     assert store.stats().states == _held(store) == 1
@@ -180,60 +180,60 @@ def test_a_denied_key_takes_no_state() -> None:
 def test_an_entry_expires_exactly_at_reset_after(algorithm: AlgorithmName) -> None:
     """One nanosecond before `reset_after` the sweep keeps the state; at `reset_after` it drops
     it."""
-    store, gate = _open(Limit(3, per=7, algorithm=algorithm))
+    store, counter = _open(Limit(3, per=7, algorithm=algorithm))
     _clock_of(store).advance(3)
-    decision = gate.check("a", 2)
+    decision = counter.check("a", 2)
     _clock_of(store).advance_ns(decision.reset_after_ns - 1)
     assert store.sweep() == 0
     _clock_of(store).advance_ns(1)
-    assert gate.peek("a", 1).remaining == 3
+    assert counter.peek("a", 1).remaining == 3
     assert store.sweep() == 1
 
 
 def test_a_spent_grant_does_not_keep_its_key() -> None:
     """A grant for a year is spent at once: the key expires with its limit, a second later."""
-    store, gate = _open(Limit(1, per=1), states_max=1)
-    gate.grant("a", 1, ns(366 * 86_400))
-    gate.check("a", 2)
+    store, counter = _open(Limit(1, per=1), states_max=1)
+    counter.grant("a", 1, ns(366 * 86_400))
+    counter.check("a", 2)
     _clock_of(store).advance(1)
-    assert gate.check("b", 1).allowed
+    assert counter.check("b", 1).allowed
 
 
 def test_a_refund_brings_the_expiry_forward() -> None:
     """A key refunded from 100 units to 1 expires after 36 s, not after an hour."""
-    store, gate = _open(Limit(100, per=3_600))
-    gate.check("a", 100)
-    gate.refund("a", 99, None)
+    store, counter = _open(Limit(100, per=3_600))
+    counter.check("a", 100)
+    counter.refund("a", 99, None)
     _clock_of(store).advance(36)
-    assert gate.peek("a", 1).remaining == 100
+    assert counter.peek("a", 1).remaining == 100
     assert store.sweep() == 1
 
 
 def test_a_raised_limit_brings_the_expiry_forward() -> None:
     """After a change from 1 to 3,600 an hour, a key that spends again expires in 2 s."""
-    store, gate = _open(Limit(1, per=3_600), states_max=1)
-    gate.check("a", 1)
-    store.gate((Limit(3_600, per=3_600),), "").check("a", 1)
+    store, counter = _open(Limit(1, per=3_600), states_max=1)
+    counter.check("a", 1)
+    store.counter((Limit(3_600, per=3_600),), "").check("a", 1)
     _clock_of(store).advance(2)
-    assert gate.check("b", 1).allowed
+    assert counter.check("b", 1).allowed
 
 
 def test_never_more_states_than_the_maximum() -> None:
     """Making room may drop the expired entry of the subject itself; its new entry must fit as
     well."""
     store = PythonMemoryStore(ManualClock(), 2)
-    store.gate((Limit(1, per=1),), "").check("k", 1)
-    store.gate((Limit(1, per=3_600),), "other").check("z", 1)
+    store.counter((Limit(1, per=1),), "").check("k", 1)
+    store.counter((Limit(1, per=3_600),), "other").check("z", 1)
     _clock_of(store).advance(2)
     with suppress(StoreFull):
-        store.gate((Limit(1, per=1), Limit(1, per=60)), "").check("k", 1)
+        store.counter((Limit(1, per=1), Limit(1, per=60)), "").check("k", 1)
     assert store.stats().states <= 2
 
 
 def test_closing_forgets_everything() -> None:
     """A closed store is empty, and its statistics show it."""
-    store, gate = _open(*TWO_LIMITS)
-    gate.check("a", 5)
+    store, counter = _open(*TWO_LIMITS)
+    counter.check("a", 5)
     store.close()
     assert _held(store) == 0
 
@@ -255,17 +255,17 @@ def test_closing_forgets_everything() -> None:
 def test_the_verbs_of_a_closed_store_raise(
     verb: str, arguments: tuple[int | None, ...], limits: tuple[Limit, ...]
 ) -> None:
-    """A gate may outlive its store by mistake. Each verb raises an error and keeps nothing."""
-    store, gate = _open(*limits)
-    gate.check("a", 5)
+    """A counter may outlive its store by mistake. Each verb raises an error and keeps nothing."""
+    store, counter = _open(*limits)
+    counter.check("a", 5)
     store.close()
     with pytest.raises(StoreUnavailable, match="the store is closed; open another one"):
-        getattr(gate, verb)("a", *arguments)
+        getattr(counter, verb)("a", *arguments)
     assert _held(store) == 0
     for call in (
         store.stats,
         store.sweep,
-        lambda: store.gate(limits, ""),
+        lambda: store.counter(limits, ""),
     ):
         with pytest.raises(StoreUnavailable, match="the store is closed; open another one"):
             call()
@@ -273,10 +273,10 @@ def test_the_verbs_of_a_closed_store_raise(
 
 def test_stats_estimate_the_memory() -> None:
     """More states take more bytes: some hundreds each."""
-    store, gate = _open(states_max=10_000)
+    store, counter = _open(states_max=10_000)
     empty = store.stats().bytes
     for key in range(5_000):
-        gate.check(f"k{key}", 1)
+        counter.check(f"k{key}", 1)
     stats = store.stats()
     assert (stats.states, stats.states_max, stats.fullness) == (5_000, 10_000, 0.5)
     assert 200 <= (stats.bytes - empty) / 5_000 <= 1_000
@@ -284,12 +284,12 @@ def test_stats_estimate_the_memory() -> None:
 
 def test_rules_and_windows_have_separate_counts() -> None:
     """The same limit under the same rule shares its counts; another rule or window does not."""
-    store, gate = _open(Limit(2, per=60))
-    gate.check("a", 2)
-    assert store.gate((Limit(3, per=60),), "").peek("a", 1).remaining == 1
-    assert store.gate((Limit(2, per=60),), "other").peek("a", 1).remaining == 2
-    assert store.gate((Limit(2, per=61),), "").peek("a", 1).remaining == 2
-    assert store.gate((Limit(2, per=60, name="n"),), "").peek("a", 1).remaining == 2
+    store, counter = _open(Limit(2, per=60))
+    counter.check("a", 2)
+    assert store.counter((Limit(3, per=60),), "").peek("a", 1).remaining == 1
+    assert store.counter((Limit(2, per=60),), "other").peek("a", 1).remaining == 2
+    assert store.counter((Limit(2, per=61),), "").peek("a", 1).remaining == 2
+    assert store.counter((Limit(2, per=60, name="n"),), "").peek("a", 1).remaining == 2
 
 
 _VERBS = ("check", "check", "check", "refund", "reset", "grant", "peek", "sweep", "advance")
@@ -308,7 +308,7 @@ _VERBS = ("check", "check", "check", "refund", "reset", "grant", "peek", "sweep"
 def test_the_count_of_states_is_the_number_of_entries(steps: list[tuple[str, str, int]]) -> None:
     """After any sequence of verbs, the statistics equal the number of entries and stay within the
     maximum."""
-    store, gate = _open(*TWO_LIMITS, states_max=6)
+    store, counter = _open(*TWO_LIMITS, states_max=6)
     for verb, subject, units in steps:
         try:
             if verb == "sweep":
@@ -316,13 +316,13 @@ def test_the_count_of_states_is_the_number_of_entries(steps: list[tuple[str, str
             elif verb == "advance":
                 _clock_of(store).advance(units / 4)
             elif verb == "grant":
-                gate.grant(subject, units, ns(units + 1))
+                counter.grant(subject, units, ns(units + 1))
             elif verb == "reset":
-                gate.reset(subject)
+                counter.reset(subject)
             elif verb == "refund":
-                gate.refund(subject, units, None if units % 2 else ns(units / 4))
+                counter.refund(subject, units, None if units % 2 else ns(units / 4))
             else:
-                getattr(gate, verb)(subject, units)
+                getattr(counter, verb)(subject, units)
         except StoreFull:
             pass
         assert store.stats().states == _held(store)

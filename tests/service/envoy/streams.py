@@ -9,7 +9,7 @@ from typing import Any
 from ratekeeper.core.clock import ManualClock
 from ratekeeper.core.errors import StoreUnavailable
 from ratekeeper.core.model import Decision, Request, decision_with
-from ratekeeper.decide.stores.memory import MemoryGate, PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
 from ratekeeper.rules.compiled import CompiledRules, RuleCheck
 from ratekeeper.rules.document.reading import read
 from ratekeeper.rules.engine import RuleCharge
@@ -141,29 +141,29 @@ class FakeLimiter:
         """Put other rules in force."""
         self.compiled_rules = CompiledRules(
             read(rules),
-            lambda limits, rule, *_: self._memory.gate(limits, rule),
+            lambda limits, rule, *_: self._memory.counter(limits, rule),
             self._clock.now_ns,
         )
 
     async def peek(self, request: Request, cost: int) -> Decision:
         """Peek at all rules; return the tightest."""
         checks = self.compiled_rules.plan(request, cost).enforced
-        found = [self._memory_gate(each).peek(each.subject, 0) for each in checks]
+        found = [self._memory_counter(each).peek(each.subject, 0) for each in checks]
         return self._answer(min(found, key=lambda each: each.remaining))
 
     async def check(self, request: Request, cost: int) -> Decision:
         """Charge a request with one rule."""
         (check,) = self.compiled_rules.plan(request, cost).enforced
-        return self._answer(self._memory_gate(check).check(check.subject, check.units))
+        return self._answer(self._memory_counter(check).check(check.subject, check.units))
 
     async def refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> None:
         """Return units to each of the rules."""
         for check, charged_ns in charges:
-            self._memory_gate(check).refund(check.subject, check.units_of(cost), charged_ns)
+            self._memory_counter(check).refund(check.subject, check.units_of(cost), charged_ns)
 
-    def _memory_gate(self, check: RuleCheck) -> MemoryGate:
-        assert isinstance(check.gate, MemoryGate)
-        return check.gate
+    def _memory_counter(self, check: RuleCheck) -> MemoryCounter:
+        assert isinstance(check.counter, MemoryCounter)
+        return check.counter
 
     def _answer(self, decision: Decision) -> Decision:
         """Return it, or what a failure policy would answer."""

@@ -42,7 +42,7 @@ def compiled() -> CompiledRules:
     clock = ManualClock()
     store = PythonMemoryStore(clock)
     return CompiledRules(
-        read(RULES), lambda limits, rule, *_: store.gate(limits, rule), clock.now_ns
+        read(RULES), lambda limits, rule, *_: store.counter(limits, rule), clock.now_ns
     )
 
 

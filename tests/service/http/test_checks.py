@@ -43,13 +43,15 @@ MEMBERS = {
 
 
 class UnavailableStore(PythonMemoryStore):
-    """A store whose gates always fail."""
+    """A store whose counters always fail."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
 
-    def gate(self, limits: Any, rule: str, consistency: Any = "strict", across: Any = None) -> Any:
-        """Return a gate that fails."""
+    def counter(
+        self, limits: Any, rule: str, consistency: Any = "strict", across: Any = None
+    ) -> Any:
+        """Return a counter that fails."""
         found = _Failing()
         found.limits = limits
         return found
@@ -64,7 +66,7 @@ class _Failing:
     check = peek = decide = refund = grant = reset = _fail
 
     def fast_check(self, fallback: Any) -> None:
-        """Return None, as most gates do."""
+        """Return None, as most counters do."""
 
 
 async def test_a_reply_has_numbers_and_headers() -> None:

@@ -16,6 +16,7 @@ from ratekeeper.core.rates import parse_limits
 from ratekeeper.service.http.quotas import request_of_query
 from ratekeeper.service.http.tokens import create_token
 from ratekeeper.testing import ManualClock
+from tests.answering import answer
 from tests.regions.stores import two_regions
 from tests.service.http.client import PENALISED, http_service
 from tests.service.http.generated import FIELDS
@@ -273,8 +274,8 @@ async def test_a_global_rule_shows_the_usage_of_all_regions() -> None:
     """Each limit has the units of all regions, and each region its part and its age."""
     clock = ManualClock(1_800_000_000)
     store, eu, us = two_regions(clock)
-    gate = us.counts.global_gate(parse_limits("100/hour;1000/day"), "plan", "eventual")
-    assert gate.check("user:1", 7).allowed
+    counter = us.counts.global_counter(parse_limits("100/hour;1000/day"), "plan", "eventual")
+    assert answer(counter.check("user:1", 7)).allowed
     await eu.counts.learn("us", 1, await us.counts.due(10, 0))
     async with http_service(rules=GLOBAL, store=store) as http:
         assert (await http.check(user="1", cost=3)).status == 200

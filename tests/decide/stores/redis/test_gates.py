@@ -1,6 +1,6 @@
 """Checks of several subjects on Redis: their round trips, and the errors that they report.
 
-Gates with real servers are tested in tests/conformance, tests/parity and
+Counters with real servers are tested in tests/conformance, tests/parity and
 tests/integration/test_redis_*.py.
 """
 

@@ -21,8 +21,8 @@ def test_opening_a_store_connects_to_nothing() -> None:
     """An application can start while Redis is down."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
     assert isinstance(store, Store)
-    assert store.gate(LIMITS, "rule").limits == LIMITS
-    assert store.async_gate(LIMITS, "rule").limits == LIMITS
+    assert store.counter(LIMITS, "rule").limits == LIMITS
+    assert store.counter(LIMITS, "rule").limits == LIMITS
     assert store.counters() == {"denied_cache_hits": 0, "coalesced_checks": 0}
     assert (store.breakers(), store.denied_by_rule(), store.sweep()) == ([], {}, 0)
     store.close()
@@ -32,7 +32,7 @@ def test_a_check_of_a_dead_server_counts_as_a_failure() -> None:
     """Its breaker counts the call."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
     with pytest.raises(StoreUnavailable, match="cannot connect"):
-        store.gate(LIMITS, "rule").check("alice", 1)
+        store.counter(LIMITS, "rule").check("alice", 1)
     (breaker,) = store.breakers()
     assert (breaker.address, breaker.state, breaker.failed_calls) == ("127.0.0.1:1", "closed", 1)
     store.close()
@@ -41,12 +41,12 @@ def test_a_check_of_a_dead_server_counts_as_a_failure() -> None:
 async def test_asyncio_reports_the_same_error() -> None:
     """A check of one subject raises it; of several subjects, each has it as its answer."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
-    gate = store.async_gate(LIMITS, "rule")
+    counter = store.counter(LIMITS, "rule")
     with pytest.raises(StoreUnavailable, match="cannot connect"):
-        await gate.check("alice", 1)
-    answers = await store.check_together_async([(gate, "alice", 1), (gate, "bob", 1)])
+        await counter.check("alice", 1)
+    answers = await store.check_together([(counter, "alice", 1), (counter, "bob", 1)])
     assert [type(answer) for answer in answers] == [NotSent, NotSent]
-    assert await store.check_together_async([]) == []
+    assert await store.check_together([]) == []
     await store.aclose()
 
 
@@ -69,15 +69,15 @@ async def test_a_caller_that_is_cancelled_when_all_is_decided_has_spent_nothing(
     await store.aclose()
 
 
-def test_a_closed_store_makes_no_gates() -> None:
+def test_a_closed_store_makes_no_counters() -> None:
     """Every call says that it is closed."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
-    gate = store.gate(LIMITS, "rule")
+    counter = store.counter(LIMITS, "rule")
     store.close()
     for call in (
-        lambda: store.gate(LIMITS, "rule"),
-        lambda: store.async_gate(LIMITS, "rule"),
-        lambda: gate.check("alice", 1),
+        lambda: store.counter(LIMITS, "rule"),
+        lambda: store.counter(LIMITS, "rule"),
+        lambda: counter.check("alice", 1),
         store.stats,
         store.health,
     ):
