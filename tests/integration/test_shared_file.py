@@ -326,6 +326,17 @@ def test_settlements_of_keys_with_many_names_leave_room_for_other_names(path: Pa
             assert tokens.peek(f"u{user}").remaining in range(960, 970)
 
 
+def test_names_of_thousands_of_keys_leave_the_room_to_states(path: Path) -> None:
+    """States come and go, and the names of their settlements stay for an hour."""
+    with limiter(path, "capacity=1000", "100000/second") as tokens:
+        for number in range(15_000):
+            key = f"k{number % 5_000}"
+            tokens.check(key, 2)
+            tokens.settle(key, 2, 1, reservation=str(number))
+    with limiter(path, "capacity=1000") as logins:
+        assert all(logins.check(f"u{user}") for user in range(500))
+
+
 def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
     """Run a Python script in another process and return its output."""
     done = subprocess.run(
