@@ -1453,7 +1453,7 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
  *
  * The names of a subject's last settlements, so that none is applied twice. They are the entries of
  * a ring, as the times of a log, and the slot expires as a whole. Marks use only room that is left:
- * a state that finds its segment full takes their slots, and they take a block of the slab only
+ * a state that finds its segment or its buckets full takes their slots. They take a block only
  * while a part of it is free: a ring grows while less than a quarter is in use, and the first name
  * of a subject finds room until that is a half. So no number of settlements makes a check fail, and
  * subjects with many names leave room for those with few. */
