@@ -142,7 +142,7 @@ def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("version", "word"), [(2, "older"), (4, "newer"), (77, "newer")])
+@pytest.mark.parametrize(("version", "word"), [(3, "older"), (5, "newer"), (77, "newer")])
 def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: str) -> None:
     """The store rejects a file with an older or newer format version."""
     limiter(path).close()
