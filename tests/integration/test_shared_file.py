@@ -142,7 +142,7 @@ def test_a_foreign_file_is_rejected_and_not_changed(path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("version", "word"), [(2, "older"), (4, "newer"), (77, "newer")])
+@pytest.mark.parametrize(("version", "word"), [(3, "older"), (5, "newer"), (77, "newer")])
 def test_a_file_of_another_version_is_rejected(path: Path, version: int, word: str) -> None:
     """The store rejects a file with an older or newer format version."""
     limiter(path).close()
@@ -324,6 +324,17 @@ def test_settlements_of_keys_with_many_names_leave_room_for_other_names(path: Pa
             for _ in range(2):
                 tokens.settle(f"u{user}", 50, 40, reservation="one")
             assert tokens.peek(f"u{user}").remaining in range(960, 970)
+
+
+def test_names_of_thousands_of_keys_leave_the_room_to_states(path: Path) -> None:
+    """States come and go, and the names of their settlements stay for an hour."""
+    with limiter(path, "capacity=1000", "100000/second") as tokens:
+        for number in range(15_000):
+            key = f"k{number % 5_000}"
+            tokens.check(key, 2)
+            tokens.settle(key, 2, 1, reservation=str(number))
+    with limiter(path, "capacity=1000") as logins:
+        assert all(logins.check(f"u{user}") for user in range(500))
 
 
 def run_in(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:

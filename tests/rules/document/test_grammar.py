@@ -599,7 +599,7 @@ def test_ids_are_unique() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["(deny)", "limit:emails"])
+@pytest.mark.parametrize("name", ["(deny)", "limit:emails", "envoy.descriptor"])
 def test_ids_of_lists_and_of_limits_of_calls_are_reserved(name: str) -> None:
     """Otherwise their records would be mixed."""
     [problem] = problems(f"version: 1\nrules:\n- {{id: '{name}', by: user, limits: 5/s}}\n")

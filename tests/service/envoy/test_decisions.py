@@ -10,7 +10,7 @@ from ratekeeper import AsyncLimiter, Request
 from ratekeeper.core.errors import CapacityError, InvalidKey, StoreError
 from ratekeeper.core.model import CheckResult
 from ratekeeper.decide.failure import FailurePolicy
-from ratekeeper.service.envoy.decisions import OVERRIDE_NAME, OVERRIDES_MAX, Decider
+from ratekeeper.service.envoy.decisions import OVERRIDES_MAX, Decider
 from ratekeeper.service.envoy.descriptors import DescriptorCheck, DescriptorLimit
 from ratekeeper.testing import ManualClock
 from tests.redis_servers import running
@@ -87,7 +87,7 @@ async def test_a_descriptor_limit_replaces_the_rules(limiter: AsyncLimiter) -> N
     decider = Decider(limiter)
     found = [(await decider.decide([DescriptorCheck(ANN, 1, OWN)]))[0] for _ in range(3)]
     assert passing(found) == [True, True, False]
-    assert found[0].applied[0].rule == OVERRIDE_NAME
+    assert found[0].applied[0].rule == "envoy.descriptor"
     assert await left(limiter, ANN) == 5
     assert passing(await decider.decide([DescriptorCheck(Request(user="bob"), 1, OWN)])) == [True]
 

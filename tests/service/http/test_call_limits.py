@@ -126,12 +126,16 @@ async def test_a_scope_counts_apart(tmp_path: Path) -> None:
     acme = create_token(path, "acme", "limit", {"tenant": "acme"})
     other = create_token(path, "other", "limit", {"tenant": "other"})
     free = create_token(path, "free", "limit")
+    ann = create_token(path, "ann", "limit", {"tenant": "acme", "user": "ann"})
     async with http_service(path, EMPTY) as http:
         assert (await limit(http, acme, cost=3)).status == 200
         assert (await limit(http, acme)).status == 429
         assert (await limit(http, other)).data["remaining"] == 2
         assert (await limit(http, free)).data["remaining"] == 2
-        assert (await limit(http, other, key=["tenant:acme", "user:42"])).data["remaining"] == 2
+        forged = ["tenant:acme", "user:42"]
+        for secret, key in ((other, forged), (free, forged), (acme, ["user:ann", "user:42"])):
+            assert (await limit(http, secret, key=key)).data["remaining"] == 2
+        assert (await limit(http, ann)).data["remaining"] == 2
 
 
 @pytest.mark.parametrize(

@@ -486,11 +486,25 @@ static int make_room_in(rk_table *table, rk_segment *segment, uint32_t bucket, i
     return -1;
 }
 
+/* A slot of marks: no log has a time to live of 0. */
+static bool is_mark(uint64_t meta) { return (meta & META_LOG) && !(meta & META_TTL_MASK); }
+
+/* Find a slot of marks in a bucket; return it, or -1. */
+static int marks_in(rk_segment *segment, uint32_t bucket, const claims *claim)
+{
+    uint32_t first = bucket * RK_SLOTS_PER_BUCKET;
+    for (uint32_t slot = first; slot < first + RK_SLOTS_PER_BUCKET; slot++)
+        if (is_mark(*tag_at(segment, slot)) && !claimed(claim, slot))
+            return (int)slot;
+    return -1;
+}
+
 /* Return a slot for a state that has none. NO_SLOT if both buckets are full and no state can move,
  * GROUP_FULL if the subject fills too much of them under this rule. A small table is not divided:
- * otherwise a rule of many limits would not fit. */
+ * otherwise a rule of many limits would not fit. Only states take the slots of `marks`: a sweep
+ * drops marks of other buckets, so both buckets may be full of them in a segment that is not. */
 static int choose_slot(rk_table *table, rk_segment *segment, uint64_t place, int64_t now_ns,
-                       claims *claim)
+                       bool marks, claims *claim)
 {
     uint32_t one = (uint32_t)place & table->bucket_mask;
     uint32_t two = other_bucket(table, one, place >> META_TAG_SHIFT);
@@ -507,6 +521,10 @@ static int choose_slot(rk_table *table, rk_segment *segment, uint64_t place, int
         slot = make_room_in(table, segment, one, now_ns, claim);
     if (slot < 0)
         slot = make_room_in(table, segment, two, now_ns, claim);
+    if (slot < 0 && marks)
+        slot = marks_in(segment, one, claim);
+    if (slot < 0 && marks)
+        slot = marks_in(segment, two, claim);
     if (slot < 0)
         return NO_SLOT;
     if (*tag_at(segment, slot) & META_LOG)
@@ -514,9 +532,6 @@ static int choose_slot(rk_table *table, rk_segment *segment, uint64_t place, int
     claim_slot(claim, slot);
     return slot;
 }
-
-/* A slot of marks: no log has a time to live of 0. */
-static bool is_mark(uint64_t meta) { return (meta & META_LOG) && !(meta & META_TTL_MASK); }
 
 /* Empty up to `most` expired slots, also those of `marks` that have not expired; return their
  * number. Each is one store, so no journal is needed. */
@@ -695,14 +710,15 @@ static void claim_found(const part *parts, int count, claims *claim)
 static rk_status choose_slots(rk_table *table, rk_segment *segment, part *parts, int count,
                               int64_t now_ns, claims *claim)
 {
+    bool marks = parts[0].limit != &MARKS;
     int chosen = 0;
     for (int i = 0; i < count && chosen >= 0; i++) {
         part *p = &parts[i];
         if (p->slot < 0)
-            p->slot = chosen = choose_slot(table, segment, p->place, now_ns, claim);
+            p->slot = chosen = choose_slot(table, segment, p->place, now_ns, marks, claim);
         if (chosen >= 0 && p->wants_credit_slot && p->credit_slot < 0)
             p->credit_slot = chosen =
-                choose_slot(table, segment, credit_place(p->place), now_ns, claim);
+                choose_slot(table, segment, credit_place(p->place), now_ns, marks, claim);
     }
     return chosen >= 0 ? RK_OK : chosen == GROUP_FULL ? RK_CROWDED : RK_FULL;
 }
@@ -1437,7 +1453,7 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
  *
  * The names of a subject's last settlements, so that none is applied twice. They are the entries of
  * a ring, as the times of a log, and the slot expires as a whole. Marks use only room that is left:
- * a state that finds its segment full takes their slots, and they take a block of the slab only
+ * a state that finds its segment or its buckets full takes their slots. They take a block only
  * while a part of it is free: a ring grows while less than a quarter is in use, and the first name
  * of a subject finds room until that is a half. So no number of settlements makes a check fail, and
  * subjects with many names leave room for those with few. */

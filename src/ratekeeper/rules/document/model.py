@@ -32,9 +32,11 @@ OverrideOwner = Literal[Owner, "ip"]
 SHARE_SOURCES: Final = ("cpu", "memory", "pushed")
 
 # The beginnings of names that no rule may have. In records, metrics and penalties, a parenthesis
-# begins the name of a list (`(deny)`), and `limit:` the name of limits that came with a call.
+# begins the name of a list (`(deny)`), and `limit:` the name of limits that came with a call; those
+# that came with an Envoy's call have one name.
 CALL_LIMIT: Final = "limit:"
-RESERVED_NAMES: Final = ("(", CALL_LIMIT)
+ENVOY_LIMIT: Final = "envoy.descriptor"
+RESERVED_NAMES: Final = ("(", CALL_LIMIT, ENVOY_LIMIT)
 # The tier of requests that have no tier, or one that the document does not know.
 DEFAULT_TIER: Final = "default"
 RULES_MAX: Final = 20_000

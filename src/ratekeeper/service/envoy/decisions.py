@@ -25,19 +25,17 @@ from ratekeeper.core.model import DENIED_NS, UNLIMITED, CheckResult, Decision, R
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.limiter import AsyncLimiter
+from ratekeeper.rules.document.model import ENVOY_LIMIT
 from ratekeeper.service.envoy.descriptors import DescriptorCheck, DescriptorLimit, everything_of
 from ratekeeper.service.http.checks import give_back
 
 # Limiters of descriptor limits, each prepared once; when there are more, all are dropped.
 OVERRIDES_MAX: Final = 1_024
-# The name under which they are counted, beside the IDs of rules.
-OVERRIDE_NAME: Final = "envoy.descriptor"
-
 # A check to refund, and the decision that charged it; None for units that the caller reports.
 ChargedCheck = tuple[DescriptorCheck, Decision | None]
 
 _NOTHING_PASSES: Final = CheckResult(
-    Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule=OVERRIDE_NAME), kind="blocked"
+    Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule=ENVOY_LIMIT), kind="blocked"
 )
 
 
@@ -133,7 +131,7 @@ class Decider:
             limiter = self._own[override] = AsyncLimiter(
                 override.limit,
                 store=self._limiter.store,
-                name=OVERRIDE_NAME,
+                name=ENVOY_LIMIT,
                 on_failure=self._on_failure,
             )
         return limiter

@@ -7,11 +7,12 @@ name for them (`name`) and the key that is counted (`key`). Counts belong to the
 as those of `Limiter("10/minute", name="emails").check("user:42")`: the next call may give other
 numbers, and units that were spent stay spent.
 
-**Apart from rules.** No rule applies to such a call. In counts, replies, records and metrics its
-limits are named `limit:emails`, and no rule may have an ID that begins so. So a caller cannot mix
-its calls into the records of a rule or of a list, whatever name it gives. The subject begins with a
-part that no rule's subject has. A token with a scope counts under its scope, so that two customers
-cannot spend each other's units.
+**Apart from rules.** No rule applies to such a call. In counts, replies and records its limits are
+named `limit:emails`, and no rule may have an ID that begins so. So a caller cannot mix its calls
+into the records of a rule or of a list, whatever name it gives. Metrics count these calls without
+their names, which are as many as the callers like. The subject begins with a part that no rule's
+subject has. A token with a scope counts under its scope, so that two customers cannot spend each
+other's units.
 
 **The right to call it** is not part of the role `check`: a caller that chooses its own limits could
 choose very high ones. The role `limit` has it.
@@ -57,7 +58,7 @@ from ratekeeper.service.http.tokens import Token
 LIMITERS_MAX: Final = 1_024
 # Limits of one token and name that differ in algorithm, window or their own name.
 LIMITS_OF_NAME_MAX: Final = 32
-# The first part of every subject. The parts of a rule's subject have a colon.
+# The first part of a subject without a scope. The parts of a rule's subject have a colon.
 SUBJECT: Final = "(limit)"
 
 # The recorder takes the subject from the result.
@@ -117,8 +118,10 @@ def _limit(context: ServiceContext) -> Handler:
 
 def _key_of(token: Token, key: str | list[str]) -> tuple[str, ...]:
     """Return the key that is counted: apart from rules, and apart from other scopes."""
-    scope = (f"{name}:{value}" for name, value in sorted(token.scope.items()))
-    return (SUBJECT, *scope, *([key] if isinstance(key, str) else key))
+    scope = [f"{name}:{value}" for name, value in sorted(token.scope.items())]
+    # With the number of the parts that follow, no part of a caller's key is taken for a scope.
+    first = f"(limit {len(scope)})" if scope else SUBJECT
+    return (first, *scope, *([key] if isinstance(key, str) else key))
 
 
 class _CallLimiters:
