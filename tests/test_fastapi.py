@@ -558,6 +558,13 @@ def test_a_limit_that_is_not_used_as_a_dependency_is_explained(use: Any) -> None
     assert '@app.get("/search", dependencies=[limit("5/second")])' in str(caught.value)
 
 
+def test_dependencies_without_a_list_are_explained() -> None:
+    """The error shows the brackets that are missing."""
+    app, limit = _limited()
+    with pytest.raises(ConfigError, match=r'takes a list; write .*dependencies=\[limit\("5/sec'):
+        app.get("/x", dependencies=limit("1/minute"))(lambda: "x")
+
+
 @pytest.mark.parametrize("dependency", [lambda limit: limit, Depends], ids=["plain", "Depends"])
 def test_a_rate_limit_that_is_not_called_is_explained(dependency: Any) -> None:
     """For a route, a router and a WebSocket, the error shows the call that is missing."""

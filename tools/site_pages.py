@@ -59,6 +59,17 @@ LANGUAGES: Final = {
     ".yml": "yaml",
 }
 
+# lunr, the search of the theme, merges nodes of its tree of words whose edges have the same text.
+# That text has no separator: the edges 0 to node 5 and 7 to node 5 equal the edge 0 to node 575. So
+# words with digits were lost, and words appeared that no page has. Queries that reached one failed.
+SEARCH_WORKERS: Final = "assets/javascripts/workers/search.*.js"
+DISTINCT_NODES: Final = """
+self.lunr.TokenSet.prototype.toString = function () {
+  const edges = Object.keys(this.edges).sort().map((label) => `${label}${this.edges[label].id};`);
+  return this._str || (this.final ? "1" : "0") + edges.join("");
+};
+"""
+
 # Words that people search for and that the pages name otherwise, or name on many pages.
 KEYWORDS: Final = {
     "admin-api.md": ["reset a user", "unblock a customer"],
@@ -222,3 +233,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         page.meta.setdefault("hide", ["toc"])
     origin = _origins.get(page.file.src_uri, DOCS / page.file.src_uri)
     return rewritten(markdown, origin, page.file.src_uri)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Repair the search of the theme."""
+    (worker,) = Path(config.site_dir).glob(SEARCH_WORKERS)
+    worker.write_text(worker.read_text("utf-8") + DISTINCT_NODES, "utf-8")

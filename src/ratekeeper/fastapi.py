@@ -107,6 +107,10 @@ class _LimitDependency(params.Depends):
     __call__ = _Mistake("limit(…) returns a dependency: it is no decorator and needs no Depends(…)")
     __signature__ = __call__  # FastAPI reads it for Depends(limit(…))
 
+    def __iter__(self) -> NoReturn:
+        """Explain dependencies=limit(…), which needs a list."""
+        raise ConfigError(f"dependencies= takes a list; {_USE}")
+
 
 class RateLimit:
     """The limits of a FastAPI application.

@@ -484,7 +484,7 @@ def test_explain_has_a_line_for_each_rule() -> None:
     ]
     assert cells["login"][1] == "no"
     assert cells["login"][3] == "5 in any minute"
-    assert cells["reports"][3] == "30/1m leaky_bucket capacity 10"
+    assert cells["reports"][3] == "30/minute capacity 10 leaky_bucket"
     assert cells["login"][-1] == "endpoint '/v1/orders/7' does not match /login"
     assert cells["api"][-1] == "rule orders counts by the same and goes first"
 

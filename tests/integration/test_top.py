@@ -265,14 +265,17 @@ def test_pipe_gets_frames_until_it_is_closed(service: TokenService) -> None:
     assert b"\x1b" not in read
 
 
-def test_unavailable_store_is_shown(service: TokenService, redis: Single) -> None:
-    """The frame shows the unavailable store and its open breaker."""
+@pytest.mark.parametrize("has_token", [True, False])
+def test_unavailable_store_is_shown(service: TokenService, redis: Single, has_token: bool) -> None:
+    """The frame shows the open breaker, and the error of the store if the caller has a token."""
+    error = f"127.0.0.1:{redis.port} failed" if has_token else "send a token to see the error"
+    options = ("top", "--interval", "1", "--url", service.url)
     with load(service):
         redis.pause()
         try:
-            terminal = Terminal("top", "--interval", "1", "--url", service.url, columns=160)
+            terminal = Terminal(*options, columns=160, token=service.check if has_token else "")
             try:
-                terminal.await_frame("unavailable: ", " open (")
+                terminal.await_frame(f"not healthy: {error}", " open (")
                 terminal.process.send_signal(signal.SIGINT)
             finally:
                 assert terminal.close() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -17,6 +18,7 @@ from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
 from ratekeeper.rules.document.model import Document, Match, Override, Rule
 from ratekeeper.rules.document.reading import read
+from ratekeeper.rules.matching.patterns import Glob, compile_glob
 from ratekeeper.testing import ManualClock
 from tests.rules.requests import requests, rules
 
@@ -157,6 +159,43 @@ def test_keys_of_an_attribute() -> None:
     eu = Request(attributes={"region": "eu-1"})
     assert rates(only(compiled.plan(eu, 1))) == ["2/60"]
     assert rates(only(compiled.plan(Request(), 1))) == ["1/60"]
+
+
+@pytest.mark.parametrize("key", ["{}", "sk-{}-*", "*-{}", "?-{}-*", "*-{}-*"])
+def test_many_keys_do_not_slow_a_check(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 5,000 keys of a rule, a check tries a few."""
+    keys = {key.format(n): parse_limits(f"{n + 2}/minute") for n in range(5_000)}
+    tried: list[str] = []
+    matches = Glob.matches
+
+    def counted(glob: Glob, value: str) -> bool:
+        tried.append(value)
+        return matches(glob, value)
+
+    monkeypatch.setattr(Glob, "matches", counted)
+    compiled = compiled_of(Document((Rule("a", ("user",), parse_limits("1/minute"), keys=keys),)))
+    for number in (0, 77, 4_321):
+        user = key.format(number).replace("?", "b").replace("*", "b")
+        assert rates(only(compiled.plan(Request(user=user), 1))) == [f"{number + 2}/60"]
+    assert rates(only(compiled.plan(Request(user="sk-b-9999999-c"), 1))) == ["1/60"]
+    assert max(Counter(tried).values(), default=0) <= 20
+
+
+_PIECES = st.sampled_from(["a", "b", "ab", "*", "?", "[ab]"])
+
+
+@given(
+    st.lists(st.lists(_PIECES, min_size=1, max_size=5).map("".join), min_size=1, unique=True),
+    st.text("ab", max_size=6),
+)
+def test_the_first_key_that_matches_applies(keys: list[str], user: str) -> None:
+    """In the order of the document, however the keys are looked up."""
+    numbers = {key: number for number, key in enumerate(keys, start=2)}
+    limits = {key: parse_limits(f"{number}/minute") for key, number in numbers.items()}
+    compiled = compiled_of(Document((Rule("a", ("user",), parse_limits("1/minute"), keys=limits),)))
+    first = next((key for key in keys if compile_glob(key).matches(user)), "")
+    expected = f"{numbers.get(first, 1)}/60"
+    assert rates(only(compiled.plan(Request(user=user), 1))) == [expected]
 
 
 @pytest.mark.parametrize("name", ["attributes", "__class__", "__slots__"])

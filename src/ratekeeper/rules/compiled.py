@@ -211,13 +211,13 @@ class PreparedRule:
     """A rule, and the part of its preparation that does not depend on the request."""
 
     __slots__ = (
+        "by_key",
         "by_override",
         "by_terms",
         "by_tier",
         "default",
         "factor",
         "id",
-        "keys",
         "prefix",
         "read",
         "rule",
@@ -238,7 +238,7 @@ class PreparedRule:
         """Limits of overrides, by their position in the document and the rule's consistency."""
         self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
         """Limits of overrides beside the document, by their terms, likewise."""
-        self.keys = tuple((matches, _choice_of_key(written, text)) for text, matches in rule.keys)
+        self.by_key = tuple(_choice_of_key(written, text) for text in written.keys)
         # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
         plain = field in REQUEST_FIELDS and field not in _NORMALISED
@@ -538,14 +538,13 @@ class CompiledRules:
                 )
                 choice = LimitChoice(tiers[tier], consistency, "tier", tier)
                 prepared.by_tier[tier] = choice
-        if prepared.keys:
+        if prepared.by_key:
             value = value_of(request, prepared.rule.rule.by[0], tier)
-            if value is not None:
-                for matches, of_key in prepared.keys:
-                    if matches(value):
-                        tiers_own = choice.consistency if choice else of_key.consistency
-                        choice = of_key.with_consistency(tiers_own)
-                        break
+            position = None if value is None else prepared.rule.keys.find(value)
+            if position is not None:
+                of_key = prepared.by_key[position]
+                tiers_own = choice.consistency if choice else of_key.consistency
+                choice = of_key.with_consistency(tiers_own)
         return self._overridden(prepared, request, choice) if self._has_overrides else choice
 
     def _overridden(

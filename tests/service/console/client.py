@@ -26,6 +26,7 @@ from ratekeeper.service.console.views import COOKIE
 from ratekeeper.service.http.app import HttpService
 from ratekeeper.service.http.context import ServiceContext, WorkerSettings
 from ratekeeper.service.http.tokens import Tokens
+from ratekeeper.testing import ManualClock
 from ratekeeper.web.answers import Style
 from ratekeeper.web.identity import Identity
 from tests.history.databases import filled
@@ -97,7 +98,9 @@ async def console_of(
         share=1.0,
     )
     rules = database or read(RULES)
-    async with AsyncLimiter.from_rules(rules, poll=0.05, store=store) as limiter:
+    async with AsyncLimiter.from_rules(
+        rules, poll=0.05, clock=ManualClock(), store=store
+    ) as limiter:
         context = ServiceContext(
             limiter=limiter,
             tokens=Tokens.load(folder / "tokens.json" if tokens else None),

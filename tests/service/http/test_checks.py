@@ -171,12 +171,17 @@ async def test_the_failure_policy_decides_while_the_store_fails(policy: str, sta
 
 
 async def test_a_cost_that_can_never_fit_is_422() -> None:
-    """It has no Retry-After: waiting does not help."""
+    """It has no Retry-After: waiting does not help. It shows what is left, and spends nothing."""
     async with http_service() as http:
-        answer = await http.check(user="42", cost=4)
-        assert answer.status == 422
-        assert answer.data["error"]["code"] == "COST_EXCEEDS_CAPACITY"
-        assert "retry-after" not in answer.headers
+        assert (await http.check(user="42")).headers["x-ratelimit-remaining"] == "2"
+        for _ in range(2):
+            answer = await http.check(user="42", cost=4)
+            assert answer.status == 422
+            assert answer.data["error"]["code"] == "COST_EXCEEDS_CAPACITY"
+            assert "retry-after" not in answer.headers
+            assert answer.headers["x-ratelimit-limit"] == "3"
+            assert answer.headers["x-ratelimit-remaining"] == "2"
+            assert "ratelimit" in answer.headers
 
 
 WRONG: list[tuple[bytes, str]] = [

@@ -22,6 +22,8 @@ that it shares with the fewest others:
 - Rules that have none of these are tested every time: those that match everything, and those that
   have only networks or globs without a literal character.
 
+The `keys` of a rule are globs, too. They are looked up by the same literal texts (`FirstGlob`).
+
 The rules found under a request's path and values are candidates. Their conditions are tested in the
 order of the document. The index only leaves out rules that cannot match.
 
@@ -38,7 +40,7 @@ from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from ratekeeper.core.errors import show
 from ratekeeper.core.model import REQUEST_FIELDS, Request
@@ -46,6 +48,7 @@ from ratekeeper.core.subjects import require_text
 from ratekeeper.rules.document.model import Match, Rule
 from ratekeeper.rules.matching.patterns import (
     EndpointPattern,
+    Glob,
     Regexes,
     Wildcard,
     compile_endpoint,
@@ -91,7 +94,7 @@ class CompiledRule:
     """Rules of one group count by the same attributes and have the same mode."""
     endpoints: tuple[EndpointPattern, ...]
     conditions: tuple[RuleCondition, ...]
-    keys: tuple[tuple[str, Test], ...]
+    keys: FirstGlob
     costs: tuple[tuple[EndpointPattern, int], ...]
 
     def in_force_for(self, subject: str) -> bool:
@@ -164,7 +167,7 @@ def compile_rule(rule: Rule, order: int, group: int) -> CompiledRule:
         group,
         tuple(compile_endpoint(text) for text in rule.match.endpoint),
         tuple(_conditions(rule.match)),
-        tuple((text, compile_glob(text).matches) for text in rule.keys),
+        FirstGlob(rule.keys),
         tuple((compile_endpoint(text), units) for text, units in rule.costs.items()),
     )
 
@@ -291,24 +294,29 @@ def _is_in_tree(endpoint: EndpointPattern) -> bool:
 
 
 Place = Literal["start", "end", "within"]
+_Found = TypeVar("_Found")
 
 
-class _ByLiteral:
-    """Rules by a literal text of a value: its start, its end, or a gram within it."""
+class _ByLiteral(Generic[_Found]):
+    """Rules or globs by a literal text of a value: its start, its end, or a gram within it."""
 
     __slots__ = ("_lengths", "_texts")
 
     def __init__(self) -> None:
-        self._texts: dict[Place, dict[str, _Candidates]] = {"start": {}, "end": {}, "within": {}}
+        self._texts: dict[Place, dict[str, tuple[_Found, ...]]] = {
+            "start": {},
+            "end": {},
+            "within": {},
+        }
         self._lengths: dict[Place, tuple[int, ...]] = {}
 
-    def add(self, place: Place, text: str, candidate: _Candidate) -> None:
+    def add(self, place: Place, text: str, candidate: _Found) -> None:
         texts = self._texts[place]
         texts[text] = (*texts.get(text, ()), candidate)
         self._lengths[place] = tuple(sorted({*self._lengths.get(place, ()), len(text)}))
 
-    def find(self, value: str, found: list[_Candidate]) -> None:
-        """Add the rules under the literal texts of a value to `found`; some perhaps twice."""
+    def find(self, value: str, found: list[_Found]) -> None:
+        """Add what is under the literal texts of a value to `found`; some perhaps twice."""
         size = len(value)
         for place, lengths in self._lengths.items():
             texts = self._texts[place]
@@ -373,6 +381,43 @@ def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]
         yield name, "within", text[-length:]
 
 
+def _rarest(keys: tuple[_Key, ...], crowd: Counter[_Key]) -> _Key:
+    return min(keys, key=lambda key: (crowd[key], -len(str(key[2]))))
+
+
+class FirstGlob:
+    """Globs in order: finds the first that matches a value. A rule may have 5,000 for its keys."""
+
+    __slots__ = ("_always", "_by_literal", "_exact")
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._exact: dict[str, tuple[int, Glob]] = {}
+        self._by_literal: _ByLiteral[tuple[int, Glob]] = _ByLiteral()
+        self._always: list[tuple[int, Glob]] = []
+        globs = [compile_glob(text) for text in texts]
+        keys = [tuple(_literal_keys(None, glob.literals)) for glob in globs]
+        crowd = Counter(chain.from_iterable(keys))
+        for order, (glob, each) in enumerate(zip(globs, keys, strict=True)):
+            if glob.exact is not None:
+                self._exact.setdefault(glob.exact, (order, glob))
+            elif not each:
+                self._always.append((order, glob))
+            else:
+                _, place, text = _rarest(each, crowd)
+                assert place is not None  # noqa: S101 - literal keys have a place
+                self._by_literal.add(place, str(text), (order, glob))
+
+    def find(self, value: str) -> int | None:
+        """Return the position of the first glob that matches the value; None if none does."""
+        found = list(self._always)
+        exact = self._exact.get(value)
+        if exact is not None:
+            found.append(exact)
+        self._by_literal.find(value, found)
+        found.sort(key=_order)
+        return next((order for order, glob in found if glob.matches(value)), None)
+
+
 class _RuleIndex:
     """All rules by their rarest condition. `positions` has each attribute's position in values."""
 
@@ -391,8 +436,8 @@ class _RuleIndex:
         self._positions = positions
         self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Candidates]] = {}
-        self._by_literal: dict[int, _ByLiteral] = {}
-        self._by_path: _ByLiteral | None = None
+        self._by_literal: dict[int, _ByLiteral[_Candidate]] = {}
+        self._by_path: _ByLiteral[_Candidate] | None = None
         self._always: list[_Candidate] = []
         self._regex_rules: list[_Candidate] = []
         regexes: list[str] = []
@@ -401,14 +446,13 @@ class _RuleIndex:
             key for each in options for _, keys in each for key in set(chain.from_iterable(keys))
         )
 
-        def rarest(keys: tuple[_Key, ...]) -> _Key:
-            return min(keys, key=lambda key: (crowd[key], -len(str(key[2]))))
-
         for rule, each in zip(rules, options, strict=True):
             if not each:
                 self._always.append(_candidate(rule, None, self._tests(rule)))
                 continue
-            chosen = [(condition, tuple(map(rarest, keys))) for condition, keys in each]
+            chosen = [
+                (condition, tuple(_rarest(key, crowd) for key in keys)) for condition, keys in each
+            ]
             fewest = min(chosen, key=lambda option: max(crowd[key] for key in option[1]))
             if fewest[0] is None:
                 regexes += self._add_by_endpoint(rule, fewest[1])

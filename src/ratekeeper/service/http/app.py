@@ -221,10 +221,7 @@ class HttpService:
             return message
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal has_ended
             if message["type"] == "http.response.start":
-                # Nothing is read for a path that does not exist.
-                has_ended = has_ended or message["status"] == 404
                 counted = ("(admin)", message["status"])
                 self._requests[counted] = self._requests.get(counted, 0) + 1
                 own = (self._node_header, (b"x-request-id", request_id))

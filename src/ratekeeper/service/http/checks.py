@@ -66,6 +66,7 @@ from ratekeeper.service.http.context import (
     ServiceRequest,
     ServiceRoute,
     encode,
+    error_reply,
     in_scope,
     json_reply,
 )
@@ -318,10 +319,13 @@ def _check(context: ServiceContext) -> Handler:
         if scope:
             request = in_scope(http_request.token, request)
         started_ns = perf_counter_ns()
-        if evaluate_at_once is None:
-            result = await limiter.evaluate(request, cost)
-        else:
-            result = evaluate_at_once(request, cost)
+        try:
+            if evaluate_at_once is None:
+                result = await limiter.evaluate(request, cost)
+            else:
+                result = evaluate_at_once(request, cost)
+        except CapacityError as error:
+            return await _capacity_reply(context, request, error)
         note_seconds(perf_counter_ns() - started_ns)
         decided_ns = now_ns()
         if recorder is not None:
@@ -348,6 +352,19 @@ def _check(context: ServiceContext) -> Handler:
         return _new_tuple(ServiceReply, (200, headers, encode(reply)))
 
     return check
+
+
+async def _capacity_reply(
+    context: ServiceContext, request: Request, error: CapacityError
+) -> ServiceReply:
+    """Return the 422 to a cost that can never fit, with the state of the limits, if it is known."""
+    reply = error_reply(error)
+    assert reply is not None, "a CapacityError has a reply"  # noqa: S101 - our own bug
+    with suppress(RatekeeperError):
+        look = await context.limiter.evaluate(request, 0, spend=False)
+        if look.decision.allowed:
+            reply.headers[:0] = raw_headers_of(look, context.now_ns(), context.settings.style)
+    return reply
 
 
 def check_reply(

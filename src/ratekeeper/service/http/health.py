@@ -87,7 +87,7 @@ _LOCK: Final = "lock"
 LATELY_SECONDS: Final = 10.0
 DEGRADED_SHARE_MAX: Final = 0.1
 _DECIDED: Final = ("allowed", "denied", "unavailable", "failed")
-_HIDDEN: Final = "there is one; send a token to see it, or read the log"
+_HIDDEN: Final = "send a token to see the error, or read the log"
 
 log = logging.getLogger("ratekeeper.service")
 
