@@ -37,7 +37,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.answering import awaited
+from tests.answering import answer, awaited
 from tests.faults.checker import Admitted, excess
 from tests.redis_servers import Single
 from tests.region_links import NAMES, RegionServers
@@ -630,14 +630,14 @@ async def measure_redis() -> dict[str, float]:
         await counts.set_shares(Shares(1, fifth, fifth, 0, NAMES[1:]), token)
         counters = _counters(store)
 
-        await awaited(counters["exact"].check("warm", 1))
+        answer(counters["exact"].check("warm", 1))
         empty = raw.info("memory")["used_memory"]
 
         def memory() -> float:
             return float(raw.info("memory")["used_memory"] - empty) / SUBJECTS[0]
 
         for number in range(SUBJECTS[0]):
-            await awaited(counters["exact"].check(f"user-{number:06}", 1))
+            answer(counters["exact"].check(f"user-{number:06}", 1))
         found = {"checked_bytes": memory()}
         reports = await counts.due(2 * SUBJECTS[0], token)
         done = [Accepted(each.key, each.generation, each.total, each.returned) for each in reports]
@@ -651,10 +651,10 @@ async def measure_redis() -> dict[str, float]:
         for name, was, now in zip(("report", "answer"), before, counts.traffic(), strict=True):
             found[f"{name}_bytes"] = (now - was) / messages
         for name, counter in counters.items():
-            await awaited(counter.check("warm", 1))
+            answer(counter.check("warm", 1))
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"]
             for number in range(CHECKS):
-                await awaited(counter.check(f"cost-{number % 500}", 1))
+                answer(counter.check(f"cost-{number % 500}", 1))
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"] - used
             found[f"{name}_us"] = used / CHECKS
         return found
