@@ -37,6 +37,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tests.answering import answer, awaited
 from tests.faults.checker import Admitted, excess
 from tests.redis_servers import Single
 from tests.region_links import NAMES, RegionServers
@@ -489,7 +490,7 @@ async def measure_known(world: World) -> dict[str, float]:
 
     async def sample(region: str, subject: str) -> list[float]:
         began_ns = time.time_ns()
-        await counters[region].check(subject, 1)
+        await awaited(counters[region].check(subject, 1))
         others = [other for other in NAMES if other != region]
         found = await asyncio.gather(
             *(_known_s(world, region, other, subject, began_ns) for other in others)
@@ -590,7 +591,7 @@ async def measure_bytes(world: World, subjects: int) -> dict[str, float]:
         sent += due
         numbers = [chance.randrange(subjects) for _ in range(due)]
         await asyncio.gather(
-            *(chance.choice(counters).check(f"user-{number:06}", 1) for number in numbers)
+            *(awaited(chance.choice(counters).check(f"user-{number:06}", 1)) for number in numbers)
         )
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
@@ -629,14 +630,14 @@ async def measure_redis() -> dict[str, float]:
         await counts.set_shares(Shares(1, fifth, fifth, 0, NAMES[1:]), token)
         counters = _counters(store)
 
-        counters["exact"].check("warm", 1)
+        answer(counters["exact"].check("warm", 1))
         empty = raw.info("memory")["used_memory"]
 
         def memory() -> float:
             return float(raw.info("memory")["used_memory"] - empty) / SUBJECTS[0]
 
         for number in range(SUBJECTS[0]):
-            counters["exact"].check(f"user-{number:06}", 1)
+            answer(counters["exact"].check(f"user-{number:06}", 1))
         found = {"checked_bytes": memory()}
         reports = await counts.due(2 * SUBJECTS[0], token)
         done = [Accepted(each.key, each.generation, each.total, each.returned) for each in reports]
@@ -650,10 +651,10 @@ async def measure_redis() -> dict[str, float]:
         for name, was, now in zip(("report", "answer"), before, counts.traffic(), strict=True):
             found[f"{name}_bytes"] = (now - was) / messages
         for name, counter in counters.items():
-            counter.check("warm", 1)
+            answer(counter.check("warm", 1))
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"]
             for number in range(CHECKS):
-                counter.check(f"cost-{number % 500}", 1)
+                answer(counter.check(f"cost-{number % 500}", 1))
             used = raw.info("commandstats")["cmdstat_evalsha"]["usec"] - used
             found[f"{name}_us"] = used / CHECKS
         return found

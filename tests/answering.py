@@ -59,6 +59,11 @@ def answer(value: Any, link: Link = in_thread) -> Any:
     return link(value) if type(value) is Ask else value
 
 
+async def awaited(value: Any) -> Any:
+    """Return a value, or the answer of an Ask that this event loop carries."""
+    return await value.send(*value.args) if type(value) is Ask else value
+
+
 class AnsweringCounter:
     """A counter that has every answer. Other attributes are those of the counter."""
 

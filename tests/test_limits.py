@@ -113,8 +113,8 @@ class Storage:
     def close(self) -> None:
         """Close the store, and its connections in the event loop."""
         store = self.storage.store
-        if self._runner is not None and store.as_async is not None:
-            self._runner.run(store.as_async.aclose())
+        if self._runner is not None:
+            self._runner.run(store.aclose())
         store.close()
 
     def strategy(self, name: str) -> Any:
@@ -462,8 +462,7 @@ def test_tasks_share_a_limit_exactly(uri: str, clock: ManualClock, strategy: str
         limiter = limits.aio.strategies.STRATEGIES[strategy](storage)
         item = parse("50/minute")
         passed = sum(await asyncio.gather(*(limiter.hit(item, "ann") for _ in range(200))))
-        if storage.store.as_async is not None:
-            await storage.store.as_async.aclose()
+        await storage.store.aclose()
         return passed
 
     assert asyncio.run(hits()) == 50

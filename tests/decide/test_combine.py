@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import count, product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,11 @@ from ratekeeper import CapacityError, StoreError, StoreUnavailable
 from ratekeeper.core.model import ALGORITHM_NAMES, Decision, Limit
 from ratekeeper.decide.algorithms import Outcome
 from ratekeeper.decide.combine import combine, combine_decisions
-from ratekeeper.decide.store import Answer, Counter, Store
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.store import Answer, LocalCounter, LocalStore
+from ratekeeper.decide.stores import open_local_store, open_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringStore, Link, in_thread, on_loop
 from tests.redis_servers import running
 
 SECOND = Limit(10, per=1)
@@ -136,31 +136,33 @@ def clock() -> ManualClock:
     return ManualClock(start=1_700_000_000)
 
 
-def opened_store(kind: str, clock: ManualClock, folder: Path) -> Store:
+def opened_store(kind: str, clock: ManualClock, folder: Path) -> LocalStore:
     if kind == "python":
         return PythonMemoryStore(clock)
     if kind == "memory":
-        return open_store("memory://", clock)
+        return open_local_store("memory://", clock)
     if kind == "shared":
-        return open_store(f"shared://{folder}/limits?capacity=1000", clock)
+        return open_local_store(f"shared://{folder}/limits?capacity=1000", clock)
     prefix = f"together{next(_prefixes)}"
-    return open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
+    return AnsweringStore(open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000))
 
 
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path) -> Iterator[Store]:
+def store(
+    request: pytest.FixtureRequest, clock: ManualClock, tmp_path: Path
+) -> Iterator[LocalStore]:
     """An empty store of each kind."""
     opened = opened_store(request.param, clock, tmp_path)
     yield opened
     opened.close()
 
 
-def counters_of(store: Store) -> tuple[Counter, Counter]:
+def counters_of(store: LocalStore) -> tuple[LocalCounter, LocalCounter]:
     """Return counters of two rules: 10 a minute for a user, and 15 for the tenant."""
     return store.counter([Limit(10, per=60)], "user"), store.counter([Limit(15, per=60)], "tenant")
 
 
-def test_all_pass_and_each_is_charged(store: Store) -> None:
+def test_all_pass_and_each_is_charged(store: LocalStore) -> None:
     """One decision for each check, in order, as its counter alone would give it."""
     user, tenant = counters_of(store)
     decisions = store.check_together([(user, "u:1", 2), (tenant, "t:1", 3)])
@@ -173,7 +175,7 @@ def test_all_pass_and_each_is_charged(store: Store) -> None:
 
 
 @pytest.mark.parametrize("denied", [0, 1])
-def test_if_one_denies_the_other_is_not_charged(store: Store, denied: int) -> None:
+def test_if_one_denies_the_other_is_not_charged(store: LocalStore, denied: int) -> None:
     """Whichever denies, the other keeps its quota; the denial has a retry time."""
     counters = counters_of(store)
     subjects = ("u:1", "t:1")
@@ -188,7 +190,7 @@ def test_if_one_denies_the_other_is_not_charged(store: Store, denied: int) -> No
     assert counters[other].peek(subjects[other], 0).remaining == whole
 
 
-def test_one_subject_in_two_rules(store: Store) -> None:
+def test_one_subject_in_two_rules(store: LocalStore) -> None:
     """Both rules are charged, or neither."""
     user, tenant = counters_of(store)
     assert all(store.check_together([(user, "x", 10), (tenant, "x", 10)]))
@@ -197,7 +199,7 @@ def test_one_subject_in_two_rules(store: Store) -> None:
     assert tenant.peek("x", 0).remaining == 5
 
 
-def test_a_cost_that_can_never_fit_charges_nothing(store: Store) -> None:
+def test_a_cost_that_can_never_fit_charges_nothing(store: LocalStore) -> None:
     """CapacityError, as from a single check; the other subjects are not charged."""
     user, tenant = counters_of(store)
     with pytest.raises(CapacityError):
@@ -205,7 +207,7 @@ def test_a_cost_that_can_never_fit_charges_nothing(store: Store) -> None:
     assert tenant.peek("t:1", 0).remaining == 15
 
 
-def test_a_closed_store_is_unavailable(store: Store) -> None:
+def test_a_closed_store_is_unavailable(store: LocalStore) -> None:
     """No check can be decided."""
     user, tenant = counters_of(store)
     store.close()
@@ -214,25 +216,27 @@ def test_a_closed_store_is_unavailable(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_asyncio_gives_the_same_decisions(kind: str, clock: ManualClock) -> None:
-    """Also through asyncio, all are charged or none."""
+@pytest.mark.parametrize("link", [in_thread, on_loop])
+def test_an_ask_has_the_same_answer_in_a_thread_and_on_asyncio(
+    kind: str, link: Link, clock: ManualClock
+) -> None:
+    """All are charged or none."""
     prefix = f"together{next(_prefixes)}"
-    store: Any = open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
-    user = store.counter([Limit(10, per=60)], "user")
-    tenant = store.counter([Limit(15, per=60)], "tenant")
+    redis = open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
+    store = AnsweringStore(redis, link)
+    user, tenant = counters_of(store)
     checks = [(user, "u:1", 10), (tenant, "t:1", 10)]
-    assert all(await store.check_together(checks))
-    denied = await store.check_together(checks)
-    assert [d.allowed for d in denied] == [False, False]
-    assert (await tenant.peek("t:1", 0)).remaining == 5
-    denied = await store.check_together([(user, "u:2", 10), (tenant, "t:1", 6)])
-    assert [d.allowed for d in denied] == [True, False]
-    assert (await user.peek("u:2", 0)).remaining == 10
-    await store.aclose()
+    assert all(store.check_together(checks))
+    assert not any(store.check_together(checks))
+    assert tenant.peek("t:1", 0).remaining == 5
+    denied = store.check_together([(user, "u:2", 10), (tenant, "t:1", 6)])
+    assert [bool(each) for each in denied] == [True, False]
+    assert user.peek("u:2", 0).remaining == 10
+    store.close()
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_denied_request_costs_nothing(seed: int, store: Store, clock: ManualClock) -> None:
+def test_a_denied_request_costs_nothing(seed: int, store: LocalStore, clock: ManualClock) -> None:
     """Random limits, charges and grants; then a request that one subject denies. At that instant
     every quota is unchanged, granted units included."""
     random = Random(seed)
@@ -262,7 +266,7 @@ def test_a_denied_request_costs_nothing(seed: int, store: Store, clock: ManualCl
         assert 0 <= after[2] - before[2] <= 13_000
 
 
-def look(counter: Counter, cost: int) -> tuple[bool, int, int]:
+def look(counter: LocalCounter, cost: int) -> tuple[bool, int, int]:
     """Return the counter's answer: allowed, remaining, and the time until reset."""
     try:
         decision = counter.peek("s", cost)
@@ -277,9 +281,9 @@ def test_every_store_gives_the_same_answers(kind: str, seed: int, clock: ManualC
     """A random trace in memory and on Redis; with odd seeds a subject may occur several times."""
     random = Random(seed)
     repeats = seed % 2 == 1
-    memory = open_store("memory://", clock)
+    memory = open_local_store("memory://", clock)
     prefix = f"together{next(_prefixes)}"
-    redis = open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000)
+    redis = AnsweringStore(open_store(running(kind).uri, clock, prefix=prefix, deadline_ms=10_000))
     limits = [
         Limit(random.randint(3, 12), per=60, algorithm=random.choice(ALGORITHM_NAMES))
         for _ in range(3)

@@ -254,7 +254,6 @@ def test_a_cancelled_caller_keeps_no_lease() -> None:
     """Another check may ask for one at once."""
     found = Fixture("1000/hour", "leased")
     found.warm_up(found.counter, 3)
-    authority = found.one.node.authority
     steps = found.counter.asking(KEY, 1)
     next(steps)
     with pytest.raises(asyncio.CancelledError):

@@ -32,6 +32,7 @@ from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import RuleScripts
 from ratekeeper.decide.stores.redis.store import RedisStore
+from tests.answering import answer, awaited
 from tests.redis_servers import Promotion, Server, Single, until
 
 WIRES = ("threads", "asyncio")
@@ -102,10 +103,10 @@ class Client:
 def decisions_of(answers: Sequence[Answer]) -> list[Decision]:
     """Return the decisions of several checks; raise an error among them."""
     decisions: list[Decision] = []
-    for answer in answers:
-        if isinstance(answer, StoreError):
-            raise answer
-        decisions.append(answer)
+    for each in answers:
+        if isinstance(each, StoreError):
+            raise each
+        decisions.append(each)
     return decisions
 
 
@@ -122,7 +123,7 @@ class _FromThreads(Client):
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
         checks = [(self._limiter._counter, subject, 1) for subject in subjects]
-        return self._pool.submit(lambda: decisions_of(self.store.check_together(checks)))
+        return self._pool.submit(lambda: decisions_of(answer(self.store.check_together(checks))))
 
     def close(self) -> None:
         self.store.close()
@@ -149,7 +150,7 @@ class _FromTasks(Client):
         checks = [(self._limiter._counter, subject, 1) for subject in subjects]
 
         async def decide() -> list[Decision]:
-            return decisions_of(await self.store.check_together(checks))
+            return decisions_of(await awaited(self.store.check_together(checks)))
 
         return asyncio.run_coroutine_threadsafe(decide(), self.loop)
 

@@ -30,6 +30,7 @@ from ratekeeper.decide.stores.redis.audit import (
 )
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.topology import Topology
+from tests.answering import AnsweringStore
 from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
 from tests.integration.redis_wires import key_of, logs_key_of
 from tests.redis_servers import Single, User, running
@@ -96,7 +97,7 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
 
 def test_leased_units_are_no_defect(single: Single) -> None:
     """Of all algorithms, also if the leased units are all that a limit has counted."""
-    with closing(open_store(patient(single.uri))) as store:
+    with closing(AnsweringStore(open_store(patient(single.uri)))) as store:
         authority = store.authority
         assert authority is not None
         for algorithm in ALGORITHMS:

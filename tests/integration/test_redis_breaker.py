@@ -24,6 +24,7 @@ from ratekeeper.decide.stores.redis import breakers
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.decide.stores.redis.topology import slot_of
+from tests.answering import answer, awaited
 from tests.integration.redis_wires import (
     COUNTED,
     SECONDS_MAX,
@@ -105,19 +106,18 @@ def test_a_global_rule_fails_at_once_while_the_breaker_is_open(server: Single) -
     store = RedisStore(parse(f"{server.uri}?{options}"))
     limits = (Limit(10, per=60),)
     counter = store.regional.global_counter(limits, "api", "exact")
-    counter = store.regional.global_counter(limits, "api", "exact")
 
-    def answer() -> str:
+    def text() -> str:
         try:
-            return str(counter.check("ann", 1))
+            return str(answer(counter.check("ann", 1)))
         except StoreError as error:
             return str(error)
 
     with closing(store):
         server.pause()
-        until(lambda: "breaker is open" in answer(), "the breaker is open", SECONDS_MAX)
+        until(lambda: "breaker is open" in text(), "the breaker is open", SECONDS_MAX)
         with pytest.raises(StoreUnavailable, match="breaker is open"):
-            asyncio.run(counter.check("ann", 1))
+            asyncio.run(awaited(counter.check("ann", 1)))
         server.resume()
 
 

@@ -11,6 +11,7 @@ import pytest
 from ratekeeper import Limit
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, AlgorithmName
 from ratekeeper.decide.stores import open_store
+from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE
 from tests.integration.redis_hammer import Crew, Job, admitted
 from tests.redis_servers import Running, Single, running
@@ -51,7 +52,7 @@ def servers(request: pytest.FixtureRequest) -> Running:
 
 def remaining(servers: Running, limit: dict[str, Any], key: str, *roomy: dict[str, Any]) -> int:
     """Return the remaining units of a limit, beside others of its rule that have more room."""
-    store = open_store(servers.uri, **PATIENCE)
+    store = AnsweringStore(open_store(servers.uri, **PATIENCE))
     left = store.counter([Limit(**each) for each in (limit, *roomy)], "").peek(key, 0).remaining
     store.close()
     return left

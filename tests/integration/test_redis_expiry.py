@@ -15,8 +15,9 @@ import pytest
 
 from ratekeeper import Limit
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
-from ratekeeper.decide.store import Counter, Store
+from ratekeeper.decide.store import LocalCounter, LocalStore
 from ratekeeper.decide.stores import open_store
+from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE
 from tests.integration.redis_wires import key_of, logs_key_of
 from tests.parity.server_times import timed
@@ -47,10 +48,10 @@ def server() -> Iterator[Single]:
 
 
 @pytest.fixture
-def store(server: Single) -> Iterator[Store]:
+def store(server: Single) -> Iterator[LocalStore]:
     """Open a store without keys that decides by the server's clock."""
     server.flush()
-    opened = open_store(server.uri, **PATIENCE)
+    opened = AnsweringStore(open_store(server.uri, **PATIENCE))
     yield opened
     opened.close()
 
@@ -65,7 +66,7 @@ def expiries_ms(server: Single) -> dict[str, int]:
     return {key: at_ms for key, at_ms in expiries if at_ms != -2}  # -2: gone since the scan
 
 
-def lives_ms(server: Single, counter: Counter, cost: int) -> tuple[float, float]:
+def lives_ms(server: Single, counter: LocalCounter, cost: int) -> tuple[float, float]:
     """Check a fresh key; return the time until its quota is whole and its time to live."""
     times = timed(counter)
 
@@ -90,7 +91,7 @@ def expiry_ms(server: Single, subject: str) -> int:
 @pytest.mark.parametrize("per", [0.001, 0.05, 0.7, 1, 3, 60, 86_400, YEAR])
 @pytest.mark.parametrize("cost", [1, 7, 10])
 def test_a_key_lives_until_its_quota_is_whole_and_an_eighth_longer(
-    algorithm: AlgorithmName, per: float, cost: int, server: Single, store: Store
+    algorithm: AlgorithmName, per: float, cost: int, server: Single, store: LocalStore
 ) -> None:
     """The time to live is never shorter and, beyond a second, at most an eighth longer."""
     counter = store.counter([Limit(10, per, algorithm=algorithm)], "")
@@ -99,7 +100,7 @@ def test_a_key_lives_until_its_quota_is_whole_and_an_eighth_longer(
     assert lives <= max((reset_ms + ROUNDING_MS) * (1 + SPARE), SHORTEST_MS) + ROUNDING_MS
 
 
-def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: Store) -> None:
+def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: LocalStore) -> None:
     """A key lives through the longest refill that a limit may have."""
     counter = store.counter([Limit(1, YEAR, capacity=100)], "")
     reset_ms, lives = lives_ms(server, counter, 100)
@@ -109,7 +110,7 @@ def test_a_bucket_that_takes_a_century_lives_as_long(server: Single, store: Stor
 
 @every_algorithm
 def test_the_longest_of_several_limits_decides(
-    algorithm: AlgorithmName, server: Single, store: Store
+    algorithm: AlgorithmName, server: Single, store: LocalStore
 ) -> None:
     """The hash lives until the slowest of its limits is whole."""
     short, long = Limit(10, 5, algorithm=algorithm), Limit(100, 500, algorithm=algorithm)
@@ -123,7 +124,7 @@ def test_the_longest_of_several_limits_decides(
 
 @every_algorithm
 def test_a_grant_lives_until_its_end(
-    algorithm: AlgorithmName, server: Single, store: Store
+    algorithm: AlgorithmName, server: Single, store: LocalStore
 ) -> None:
     """A grant's key lives for its ttl or for one window, even if no unit was spent."""
     counter = store.counter([Limit(10, 60, algorithm=algorithm)], "")
@@ -146,7 +147,7 @@ def server_ms(server: Single) -> float:
 WINDOWS = (0.002, 0.05, 0.5, 2, 3_600, YEAR)
 
 
-def random_counter(random: Random, store: Store, algorithm: AlgorithmName) -> Counter:
+def random_counter(random: Random, store: LocalStore, algorithm: AlgorithmName) -> LocalCounter:
     """Return a counter of one or two limits with random numbers, under one of two rules."""
     limits = [
         Limit(random.choice((3, 20)), random.choice(WINDOWS), algorithm=algorithm, name=name)
@@ -158,7 +159,7 @@ def random_counter(random: Random, store: Store, algorithm: AlgorithmName) -> Co
 @every_algorithm
 @pytest.mark.parametrize("seed", range(3))
 def test_a_key_has_an_expiry_at_all_times(
-    algorithm: AlgorithmName, seed: int, server: Single, store: Store
+    algorithm: AlgorithmName, seed: int, server: Single, store: LocalStore
 ) -> None:
     """After every verb, under changing limits, each key has an expiry.
 
@@ -197,7 +198,7 @@ def test_a_key_has_an_expiry_at_all_times(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
-    seed: int, server: Single, store: Store
+    seed: int, server: Single, store: LocalStore
 ) -> None:
     """After every verb, by one of them or both, each hash lives as long as its own limit needs."""
     random = Random(seed)
@@ -229,7 +230,7 @@ def test_a_log_and_the_other_limits_of_its_rule_expire_apart(
                 assert expiries[key] * NS_PER_MS >= times[key].now_ns + reset_ns, verb
 
 
-def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
+def test_a_busy_key_is_extended_in_time(server: Single, store: LocalStore) -> None:
     """A key checked without pause for two and a half windows never expires before it is whole."""
     counters = {
         algorithm: store.counter([Limit(100, 1, algorithm=algorithm)], "")
@@ -254,7 +255,7 @@ def test_a_busy_key_is_extended_in_time(server: Single, store: Store) -> None:
 
 @every_algorithm
 def test_a_short_limit_does_not_shorten_a_long_one(
-    algorithm: AlgorithmName, server: Single, store: Store
+    algorithm: AlgorithmName, server: Single, store: LocalStore
 ) -> None:
     """A rule of seconds does not change the expiry that a rule of hours set for the subject."""
     hours = store.counter([Limit(10, 36_000, algorithm=algorithm)], "hours")
@@ -273,7 +274,7 @@ def test_a_short_limit_does_not_shorten_a_long_one(
 @every_algorithm
 @pytest.mark.parametrize(("first", "then"), [(60, 3_600), (3_600, 60)])
 def test_a_changed_window_extends_and_never_shortens(
-    algorithm: AlgorithmName, first: float, then: float, server: Single, store: Store
+    algorithm: AlgorithmName, first: float, then: float, server: Single, store: LocalStore
 ) -> None:
     """A limit's longer window extends the expiry at the next check; a shorter one keeps it."""
     store.counter([Limit(10, first, algorithm=algorithm, name="n")], "").check("k", 2)
@@ -289,7 +290,7 @@ def test_a_changed_window_extends_and_never_shortens(
 @every_algorithm
 @pytest.mark.parametrize(("changed", "remaining"), [(2_000, 1_600), (500, 100), (300, 0)])
 def test_a_changed_limit_keeps_the_spent_units(
-    algorithm: AlgorithmName, changed: int, remaining: int, store: Store
+    algorithm: AlgorithmName, changed: int, remaining: int, store: LocalStore
 ) -> None:
     """A changed limit changes the remaining units at once, and changing it back restores them."""
     limits = [
@@ -305,7 +306,7 @@ def test_a_changed_limit_keeps_the_spent_units(
 
 @every_algorithm
 def test_keys_are_gone_soon_after_their_quotas_are_whole(
-    algorithm: AlgorithmName, server: Single, store: Store
+    algorithm: AlgorithmName, server: Single, store: LocalStore
 ) -> None:
     """The server is empty about a second after short checks, refunds and grants.
 
@@ -332,7 +333,7 @@ def test_keys_are_gone_soon_after_their_quotas_are_whole(
 
 @every_algorithm
 def test_a_limited_key_is_not_dropped_before_its_quota_comes_back(
-    algorithm: AlgorithmName, store: Store
+    algorithm: AlgorithmName, store: LocalStore
 ) -> None:
     """Checks of a spent key are denied exactly until the promised time."""
     counter = store.counter([Limit(4, 2, algorithm=algorithm)], "")

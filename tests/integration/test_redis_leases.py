@@ -27,6 +27,7 @@ from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.gates import REPORTS_MAX
 from ratekeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
 from ratekeeper.decide.stores.redis.store import RedisStore
+from tests.answering import AnsweringCounter, answer, awaited
 from tests.conformance.stores import PATIENCE
 from tests.redis_servers import Cluster, Single, running
 
@@ -54,18 +55,17 @@ class Node:
         self.store.close()
 
     def counter(self, limit: Limit = HOUR, rule: str = "r") -> Counter:
-        return (self.store.counter if self._runner else self.store.counter)([limit], rule)
+        return self.store.counter([limit], rule)
 
     def lease(self, *checks: tuple[Counter, str, int]) -> list[LeasedAnswer]:
         asked = [LeaseCheck(*check, TERMS) for check in checks]
-        if self._runner is None:
-            return self.store.lease(asked)
-        return self._runner.run(self.store.lease(asked))
+        return cast("list[LeasedAnswer]", self._answer(self.store.lease(asked)))
 
     def report(self, reports: Sequence[Report]) -> list[Answer]:
-        if self._runner is None:
-            return self.store.report(reports)
-        return self._runner.run(self.store.report(reports))
+        return cast("list[Answer]", self._answer(self.store.report(reports)))
+
+    def _answer(self, value: Any) -> Any:
+        return answer(value) if self._runner is None else self._runner.run(awaited(value))
 
 
 def leased(answer: LeasedAnswer) -> Lease:
@@ -218,8 +218,9 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
     async def cancelled() -> set[int]:
         store = cast("RedisStore", open_store(server.uri, **PATIENCE))
         counter = store.counter([HOUR], "r")
-        assert (await store.lease([LeaseCheck(counter, "warm", 1, TERMS)]))[0]
-        asking = asyncio.ensure_future(store.lease([LeaseCheck(counter, "a", 1, TERMS)]))
+        assert (await awaited(store.lease([LeaseCheck(counter, "warm", 1, TERMS)])))[0]
+        lease = store.lease([LeaseCheck(counter, "a", 1, TERMS)])
+        asking = asyncio.ensure_future(awaited(lease))
         for _ in range(3):
             await asyncio.sleep(0)
         assert not asking.done()
@@ -229,7 +230,7 @@ def test_a_cancelled_caller_leases_nothing(server: Single) -> None:
         seen = set()  # each look is behind the lease on the connection
         async with asyncio.timeout(20):
             while 1_000 not in seen:
-                seen.add((await counter.peek("a", 1)).remaining)
+                seen.add((await awaited(counter.peek("a", 1))).remaining)
         await store.aclose()
         return seen
 
@@ -267,11 +268,11 @@ def test_leased_units_belong_to_the_state_of_their_limit(server: Single) -> None
     """`stats` counts one state. A reset keeps its holds until they are given back."""
     server.flush()
     with Node(server.uri, "threads") as node:
-        counter = node.store.counter([HOUR], "r")
-        lease = leased(node.lease((counter, "a", 1))[0])
+        counter = AnsweringCounter(node.counter())
+        lease = leased(node.lease((counter.counter, "a", 1))[0])
         assert node.store.stats().states == 1
         counter.reset("a")
         assert counter.peek("a", 1).remaining == 1_000 - lease.units
-        node.report([GiveBack(counter, "a", lease.units, lease.ends_ns)])
+        node.report([GiveBack(counter.counter, "a", lease.units, lease.ends_ns)])
         assert counter.peek("a", 1).remaining == 1_000
         assert node.store.stats().states == 0

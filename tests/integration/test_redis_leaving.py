@@ -17,6 +17,7 @@ from ratekeeper.core.errors import StoreError
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.coalescing import FREE_MAX
 from ratekeeper.decide.stores.redis.store import RedisStore
+from tests.answering import awaited
 from tests.integration.redis_wires import COUNTED, SECONDS_MAX, YEAR, client, counted
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single
@@ -54,19 +55,19 @@ async def test_a_cancelled_request_of_several_subjects_has_spent_nothing(
         user = store.counter([Limit(1, per=YEAR, algorithm="fixed_window")], "user")
         tenant = store.counter([COUNTED], "tenant")
         if denied:
-            assert (await user.check(key, 1)).allowed
-        assert (await tenant.check(key, 1)).allowed
+            assert (await awaited(user.check(key, 1))).allowed
+        assert (await awaited(tenant.check(key, 1))).allowed
         server.pause()
         checks = [(user, key, 1), (tenant, key, 1)]
-        requests = [asyncio.ensure_future(store.check_together(checks)) for _ in range(20)]
+        requests = [asyncio.ensure_future(awaited(store.check_together(checks))) for _ in range(20)]
         await asyncio.sleep(0.01)  # they are sent
         await left(*requests)
         server.resume()
 
         async def is_given_back() -> bool:
-            spent = COUNTED.limit - (await tenant.peek(key, 1)).remaining
+            spent = COUNTED.limit - (await awaited(tenant.peek(key, 1))).remaining
             assert spent >= 1
-            return spent == 1 and (await user.peek(key, 1)).allowed is not denied
+            return spent == 1 and (await awaited(user.peek(key, 1))).allowed is not denied
 
         async with asyncio.timeout(SECONDS_MAX):
             # A peek comes after the calls that were sent before.
@@ -204,7 +205,7 @@ async def test_the_charge_matches_the_answers_of_the_callers(
                 if random.random() < 0.5:
                     checks.append((denies, key, 1))
                 try:
-                    decisions = await store.check_together(checks)
+                    decisions = await awaited(store.check_together(checks))
                     together.checked(min(decisions, key=bool), 1)
                     # The refund may be lost, like any call.
                     together.most += not all(decisions)

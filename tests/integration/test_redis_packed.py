@@ -14,12 +14,13 @@ import pytest
 from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import ALGORITHM_NAMES
-from ratekeeper.decide.store import Store
+from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
 from ratekeeper.decide.stores.redis.topology import slot_of
+from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE, PATIENT
 from tests.integration.redis_wires import YEAR, key_of, logs_key_of
 from tests.redis_servers import Single, until
@@ -37,10 +38,10 @@ def server() -> Iterator[Single]:
 
 
 @pytest.fixture
-def store(server: Single) -> Iterator[Store]:
+def store(server: Single) -> Iterator[LocalStore]:
     """Open an empty store that decides by the server's clock."""
     server.flush()
-    opened = open_store(server.uri, denied_cache_ms=0, **PATIENCE)
+    opened = AnsweringStore(open_store(server.uri, denied_cache_ms=0, **PATIENCE))
     yield opened
     opened.close()
 
@@ -72,7 +73,7 @@ def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
             attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
             key = b"rk:{%%%b}" % bucket_name(number % buckets)
             cost = attempt.cost
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.counter, cost)
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
         pipeline.execute()
 
 
@@ -97,7 +98,9 @@ def test_a_state_of_one_limit_takes_less_than_50_bytes(algorithm: Any, server: S
     assert server.admin.object("ENCODING", keys[0]) in {"listpack", "ziplist"}
 
 
-def test_several_limits_and_grants_stay_in_the_packed_form(server: Single, store: Store) -> None:
+def test_several_limits_and_grants_stay_in_the_packed_form(
+    server: Single, store: LocalStore
+) -> None:
     """A value of more than 64 bytes is cut into pieces, and a refund drops pieces again."""
     limits = [Limit(10**6, per=60 + number, algorithm=PACKED[number % 4]) for number in range(16)]
     counter = store.counter(limits, "many")
@@ -112,7 +115,9 @@ def test_several_limits_and_grants_stay_in_the_packed_form(server: Single, store
 
 
 @every_packed_algorithm
-def test_subjects_of_one_bucket_count_apart(algorithm: Any, server: Single, store: Store) -> None:
+def test_subjects_of_one_bucket_count_apart(
+    algorithm: Any, server: Single, store: LocalStore
+) -> None:
     """Spending, granting, refunding and resetting one of them changes no other."""
     limit = Limit(10, per=YEAR, algorithm=algorithm)
     counter, other = store.counter([limit], "one"), store.counter([limit], "other")
@@ -131,7 +136,7 @@ def test_subjects_of_one_bucket_count_apart(algorithm: Any, server: Single, stor
 
 
 def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
-    server: Single, store: Store
+    server: Single, store: LocalStore
 ) -> None:
     """The other limits of the rule stay in the bucket; one script call decides all of them."""
     log = Limit(10, per=60, algorithm="sliding_window_log")
@@ -143,7 +148,7 @@ def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
 
 @every_packed_algorithm
 def test_states_that_have_ended_are_deleted_while_the_bucket_is_in_use(
-    algorithm: Any, server: Single, store: Store
+    algorithm: Any, server: Single, store: LocalStore
 ) -> None:
     """One busy subject keeps its bucket for a year. The other states disappear, and only those."""
     short = store.counter([Limit(5, per=0.05, algorithm=algorithm)], "short")
@@ -166,7 +171,7 @@ def test_states_that_have_ended_are_deleted_while_the_bucket_is_in_use(
 
 
 def test_checks_of_several_rules_delete_states_that_have_ended(
-    server: Single, store: Store
+    server: Single, store: LocalStore
 ) -> None:
     """A request of several rules is one call. It deletes no state that it has just written."""
     short = store.counter([Limit(5, per=0.05)], "short")
@@ -187,7 +192,7 @@ def test_checks_of_several_rules_delete_states_that_have_ended(
     assert [counter.peek(busy, 0).remaining for counter in rules] == [10**6 - calls] * 2
 
 
-def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store) -> None:
+def test_new_subjects_delete_states_that_have_ended(server: Single, store: LocalStore) -> None:
     """Clients that come once, with random keys, do not make a bucket grow without end."""
     scripts = RuleScripts((Limit(5, per=0.05),), "", parse(server.uri), SystemClock())
     server.admin.script_load(CHECK.text)
@@ -197,8 +202,8 @@ def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store
     def add(first: int, subjects: int) -> None:
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(first, first + subjects):
-            counter = scripts.place(f"user:{number}")[1]
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, counter, 1)
+            gate = scripts.place(f"user:{number}")[1]
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, gate, 1)
         pipeline.execute()
 
     add(0, 300)
@@ -217,7 +222,7 @@ def test_new_subjects_delete_states_that_have_ended(server: Single, store: Store
     until(shrinks, "more states are deleted than added", SECONDS_MAX)
 
 
-def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: Store) -> None:
+def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: LocalStore) -> None:
     """Its expiry is extended by a longer state, and never shortened by a shorter one."""
     subjects = neighbours(3)
     lives = []
@@ -232,7 +237,7 @@ def test_a_bucket_expires_after_the_last_of_its_states(server: Single, store: St
     until(lambda: server.admin.dbsize() == 0, "the bucket has expired", SECONDS_MAX)
 
 
-def test_joint_checks_of_one_bucket_are_all_or_none(store: Store) -> None:
+def test_joint_checks_of_one_bucket_are_all_or_none(store: LocalStore) -> None:
     """Two subjects of one bucket, and one subject twice."""
     counter = store.counter([Limit(2, per=YEAR, algorithm="fixed_window")], "r")
     one, two = neighbours(2)
@@ -280,7 +285,9 @@ async def test_asyncio_counts_in_the_same_places(server: Single) -> None:
     await limiter.close()
 
 
-def test_a_key_has_a_bounded_number_of_limits_of_one_name(server: Single, store: Store) -> None:
+def test_a_key_has_a_bounded_number_of_limits_of_one_name(
+    server: Single, store: LocalStore
+) -> None:
     """More are rejected. The limits that it has, its other names and its neighbours are decided."""
 
     def counter(seconds: int, name: str = "one") -> Any:

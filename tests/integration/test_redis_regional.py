@@ -31,6 +31,7 @@ from ratekeeper.decide.stores.redis.scripts import REGIONAL_LEARN
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.regions.table import EPOCH_MAX
 from ratekeeper.testing import ManualClock
+from tests.answering import AnsweringCounter, answer
 from tests.conformance.stores import PATIENCE
 from tests.redis_servers import Cluster, Single, User, running
 
@@ -118,7 +119,7 @@ def damaged(raw: Any, whole: bytes) -> list[bytes]:
 def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) -> None:
     """Whatever bytes are there, a check decides or raises StoreError, and a reset repairs it."""
     regional = store.regional
-    counter = regional.global_counter(LIMITS, "api", "exact")
+    counter = AnsweringCounter(regional.global_counter(LIMITS, "api", "exact"))
     counter.check("ann", 1)
     key, bob = key_of(store, "ann"), SubjectKey(rule_number(LIMITS, "api"), "ann")
     whole = raw.get(key)
@@ -155,7 +156,7 @@ def test_a_damaged_state_fails_its_own_checks_only(raw: Any, store: RedisStore) 
 )
 def test_an_unreadable_state_is_named(raw: Any, store: RedisStore, value: bytes, why: str) -> None:
     """The error names the key, says what is wrong with it, and what to do. Nothing is written."""
-    counter = store.regional.global_counter(LIMITS, "api", "eventual")
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "eventual"))
     raw.set(key_of(store, "ann"), value)
     with pytest.raises(StoreUnavailable, match=f"ann.*{why}.*reset the subject"):
         counter.check("ann", 1)
@@ -166,7 +167,7 @@ def test_an_unreadable_state_is_named(raw: Any, store: RedisStore, value: bytes,
 
 def test_a_key_of_another_type_is_not_overwritten(raw: Any, store: RedisStore) -> None:
     """Another program's list under the name of a state fails the checks of that subject."""
-    counter = store.regional.global_counter(LIMITS, "api", "exact")
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
     raw.rpush(key_of(store, "ann"), "x")
     with pytest.raises(StoreUnavailable, match="it is not a state"):
         counter.check("ann", 1)
@@ -179,7 +180,7 @@ def test_one_damaged_state_does_not_hold_up_the_reports_of_others(
     raw: Any, store: RedisStore
 ) -> None:
     """The sync drops a subject that it cannot report, and goes on with the others."""
-    counter = store.regional.global_counter(LIMITS, "api", "exact")
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
     subjects = [f"user{number}" for number in range(200)]  # several in each group
     for subject in subjects:
         counter.check(subject, 1)
@@ -197,7 +198,8 @@ def test_one_damaged_state_does_not_hold_up_the_reports_of_others(
 
 def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
     """From the moment at which another leads, `due`, `accept` and `set_shares` do nothing."""
-    regional, counter = store.regional, store.regional.global_counter(LIMITS, "api", "exact")
+    regional = store.regional
+    counter = AnsweringCounter(regional.global_counter(LIMITS, "api", "exact"))
     counter.check("ann", 3)
     old = lead(regional)
     (report,) = awaited(regional.due(10, old))
@@ -219,7 +221,8 @@ def test_an_old_leader_does_nothing(store: RedisStore, server: Single) -> None:
 
 def test_the_highest_epochs_are_told_apart(store: RedisStore) -> None:
     """The numbers of a script are exact up to 2**53, also after they were stored."""
-    regional, counter = store.regional, store.regional.global_counter(LIMITS, "api", "exact")
+    regional = store.regional
+    counter = AnsweringCounter(regional.global_counter(LIMITS, "api", "exact"))
     token = lead(regional)
     last = SHARES._replace(epoch=EPOCH_MAX)
     assert awaited(regional.set_shares(last, token))
@@ -246,7 +249,7 @@ def test_tokens_go_on_if_the_key_of_the_leader_is_lost(store: RedisStore, raw: A
 
 def test_a_leader_repairs_damaged_shares(store: RedisStore, raw: Any) -> None:
     """Checks of the group fail until the leader sets the shares again."""
-    counter = store.regional.global_counter(LIMITS, "api", "exact")
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
     group = SubjectKey(rule_number(LIMITS, "api"), "ann").group
     for value in (b"x", b"", packed(raw, "{1}"), packed(raw, "7")):
         raw.set(f"{store.config.prefix}:{{%r{group}}}:shares", value)
@@ -261,7 +264,7 @@ def test_a_leader_repairs_damaged_shares(store: RedisStore, raw: Any) -> None:
 def test_without_shares_a_check_says_what_is_missing(server: Single) -> None:
     """A region whose sync has never run decides nothing."""
     with closing(opened(server.uri)) as store:
-        counter = store.regional.global_counter(LIMITS, "api", "exact")
+        counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
         with pytest.raises(StoreUnavailable, match="this region has no share"):
             counter.check("ann", 1)
         assert awaited(store.regional.shares()) is None
@@ -285,7 +288,7 @@ def test_a_check_runs_three_commands(
 ) -> None:
     """It reads the clock, the shares with the state, and writes; the first one notes it as due."""
     limits = (Limit(1_000 if allowed else 2, per=3_600),)
-    counter = store.regional.global_counter(limits, "api", across)
+    counter = AnsweringCounter(store.regional.global_counter(limits, "api", across))
     counter.check("ann", 1)
     if not allowed:
         counter.check("ann", 1)
@@ -306,7 +309,8 @@ def test_a_check_runs_three_commands(
 
 def test_a_subject_is_due_again_after_its_report(store: RedisStore) -> None:
     """Units that are admitted after a report do not wait until it is repeated."""
-    counter, token = store.regional.global_counter(LIMITS, "api", "exact"), lead(store.regional)
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
+    token = lead(store.regional)
     for total in (1, 2, 3):
         counter.check("ann", 1)
         (report,) = awaited(store.regional.due(10, token))
@@ -319,7 +323,7 @@ def test_a_lost_set_of_due_subjects_is_made_again(raw: Any) -> None:
     clock = ManualClock(1_800_000_000)
     with closing(opened(running("single").uri, clock)) as timed:
         token = lead(timed.regional)
-        counter = timed.regional.global_counter(LIMITS, "api", "exact")
+        counter = AnsweringCounter(timed.regional.global_counter(LIMITS, "api", "exact"))
         counter.check("ann", 1)
         raw.delete(key_of(timed, "ann").partition(b"}:")[0] + b"}:due")
         counter.check("ann", 1)
@@ -332,7 +336,7 @@ def test_a_lost_set_of_due_subjects_is_made_again(raw: Any) -> None:
 
 def test_the_expiry_is_set_when_the_levels_need_it(raw: Any, store: RedisStore) -> None:
     """A state never expires before its levels are empty, though most checks leave its expiry."""
-    counter = store.regional.global_counter(LIMITS[:1], "api", "eventual")
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS[:1], "api", "eventual"))
     key = SubjectKey(rule_number(LIMITS[:1], "api"), "ann")
     name = f"{store.config.prefix}:{{%r{key.group}}}:{key.rule}:ann"
     counter.check("ann", 1)
@@ -365,7 +369,7 @@ def test_a_state_knows_sixteen_regions_at_most() -> None:
 def test_states_expire_and_are_forgotten(raw: Any, store: RedisStore) -> None:
     """A client with many subjects leaves nothing behind: neither states nor members of `due`."""
     limits = (Limit(10, per=0.001),)
-    counter = store.regional.global_counter(limits, "short", "exact")
+    counter = AnsweringCounter(store.regional.global_counter(limits, "short", "exact"))
     for number in range(100):
         counter.check(f"user{number}", 1)
     keys = list(raw.scan_iter(f"{store.config.prefix}:{{%r*:{rule_number(limits, 'short')}:*"))
@@ -418,8 +422,8 @@ def test_stats_and_audits_know_the_keys(server: Single, store: RedisStore, raw: 
     """States are counted by limit, no key is another program's, and wrong types are found."""
     server.flush()  # a server with many keys estimates
     lead(store.regional)
-    counter = store.regional.global_counter(LIMITS, "api", "exact")
-    store.counter(LIMITS, "api").check("ann", 1)
+    counter = AnsweringCounter(store.regional.global_counter(LIMITS, "api", "exact"))
+    answer(store.counter(LIMITS, "api").check("ann", 1))
     # A subject like the end of a key of the other kind.
     for subject in ("ann", "bob:{x}", "}"):
         counter.check(subject, 1)
@@ -455,7 +459,7 @@ def test_the_documented_permissions_are_enough() -> None:
     ):
         regional = store.regional
         token = lead(regional)
-        counter = regional.global_counter(LIMITS, "api", "eventual")
+        counter = AnsweringCounter(regional.global_counter(LIMITS, "api", "eventual"))
         decision = counter.check("ann", 2)
         assert not counter.check("ann", 100).allowed
         counter.refund("ann", 1, decision.charged_ns)

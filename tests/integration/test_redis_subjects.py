@@ -9,10 +9,12 @@ import pytest
 
 from ratekeeper import AsyncLimiter, Limit, Limiter, Request
 from ratekeeper.core.errors import StoreError, StoreUnavailable
+from ratekeeper.core.steps import Ask
 from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.decide.stores.redis.topology import slot_of
+from tests.answering import AnsweringCounter, answer, awaited, in_thread
 from tests.integration.redis_wires import SECONDS_MAX, YEAR, both_wires, key_of
 from tests.redis_servers import Cluster, Sentinels, running, until
 
@@ -30,17 +32,15 @@ def store_of(uri: str) -> RedisStore:
 
 def check(store: RedisStore, wire: str, checks: Checks, *optional: int) -> list[Answer]:
     """Check several subjects together, from a thread or on asyncio."""
-    if wire == "threads":
-        return store.check_together(
-            [(store.counter([limit], rule), subject, 1) for limit, rule, subject in checks],
-            optional,
-        )
+    counters = [(store.counter([limit], rule), subject, 1) for limit, rule, subject in checks]
+    together = store.check_together(counters, optional)
+    link = in_thread if wire == "threads" else on_new_loop
+    return cast("list[Answer]", answer(together, link))
 
-    async def ask() -> list[Answer]:
-        counters = [(store.counter([limit], rule), subject, 1) for limit, rule, subject in checks]
-        return await store.check_together(counters, optional)
 
-    return asyncio.run(ask())
+def on_new_loop(ask: Ask) -> Any:
+    """Carry an Ask in an event loop of its own."""
+    return asyncio.run(awaited(ask))
 
 
 def passes(answers: list[Answer]) -> bool:
@@ -83,7 +83,7 @@ def test_a_request_that_its_own_limit_denies_writes_nothing(
     for _ in range(20):
         assert not passes(check(store, wire, checks))
     assert writes(servers) == before
-    tenant = store.counter([TENANT], "tenant").peek(f"{key} acme {order}", 0)
+    tenant = AnsweringCounter(store.counter([TENANT], "tenant")).peek(f"{key} acme {order}", 0)
     assert tenant.remaining == TENANT.limit - 1
     store.close()
 
@@ -95,10 +95,10 @@ async def test_denied_requests_of_one_user_deny_no_other_user(kind: str, key: st
     user = store.counter([USER], "user")
     tenant = store.counter([TENANT], "tenant")
     acme, mallory = f"{key} acme", f"{key} mallory"
-    await user.check(mallory, 1)
+    await awaited(user.check(mallory, 1))
 
     async def ask(name: str) -> bool:
-        return passes(await store.check_together([(user, name, 1), (tenant, acme, 1)]))
+        return passes(await awaited(store.check_together([(user, name, 1), (tenant, acme, 1)])))
 
     names = [f"{key} {number}" for number in range(TENANT.limit)]
     mixed = [name for each in names for name in (mallory, each, mallory, mallory)]
@@ -122,7 +122,7 @@ def test_a_check_that_fails_does_not_keep_others_from_being_charged(
     checks = [(TENANT, "tenant", broken), (TENANT, "tenant", well)]
 
     def left() -> int:
-        return store.counter([TENANT], "tenant").peek(well, 0).remaining
+        return AnsweringCounter(store.counter([TENANT], "tenant")).peek(well, 0).remaining
 
     failed, decided = check(store, wire, checks, 0, 1)
     assert isinstance(failed, StoreUnavailable)
@@ -147,9 +147,12 @@ def test_one_subject_may_occur_several_times(kind: str, wire: str, key: str) -> 
     twice = [(three, "rule", key), (TENANT, "tenant", f"{key} acme"), (three, "rule", key)]
     assert passes(check(store, wire, twice))
     assert not passes(check(store, wire, twice))
-    counter = store.counter([three], "rule")
+    counter = AnsweringCounter(store.counter([three], "rule"))
     assert counter.peek(key, 0).remaining == 1
-    assert store.counter([TENANT], "tenant").peek(f"{key} acme", 0).remaining == TENANT.limit - 1
+    assert (
+        AnsweringCounter(store.counter([TENANT], "tenant")).peek(f"{key} acme", 0).remaining
+        == TENANT.limit - 1
+    )
     assert counter.check(key, 1).allowed
     assert not counter.check(key, 1).allowed
     store.close()

@@ -20,6 +20,7 @@ from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.regions.exchange import RegionSync
 from ratekeeper.regions.table import share_table
+from tests.answering import awaited
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 
@@ -97,7 +98,7 @@ class TwoRegions:
 
     async def charge(self, units: int, total: int) -> None:
         """Spend units in eu, and wait until us knows all of them and has accepted them."""
-        assert await self.counter.check("ann", units)
+        assert await awaited(self.counter.check("ann", units))
 
         async def is_known() -> bool:
             return (await _usage(self.us))[0] == total and (await _usage(self.eu))[1] == 0

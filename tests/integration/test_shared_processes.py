@@ -14,8 +14,8 @@ import pytest
 
 from ratekeeper import Limit, StoreTimeout
 from ratekeeper.core.model import ALGORITHM_NAMES
-from ratekeeper.decide.store import Counter
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.store import LocalCounter
+from ratekeeper.decide.stores import open_local_store
 from tests.integration.hammer import TOGETHER_MAX
 from tests.redis_servers.waiting import await_stopped
 
@@ -116,7 +116,7 @@ def test_a_stopped_process_keeps_other_keys_from_being_charged_only_if_they_need
 ) -> None:
     """The check of its key times out. The other one is charged only if that one is optional."""
     uri = f"shared://{tmp_path}/stopped.limits?capacity=30000"
-    store = open_store(uri)
+    store = open_local_store(uri)
     hot = store.counter([Limit(10**9, per=1)], "hot")
     cold = store.counter([Limit(100, per=86_400)], "cold")
     command = [sys.executable, "-c", CHECKS_ONE_KEY, uri]
@@ -145,7 +145,7 @@ def test_a_stopped_process_keeps_other_keys_from_being_charged_only_if_they_need
     store.close()
 
 
-def _is_free(counter: Counter, name: str) -> bool:
+def _is_free(counter: LocalCounter, name: str) -> bool:
     """Return False if the key is in the segment that the stopped process has locked."""
     try:
         return bool(counter.peek(name, 0))

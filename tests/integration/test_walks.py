@@ -65,7 +65,7 @@ async def walk_of_a_check(store: str, *, repeated: bool) -> Walk:
             await check(0)
             await check(0)
         walk = await walk_of(check)
-    await opened.as_async.aclose()
+    await opened.aclose()
     return walk
 
 

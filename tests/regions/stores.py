@@ -38,6 +38,9 @@ class AskingCounter:
         self.counter = counter
         self.limits = counter.limits
 
+    def fast_check(self, fallback: Any) -> None:
+        """See Counter."""
+
     def __getattr__(self, verb: str) -> Any:
         return partial(asking, getattr(self.counter, verb))
 

@@ -189,15 +189,15 @@ def test_two_stores_on_one_file_share_their_allowances(tmp_path: Path) -> None:
     uri = f"shared://{tmp_path / 'a.limits'}?capacity=100"
     limit = Limit(100, per=60)
     answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5)
-    counters = []
+    gates = []
     for options in ("&allowances=50", ""):
         store = open_store(uri + options)
         assert store.allowances is not None
         assert store.allowances.stats().held_max == 50
-        counters.append(store.allowances.gate((limit,), "api", "leased", 10**9))
-    counters[0].put("ada", Lease(1, 10**10, 10**12), answer, 1)
-    assert counters[1].spend("ada", 1)
-    assert counters[0].spend("ada", 1) is None
+        gates.append(store.allowances.gate((limit,), "api", "leased", 10**9))
+    gates[0].put("ada", Lease(1, 10**10, 10**12), answer, 1)
+    assert gates[1].spend("ada", 1)
+    assert gates[0].spend("ada", 1) is None
     other = open_store(uri + "&allowances=60").allowances
     assert other is not None
     with pytest.raises(ConfigError, match="created with allowances=50, not 60; omit allowances"):
@@ -212,11 +212,11 @@ def test_a_process_claims_only_units_that_it_can_report(tmp_path: Path) -> None:
         table = open_store(f"shared://{tmp_path / 'a.limits'}?capacity=100").allowances
         assert table is not None
         tables.append(table)
-    counter = tables[0].counter((limit,), "api", "eventual", 10**9)
-    counter.put("ada", Lease(5, 0, 10**12), Decision(True, limit, 90, decided_ns=5), 1)
-    counter.spend("ada", 2)
+    gate = tables[0].gate((limit,), "api", "eventual", 10**9)
+    gate.put("ada", Lease(5, 0, 10**12), Decision(True, limit, 90, decided_ns=5), 1)
+    gate.spend("ada", 2)
     assert tables[1].claim(10, 0) == []
-    tables[1].counter((limit,), "api", "eventual", 10**9)
+    tables[1].gate((limit,), "api", "eventual", 10**9)
     assert [claim.units for claim in tables[1].claim(10, 0)] == [2]
     assert tables[0].claim(10, 0) == []
 
@@ -242,21 +242,21 @@ def test_the_compiled_check_calls_the_fallback_for_everything_that_it_cannot_dec
     assert store.allowances is not None
     limit = Limit(100, per=60)
     answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5, rule="api")
-    counter = store.allowances.gate((limit,), "api", "leased", 10**12)
+    gate = store.allowances.gate((limit,), "api", "leased", 10**12)
     asked: list[Any] = []
 
     def fallback(*args: Any, **kwargs: Any) -> Decision:
         asked.append((args, kwargs))
         return answer
 
-    fast = counter.fast_check(fallback)
+    fast = gate.fast_check(fallback)
     assert fast is not None
-    counter.put("ada", Lease(6, 10**10, 10**12), answer, 1)
+    gate.put("ada", Lease(6, 10**10, 10**12), answer, 1)
     assert type(fast.check("ada")) is type(Limiter("9/minute").check("a"))
     assert [fast.check("ada", 2).remaining, fast.check("ada", cost=3).remaining] == [87, 84]
     assert asked == []
     assert fast.check("ada") is answer
-    counter.deny("eve", 1, 10**9)
+    gate.deny("eve", 1, 10**9)
     assert not fast.check("eve")
     assert fast.counted() == (3, 1)
     for call in (("bob",), (("a", "b"),), ("ada", True), ("x" * 200,), ("ada", 10**12)):
@@ -273,11 +273,11 @@ def test_a_miss_of_the_compiled_check_is_counted_as_demand_by_the_fallback() -> 
     store = open_store("memory://")
     assert store.allowances is not None
     limit = Limit(100, per=60)
-    counter = store.allowances.gate((limit,), "api", "leased", 10**12)
+    gate = store.allowances.gate((limit,), "api", "leased", 10**12)
     answer = Decision(True, limit, 90, decided_ns=5, charged_ns=5)
-    counter.put("ada", Lease(0, 0, 0), answer, 1)
-    fast = counter.fast_check(lambda key: counter.spend(key, 1) or answer)
+    gate.put("ada", Lease(0, 0, 0), answer, 1)
+    fast = gate.fast_check(lambda key: gate.spend(key, 1) or answer)
     assert fast is not None
     for _ in range(3):
         fast.check("ada")
-    assert counter.demand("ada") == 3
+    assert gate.demand("ada") == 3

@@ -12,6 +12,7 @@ from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
 from ratekeeper.decide.stores.redis.store import RedisStore
+from tests.answering import answer, awaited
 from tests.decide.stores.redis.test_gates import ALLOWED, DENIED, ScriptedDriver, joint_check
 
 LIMITS = (Limit(5, per=60),)
@@ -22,7 +23,6 @@ def test_opening_a_store_connects_to_nothing() -> None:
     store = RedisStore(parse("redis://127.0.0.1:1"))
     assert isinstance(store, Store)
     assert store.counter(LIMITS, "rule").limits == LIMITS
-    assert store.counter(LIMITS, "rule").limits == LIMITS
     assert store.counters() == {"denied_cache_hits": 0, "coalesced_checks": 0}
     assert (store.breakers(), store.denied_by_rule(), store.sweep()) == ([], {}, 0)
     store.close()
@@ -32,7 +32,7 @@ def test_a_check_of_a_dead_server_counts_as_a_failure() -> None:
     """Its breaker counts the call."""
     store = RedisStore(parse("redis://127.0.0.1:1"))
     with pytest.raises(StoreUnavailable, match="cannot connect"):
-        store.counter(LIMITS, "rule").check("alice", 1)
+        answer(store.counter(LIMITS, "rule").check("alice", 1))
     (breaker,) = store.breakers()
     assert (breaker.address, breaker.state, breaker.failed_calls) == ("127.0.0.1:1", "closed", 1)
     store.close()
@@ -43,10 +43,10 @@ async def test_asyncio_reports_the_same_error() -> None:
     store = RedisStore(parse("redis://127.0.0.1:1"))
     counter = store.counter(LIMITS, "rule")
     with pytest.raises(StoreUnavailable, match="cannot connect"):
-        await counter.check("alice", 1)
-    answers = await store.check_together([(counter, "alice", 1), (counter, "bob", 1)])
+        await awaited(counter.check("alice", 1))
+    answers = await awaited(store.check_together([(counter, "alice", 1), (counter, "bob", 1)]))
     assert [type(answer) for answer in answers] == [NotSent, NotSent]
-    assert await store.check_together([]) == []
+    assert store.check_together([]) == []
     await store.aclose()
 
 
@@ -76,8 +76,7 @@ def test_a_closed_store_makes_no_counters() -> None:
     store.close()
     for call in (
         lambda: store.counter(LIMITS, "rule"),
-        lambda: store.counter(LIMITS, "rule"),
-        lambda: counter.check("alice", 1),
+        lambda: answer(counter.check("alice", 1)),
         store.stats,
         store.health,
     ):
