@@ -44,14 +44,15 @@ class OwnLimits:
             across_regions=across,
         )
         self._choice = LimitChoice(limits, consistency, "default")
-        self._prepared = PreparedLimits(limits, name, 1, store.counter, consistency, across)
-        self._prepared.applied = AppliedRule(name or DEFAULT_NAME, limits)
+        self._prepared = PreparedLimits(
+            limits, name, 1, store.counter, consistency, across, name or DEFAULT_NAME
+        )
         (self.counter,) = self._prepared.counters
 
     @property
-    def applied(self) -> AppliedRule:
-        """The rule, as results name it."""
-        return self._prepared.applied
+    def applied(self) -> tuple[AppliedRule, ...]:
+        """The rule, as results have it."""
+        return self._prepared.alone
 
     def plan(self, key: Key | Request, cost: int) -> CheckPlan:
         """Return the one charge of a check."""

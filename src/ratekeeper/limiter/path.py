@@ -190,7 +190,8 @@ class CheckPath:
         shadowed = [check for plan, _ in planned for check in plan.shadowed]
         shadow_answers: Sequence[RuleAnswer] | None = None
         waited = False
-        if any(barred) or any(plan.verdict == "deny" for plan, _ in planned):
+        is_barred = any(denial is not None for denial in barred)  # a denial is false
+        if is_barred or any(plan.verdict == "deny" for plan, _ in planned):
             decisions = yield from self._denied_together(planned, barred)
         else:
             try:
@@ -265,8 +266,9 @@ class CheckPath:
             if not plan.enforced:
                 decisions.append(self._without_limits(plan))
                 continue
-            denial = barred[at] if barred else None
-            decision = denial or (yield from self.peeking(plan, key))
+            decision = barred[at] if barred else None
+            if decision is None:
+                decision = yield from self.peeking(plan, key)
             self._count_check(decision, plan.enforced)
             decisions.append(decision)
         return decisions
@@ -458,7 +460,9 @@ class CheckPath:
             CheckResult,
             (
                 decision,
-                tuple([check.prepared.applied for check in checks]),
+                checks[0].prepared.alone
+                if len(checks) == 1
+                else tuple([check.prepared.applied for check in checks]),
                 kind,
                 ids,
                 tuple([(check.subject, check.units) for check in checks]),

@@ -86,7 +86,7 @@ _new: Final = tuple.__new__
 class PreparedLimits:
     """Limits on a store: one counter, or one for each part if the rule splits its limits."""
 
-    __slots__ = ("applied", "counters", "limits")
+    __slots__ = ("alone", "applied", "counters", "limits")
 
     def __init__(
         self,
@@ -96,9 +96,13 @@ class PreparedLimits:
         make_counter: MakeCounter,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
+        name: str = "",
     ) -> None:
+        """`name` is that of the rule in results, if it is not its id."""
         self.limits = limits
-        self.applied = AppliedRule(rule, limits)
+        self.applied = AppliedRule(name or rule, limits)
+        self.alone = (self.applied,)
+        """The rules of a result if no other one applied; the same object for all of them."""
         parts = part_count(limits, split)
         shares = [limits] if parts == 1 else [part_limits(limits, parts, at) for at in range(parts)]
         self.counters = [make_counter(share, rule, consistency, across) for share in shares]
