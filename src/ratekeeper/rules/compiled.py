@@ -15,12 +15,21 @@ document share the gates of equal terms, and at most TERMS_MAX terms are kept.
 
 Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
 place. After each change, `with_entries` makes a new CompiledRules that shares everything else, so
-that a plan made before the change is not used again.
+that a caller's plan made before the change is not used again.
+
+Requests resemble one another, so CompiledRules remembers in two steps: the *shape* of a request
+(its rules, with limits, gates and units) by the values that the rules examine, and its plan by the
+shape and the values that these rules count by. The memory depends on the document only. So lists
+and assigned tiers are looked up before, and a plan is not remembered if an owner of the request has
+an override, if a rule follows the load or splits its limits, or if the request has digests or costs
+other than one unit. Full shapes are cleared as a whole; of plans, the oldest is dropped. Neither
+needs a lock.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -48,7 +57,7 @@ from ratekeeper.rules.document.model import (
 from ratekeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
 from ratekeeper.rules.matching.lists import Lists, Verdict
 from ratekeeper.rules.matching.patterns import Network, normalised, spellings
-from ratekeeper.rules.matching.table import CompiledRule, RuleTable
+from ratekeeper.rules.matching.table import CompiledRule, RuleTable, Values
 from ratekeeper.rules.splitting import part_count, part_limits, part_subject
 
 LimitSource = Literal["default", "tier", "key", "override"]
@@ -74,6 +83,12 @@ FACTOR_STEPS: Final = 100
 _EVERYONE: Final = "*"
 # For each choice of limits, the number of different overrides whose gates are kept.
 TERMS_MAX: Final = 1_000
+# The number of remembered shapes of requests, and of plans. A plan takes about 1 KB.
+MEMORY_MAX: Final = 4_096
+# Longer values are never remembered: clients must not fill the memory.
+MEMORY_VALUE_LENGTH_MAX: Final = 256
+# One new plan in so many is remembered: frequent clients soon are, and a crowd costs little.
+REMEMBERED_EVERY: Final = 8
 # Fields that are normalised before they are counted: see CompiledRules.subject_of.
 _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
 # A longer path is counted by its digest, and so is one with %1F: a client may send any path.
@@ -195,10 +210,10 @@ class RuleCheck(NamedTuple):
 class CheckPlan(NamedTuple):
     """The rules that a request has to pass; or only a verdict, if the request is on a list."""
 
-    enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
-    shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
+    enforced: tuple[RuleCheck, ...] = ()
+    shadowed: tuple[RuleCheck, ...] = ()
     verdict: Verdict | None = None
-    joint: tuple[tuple[AnyGate, str, int], ...] | list[tuple[AnyGate, str, int]] = ()
+    joint: tuple[tuple[AnyGate, str, int], ...] = ()
     """Gate, subject and units of each enforced rule, for `check_together`; empty if it is one."""
 
     @property
@@ -215,15 +230,19 @@ class PreparedRule:
         "by_override",
         "by_terms",
         "by_tier",
+        "counted",
         "default",
         "factor",
         "id",
         "prefix",
         "read",
         "rule",
+        "varies",
     )
 
-    def __init__(self, rule: CompiledRule, factor: Callable[[], float] | None) -> None:
+    def __init__(
+        self, rule: CompiledRule, factor: Callable[[], float] | None, examined: Sequence[str]
+    ) -> None:
         written = rule.rule
         self.rule = rule
         self.id = written.id
@@ -244,6 +263,13 @@ class PreparedRule:
         plain = field in REQUEST_FIELDS and field not in _NORMALISED
         self.read = attrgetter(field) if plain else None
         self.prefix = f"{field}:"
+        others = frozenset(written.by).difference(examined)
+        changes = factor is not None or written.split > 1
+        self.counted = None if changes or others.difference(REQUEST_FIELDS) else others
+        """The fields that the rule counts by, besides the examined ones; None if equal requests may
+        have different gates, or if the rule counts by other attributes."""
+        self.varies = changes or bool(self.by_key) or written.rollout < 100
+        """True if the limits or the gate are chosen for each request."""
 
     def consistency_of(self, choice: LimitChoice | None) -> Consistency:
         """Return the consistency of limits that override `choice`: the same."""
@@ -293,6 +319,28 @@ def _as_counted(request: Request, tier: str | None) -> Request:
     return replace(request, tier=tier, endpoint=path, method=method)
 
 
+# What a rule has for all requests of a shape: the gate, and the units for each unit of the cost.
+_Fixed = tuple[PreparedRule, AnyGate, int, Rule, LimitChoice, PreparedLimits]
+# For one `by`: its matching rules (see `RuleTable.match`), and what the first one has; None
+# if that is chosen for each request.
+_Part = tuple[tuple[CompiledRule, ...], _Fixed | None]
+
+
+class Shape:
+    """What follows from the values of a request that the rules examine."""
+
+    __slots__ = ("counted", "parts")
+
+    def __init__(
+        self,
+        parts: tuple[_Part, ...],
+        counted: Callable[[Request], object] | None,
+    ) -> None:
+        self.parts = parts
+        self.counted = counted
+        """Returns the other values that a plan depends on; None if plans are not remembered."""
+
+
 class CompiledRules:
     """A rule document, compiled and prepared on a store."""
 
@@ -300,12 +348,19 @@ class CompiledRules:
         "_assign",
         "_assigned",
         "_has_overrides",
+        "_has_rollouts",
+        "_is_extended",
         "_lists",
         "_make_gate",
+        "_new_plans",
         "_now_ns",
         "_orders",
         "_overrides",
+        "_plans",
+        "_read",
+        "_readers",
         "_rules",
+        "_shapes",
         "document",
         "entries",
         "is_steady",
@@ -332,12 +387,22 @@ class CompiledRules:
         self.document = document
         self.version = version
         self.table = RuleTable(document.rules)
+        self._read = self.table.read
+        # Read the counted fields: one reader for each set of them.
+        self._readers: dict[frozenset[str], Callable[[Request], object]] = {}
+        self._new_plans = 0
+        self._shapes: dict[Values, Shape] = {}
+        self._plans: OrderedDict[tuple[Shape, object], CheckPlan] = OrderedDict()
         self._lists: tuple[Lists, ...] = ()
         self._assign = document.assign
         self._make_gate = make_gate
         self._now_ns = now_ns
         factors = factors or {}
-        self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        self._rules = [
+            PreparedRule(rule, factors.get(rule.rule.id), self.table.names)
+            for rule in self.table.rules
+        ]
+        self._has_rollouts = any(each.rollout < 100 for each in document.rules)
         # The places of the rules, if a rule in shadow mode tries to take the place of another.
         trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
         self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
@@ -359,6 +424,8 @@ class CompiledRules:
         # None if there are none, so that requests without entries pay nothing for them.
         self._assigned = entries.assigned or None
         self._has_overrides = bool(self._overrides or entries.overrides)
+        # True if the examined values are not just fields of the request.
+        self._is_extended = bool(self._assign or self._assigned or self.table.others)
         found = [entries.lists] if entries.lists else []
         if document.allow or document.deny:
             known = self._lists[-1] if self._lists else None
@@ -376,11 +443,8 @@ class CompiledRules:
 
         The plan may change if a rule has a split or a factor, or if an override may end.
         """
-        if not self.is_steady or not self._has_overrides:
-            return self.is_steady
         matched = request if request.digests is None else request.matched_as
-        found = next(self._overrides.find(matched), None)
-        return found is None and next(self.entries.overrides.find(matched), None) is None
+        return self.is_steady and not (self._has_overrides and self._is_overridden(matched))
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
         """Return the rules that a request has to pass, with the gates to check."""
@@ -389,30 +453,128 @@ class CompiledRules:
             verdict = self._listed(matched)[0]
             if verdict is not None:
                 return CheckPlan(verdict=verdict)
-        tier = self.tier_of(matched) if self._assign or self._assigned else matched.tier
+        values = self._read(matched)
+        tier = values[-1]
+        if self._is_extended:
+            tier = self.tier_of(matched)
+            values = self.table.values_of(matched, tier)
+        try:
+            # `get`, because a KeyError for a new request takes 0.4 us.
+            shape = self._shapes.get(values)
+        except TypeError:  # a value that is not text: the match rejects it
+            shape = None
+        if shape is None:
+            shape = self._shape_of(values, matched, tier)
+        is_plain = matched is request and not (self._has_overrides and self._is_overridden(request))
+        counted = shape.counted
+        if counted is None or cost != 1 or not is_plain:
+            return self._new_plan(shape, request, matched, tier, cost, is_plain)
+        key = shape, counted(request)
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # likewise: the subject is rejected
+            plan = None
+        if plan is None:
+            plan = self._new_plan(shape, request, matched, tier, cost, is_plain)
+            self._new_plans = count = self._new_plans + 1
+            if not count % REMEMBERED_EVERY and _are_short(key[1]):
+                self._plans[key] = plan
+                if len(self._plans) > MEMORY_MAX:
+                    self._plans.popitem(last=False)
+        return plan
+
+    def _shape_of(self, values: Values, matched: Request, tier: str | None) -> Shape:
+        """Return the shape of requests with these values, and remember it."""
+        parts: list[_Part] = []
+        counted: frozenset[str] | None = frozenset()
+        for candidates in self.table.match(values):
+            for rule in candidates:
+                more = self._rules[rule.order].counted
+                counted = None if counted is None or more is None else counted | more
+            parts.append((candidates, self._fixed(candidates[0], matched, tier)))
+        reader = None
+        if counted is not None:
+            reader = self._readers.get(counted)
+            if reader is None:
+                # The tier is examined in any case. It stands for no other field.
+                reader = self._readers[counted] = attrgetter(*(counted or ["tier"]))
+        shape = Shape(tuple(parts), reader)
+        if _are_short(values):
+            if len(self._shapes) >= MEMORY_MAX:
+                self._shapes.clear()
+            self._shapes[values] = shape
+        return shape
+
+    def _fixed(self, rule: CompiledRule, matched: Request, tier: str | None) -> _Fixed | None:
+        prepared = self._rules[rule.order]
+        choice = None if prepared.varies else self._choice_of_tier(prepared, tier)
+        if choice is None:
+            return None
+        limits = self._limits_at(prepared, choice, FACTOR_STEPS)
+        units = self.cost_of(rule, matched) if rule.costs else rule.rule.cost
+        return prepared, limits.gates[0], units, rule.rule, choice, limits
+
+    def _new_plan(
+        self,
+        shape: Shape,
+        request: Request,
+        matched: Request,
+        tier: str | None,
+        cost: int,
+        is_plain: bool,
+    ) -> CheckPlan:
         enforced: list[RuleCheck] = []
         shadowed: list[RuleCheck] = []
-        rules = self._rules
-        partial = False
-        for candidates in self.table.match(matched, tier):
-            for rule in candidates:
-                prepared = rules[rule.order]
+        for candidates, fixed in shape.parts:
+            check: RuleCheck | None
+            if is_plain and fixed is not None:
+                prepared, gate, units, rule, choice, limits = fixed
                 subject = prepared.subject_of(request, tier)
-                if rule.rule.rollout < 100:
-                    partial = True
-                    if not rule.in_force_for(subject):
-                        continue
-                choice = self._choose(prepared, matched, tier)
-                if choice is not None:
-                    check = self._check_of(prepared, subject, choice, request, cost)
-                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
-                break
-        if partial:
+                check = _new(
+                    RuleCheck,
+                    (
+                        gate,
+                        subject,
+                        units * cost,
+                        rule,
+                        choice,
+                        FACTOR_STEPS,
+                        limits,
+                        subject,
+                        cost,
+                    ),
+                )
+            else:
+                check = self._first_check(candidates, request, matched, tier, cost)
+                if check is None:
+                    continue
+                rule = check.rule
+            (shadowed if rule.mode == "shadow" else enforced).append(check)
+        if self._has_rollouts:
             enforced, shadowed = _different(enforced), _different(shadowed)
         if shadowed and self._orders:
             shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
-        joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
-        return _new(CheckPlan, (enforced, shadowed, None, joint))
+        joint = tuple([check[:3] for check in enforced]) if len(enforced) > 1 else ()
+        return _new(CheckPlan, (tuple(enforced), tuple(shadowed), None, joint))
+
+    def _first_check(
+        self,
+        candidates: Sequence[CompiledRule],
+        request: Request,
+        matched: Request,
+        tier: str | None,
+        cost: int,
+    ) -> RuleCheck | None:
+        """Return the check of the first rule that is in force for the request's subject."""
+        for rule in candidates:
+            prepared = self._rules[rule.order]
+            subject = prepared.subject_of(request, tier)
+            if rule.in_force_for(subject):
+                choice = self._choose(prepared, matched, tier)
+                if choice is not None:
+                    return self._check_of(prepared, subject, choice, request, cost)
+                break
+        return None
 
     def checks_of_subject(self, request: Request, cost: int, most: int) -> list[RuleCheck]:
         """Return at most `most` rules that count a subject, whatever its other attributes are.
@@ -464,20 +626,8 @@ class CompiledRules:
     ) -> RuleCheck:
         rule = prepared.rule
         written = rule.rule
-        step = FACTOR_STEPS
-        if prepared.factor is not None:
-            step = factor_step(prepared.factor())
-        limits = choice.by_step.get(step)
-        if limits is None:
-            # Two threads may both prepare these limits; both gates have the same counts.
-            limits = choice.by_step[step] = PreparedLimits(
-                at_step(choice.limits, step),
-                prepared.id,
-                written.split,
-                self._make_gate,
-                choice.consistency,
-                written.across,
-            )
+        step = FACTOR_STEPS if prepared.factor is None else factor_step(prepared.factor())
+        limits = self._limits_at(prepared, choice, step)
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         gates = limits.gates
         if len(gates) == 1:
@@ -490,6 +640,21 @@ class CompiledRules:
         return RuleCheck(
             gates[part], gate_subject, units, written, choice, step, limits, subject, cost
         )
+
+    def _limits_at(self, prepared: PreparedRule, choice: LimitChoice, step: int) -> PreparedLimits:
+        limits = choice.by_step.get(step)
+        if limits is None:
+            written = prepared.rule.rule
+            # Two threads may both prepare these limits; both gates have the same counts.
+            limits = choice.by_step[step] = PreparedLimits(
+                at_step(choice.limits, step),
+                written.id,
+                written.split,
+                self._make_gate,
+                choice.consistency,
+                written.across,
+            )
+        return limits
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Return the units that the rule charges for each unit of the request's cost."""
@@ -522,9 +687,7 @@ class CompiledRules:
         """Return the limits of a rule for a request; None if the rule has none for its tier."""
         return self._choose(self._rules[rule.order], request.matched_as, tier)
 
-    def _choose(
-        self, prepared: PreparedRule, request: Request, tier: str | None
-    ) -> LimitChoice | None:
+    def _choice_of_tier(self, prepared: PreparedRule, tier: str | None) -> LimitChoice | None:
         choice = prepared.default
         if choice is None or tier is not None:
             tiers = self.document.tiers
@@ -538,6 +701,12 @@ class CompiledRules:
                 )
                 choice = LimitChoice(tiers[tier], consistency, "tier", tier)
                 prepared.by_tier[tier] = choice
+        return choice
+
+    def _choose(
+        self, prepared: PreparedRule, request: Request, tier: str | None
+    ) -> LimitChoice | None:
+        choice = self._choice_of_tier(prepared, tier)
         if prepared.by_key:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             position = None if value is None else prepared.rule.keys.find(value)
@@ -546,6 +715,14 @@ class CompiledRules:
                 tiers_own = choice.consistency if choice else of_key.consistency
                 choice = of_key.with_consistency(tiers_own)
         return self._overridden(prepared, request, choice) if self._has_overrides else choice
+
+    def _is_overridden(self, request: Request) -> bool:
+        """Return True if an owner of the request has an override, in force or not."""
+        for _ in self.entries.overrides.find(request):
+            return True
+        for _ in self._overrides.find(request):
+            return True
+        return False
 
     def _overridden(
         self, prepared: PreparedRule, request: Request, choice: LimitChoice | None
@@ -613,6 +790,14 @@ class CompiledRules:
             if verdict is not None and found[0] is None:
                 found = verdict, lists
         return found
+
+
+def _are_short(values: object) -> bool:
+    """Return True if no text is long among these values, one or a tuple of them."""
+    for value in values if isinstance(values, tuple) else (values,):
+        if value is not None and len(value) > MEMORY_VALUE_LENGTH_MAX:
+            return False
+    return True
 
 
 def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
