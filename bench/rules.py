@@ -11,7 +11,6 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
@@ -93,10 +92,9 @@ def _timed(
     requests: Sequence[Request],
     effort: Effort,
     *,
-    before: Callable[[], object] = lambda: None,
     goal: bool = False,
 ) -> Timed:
-    """Time calls on requests in a random order, none twice in a batch; `before` each batch."""
+    """Time calls on requests in a random order, none twice in a batch."""
     rng = random.Random(SEED)
     batches_ns: list[float] = []
     singly = array("q")
@@ -107,12 +105,10 @@ def _timed(
         sampled = rng.sample(requests, k=effort.sampled_calls)
         with collector_off():
             for batch in batches:
-                before()
                 start_ns = perf_counter_ns()
                 for request in batch:
                     call(request)
                 batches_ns.append((perf_counter_ns() - start_ns) / len(batch))
-            before()
             for request in sampled:
                 start_ns = perf_counter_ns()
                 call(request)
@@ -164,17 +160,11 @@ def _matches(effort: Effort) -> list[Timed]:
     for count in RULES:
         table = RuleTable(rules_of_an_api(count))
         requests = requests_of_an_api(REQUESTS, count)
-        for seen, before in (("seen before", lambda: None), ("new", table.forget)):
-            found.append(
-                _timed(
-                    f"match, {count:,} rules, {seen}",
-                    partial(table.match, tier=None),
-                    requests,
-                    effort,
-                    before=before,
-                    goal=True,
-                )
-            )
+
+        def match(request: Request, table: RuleTable = table) -> object:
+            return table.match(table.read(request))
+
+        found.append(_timed(f"match, {count:,} rules", match, requests, effort, goal=True))
     return found
 
 

@@ -130,7 +130,8 @@ def subject_of_request(request: Request, by: Sequence[str]) -> str:
         value = getattr(request, name) if name in REQUEST_FIELDS else request.attributes.get(name)
         if value is not None and not isinstance(value, str):
             require_text(name, value)
-        parts.append(name if value is None else f"{name}:{value}")
+        # Not formatted: the text of an enumeration's member is its value, not its name.
+        parts.append(name if value is None else name + ":" + value)
     if len(parts) > 1 and sum(map(len, parts)) + len(parts) > KEY_LENGTH_MAX:
         parts = [_shortened(part, name) for part, name in zip(parts, by, strict=True)]
     return subject_of(tuple(parts))

@@ -267,7 +267,7 @@ class RequestCheck(Protocol):
 
 
 # One rule of a compiled check: counter, field of the request, units, and the id of the rule.
-CompiledRule = tuple[Counter, str, int, str]
+CheckedRule = tuple[Counter, str, int, str]
 
 # One check of `check_together`: counter, subject and cost.
 Charge = tuple[Counter, str, int]
@@ -384,7 +384,7 @@ class LocalStore(Store, Protocol):
 
     def request_check(
         self,
-        rules: Sequence[CompiledRule],
+        rules: Sequence[CheckedRule],
         counts: dict[str, CompiledCounts],
         owner: object,
         sample: Callable[[tuple[str, ...]], object],

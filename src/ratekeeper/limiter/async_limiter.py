@@ -72,21 +72,18 @@ class AsyncLimiter(LimiterSetup):
         self, key: Key | Request, cost: int = 1, *, spend: bool = True
     ) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result. See Limiter.evaluate."""
-        if spend and self._check_at_once is not None:
-            return self.evaluate_at_once(key, cost)
+        if not spend:
+            return await run_async(self._peek_result(key, cost))
+        if self._check_at_once is not None:
+            return self._evaluate(key, cost)
         plan = self._plan(key, cost)
         if switches.limiting_off:
             return CheckResult(self._unlimited(), kind="unlimited")
-        if not spend:
-            return self._path.result(plan, await run_async(self._path.peeking(plan, key)))
         return self._path.result(plan, *await self._path.decide_async(plan, key))
 
     def evaluate_at_once(self, key: Key | Request, cost: int = 1) -> CheckResult:
         """Check in this thread and return a result, on a store that `answers_at_once`."""
-        plan = self._plan(key, cost)
-        if switches.limiting_off:
-            return CheckResult(self._unlimited(), kind="unlimited")
-        return self._path.result(plan, *self._path.decide(plan, key))
+        return self._evaluate(key, cost)
 
     @property
     def answers_at_once(self) -> bool:

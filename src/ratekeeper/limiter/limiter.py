@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, Self, TypeVar
 
-from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import CheckResult, Decision, Request, units_of
 from ratekeeper.core.steps import run
@@ -60,12 +59,7 @@ class Limiter(LimiterSetup):
 
     def evaluate(self, key: Key | Request, cost: int = 1, *, spend: bool = True) -> CheckResult:
         """Check (or, without `spend`, peek) and return a result, for an answer to a client."""
-        plan = self._plan(key, cost)
-        if switches.limiting_off:
-            return CheckResult(self._unlimited(), kind="unlimited")
-        if not spend:
-            return self._path.result(plan, run(self._path.peeking(plan, key)))
-        return self._path.result(plan, *self._path.decide(plan, key))
+        return self._evaluate(key, cost) if spend else run(self._peek_result(key, cost))
 
     def evaluate_all(self, checks: Sequence[tuple[Key | Request, int]]) -> list[CheckResult]:
         """Return a result for each (key, cost), in order; if any is denied, nothing is spent.

@@ -527,7 +527,7 @@ class CheckPath:
     def _sample(self, checks: RuleChecks) -> None:
         """Note the clients of a check that is due to be sampled."""
         clients = (check.subject for check in checks if set(check.rule.by) - _NOT_CLIENTS)
-        self._tally.subjects.sample(dict.fromkeys(clients))
+        self._tally.subjects.sample(clients)
 
     def _count_check(self, decision: Decision, checks: RuleChecks) -> None:
         """Count a check by its decision. One in RATE_SAMPLE_EVERY is sampled."""
@@ -606,7 +606,12 @@ def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> D
 
 def charges_in(decision: Decision) -> list[RuleCharge]:
     """Return the rules that a decision charged, as the path has kept them with it."""
-    source: RuleCheck | list[RuleCharge] | None = decision.source
+    source = decision.source
+    if isinstance(source, tuple) and decision.allowed:  # of a compiled check
+        compiled, request, *times = source
+        checks = compiled.owner.charges(request)
+        found = zip(checks, *times or [(decision.charged_ns,)], strict=True)
+        return [charge for charge in found if charge[1] is not None]
     if isinstance(source, list):
         return [charge for charge in source if charge[1] is not None]
     if source is None or decision.charged_ns is None:

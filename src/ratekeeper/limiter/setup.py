@@ -282,7 +282,7 @@ class LimiterSetup(LimiterVerbs):
         if self._fast is not None:
             return self._fast.check
         engine = self._engine
-        return self._check if engine is None else _check_of_rules(engine, self._path, self._check)
+        return self._check if engine is None else _check_of_rules(engine, self._check)
 
     def _bind(self) -> None:
         """Bind the calls of this kind of limiter, once the limits or the rules are ready."""
@@ -452,15 +452,17 @@ class LimiterSetup(LimiterVerbs):
 
 
 def _check_of_rules(
-    engine: RuleEngine, path: CheckPath, fallback: Callable[..., Decision]
+    engine: RuleEngine, fallback: Callable[..., Decision]
 ) -> Callable[..., Decision]:
-    """Return a check that calls `fallback` for anything but a Request and a plain cost."""
-    decide = path.decide
+    """Return a check that calls `fallback` for anything but a Request whose check is compiled."""
 
     def check(request: Request, cost: int = 1) -> Decision:
-        plain = type(request) is Request and type(cost) is int and cost >= 0
-        if plain and not switches.limiting_off:
-            return decide(engine.compiled_rules.plan(request, cost), request)[0]
+        if type(request) is Request and cost == 1 and not switches.limiting_off:
+            found = engine.compiled_rules.compiled(request)
+            if found is not None:
+                decision = found[1].check(request)
+                if decision is not None:
+                    return decision
         return fallback(request, cost)
 
     return check

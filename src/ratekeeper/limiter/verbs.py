@@ -94,6 +94,25 @@ class LimiterVerbs:
         plan = self._plan(key, cost)
         return self._unlimited() if switches.limiting_off else self._path.decide(plan, key)[0]
 
+    def _evaluate(self, key: Key | Request, cost: int = 1) -> CheckResult:
+        """Check in this thread, and return a result."""
+        if switches.limiting_off:
+            self._plan(key, cost)
+            return CheckResult(self._unlimited(), kind="unlimited")
+        if self._engine is not None and type(key) is Request and cost == 1:
+            found = self._engine.compiled_rules.compiled(key)
+            decision = None if found is None else found[1].check(key)
+            if found is not None and decision is not None:
+                return found[0].result(key, decision)
+        plan = self._plan(key, cost)
+        return self._path.result(plan, *self._path.decide(plan, key))
+
+    def _peek_result(self, key: Key | Request, cost: int) -> Steps[CheckResult]:
+        plan = self._plan(key, cost)
+        if switches.limiting_off:
+            return CheckResult(self._unlimited(), kind="unlimited")
+        return self._path.result(plan, (yield from self._path.peeking(plan, key)))
+
     def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
         plan = self._plan(key, cost)
         if switches.limiting_off:

@@ -49,7 +49,7 @@ class SubjectRates:
         """Note the subjects of a check that is sampled."""
         with self.lock:
             samples = self._samples
-            for subject in subjects:
+            for subject in dict.fromkeys(subjects):
                 if subject not in samples and len(samples) == SUBJECTS_MAX:
                     fewest = min(samples, key=samples.__getitem__)
                     samples[subject] = samples.pop(fewest)

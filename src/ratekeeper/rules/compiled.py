@@ -14,8 +14,14 @@ each step of the factor (times the parts of a rule that splits its limits). Over
 document share the counters of equal terms, and at most TERMS_MAX terms are kept.
 
 Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
-place. After each change, `with_entries` makes a new CompiledRules that shares everything else, so
-that a plan made before the change is not used again.
+place. After each change, `with_entries` makes a new CompiledRules that shares everything else.
+
+Requests resemble one another. So CompiledRules remembers the *shape* of a request by the values
+that the rules examine: the rules that match, each with its limits, counter and units. What is left
+for each request is the subject of each rule. A local store compiles the check of a shape, which
+then takes one call (`LocalStore.request_check`). The memory depends on the document only: lists,
+assigned tiers and overrides are looked up for each request. A full memory is cleared as a whole,
+which needs no lock and no order.
 """
 
 from __future__ import annotations
@@ -31,11 +37,19 @@ from operator import attrgetter
 from random import random
 from typing import Final, Literal, NamedTuple, Protocol
 
-from ratekeeper.core.model import REQUEST_FIELDS, AppliedRule, Consistency, Limits, Request
+from ratekeeper.core.model import (
+    REQUEST_FIELDS,
+    AppliedRule,
+    CheckResult,
+    Consistency,
+    Decision,
+    Limits,
+    Request,
+)
 from ratekeeper.core.rates import scaled
 from ratekeeper.core.subjects import KEY_LENGTH_MAX, SEPARATOR, subject_of_request
 from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Counter
+from ratekeeper.decide.store import CheckedRule, Counter, RequestCheck
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
     FACTOR_MAX,
@@ -48,10 +62,18 @@ from ratekeeper.rules.document.model import (
 from ratekeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
 from ratekeeper.rules.matching.lists import Lists, Verdict
 from ratekeeper.rules.matching.patterns import Network, normalised, spellings
-from ratekeeper.rules.matching.table import CompiledRule, RuleTable
+from ratekeeper.rules.matching.table import CompiledRule, RuleTable, Values
 from ratekeeper.rules.splitting import part_count, part_limits, part_subject
 
 LimitSource = Literal["default", "tier", "key", "override"]
+
+
+class CompileCheck(Protocol):
+    """Compiles the check of a shape on a local store."""
+
+    def __call__(self, rules: Sequence[CheckedRule], owner: Shape) -> RequestCheck | None:
+        """Return the check; None if the store cannot compile it."""
+        ...
 
 
 class MakeCounter(Protocol):
@@ -74,6 +96,10 @@ FACTOR_STEPS: Final = 100
 _EVERYONE: Final = "*"
 # For each choice of limits, the number of different overrides whose counters are kept.
 TERMS_MAX: Final = 1_000
+# The number of remembered shapes.
+SHAPES_MAX: Final = 4_096
+# Longer values are never remembered: clients must not fill the memory.
+MEMORY_VALUE_LENGTH_MAX: Final = 256
 # Fields that are normalised before they are counted: see CompiledRules.subject_of.
 _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
 # A longer path is counted by its digest, and so is one with %1F: a client may send any path.
@@ -199,10 +225,10 @@ class RuleCheck(NamedTuple):
 class CheckPlan(NamedTuple):
     """The rules that a request has to pass; or only a verdict, if the request is on a list."""
 
-    enforced: tuple[RuleCheck, ...] | list[RuleCheck] = ()
-    shadowed: tuple[RuleCheck, ...] | list[RuleCheck] = ()
+    enforced: tuple[RuleCheck, ...] = ()
+    shadowed: tuple[RuleCheck, ...] = ()
     verdict: Verdict | None = None
-    joint: tuple[tuple[Counter, str, int], ...] | list[tuple[Counter, str, int]] = ()
+    joint: tuple[tuple[Counter, str, int], ...] = ()
     """Counter, subject and units of each rule, for `check_together`; empty if there is one."""
 
     @property
@@ -221,10 +247,13 @@ class PreparedRule:
         "by_tier",
         "default",
         "factor",
+        "field",
         "id",
+        "is_plain",
         "prefix",
         "read",
         "rule",
+        "varies",
     )
 
     def __init__(self, rule: CompiledRule, factor: Callable[[], float] | None) -> None:
@@ -246,8 +275,13 @@ class PreparedRule:
         # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
         plain = field in REQUEST_FIELDS and field not in _NORMALISED
+        self.field = field
         self.read = attrgetter(field) if plain else None
         self.prefix = f"{field}:"
+        self.is_plain = plain and written.mode == "enforce"
+        changes = factor is not None or written.split > 1
+        self.varies = changes or bool(self.by_key) or written.rollout < 100
+        """True if the limits or the counter are chosen for each request."""
 
     def consistency_of(self, choice: LimitChoice | None) -> Consistency:
         """Return the consistency of limits that override `choice`: the same."""
@@ -297,22 +331,68 @@ def _as_counted(request: Request, tier: str | None) -> Request:
     return replace(request, tier=tier, endpoint=path, method=method)
 
 
+# What a rule has for all requests of a shape: the counter, and the units for each unit of the cost.
+_Fixed = tuple[PreparedRule, Counter, int, Rule, LimitChoice, PreparedLimits]
+# For one `by`: its matching rules (see `RuleTable.match`), and what the first one has; None
+# if that is chosen for each request.
+_Part = tuple[tuple[CompiledRule, ...], _Fixed | None]
+
+
+class Shape:
+    """What follows from the values of a request that the rules examine."""
+
+    __slots__ = ("applied", "check", "parts")
+
+    def __init__(self, parts: tuple[_Part, ...], compile_check: CompileCheck | None) -> None:
+        self.parts = parts
+        fixed = [each for _, each in parts if each is not None and each[0].is_plain]
+        self.applied = tuple([limits.applied for *_, limits in fixed])
+        self.check: RequestCheck | None = None
+        """The compiled check of requests of this shape, without digests and overrides; None if a
+        rule is not plain, or the store compiles nothing."""
+        if compile_check is not None and fixed and len(fixed) == len(parts):
+            rules = [(each[1], each[0].field, each[2], each[0].id) for each in fixed]
+            self.check = compile_check(rules, self)
+
+    def result(self, request: Request, decision: Decision) -> CheckResult:
+        """Return the result of a compiled check."""
+        counted = tuple([(each.subject, each.units) for each in self.charges(request)])
+        return _new(CheckResult, (decision, self.applied, "limited", (), counted, ()))
+
+    def charges(self, request: Request) -> list[RuleCheck]:
+        """Return the charges of a compiled check."""
+        return [_charge_of(each, request, None, 1) for _, each in self.parts if each is not None]
+
+
+def _charge_of(fixed: _Fixed, request: Request, tier: str | None, cost: int) -> RuleCheck:
+    prepared, counter, units, rule, choice, limits = fixed
+    subject = prepared.subject_of(request, tier)
+    return _new(
+        RuleCheck,
+        (counter, subject, units * cost, rule, choice, FACTOR_STEPS, limits, subject, cost),
+    )
+
+
 class CompiledRules:
     """A rule document, compiled and prepared on a store."""
 
     __slots__ = (
         "_assign",
         "_assigned",
+        "_compile_check",
         "_has_overrides",
+        "_has_rollouts",
+        "_is_extended",
         "_lists",
         "_make_counter",
         "_now_ns",
         "_orders",
         "_overrides",
+        "_read",
         "_rules",
+        "_shapes",
         "document",
         "entries",
-        "is_steady",
         "table",
         "version",
     )
@@ -325,23 +405,29 @@ class CompiledRules:
         version: str = "",
         factors: Mapping[str, Callable[[], float]] | None = None,
         entries: EntryTable | None = None,
+        compile_check: CompileCheck | None = None,
     ) -> None:
         """Compile a document.
 
-        `make_counter`  prepares limits under a rule's id on the store.
-        `now_ns`     the time by which overrides end.
-        `factors`    by rule id, the factor of rules whose limits follow the load.
-        `entries`    the assignments, overrides and list entries beside the document.
+        `make_counter`   prepares limits under a rule's id on the store.
+        `now_ns`         the time by which overrides end.
+        `factors`        by rule id, the factor of rules whose limits follow the load.
+        `entries`        the assignments, overrides and list entries beside the document.
+        `compile_check`  compiles the check of a shape; None if the store cannot.
         """
         self.document = document
         self.version = version
         self.table = RuleTable(document.rules)
+        self._read = self.table.read
+        self._shapes: dict[Values, Shape] = {}
+        self._compile_check = compile_check
         self._lists: tuple[Lists, ...] = ()
         self._assign = document.assign
         self._make_counter = make_counter
         self._now_ns = now_ns
         factors = factors or {}
         self._rules = [PreparedRule(rule, factors.get(rule.rule.id)) for rule in self.table.rules]
+        self._has_rollouts = any(each.rollout < 100 for each in document.rules)
         # The places of the rules, if a rule in shadow mode tries to take the place of another.
         trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
         self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
@@ -351,10 +437,6 @@ class CompiledRules:
         for position, override in reversed(list(enumerate(document.overrides))):
             item = (_ns(override.until), position, override)
             self._overrides.add(override.attribute, override.value, item)
-        self.is_steady = not any(
-            prepared.factor is not None or prepared.rule.rule.split > 1 for prepared in self._rules
-        )
-        """True if no rule has a split or a factor: see `is_steady_for`."""
         self._use_entries(entries or EntryTable())
 
     def _use_entries(self, entries: EntryTable) -> None:
@@ -363,6 +445,8 @@ class CompiledRules:
         # None if there are none, so that requests without entries pay nothing for them.
         self._assigned = entries.assigned or None
         self._has_overrides = bool(self._overrides or entries.overrides)
+        # True if the examined values are not just fields of the request.
+        self._is_extended = bool(self._assign or self._assigned or self.table.others)
         found = [entries.lists] if entries.lists else []
         if document.allow or document.deny:
             known = self._lists[-1] if self._lists else None
@@ -375,16 +459,27 @@ class CompiledRules:
         found._use_entries(entries)  # noqa: SLF001 - of the copy
         return found
 
-    def is_steady_for(self, request: Request) -> bool:
-        """Return True if requests equal to this one have the same plan until the rules change.
+    def compiled(self, request: Request) -> tuple[Shape, RequestCheck] | None:
+        """Return the shape and the compiled check of a request, for a cost of 1.
 
-        The plan may change if a rule has a split or a factor, or if an override may end.
+        None for a request without one, and for one whose shape is not known yet: `plan` learns it.
         """
-        if not self.is_steady or not self._has_overrides:
-            return self.is_steady
-        matched = request if request.digests is None else request.matched_as
-        found = next(self._overrides.find(matched), None)
-        return found is None and next(self.entries.overrides.find(matched), None) is None
+        if request.digests is not None:
+            return None
+        if self._lists and self._listed(request)[0] is not None:
+            return None
+        values = self._read(request)
+        if self._is_extended:
+            values = self.table.values_of(request, self.tier_of(request))
+        try:
+            shape = self._shapes.get(values)
+        except TypeError:  # a value that is not text
+            return None
+        if shape is None or shape.check is None:
+            return None
+        if self._has_overrides and self._is_overridden(request):
+            return None
+        return shape, shape.check
 
     def plan(self, request: Request, cost: int) -> CheckPlan:
         """Return the rules that a request has to pass, with the counters to check."""
@@ -393,30 +488,78 @@ class CompiledRules:
             verdict = self._listed(matched)[0]
             if verdict is not None:
                 return CheckPlan(verdict=verdict)
-        tier = self.tier_of(matched) if self._assign or self._assigned else matched.tier
+        values = self._read(matched)
+        tier = values[-1]
+        if self._is_extended:
+            tier = self.tier_of(matched)
+            values = self.table.values_of(matched, tier)
+        try:
+            # `get`, because a KeyError for a new request takes 0.4 us.
+            shape = self._shapes.get(values)
+        except TypeError:  # a value that is not text: the match rejects it
+            shape = None
+        if shape is None:
+            shape = self._shape_of(values, matched, tier)
+        is_plain = matched is request and not (self._has_overrides and self._is_overridden(request))
         enforced: list[RuleCheck] = []
         shadowed: list[RuleCheck] = []
-        rules = self._rules
-        partial = False
-        for candidates in self.table.match(matched, tier):
-            for rule in candidates:
-                prepared = rules[rule.order]
-                subject = prepared.subject_of(request, tier)
-                if rule.rule.rollout < 100:
-                    partial = True
-                    if not rule.in_force_for(subject):
-                        continue
-                choice = self._choose(prepared, matched, tier)
-                if choice is not None:
-                    check = self._check_of(prepared, subject, choice, request, cost)
-                    (shadowed if rule.rule.mode == "shadow" else enforced).append(check)
-                break
-        if partial:
+        for candidates, fixed in shape.parts:
+            check: RuleCheck | None
+            if is_plain and fixed is not None:
+                check = _charge_of(fixed, request, tier, cost)
+            else:
+                check = self._first_check(candidates, request, matched, tier, cost)
+            if check is not None:
+                (shadowed if check.rule.mode == "shadow" else enforced).append(check)
+        if self._has_rollouts:
             enforced, shadowed = _different(enforced), _different(shadowed)
         if shadowed and self._orders:
             shadowed = [each for each in shadowed if not self.goes_first(each.rule, enforced)]
-        joint = [check[:3] for check in enforced] if len(enforced) > 1 else ()
-        return _new(CheckPlan, (enforced, shadowed, None, joint))
+        joint = tuple([check[:3] for check in enforced]) if len(enforced) > 1 else ()
+        return _new(CheckPlan, (tuple(enforced), tuple(shadowed), None, joint))
+
+    def _shape_of(self, values: Values, matched: Request, tier: str | None) -> Shape:
+        """Return the shape of requests with these values, and remember it."""
+        parts = tuple(
+            [
+                (candidates, self._fixed(candidates[0], matched, tier))
+                for candidates in self.table.match(values)
+            ]
+        )
+        shape = Shape(parts, self._compile_check)
+        if _are_short(values):
+            if len(self._shapes) >= SHAPES_MAX:
+                self._shapes.clear()
+            self._shapes[values] = shape
+        return shape
+
+    def _fixed(self, rule: CompiledRule, matched: Request, tier: str | None) -> _Fixed | None:
+        prepared = self._rules[rule.order]
+        choice = None if prepared.varies else self._choice_of_tier(prepared, tier)
+        if choice is None:
+            return None
+        limits = self._limits_at(prepared, choice, FACTOR_STEPS)
+        units = self.cost_of(rule, matched) if rule.costs else rule.rule.cost
+        return prepared, limits.counters[0], units, rule.rule, choice, limits
+
+    def _first_check(
+        self,
+        candidates: Sequence[CompiledRule],
+        request: Request,
+        matched: Request,
+        tier: str | None,
+        cost: int,
+    ) -> RuleCheck | None:
+        """Return the check of the first rule that is in force for the request's subject."""
+        for rule in candidates:
+            prepared = self._rules[rule.order]
+            subject = prepared.subject_of(request, tier)
+            if rule.in_force_for(subject):
+                choice = self._choose(prepared, matched, tier)
+                if choice is not None:
+                    return self._check_of(prepared, subject, choice, request, cost)
+                break
+        return None
 
     def checks_of_subject(self, request: Request, cost: int, most: int) -> list[RuleCheck]:
         """Return at most `most` rules that count a subject, whatever its other attributes are.
@@ -468,20 +611,8 @@ class CompiledRules:
     ) -> RuleCheck:
         rule = prepared.rule
         written = rule.rule
-        step = FACTOR_STEPS
-        if prepared.factor is not None:
-            step = factor_step(prepared.factor())
-        limits = choice.by_step.get(step)
-        if limits is None:
-            # Two threads may both prepare these limits; both counters have the same counts.
-            limits = choice.by_step[step] = PreparedLimits(
-                at_step(choice.limits, step),
-                prepared.id,
-                written.split,
-                self._make_counter,
-                choice.consistency,
-                written.across,
-            )
+        step = FACTOR_STEPS if prepared.factor is None else factor_step(prepared.factor())
+        limits = self._limits_at(prepared, choice, step)
         units = cost * (written.cost if not rule.costs else self.cost_of(rule, request))
         counters = limits.counters
         if len(counters) == 1:
@@ -494,6 +625,21 @@ class CompiledRules:
         return RuleCheck(
             counters[part], counted, units, written, choice, step, limits, subject, cost
         )
+
+    def _limits_at(self, prepared: PreparedRule, choice: LimitChoice, step: int) -> PreparedLimits:
+        limits = choice.by_step.get(step)
+        if limits is None:
+            written = prepared.rule.rule
+            # Two threads may both prepare these limits; both counters have the same counts.
+            limits = choice.by_step[step] = PreparedLimits(
+                at_step(choice.limits, step),
+                written.id,
+                written.split,
+                self._make_counter,
+                choice.consistency,
+                written.across,
+            )
+        return limits
 
     def cost_of(self, rule: CompiledRule, request: Request) -> int:
         """Return the units that the rule charges for each unit of the request's cost."""
@@ -526,9 +672,7 @@ class CompiledRules:
         """Return the limits of a rule for a request; None if the rule has none for its tier."""
         return self._choose(self._rules[rule.order], request.matched_as, tier)
 
-    def _choose(
-        self, prepared: PreparedRule, request: Request, tier: str | None
-    ) -> LimitChoice | None:
+    def _choice_of_tier(self, prepared: PreparedRule, tier: str | None) -> LimitChoice | None:
         choice = prepared.default
         if choice is None or tier is not None:
             tiers = self.document.tiers
@@ -542,6 +686,12 @@ class CompiledRules:
                 )
                 choice = LimitChoice(tiers[tier], consistency, "tier", tier)
                 prepared.by_tier[tier] = choice
+        return choice
+
+    def _choose(
+        self, prepared: PreparedRule, request: Request, tier: str | None
+    ) -> LimitChoice | None:
+        choice = self._choice_of_tier(prepared, tier)
         if prepared.by_key:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             position = None if value is None else prepared.rule.keys.find(value)
@@ -550,6 +700,14 @@ class CompiledRules:
                 tiers_own = choice.consistency if choice else of_key.consistency
                 choice = of_key.with_consistency(tiers_own)
         return self._overridden(prepared, request, choice) if self._has_overrides else choice
+
+    def _is_overridden(self, request: Request) -> bool:
+        """Return True if an owner of the request has an override, in force or not."""
+        for _ in self.entries.overrides.find(request):
+            return True
+        for _ in self._overrides.find(request):
+            return True
+        return False
 
     def _overridden(
         self, prepared: PreparedRule, request: Request, choice: LimitChoice | None
@@ -617,6 +775,14 @@ class CompiledRules:
             if verdict is not None and found[0] is None:
                 found = verdict, lists
         return found
+
+
+def _are_short(values: object) -> bool:
+    """Return True if no text is long among these values, one or a tuple of them."""
+    for value in values if isinstance(values, tuple) else (values,):
+        if value is not None and len(value) > MEMORY_VALUE_LENGTH_MAX:
+            return False
+    return True
 
 
 def _different(checks: list[RuleCheck]) -> list[RuleCheck]:

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import UNLIMITED, Request
 from ratekeeper.decide.failure import FailurePolicy
-from ratekeeper.decide.store import NEEDS_AUTHORITY, NEEDS_REGIONS, Store
+from ratekeeper.decide.store import (
+    NEEDS_AUTHORITY,
+    NEEDS_REGIONS,
+    CheckedRule,
+    LocalStore,
+    RequestCheck,
+    Store,
+)
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.metrics.tally import Counts
 from ratekeeper.regions.settings import Regions, require_shares
-from ratekeeper.rules.compiled import FACTOR_STEPS, CompiledRules, RuleCheck, factor_step
+from ratekeeper.rules.compiled import FACTOR_STEPS, CompiledRules, RuleCheck, Shape, factor_step
 from ratekeeper.rules.document.model import Document, Rule
 from ratekeeper.rules.entry_table import EntryTable
 from ratekeeper.rules.explain import Explanation, explain
@@ -73,6 +81,13 @@ class RuleEngine:
             self.compiled_rules = self._compile(document, version, entries)
             self._counts.keep({rule.id for rule in document.rules})
 
+    def _compile_check(self, rules: Sequence[CheckedRule], owner: Shape) -> RequestCheck | None:
+        if not self._store.is_local:
+            return None
+        counts = self._counts
+        local = cast("LocalStore", self._store)
+        return local.request_check(rules, counts.compiled, owner, counts.tally.subjects.sample)
+
     def use_entries(self, entries: EntryTable) -> None:
         """Put entries in force, or apply a change of those in force. It compiles nothing."""
         with self._use_lock:
@@ -90,8 +105,16 @@ class RuleEngine:
                 factor = Factor(rule.scale, self.loads.reading, self._now_ns)
             factors[rule.id] = factor
         self.loads.follow(scale.source for rule in document.rules for scale in rule.scale)
+        # A penalty is looked up before each check, and given after it.
+        has_penalties = any(rule.penalty is not None for rule in document.rules)
         compiled = CompiledRules(
-            document, self._make_counter, self._now_ns, version, factors, entries
+            document,
+            self._make_counter,
+            self._now_ns,
+            version,
+            factors,
+            entries,
+            None if has_penalties else self._compile_check,
         )
         self._factors = factors
         self.penalties.use(document)

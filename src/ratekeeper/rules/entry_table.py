@@ -48,11 +48,13 @@ _PLAIN: Final = re.compile(
 class OwnerTable(Generic[_Item]):
     """Items by the user, API key, tenant or network that they belong to; the newest item first."""
 
-    __slots__ = ("_by_owner", "_lengths")
+    __slots__ = ("_by_owner", "_kinds", "_lengths")
 
     def __init__(self) -> None:
         # One item as it is, several as a list: nearly every owner has one.
         self._by_owner: dict[str, _Item | list[_Item]] = {}
+        # The kinds of owners that occur, except addresses.
+        self._kinds: tuple[str, ...] = ()
         # By IP version: the prefix lengths that occur, the longest first, and the bits to shift by.
         self._lengths: dict[int, tuple[tuple[int, int], ...]] = {4: (), 6: ()}
 
@@ -84,7 +86,7 @@ class OwnerTable(Generic[_Item]):
     def find(self, request: Request) -> Iterator[tuple[str, _Item]]:
         """Yield the owners of a request and their items: user, API key, tenant, then address."""
         by_owner = self._by_owner
-        for attribute in OWNERS:
+        for attribute in self._kinds:
             value = getattr(request, attribute)
             if isinstance(value, str):
                 found = by_owner.get(f"{attribute}:{value}")
@@ -129,6 +131,8 @@ class OwnerTable(Generic[_Item]):
 
     def _key(self, attribute: OverrideOwner, value: str) -> str:
         if attribute != "ip":
+            if attribute not in self._kinds:
+                self._kinds = tuple(each for each in OWNERS if each in {*self._kinds, attribute})
             return f"{attribute}:{value}"
         version, length, prefix = network = compile_network(value)
         lengths = self._lengths[version]

@@ -16,7 +16,7 @@ from ratekeeper import InvalidKey, Limit, Request
 from ratekeeper.rules.document.model import Match, Mode, Rule
 from ratekeeper.rules.matching import table as table_module
 from ratekeeper.rules.matching.patterns import compile_endpoint, compile_glob, spellings
-from ratekeeper.rules.matching.table import CompiledRule, RuleTable
+from ratekeeper.rules.matching.table import CompiledRule, Matching, RuleTable
 from tests.rules import requests as drawn
 
 LIMITS = (Limit(10, per=1),)
@@ -44,9 +44,13 @@ def rule(
     )
 
 
+def match(table: RuleTable, request: Request, tier: str | None) -> Matching:
+    return table.match(table.values_of(request, tier))
+
+
 def applying(rules: list[Rule], request: Request, tier: str | None = None) -> list[str]:
     """Return the ids of the rules that apply to a subject that every roll-out includes."""
-    matched = RuleTable(rules).match(request, tier if tier is not None else request.tier)
+    matched = match(RuleTable(rules), request, tier if tier is not None else request.tier)
     return [candidates[0].rule.id for candidates in matched]
 
 
@@ -101,14 +105,14 @@ def test_a_rule_that_is_off_is_ignored() -> None:
 def test_the_next_rule_applies_outside_a_roll_out() -> None:
     """All candidates are returned, up to the first that applies to all subjects."""
     rules = [rule("new", rollout=10), rule("newer", rollout=50), rule("old"), rule("older")]
-    [candidates] = RuleTable(rules).match(GET, None)
+    [candidates] = match(RuleTable(rules), GET, None)
     assert [each.rule.id for each in candidates] == ["new", "newer", "old"]
 
 
 def test_no_rule_matches() -> None:
     """A document without rules, or without one for this request, returns nothing."""
-    assert RuleTable([]).match(GET, None) == ()
-    assert RuleTable([rule("a", method="PUT")]).match(GET, None) == ()
+    assert match(RuleTable([]), GET, None) == ()
+    assert match(RuleTable([rule("a", method="PUT")]), GET, None) == ()
 
 
 # --------------------------------------------------------------------------------- the conditions
@@ -204,7 +208,7 @@ def test_an_assigned_tier_counts() -> None:
 
 def test_costs_by_endpoint() -> None:
     """The first pattern that matches gives the cost; otherwise the rule does."""
-    [candidates] = RuleTable([rule("a", costs={"/search": 5, "/s*": 2})]).match(GET, None)
+    [candidates] = match(RuleTable([rule("a", costs={"/search": 5, "/s*": 2})]), GET, None)
     paths: list[list[str]] = [["/search"], ["/sort"], ["/v1"], [], ["/v1", "/sort", "/x"]]
     assert [candidates[0].cost(each) for each in paths] == [5, 2, 1, 1, 2]
 
@@ -257,8 +261,8 @@ def test_a_long_path_with_dot_segments_is_rejected() -> None:
     """Reading a path in several ways takes time, so the path is bounded. Others are not."""
     table = RuleTable(PUBLIC_AND_LOGIN)
     with pytest.raises(InvalidKey, match=r"at most 1,024 characters, but this one has 1,2"):
-        table.match(Request(endpoint="/.." * 400 + "/login"), None)
-    assert table.match(Request(endpoint="/public/" + "x" * 5_000), None)
+        match(table, Request(endpoint="/.." * 400 + "/login"), None)
+    assert match(table, Request(endpoint="/public/" + "x" * 5_000), None)
 
 
 @pytest.mark.parametrize("value", [42, b"42", ["42"], True], ids=repr)
@@ -269,10 +273,10 @@ def test_values_that_are_not_text_are_rejected(name: str, value: Any) -> None:
     table = RuleTable([rule("a", **conditions, attributes={"region": ("*",)})])
     known: dict[str, Any] = {name: value} if name != "region" else {"attributes": {name: value}}
     with pytest.raises(InvalidKey, match=rf"{name}=.*convert it to text"):
-        table.match(Request(**known), value if name == "tier" else None)
+        match(table, Request(**known), value if name == "tier" else None)
 
 
-# ------------------------------------------------------------------------------- remembered paths
+# ----------------------------------------------------------------------------------- the index
 
 
 def test_rules_are_indexed_by_what_distinguishes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,43 +322,61 @@ def test_a_wildcard_at_the_start_does_not_slow_a_look_up(
     table = RuleTable([rule(str(n), **{attribute: pattern.format(n)}) for n in range(5_000)])
     for number in (7, 77, 4_321):
         value = pattern.format(number).replace("**", "v1/x").replace("*", "b")
-        [[found]] = table.match(Request(**{attribute: value}), None)
+        [[found]] = match(table, Request(**{attribute: value}), None)
         assert found.rule.id == str(number)
-    assert not table.match(Request(**{attribute: "/v1/a-b/c-9999999-x"}), None)
+    assert not match(table, Request(**{attribute: "/v1/a-b/c-9999999-x"}), None)
     assert max(sizes) <= 5
 
 
-def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of cached results is bounded, and long values are never cached."""
-    monkeypatch.setattr(table_module, "MEMO_MAX", 4)
-    conditions: dict[str, Any] = {"attributes": {"region": ("*",)}}
-    table = RuleTable(
-        [rule("a", endpoint="/a/*"), rule("b", api_key="*"), rule("c", by="ip", **conditions)]
-    )
-    for number in range(50):
-        assert table.match(Request(endpoint=f"/a/{number}"), None)
-        assert 1 <= len(table._memo) <= 4
-    long = "/a/" + "x" * table_module.MEMO_VALUE_LENGTH_MAX
-    before = dict(table._memo)
-    for each in (
-        Request(endpoint=long),
-        Request(api_key=long),
-        Request(attributes={"region": long}),
-        Request(endpoint="/a/1", method=long),
-    ):
-        assert table.match(each, None)
-    assert table._memo == before
-    table.forget()
-    assert not table._memo
-    assert table.match(Request(endpoint="/a/1"), None)
+@pytest.mark.parametrize("pattern", ["2001:db8:{:x}::/48", "10.{0}.0.0/17", "192.0.{0}.7"])
+def test_networks_are_looked_up(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 250 rules for networks, an address tests those whose network it is in."""
+    candidates = table_module._RuleIndex.candidates
+    sizes: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        sizes.append(len(candidates(*arguments)))
+        return candidates(*arguments)
+
+    monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
+    found = [rule(str(n), ip=pattern.format(n)) for n in range(250)]
+    found.append(rule("all", ip="0.0.0.0/0", by="tenant"))
+    for number in (7, 249):
+        address = pattern.format(number).replace("::/48", "::1").replace("0.0/17", "127.255")
+        ids = applying(found, Request(ip=address))
+        assert ids == ([str(number)] if ":" in address else [str(number), "all"])
+    assert applying(found, Request(ip="10.7.128.1"))[-1:] == ["all"]
+    assert not applying(found, Request(ip="not an address"))
+    assert max(sizes) <= 2
 
 
-def test_unused_attributes_do_not_fill_the_memo() -> None:
-    """A million users are one entry if the rules only test the path."""
-    table = RuleTable([rule("a", endpoint="/a")])
-    for number in range(100):
-        table.match(Request(user=str(number), ip=f"10.0.0.{number}", endpoint="/a"), None)
-    assert len(table._memo) == 1
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("re:/s{}/[0-9]+", "/s{}/42"),
+        ("re:/v[0-9]+/.*/i{}", "/v1/a/b/i{}"),
+        (r"re:/v[^/]+/a\.b-{}(/x)?", "/v1/a.b-{}/x"),
+        ("re:/a{{2}}b?/x-{}-.*", "/aab/x-{}-y"),
+        ("/v1/**/i{}/**/end", "/v1/i{}/a/end"),
+        ("/*-x{}-7-*", "/a-x{}-7-b"),
+        ("/{{id}}.v{}", "/42.v{}"),
+    ],
+)
+def test_every_pattern_is_found_by_its_literal_text(pattern: str, path: str) -> None:
+    """Of 100 rules, the one that matches; none for a path that only ends like it."""
+    rules = [rule(str(n), endpoint=pattern.format(n)) for n in range(100)]
+    for number in (1, 10, 99):
+        assert applying(rules, Request(endpoint=path.format(number))) == [str(number)]
+    assert not applying(rules, Request(endpoint=path.format(100)))
+    assert not applying(rules, Request(endpoint="/zz" + path.format(1)))
+
+
+def test_a_text_beside_a_wildcard_may_be_part_of_a_word() -> None:
+    """The index looks up whole words only if both of their ends are in the pattern."""
+    rules = [rule("7", endpoint="/*-x7*/z"), rule("8", endpoint="/*-x8*/z")]
+    assert applying(rules, Request(endpoint="/a-x7b/z")) == ["7"]
+    rules = [rule("7", endpoint="/**/*y7-7*"), rule("8", endpoint="/**/*y8-8*")]
+    assert applying(rules, Request(endpoint="/a/ay7-7b")) == ["7"]
 
 
 # ----------------------------------------------------------------------- against a naive matcher
@@ -435,16 +457,12 @@ def ids(matched: tuple[tuple[CompiledRule, ...], ...]) -> list[list[str]]:
 
 
 @settings(max_examples=settings().max_examples * 8)
-@given(drawn.rules(), st.lists(drawn.requests(), min_size=1, max_size=12), st.integers(1, 4))
-def test_the_table_agrees_with_a_naive_matcher(
-    rules: list[Rule], requests: list[Request], memo_max: int
-) -> None:
-    """On random rules and requests: at first, from the cache, and after the cache was cleared."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table_module, "MEMO_MAX", memo_max)
-        table = RuleTable(rules)
-        for request in requests * 2:
-            assert ids(table.match(request, request.tier)) == naive(rules, request, request.tier)
+@given(drawn.rules(), st.lists(drawn.requests(), min_size=1, max_size=12))
+def test_the_table_agrees_with_a_naive_matcher(rules: list[Rule], requests: list[Request]) -> None:
+    """On random rules and requests."""
+    table = RuleTable(rules)
+    for request in requests:
+        assert ids(match(table, request, request.tier)) == naive(rules, request, request.tier)
 
 
 @settings(max_examples=settings().max_examples * 2)

@@ -34,8 +34,8 @@ from ratekeeper.decide.kernel import _kernel
 from ratekeeper.decide.leasing import Lease
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.store import (
+    CheckedRule,
     CompiledCounts,
-    CompiledRule,
     FastCheck,
     StoreStats,
     require_regional,
@@ -158,7 +158,7 @@ class KernelStore:
 
     def request_check(
         self,
-        rules: Sequence[CompiledRule],
+        rules: Sequence[CheckedRule],
         counts: dict[str, CompiledCounts],
         owner: object,
         sample: Callable[[tuple[str, ...]], object],

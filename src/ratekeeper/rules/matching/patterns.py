@@ -44,9 +44,11 @@ of a set, so `[*]` is a literal star.
 (`::ffff:10.1.2.3`, as dual-stack sockets report it) is that IPv4 address, in requests and in
 networks. So `::/0` is all of IPv6 and nothing else.
 
-Why matching is linear: RE2 never backtracks. All other patterns become expressions of `re` in which
-each `*` is followed by a literal chunk in an atomic group. The leftmost position of a chunk leaves
-the most room for the rest, so no other position ever needs to be tried.
+Why matching is linear: RE2 never backtracks. In all other patterns a `*` or `**` is followed by a
+chunk of a fixed length, and the leftmost position of a chunk leaves the most room for the rest, so
+no other position ever needs to be tried. A glob whose chunks are literal texts is a few searches
+for these; another one becomes an expression of `re` with each chunk in an atomic group. Compiling
+an expression takes a hundred times as long as matching it.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
+from itertools import groupby
 from socket import AF_INET, AF_INET6, inet_pton
 from typing import Any, Final, NamedTuple
 
@@ -351,7 +354,7 @@ class Wildcard(Enum):
 
 
 class _Expression:
-    """A regular expression, compiled at its first use. Most are never used, thanks to the index."""
+    """A regular expression, compiled at its first use: see "Why matching is linear"."""
 
     __slots__ = ("_fullmatch", "_regex")
 
@@ -377,6 +380,8 @@ class _Token(NamedTuple):
 
 
 _STAR: Final = _Token("*")  # the wildcard; a literal star is \\*
+_ANY: Final = _Token(".")
+_ANY_IN_SEGMENT: Final = _Token("[^/]")
 _SET: Final = re.compile(r"\[(!?)(\]?[^\]]*)\]")
 _MEMBER: Final = re.compile(r"(.)-(.)|(.)", re.DOTALL)
 _SPECIAL: Final = re.compile(r"[*?\[]")
@@ -395,8 +400,7 @@ class Glob:
     exact: str | None
     literals: tuple[str, ...]
     is_prefix: bool
-    regex: str
-    _accepts: Callable[[str], object] = field(repr=False, compare=False)
+    accepts: Callable[[str], object] = field(repr=False, compare=False)
 
     @property
     def prefix(self) -> str:
@@ -405,7 +409,7 @@ class Glob:
 
     def matches(self, value: str) -> bool:
         """Return whether the glob matches the whole of `value`."""
-        return bool(self._accepts(value))
+        return bool(self.accepts(value))
 
 
 def compile_glob(text: str) -> Glob:
@@ -446,7 +450,7 @@ def _glob_tokens(text: str) -> Iterator[_Token]:
         elif character == "*":
             yield _STAR
         else:
-            yield _Token(".") if character == "?" else _literal(character)
+            yield _ANY if character == "?" else _literal(character)
 
 
 def _literal(character: str) -> _Token:
@@ -477,10 +481,44 @@ def _glob(text: str, tokens: list[_Token], any_character: str) -> Glob:
     prefix = literals[0]
     rest = tokens[len(prefix) :]
     exact = None if rest else prefix
-    regex = _glob_regex(tokens, any_character)
-    accepts = _Expression(regex) if rest else prefix.__eq__
+    accepts: Callable[[str], object] = prefix.__eq__
+    if rest:
+        found = _search(tokens)
+        accepts = found or _Expression(_glob_regex(tokens, any_character))
     is_prefix = bool(rest) and all(token == _STAR for token in rest)
-    return Glob(text, exact, tuple(literals), is_prefix, regex, accepts)
+    return Glob(text, exact, tuple(literals), is_prefix, accepts)
+
+
+def _search(tokens: list[_Token]) -> Callable[[str], bool] | None:
+    """Return the test of a glob by its literal texts; None if a wildcard without a star is one."""
+    texts = [""]
+    gaps: list[int] = []  # the least length of each
+    for is_text, group in groupby(tokens, key=lambda token: bool(token.literal)):
+        each = list(group)
+        if is_text:
+            texts[-1] = "".join(token.literal for token in each)
+            continue
+        if _STAR not in each or any(token not in (_STAR, _ANY, _ANY_IN_SEGMENT) for token in each):
+            return None
+        texts.append("")
+        gaps.append(len(each) - each.count(_STAR))
+    first, *middle, last = texts
+    between = tuple(zip(middle, gaps, strict=False))
+    least = sum(map(len, texts)) + sum(gaps)
+    last_gap = gaps[-1]
+
+    def accepts(value: str) -> bool:
+        if len(value) < least or not value.startswith(first) or not value.endswith(last):
+            return False
+        at, end = len(first), len(value) - len(last)
+        for text, gap in between:
+            at = value.find(text, at + gap, end)
+            if at < 0:
+                return False
+            at += len(text)
+        return end - at >= last_gap
+
+    return accepts
 
 
 def _glob_regex(tokens: list[_Token], any_character: str) -> str:
@@ -525,7 +563,7 @@ class EndpointPattern:
     exact: str | None
     segments: tuple[Segment, ...]
     regex: str | None
-    _accepts: Callable[[str], object] = field(repr=False, compare=False)
+    accepts: Callable[[str], object] = field(repr=False, compare=False)
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -533,10 +571,14 @@ class EndpointPattern:
 
         >>> compile_endpoint("/v1/{id}/report-*").literals
         ('/v1/', '/report-', '', '')
+
+        Of a `re:` pattern, texts that every path has that it matches.
         """
+        if self.regex is not None:
+            return _literals_of_regex(self.regex)
         found = [""]
         for segment in self.segments:
-            if segment is not Wildcard.MANY:
+            if segment is not Wildcard.MANY or segment is not self.segments[-1]:
                 found[-1] += "/"
             if isinstance(segment, Glob):
                 found[-1] += segment.literals[0]
@@ -549,11 +591,11 @@ class EndpointPattern:
 
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches a path, in one of its spellings."""
-        return any(self._accepts(each) for each in spellings(path))
+        return any(self.accepts(each) for each in spellings(path))
 
     def matches_normalised(self, path: str) -> bool:
         """Return whether the pattern matches a normalised path."""
-        return bool(self._accepts(path))
+        return bool(self.accepts(path))
 
 
 def compile_endpoint(text: str) -> EndpointPattern:
@@ -566,7 +608,7 @@ def compile_endpoint(text: str) -> EndpointPattern:
     """
     if isinstance(text, str) and text.startswith("re:"):
         regex = text.removeprefix("re:")
-        return EndpointPattern(text, None, (), regex, Regexes([regex]).matching)
+        return EndpointPattern(text, None, (), regex, Regexes([regex]).match)
     _check_length("endpoint", text, ENDPOINT_LENGTH_MAX, "/v1/orders/*")
     _check_endpoint(text)
     segments = tuple(_segments(text))
@@ -576,7 +618,7 @@ def compile_endpoint(text: str) -> EndpointPattern:
             f"end it with * after the first few"
         )
     if any(not isinstance(segment, str) for segment in segments):
-        return EndpointPattern(text, None, segments, None, _Expression(_path_regex(segments)))
+        return EndpointPattern(text, None, segments, None, _path_test(segments))
     exact = "/" + "/".join(map(str, segments))
     return EndpointPattern(text, exact, (), None, exact.__eq__)
 
@@ -646,8 +688,7 @@ def _piece_tokens(found: re.Match[str]) -> list[_Token]:
         return [_literal(character) for character in decoded(literal)]
     if found["star"]:
         return [_STAR]
-    any_character = _Token("[^/]")
-    return [any_character] if found["one"] else [any_character, _STAR]
+    return [_ANY_IN_SEGMENT] if found["one"] else [_ANY_IN_SEGMENT, _STAR]
 
 
 def _piece_problem(text: str, part: str, position: int) -> str:
@@ -663,24 +704,48 @@ def _piece_problem(text: str, part: str, position: int) -> str:
     )
 
 
-def _path_regex(segments: Sequence[Segment]) -> str:
-    """Return an expression of the same form as a glob's, of segments instead of characters."""
-    chunks = [""]
+_Test = Callable[[str], object]
+
+
+def _path_test(segments: Sequence[Segment]) -> Callable[[str], bool]:
+    """Return the test of a path by its segments, as that of a glob by its characters."""
+    chunks: list[list[_Test]] = [[]]
     for segment in segments:
         if segment is Wildcard.MANY:
-            chunks.append("")
+            chunks.append([])
         elif segment is Wildcard.ONE:
-            chunks[-1] += "/[^/]++"
-        elif isinstance(segment, Glob):
-            chunks[-1] += rf"/(?>{segment.regex}(?=/|\Z))"
+            chunks[-1].append(bool)
         else:
-            chunks[-1] += "/" + re.escape(segment)
-    first, *others = chunks
-    if not others:
-        return first
-    *middle, last = others
-    floating = "".join(rf"(?>(?:/[^/]++)*?{chunk}(?=/|\Z))" for chunk in middle)
-    return first + floating + (f"(?:/[^/]++)*?{last}" if last else "(?:/.*)?")
+            chunks[-1].append(segment.accepts if isinstance(segment, Glob) else segment.__eq__)
+    first, *middle = chunks
+    last = middle.pop() if middle else None
+
+    def accepts(path: str) -> bool:
+        parts = path[1:].split("/") if len(path) > 1 else []
+        at = len(first)
+        if last is None:
+            return len(parts) == at and _hold(first, parts, 0)
+        end = len(parts) - len(last)
+        if end < at or not _hold(first, parts, 0) or not _hold(last, parts, end):
+            return False
+        for chunk in middle:
+            latest = end - len(chunk)
+            while at <= latest and not _hold(chunk, parts, at):
+                at += 1
+            if at > latest:
+                return False
+            at += len(chunk)
+        return True
+
+    return accepts
+
+
+def _hold(tests: Sequence[_Test], parts: Sequence[str], at: int) -> bool:
+    for test in tests:
+        if not test(parts[at]):
+            return False
+        at += 1
+    return True
 
 
 # ── Regular expressions ────────────────────────────────────────────────────────────────────────
@@ -693,7 +758,7 @@ class Regexes:
     [0, 1]
     """
 
-    __slots__ = ("_set",)
+    __slots__ = ("match",)
 
     def __init__(self, patterns: Sequence[str]) -> None:
         re2 = _re2()
@@ -704,24 +769,58 @@ class Regexes:
         # A path with a newline (%0A) must not evade /admin/.*
         options.dot_nl = True
         # A Set, even for one pattern: RE2's plain match takes seven times as long from Python.
-        self._set: Any = re2.Set.FullMatchSet(options)
+        found: Any = re2.Set.FullMatchSet(options)
         for pattern in patterns:
             _check_regex(pattern)
             try:
-                self._set.Add(pattern)
+                found.Add(pattern)
             except re2.error:
                 raise ConfigError(_regex_problem(re2, pattern, options)) from None
         try:
-            self._set.Compile()
+            found.Compile()
         except re2.error:
             raise ConfigError(
                 f"the {len(patterns)} re: patterns from {show(patterns[0])} on need more than "
                 f"{options.max_mem:,} bytes; write shorter patterns with smaller repetitions"
             ) from None
+        self.match: Callable[[str], list[int] | None] = found.Match
+        """Returns the positions of the patterns that match a normalised path, in any order."""
 
     def matching(self, path: str) -> list[int]:
         """Return the positions of the patterns that match a normalised path."""
-        return sorted(self._set.Match(path) or ())
+        return sorted(self.match(path) or ())
+
+
+# Of a regular expression: a character and its quantifier, an escaped one, a set, anything else.
+_ATOM: Final = re.compile(
+    r"(?:(?P<plain>[^\W_]|[/_~:@!,;=&%-])|\\(?P<escaped>[^\w\s])|\[\^?\]?(?:\\.|[^\]\\\[])*\]|\.)"
+    r"(?P<quantifier>[*+?{])?"
+)
+
+
+def _literals_of_regex(regex: str) -> tuple[str, ...]:
+    r"""Return the texts before, between and after all but literal characters; ("",) if unsure.
+
+    >>> _literals_of_regex(r"/v[0-9]+/a\.b/.*/x"), _literals_of_regex("/(a|b)")
+    (('/v', '/a.b/', '/x'), ('',))
+    """
+    texts = [""]
+    at = 0
+    while at < len(regex):
+        found = _ATOM.match(regex, at)
+        if found is None:
+            return ("",)
+        at = found.end()
+        character = found["plain"] or found["escaped"] or ""
+        if found["quantifier"] == "{":
+            at = regex.find("}", at) + 1 or len(regex)
+        if character and found["quantifier"] is None:
+            texts[-1] += character
+        elif texts[-1] or len(texts) == 1:
+            texts.append("")
+        if found["quantifier"] and regex[at : at + 1] in ("?", "+"):
+            at += 1
+    return tuple(texts)
 
 
 _HALF_PAIR: Final = re.compile(r"[\ud800-\udfff]")

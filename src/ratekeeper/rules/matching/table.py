@@ -12,27 +12,30 @@ that it shares with the fewest others:
 
 - its endpoints, in a tree of path segments: children by name, and one child for any segment. The
   look-up of a path follows both. After a final `*` or `**` anything may follow, so the look-up
-  collects such rules on its way. All `re:` endpoints are in one automaton.
+  collects such rules on its way.
 - the exact values of a condition (tenants, tiers, methods): one dict per attribute.
-- a literal text of each of its globs, and of each endpoint with a wildcard within a segment or with
-  `**` before the end: the start of the value (`sk_*`), its end (`*.json`), or a gram, a text of a
-  few characters anywhere in it (`*-report-*`). Of several, the one that the fewest rules share.
-  A look-up takes one step for each length of a start or an end, and one for each character of the
-  value and each of the GRAM_LENGTHS that occurs.
+- its networks, in a dict by prefix length.
+- a literal text of each of its globs, and of each `re:` endpoint and each endpoint with a wildcard
+  within a segment or with `**` before the end: the start of the value (`sk_*`), its end (`*.json`),
+  a whole word (`*-report-*`), or a gram, a text of a few characters anywhere in it (`*report*`). Of
+  several, the one that the fewest rules share. A look-up takes one step for each length of a start
+  or an end, for each word, and for each character of the value and each of the GRAM_LENGTHS that
+  occurs.
+- `re:` endpoints without a literal text are in one automaton.
 - Rules that have none of these are tested every time: those that match everything, and those that
-  have only networks or globs without a literal character.
+  have only globs without a literal character.
 
 The `keys` of a rule are globs, too. They are looked up by the same literal texts (`FirstGlob`).
 
 The rules found under a request's path and values are candidates. Their conditions are tested in the
 order of the document. The index only leaves out rules that cannot match.
 
-Requests resemble one another. The table caches up to MEMO_MAX results, by the values that its rules
-test. A full cache is cleared as a whole, which needs no lock and no order.
+The table caches nothing: `CompiledRules` remembers what follows from a match (`rules/compiled.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +43,7 @@ from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 from ratekeeper.core.errors import show
 from ratekeeper.core.model import REQUEST_FIELDS, Request
@@ -49,8 +52,10 @@ from ratekeeper.rules.document.model import Match, Rule
 from ratekeeper.rules.matching.patterns import (
     EndpointPattern,
     Glob,
+    Network,
     Regexes,
     Wildcard,
+    address_of,
     compile_endpoint,
     compile_glob,
     compile_methods,
@@ -58,17 +63,16 @@ from ratekeeper.rules.matching.patterns import (
     spellings,
 )
 
-MEMO_MAX: Final = 8_192
-# A request with a longer value is never cached: clients must not fill the memory.
-MEMO_VALUE_LENGTH_MAX: Final = 256
 # A literal in the middle of a pattern is indexed by so many of its first or last characters.
 GRAM_LENGTHS: Final = (6, 4, 2, 1)
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
 Values = tuple[str | None, ...]
+# For each `by` with a match, the rules of which the first in force applies: see RuleTable.match.
+Matching = tuple[tuple["CompiledRule", ...], ...]
 ValueOf = Callable[[str], str | None]
-Test = Callable[[str], bool]
+Test = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +84,9 @@ class RuleCondition:
     holds: Test
     exact: frozenset[str] | None
     """The values that meet it, if no pattern has a wildcard."""
-    literals: tuple[tuple[str, ...], ...] = ()
-    """The literal texts of each pattern, if one has a wildcard."""
+    globs: tuple[Glob, ...] = ()
+    """The patterns, if one has a wildcard."""
+    networks: tuple[Network, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +186,9 @@ def _conditions(match: Match) -> Iterator[RuleCondition]:
         if patterns:
             yield _glob_condition(attribute, patterns)
     if match.ip:
-        yield RuleCondition(
-            "ip", match.ip, _any(compile_network(x).contains for x in match.ip), None
-        )
+        networks = tuple(map(compile_network, match.ip))
+        holds = _any(each.contains for each in networks)
+        yield RuleCondition("ip", match.ip, holds, None, networks=networks)
     for attribute, patterns in match.attributes.items():
         yield _glob_condition(attribute, patterns)
 
@@ -193,8 +198,8 @@ def _glob_condition(attribute: str, patterns: tuple[str, ...]) -> RuleCondition:
     exact = frozenset(glob.exact for glob in globs if glob.exact is not None)
     if all(glob.exact is not None for glob in globs):
         return RuleCondition(attribute, patterns, exact.__contains__, exact)
-    literals = tuple(glob.literals for glob in globs)
-    return RuleCondition(attribute, patterns, _any(glob.matches for glob in globs), None, literals)
+    holds = _any(glob.accepts for glob in globs)
+    return RuleCondition(attribute, patterns, holds, None, tuple(globs))
 
 
 def _any(tests: Iterable[Test]) -> Test:
@@ -204,18 +209,18 @@ def _any(tests: Iterable[Test]) -> Test:
 
 # The position of an attribute among the values read from a request, and the test of its value.
 _Tests = tuple[tuple[int, Test], ...]
-# A rule that may match: its position in the document, the rule, the endpoints of which one must
-# still match the path (None: no test), the tests of the values, the rule's group, and whether it
-# applies to all subjects. The last two repeat fields of the rule: read from here, they cause fewer
-# cache misses.
-_Candidate = tuple[int, CompiledRule, tuple[EndpointPattern, ...] | None, _Tests, int, bool]
+# A rule that may match: its position in the document, the rule, the test that the path must still
+# pass (None: no test), the tests of the values, the rule's group, and whether it applies to all
+# subjects. The last two repeat fields of the rule: read from here, they cause fewer cache misses.
+_Candidate = tuple[int, CompiledRule, Test | None, _Tests, int, bool]
 _order: Final = itemgetter(0)
 
 
 def _candidate(
-    rule: CompiledRule, endpoints: tuple[EndpointPattern, ...] | None, tests: _Tests
+    rule: CompiledRule, endpoints: Sequence[EndpointPattern], tests: _Tests
 ) -> _Candidate:
-    return rule.order, rule, endpoints, tests, rule.group, rule.rule.rollout >= 100
+    path = _any(each.accepts for each in endpoints) if endpoints else None
+    return rule.order, rule, path, tests, rule.group, rule.rule.rollout >= 100
 
 
 # A tuple is one block of memory, a list two: with 10,000 rules, memory access dominates a match.
@@ -293,34 +298,37 @@ def _is_in_tree(endpoint: EndpointPattern) -> bool:
     )
 
 
-Place = Literal["start", "end", "within"]
+# Where an index finds a text in a value: at its start or end, as a whole word, or anywhere.
+Place = Literal["start", "end", "word", "within"]
+_PLACES: Final[tuple[Place, ...]] = get_args(Place)  # those that take the least time first
+_WORD: Final = re.compile(r"[^/._:~-]+")
 _Found = TypeVar("_Found")
 
 
 class _ByLiteral(Generic[_Found]):
-    """Rules or globs by a literal text of a value: its start, its end, or a gram within it."""
+    """Rules or globs by a literal text of a value."""
 
     __slots__ = ("_lengths", "_texts")
 
     def __init__(self) -> None:
-        self._texts: dict[Place, dict[str, tuple[_Found, ...]]] = {
-            "start": {},
-            "end": {},
-            "within": {},
-        }
+        self._texts: dict[Place, dict[str, tuple[_Found, ...]]] = {}
         self._lengths: dict[Place, tuple[int, ...]] = {}
 
     def add(self, place: Place, text: str, candidate: _Found) -> None:
-        texts = self._texts[place]
+        texts = self._texts.setdefault(place, {})
         texts[text] = (*texts.get(text, ()), candidate)
         self._lengths[place] = tuple(sorted({*self._lengths.get(place, ()), len(text)}))
 
     def find(self, value: str, found: list[_Found]) -> None:
         """Add what is under the literal texts of a value to `found`; some perhaps twice."""
         size = len(value)
-        for place, lengths in self._lengths.items():
-            texts = self._texts[place]
-            for length in lengths:
+        for place, texts in self._texts.items():
+            if place == "word":
+                for text in _WORD.findall(value):
+                    if text in texts:
+                        found += texts[text]
+                continue
+            for length in self._lengths[place]:
                 if length > size:
                     break
                 if place == "start":
@@ -328,17 +336,43 @@ class _ByLiteral(Generic[_Found]):
                 elif place == "end":
                     text = value[-length:]
                 else:
-                    for at in range(size - length + 1):
-                        text = value[at : at + length]
-                        if text in texts:
-                            found += texts[text]
+                    slices = map(slice, range(size - length + 1), range(length, size + 1))
+                    for text in filter(texts.__contains__, map(value.__getitem__, slices)):
+                        found += texts[text]
                     continue
                 if text in texts:
                     found += texts[text]
 
 
+class _ByNetwork:
+    """Rules by the networks of addresses."""
+
+    __slots__ = ("_lengths", "_prefixes")
+
+    def __init__(self) -> None:
+        self._prefixes: dict[Network, _Candidates] = {}
+        self._lengths: dict[int, dict[int, int]] = {4: {}, 6: {}}
+
+    def __bool__(self) -> bool:
+        return bool(self._prefixes)
+
+    def add(self, network: Network, candidate: _Candidate) -> None:
+        self._prefixes[network] = (*self._prefixes.get(network, ()), candidate)
+        self._lengths[network.version][network.prefix_length] = network.shift
+
+    def find(self, text: str, found: list[_Candidate]) -> None:
+        address = address_of(text)
+        if address is not None:
+            version, number = address
+            for length, shift in self._lengths[version].items():
+                # A plain tuple equals a Network.
+                known = self._prefixes.get((version, length, number >> shift))  # type: ignore[call-overload]
+                if known is not None:
+                    found += known
+
+
 # An index key of a pattern: the attribute (None: the path); the place of a literal text in the
-# value, and that text; or None and the whole value or pattern.
+# value, and that text; or None and the whole value, network or pattern.
 _Key = tuple[str | None, Place | None, Hashable]
 # A condition that a rule can be indexed by (None: its endpoints). For each of its patterns: the
 # keys of which one has to be in the index.
@@ -352,19 +386,21 @@ def _options(rule: CompiledRule) -> list[_Option]:
     # In reverse order, because there are more tenants than methods.
     for condition in reversed(rule.conditions):
         name = condition.attribute
-        if condition.exact is not None:
-            options.append((condition, tuple(((name, None, each),) for each in condition.exact)))
-        elif condition.literals:
-            keys = tuple(tuple(_literal_keys(name, each)) for each in condition.literals)
+        if condition.globs:
+            keys = tuple(tuple(_literal_keys(name, each.literals)) for each in condition.globs)
             if all(keys):
                 options.append((condition, keys))
+        else:
+            values = condition.exact or condition.networks
+            options.append((condition, tuple(((name, None, each),) for each in values)))
     return options
 
 
 def _path_keys(endpoint: EndpointPattern) -> tuple[_Key, ...]:
-    if endpoint.regex is not None or _is_in_tree(endpoint):
-        return ((None, None, (endpoint.exact, endpoint.segments, endpoint.regex)),)
-    return tuple(_literal_keys(None, endpoint.literals))
+    if _is_in_tree(endpoint):
+        return ((None, None, (endpoint.exact, endpoint.segments)),)
+    keys = tuple(_literal_keys(None, endpoint.literals))
+    return keys or ((None, None, endpoint.regex),)
 
 
 def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]:
@@ -376,13 +412,17 @@ def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]
     if last:
         yield name, "end", last
     for text in filter(None, middle):
+        # Those with a separator on both sides are whole words of the value, too.
+        for word in _WORD.finditer(text):
+            if word.start() > 0 and word.end() < len(text):
+                yield name, "word", word[0]
         length = next(each for each in GRAM_LENGTHS if each <= len(text))
         yield name, "within", text[:length]
         yield name, "within", text[-length:]
 
 
 def _rarest(keys: tuple[_Key, ...], crowd: Counter[_Key]) -> _Key:
-    return min(keys, key=lambda key: (crowd[key], -len(str(key[2]))))
+    return min(keys, key=lambda key: (crowd[key], _cost_of(key), -len(str(key[2]))))
 
 
 class FirstGlob:
@@ -418,14 +458,29 @@ class FirstGlob:
         return next((order for order, glob in found if glob.matches(value)), None)
 
 
+def _decides(pattern: Glob | EndpointPattern, place: Place, text: str) -> bool:
+    """Return True if every value with this text at this place matches the pattern."""
+    if isinstance(pattern, Glob):
+        return pattern.is_prefix if place == "start" else pattern.text.lstrip("*") == text
+    segments = pattern.segments
+    if place == "end" and segments[:1] == (Wildcard.MANY,):
+        return all(isinstance(each, str) for each in segments[1:])
+    if place == "start" and segments[-1:] == (Wildcard.MANY,):
+        *before, last = segments[:-1]
+        return isinstance(last, Glob) and last.is_prefix and all(isinstance(x, str) for x in before)
+    return False
+
+
 class _RuleIndex:
     """All rules by their rarest condition. `positions` has each attribute's position in values."""
 
     __slots__ = (
         "_always",
         "_by_literal",
+        "_by_network",
         "_by_path",
         "_by_value",
+        "_ip",
         "_positions",
         "_regex_rules",
         "_regexes",
@@ -437,6 +492,7 @@ class _RuleIndex:
         self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Candidates]] = {}
         self._by_literal: dict[int, _ByLiteral[_Candidate]] = {}
+        self._by_network = _ByNetwork()
         self._by_path: _ByLiteral[_Candidate] | None = None
         self._always: list[_Candidate] = []
         self._regex_rules: list[_Candidate] = []
@@ -448,7 +504,7 @@ class _RuleIndex:
 
         for rule, each in zip(rules, options, strict=True):
             if not each:
-                self._always.append(_candidate(rule, None, self._tests(rule)))
+                self._always.append(_candidate(rule, (), self._tests(rule)))
                 continue
             chosen = [
                 (condition, tuple(_rarest(key, crowd) for key in keys)) for condition, keys in each
@@ -459,6 +515,7 @@ class _RuleIndex:
             else:
                 self._add_by_value(rule, fewest[0], fewest[1])
         self._regexes = Regexes(regexes) if regexes else None
+        self._ip = positions.get("ip") if self._by_network else None
 
     def _tests(self, rule: CompiledRule, but: RuleCondition | None = None) -> _Tests:
         """Return the tests of a rule's conditions, except the one that the index ensures."""
@@ -473,31 +530,36 @@ class _RuleIndex:
         tests = self._tests(rule)
         regexes: list[str] = []
         for endpoint, (_, place, text) in zip(rule.endpoints, keys, strict=True):
-            if endpoint.regex is not None:
-                regexes.append(endpoint.regex)
-                self._regex_rules.append(_candidate(rule, None, tests))
-            elif place is None:
-                if self._tree is None:
-                    self._tree = _PathNode()
-                self._tree.add(endpoint, _candidate(rule, None, tests))
-            else:
+            if place is not None:
                 if self._by_path is None:
                     self._by_path = _ByLiteral()
-                self._by_path.add(place, str(text), _candidate(rule, (endpoint,), tests))
+                unsure = () if _decides(endpoint, place, str(text)) else (endpoint,)
+                self._by_path.add(place, str(text), _candidate(rule, unsure, tests))
+            elif endpoint.regex is not None:
+                regexes.append(endpoint.regex)
+                self._regex_rules.append(_candidate(rule, (), tests))
+            else:
+                if self._tree is None:
+                    self._tree = _PathNode()
+                self._tree.add(endpoint, _candidate(rule, (), tests))
         return regexes
 
     def _add_by_value(
         self, rule: CompiledRule, condition: RuleCondition, keys: tuple[_Key, ...]
     ) -> None:
         position = self._positions[condition.attribute]
-        exact = condition.exact is not None
-        tests = self._tests(rule, but=condition if exact else None)
-        candidate = _candidate(rule, rule.endpoints or None, tests)
-        for _, place, text in dict.fromkeys(keys):
-            if place is None:
+        tests = self._tests(rule, but=condition)
+        sure = _candidate(rule, rule.endpoints, tests)
+        unsure = _candidate(rule, rule.endpoints, ((position, condition.holds), *tests))
+        patterns = condition.globs or (None,) * len(keys)
+        for (_, place, text), glob in zip(keys, patterns, strict=True):
+            if isinstance(text, Network):
+                self._by_network.add(text, sure)
+            elif place is None or glob is None:
                 by_value = self._by_value.setdefault(position, {})
-                by_value[str(text)] = (*by_value.get(str(text), ()), candidate)
+                by_value[str(text)] = (*by_value.get(str(text), ()), sure)
             else:
+                candidate = sure if _decides(glob, place, str(text)) else unsure
                 self._by_literal.setdefault(position, _ByLiteral()).add(place, str(text), candidate)
 
     def candidates(self, path: str | None, values: Values) -> list[_Candidate]:
@@ -520,26 +582,30 @@ class _RuleIndex:
             value = values[position]
             if value is not None:
                 literals.find(value, found)
+        if self._ip is not None:
+            address = values[self._ip]
+            if address is not None:
+                self._by_network.find(address, found)
         if len(found) > 1:
             found.sort(key=_order)
         return found
 
 
-def _matching(
-    candidates: list[_Candidate], path: str | None, values: Values
-) -> tuple[tuple[CompiledRule, ...], ...]:
+def _cost_of(key: _Key) -> int:
+    return 0 if key[1] is None else _PLACES.index(key[1])
+
+
+def _matching(candidates: list[_Candidate], path: str | None, values: Values) -> Matching:
     """Return each group's matching rules, in order, up to the first that is for all subjects."""
     if not candidates:
         return ()
     groups: dict[int, list[CompiledRule]] = {}
     complete: set[int] = set()
     before = None
-    for _, rule, endpoints, tests, group, for_all in candidates:
+    for _, rule, is_at, tests, group, for_all in candidates:
         if group in complete or rule is before:
             continue
-        if endpoints is not None and (
-            path is None or not any(each.matches_normalised(path) for each in endpoints)
-        ):
+        if is_at is not None and (path is None or not is_at(path)):
             continue
         for position, holds in tests:
             value = values[position]
@@ -557,25 +623,23 @@ def _matching(
 
 
 def _different(
-    matched: tuple[tuple[CompiledRule, ...], ...],
-) -> tuple[tuple[CompiledRule, ...], ...]:
+    matched: Matching,
+) -> Matching:
     """Return the rules that several spellings of a path match, by group, without repetitions."""
     different = {tuple(rule.order for rule in rules): rules for rules in matched}
     return tuple(sorted(different.values(), key=lambda rules: rules[0].group))
 
 
 class RuleTable:
-    """All rules of a document, compiled. Never changes, except for its cache."""
+    """All rules of a document, compiled. Never changes."""
 
     __slots__ = (
         "_index",
-        "_memo",
         "_method",
-        "_names",
-        "_others",
-        "_read",
         "_uses_endpoint",
-        "_uses_tier",
+        "names",
+        "others",
+        "read",
         "rules",
     )
 
@@ -586,53 +650,43 @@ class RuleTable:
             for order, rule in enumerate(rules)
         )
         used = {each.attribute for rule in self.rules for each in rule.conditions}
-        # The fields that the cache key consists of: the endpoint first, if any rule tests it. There
-        # are few methods and tiers, so these are always read: attrgetter of several fields returns
-        # a tuple at once.
-        self._uses_endpoint = any(rule.endpoints for rule in self.rules)
+        # Costs by endpoint depend on the path, too.
+        self._uses_endpoint = any(rule.endpoints or rule.costs for rule in self.rules)
+        # There are few methods and tiers, so these are always read: attrgetter of several fields
+        # returns a tuple at once.
         fields = ["endpoint"] if self._uses_endpoint else []
-        fields += [name for name in REQUEST_FIELDS if name in used | {"method", "tier"}]
-        self._read: Callable[[Request], tuple[Any, ...]] = attrgetter(*fields)
+        fields += [name for name in REQUEST_FIELDS if name in used - {"method", "tier"}]
+        fields += ["method", "tier"]
+        self.read: Callable[[Request], tuple[Any, ...]] = attrgetter(*fields)
+        """The fields that a match depends on: the endpoint first, if a rule tests it; the tier
+        last."""
         self._method = fields.index("method")
-        # The tier once more, because it may differ from the tier that the request names.
-        self._uses_tier = "tier" in used
-        self._others = tuple(sorted(used - set(REQUEST_FIELDS)))
-        self._names = (*fields, *(["tier"] if self._uses_tier else []), *self._others)
-        positions = {name: position for position, name in enumerate(self._names)}
+        self.others = tuple(sorted(used - set(REQUEST_FIELDS)))
+        """The attributes that a match depends on."""
+        self.names = (*fields, *self.others)
+        """The names of all values that a match depends on."""
+        positions = {name: position for position, name in enumerate(self.names)}
         active = [each for each in self.rules if each.rule.mode != "off"]
         self._index = _RuleIndex(active, positions)
-        self._memo: dict[Values, tuple[tuple[CompiledRule, ...], ...]] = {}
 
-    def match(self, request: Request, tier: str | None) -> tuple[tuple[CompiledRule, ...], ...]:
+    def values_of(self, request: Request, tier: str | None) -> Values:
+        """Return the values that a match depends on.
+
+        `tier` is the request's tier, or the one that its subject is assigned to.
+        """
+        attributes = request.attributes
+        return (*self.read(request)[:-1], tier, *[attributes.get(name) for name in self.others])
+
+    def match(self, values: Values) -> Matching:
         """Return, for each `by` with a match, its matching rules in order: the first applies.
 
-        A rule that is not rolled out to the subject is skipped. `tier` is the request's tier, or
-        the one that its subject is assigned to. If the path has several spellings, a `by` may occur
-        several times in a row, and a rule in several of these.
+        A rule that is not rolled out to the subject is skipped. If the path has several spellings,
+        a `by` may occur several times in a row, and a rule in several of these.
 
         Raises InvalidKey for a value that is not text, and as `spellings` does.
         """
-        values = self._read(request)
-        if self._uses_tier:
-            values = (*values, tier)
-        if self._others:
-            attributes = request.attributes
-            values = (*values, *[attributes.get(name) for name in self._others])
-        try:
-            # `get`, because a KeyError for a new request takes 0.4 us.
-            matched = self._memo.get(values)
-        except TypeError:  # a value that is not text: `_match` rejects it
-            matched = None
-        return self._match(values) if matched is None else matched
-
-    def forget(self) -> None:
-        """Clear the cache. The next matches take longer and return the same."""
-        self._memo.clear()
-
-    def _match(self, values: Values) -> tuple[tuple[CompiledRule, ...], ...]:
         if not _TEXTS.issuperset(map(type, values)):
             self._require_texts(values)
-        key = values
         endpoint = values[0] if self._uses_endpoint else None
         paths = (None,) if endpoint is None else spellings(endpoint)
         method = values[self._method]
@@ -644,15 +698,9 @@ class RuleTable:
             for path in paths[1:]:
                 matched += _matching(self._index.candidates(path, values), path, values)
             matched = _different(matched)
-        for value in key:
-            if value is not None and len(value) > MEMO_VALUE_LENGTH_MAX:
-                return matched
-        if len(self._memo) >= MEMO_MAX:
-            self._memo.clear()
-        self._memo[key] = matched
         return matched
 
     def _require_texts(self, values: Sequence[object]) -> None:
-        for name, value in zip(self._names, values, strict=True):
+        for name, value in zip(self.names, values, strict=True):
             if value is not None:
                 require_text(name, value)
