@@ -11,7 +11,8 @@
  * goes to the first bucket while that is at most half full, and otherwise to the emptier one. There
  * are no chains to follow or to repair: a slot whose state has expired is free. If both buckets are
  * full of live states, one of the sixteen moves to its other bucket, which follows from its tag. A
- * slot has 24 bytes: 8 of metadata (tag, flags, time to live) and 16 of state.
+ * slot has 24 bytes: 8 of metadata (tag, flags, time to live) and 16 of state. The few states with
+ * granted units or a debt have further slots for these, in the same segment; see rk_cell.
  *
  * One group. The states of one subject under one rule have 16 bits of their tags in common. A group
  * gets no more of two buckets in which it fills RK_GROUP_SLOTS_MAX of the sixteen slots already. So
