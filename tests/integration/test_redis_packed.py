@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull
+from ratekeeper import AsyncLimiter, Limit, Limiter, StoreFull, StoreUnavailable
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.model import ALGORITHM_NAMES
 from ratekeeper.decide.store import LocalStore
@@ -312,3 +312,30 @@ def test_a_key_has_a_bounded_number_of_limits_of_one_name(
     assert counter(known).check(neighbour, 1).remaining == 8
     counter(0).reset(crowded)
     assert counter(known).check(crowded, 1)
+
+
+@pytest.mark.parametrize(
+    "algorithms",
+    [("token_bucket",), ("sliding_window_log",), ("token_bucket", "sliding_window_log")],
+    ids=["bucket", "log", "both"],
+)
+def test_states_of_another_version_are_refused_and_not_changed(
+    server: Single, store: LocalStore, algorithms: tuple[Any, ...]
+) -> None:
+    """The bits of a state above its time are the version of its layout."""
+    prepared = store.counter([Limit(9, per=3_600, algorithm=name) for name in algorithms], "orders")
+    prepared.check("k", 1)
+    raw = server.client()
+    if "sliding_window_log" in algorithms:
+        key, field = logs_key_of("k"), b"orders"
+    else:
+        key, field = key_of("k"), next(iter(raw.hkeys(key_of("k"))))
+    value = raw.hget(key, field)
+    at = value.index(b"\xcf") + 2 if field == b"orders" else 0  # an 8-byte number of msgpack
+    other = value[:at] + bytes([value[at] | 0x10]) + value[at + 1 :]
+    raw.hset(key, field, other)
+    for verb in (prepared.check, prepared.peek, lambda subject, units: prepared.refund(subject, units, None)):
+        with pytest.raises(StoreUnavailable, match="another version of Ratekeeper"):
+            verb("k", 1)
+    assert raw.hget(key, field) == other
+    raw.close()

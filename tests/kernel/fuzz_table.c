@@ -76,7 +76,10 @@ static void call(rk_table *table, const rk_limit *limits, int count, int64_t *no
         rk_grant(table, subject, limits, count, *now_ns, units, (int64_t)time * 1000000 - 1);
         return;
     case 2:
-        rk_reset(table, subject, limits, count);
+        if (units % 2)
+            rk_charge_owing(table, subject, limits, count, *now_ns, units);
+        else
+            rk_reset(table, subject, limits, count);
         return;
     case 3:
         rk_sweep(table, *now_ns, &dropped);

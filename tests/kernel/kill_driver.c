@@ -24,6 +24,7 @@ typedef struct {
     int fill;   /* spent one by one before, so that rings have grown to where the call finds them */
     bool grant; /* granted some units before, which the call will draw on */
     int others; /* keys that were there before and must not be touched */
+    bool owes;  /* the call charges beyond the room */
 } scene;
 
 static const long KILL_EVERY = 211;
@@ -68,7 +69,10 @@ static pid_t start_child(rk_table *table, rk_hash subject, const scene *s)
         rk_decision decision;
         ptrace(PTRACE_TRACEME, 0, NULL, NULL);
         raise(SIGSTOP);
-        rk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
+        if (s->owes)
+            rk_charge_owing(table, subject, s->limits, s->count, NOW_NS, s->cost);
+        else
+            rk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
         _exit(0);
     }
     int state;
@@ -103,6 +107,24 @@ static void prepare(rk_table *table, rk_hash subject, const scene *s, int64_t be
         before[i] = remaining(table, subject, &s->limits[i]);
 }
 
+/* The debt of a token bucket and of a log, by the time until they have room for one unit. */
+static void check_owed(rk_table *table, rk_hash subject, const scene *s, const int64_t before[3],
+                       long instructions)
+{
+    for (int i = 0; i < s->count; i++) {
+        const rk_limit *limit = &s->limits[i];
+        rk_decision d;
+        REQUIRE(rk_check(table, subject, limit, 1, NOW_NS, 1, false, &d) == RK_OK, "peek");
+        int64_t owed = s->cost - before[i], unit_ns = limit->window_ns / limit->limit;
+        int64_t least_ns =
+            limit->algorithm == RK_TOKEN_BUCKET ? (owed + 1) * unit_ns : limit->window_ns;
+        REQUIRE(!d.allowed && d.retry_after_ns >= least_ns,
+                "%s killed after %ld: limit %d owes %lld", s->name, instructions, i,
+                (long long)owed);
+        REQUIRE(d.reset_after_ns > limit->window_ns, "limit %d forgets its debt", i);
+    }
+}
+
 /* Check that all limits are charged or none; return which. */
 static bool check_charged(rk_table *table, rk_hash subject, const scene *s, const int64_t before[3],
                           long instructions)
@@ -110,7 +132,8 @@ static bool check_charged(rk_table *table, rk_hash subject, const scene *s, cons
     bool charged = remaining(table, subject, &s->limits[0]) != before[0];
     for (int i = 0; i < s->count; i++) {
         int64_t left = remaining(table, subject, &s->limits[i]);
-        REQUIRE(left == before[i] - (charged ? s->cost : 0),
+        int64_t most = s->owes && before[i] < s->cost ? before[i] : s->cost;
+        REQUIRE(left == before[i] - (charged ? most : 0),
                 "%s killed after %ld: limit %d had %lld and has %lld, but limit 0 was%s charged",
                 s->name, instructions, i, (long long)before[i], (long long)left,
                 charged ? "" : " not");
@@ -118,6 +141,8 @@ static bool check_charged(rk_table *table, rk_hash subject, const scene *s, cons
     for (int i = 0; i < s->others; i++)
         REQUIRE(remaining(table, other_subject(table, i), &s->limits[0]) == OTHERS_LEFT,
                 "%s killed after %ld: key %d lost its count", s->name, instructions, i);
+    if (charged && s->owes)
+        check_owed(table, subject, s, before, instructions);
     if (charged ? before[0] > s->cost : before[0] > 0)
         spend(table, subject, s, 1); /* and life goes on */
     return charged;
@@ -198,7 +223,7 @@ static bool moves_another(const char *path, const char *copy, const scene *s)
 static void walk_in_a_full_table(const char *folder, rk_limit limit)
 {
     char path[512], copy[520], name[48];
-    scene s = {name, {limit}, 1, 1, 0, false, .others = 0};
+    scene s = {name, {limit}, 1, 1, 0, false, .others = 0, .owes = false};
     snprintf(path, sizeof path, "%s/full.limits", folder);
     snprintf(copy, sizeof copy, "%s.copy", path);
     rk_table *table = open_or_die(
@@ -328,13 +353,15 @@ int main(int count, char **arguments)
     rk_limit counter = make_limit(RK_SLIDING_WINDOW_COUNTER, 1000, YEAR_NS, 0, 2);
     rk_limit journal = make_limit(RK_SLIDING_WINDOW_LOG, 1000, YEAR_NS, 0, 3);
     rk_limit small = make_limit(RK_SLIDING_WINDOW_LOG, 20, YEAR_NS, 0, 4);
+    rk_limit bucket = make_limit(RK_TOKEN_BUCKET, 20, YEAR_NS, 0, 5);
     const scene scenes[] = {
-        {"a new key", {token}, 1, 1, 0, false, 0},
-        {"a known key", {token}, 1, 1, 3, false, 0},
-        {"a new log", {journal}, 1, 2, 0, false, 0},
-        {"a log that grows", {journal}, 1, 2, 7, false, 0},
-        {"three limits at once", {token, counter, journal}, 3, 5, 7, false, 0},
-        {"a grant drawn on", {token, small}, 2, 17, 8, true, 0},
+        {"a new key", {token}, 1, 1, 0, false, 0, false},
+        {"a known key", {token}, 1, 1, 3, false, 0, false},
+        {"a new log", {journal}, 1, 2, 0, false, 0, false},
+        {"a log that grows", {journal}, 1, 2, 7, false, 0, false},
+        {"three limits at once", {token, counter, journal}, 3, 5, 7, false, 0, false},
+        {"a grant drawn on", {token, small}, 2, 17, 8, true, 0, false},
+        {"a debt", {bucket, small}, 2, 17, 8, false, 0, true},
     };
     char path[512];
     snprintf(path, sizeof path, "%s/kill.limits", arguments[1]);

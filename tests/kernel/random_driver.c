@@ -19,7 +19,7 @@ enum { STEPS = 20000, SUBJECTS = 300, LIMITS = 4, CHARGES = 20 };
 typedef struct {
     rk_table *table;
     rk_options options;
-    bool damaged, changed;
+    bool damaged, changed, owes;
     uint64_t random;
     rk_limit limits[LIMITS];
     int count;
@@ -69,6 +69,8 @@ static void check_answer(run *r, const rk_decision *d, int64_t cost)
             (long long)d->retry_after_ns);
     /* A state is at most a window ahead of the latest time. A counter counts for two windows. */
     int64_t longest_ns = (3 + limit->capacity / limit->limit) * limit->window_ns;
+    if (r->owes) /* a debt is paid after as long, or after ten minutes */
+        longest_ns = 2 * longest_ns + 600 * SECOND_NS;
     longest_ns += r->latest_ns - r->now_ns;
     REQUIRE(d->reset_after_ns >= 0 && d->reset_after_ns <= longest_ns, "reset %lld",
             (long long)d->reset_after_ns);
@@ -224,6 +226,9 @@ static void step(run *r)
     else if (dice < 970)
         rk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
                  (int64_t)below(r, 3000000000u) - 1);
+    else if (dice < 980 && r->owes)
+        rk_charge_owing(r->table, random_subject(r), r->limits, r->count, r->now_ns,
+                        random_cost(r));
     else if (dice < 990)
         rk_reset(r->table, random_subject(r), r->limits, r->count);
     else if (dice < 994)
@@ -251,6 +256,7 @@ static void drive(const char *folder, uint64_t seed)
         .log_bytes = (uint64_t[]){64, 4096, 1 << 20}[below(&r, 3)],
     };
     r.damaged = kind == 2;
+    r.owes = seed % 2;
     r.table = open_or_die(&r.options);
     r.count = 1 + (int)below(&r, LIMITS);
     for (int i = 0; i < r.count; i++)

@@ -78,6 +78,14 @@ class ReferenceCounter:
                 credit,
             )
 
+    def owe(self, subject: str, units: int, now_ns: int) -> None:
+        if units == 0:
+            return
+        for limit, identity, algorithm in self._parts:
+            key = (self._rule, identity, subject)
+            state, credit = self._states.get(key, (None, None))
+            self._states[key] = (algorithm.owe(state, limit, now_ns, units), credit)
+
     def grant(self, subject: str, units: int, ttl_ns: int | None, now_ns: int) -> None:
         if units == 0:
             return

@@ -34,6 +34,9 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceCounter) -> tupl
         charged_ns = reference.charged_ns(step.charge)
         kernel.refund(subject, units, charged_ns, now_ns)
         reference.refund(subject, units, charged_ns, now_ns)
+    elif verb == "owe":
+        kernel.owe(subject, units, now_ns)
+        reference.owe(subject, units, now_ns)
     elif verb == "grant":
         kernel.grant(subject, units, step.ttl_ns, now_ns)
         reference.grant(subject, units, step.ttl_ns, now_ns)
@@ -43,7 +46,7 @@ def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceCounter) -> tupl
     return None, None
 
 
-def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
+def trace(seed: int, table: _kernel.Table, *, count: int = STEPS, owes: bool = False) -> int:
     """Run one trace; return the number of compared decisions."""
     random = Random(seed)
     limits = random_limits(random)
@@ -53,7 +56,7 @@ def trace(seed: int, table: _kernel.Table, *, count: int = STEPS) -> int:
     reference = ReferenceCounter(states, limits, rule)
     rewinds = random.random() < 0.5
     compared = 0
-    for number, step in enumerate(steps(random, limits, count, rewinds=rewinds)):
+    for number, step in enumerate(steps(random, limits, count, rewinds=rewinds, owes=owes)):
         if step.verb == "change":
             limits = changed(random, limits)
             kernel = _kernel.Gate(table, limits, rule)
@@ -76,6 +79,15 @@ def test_many_steps_agree_in_memory(shard: int) -> None:
         compared += trace(seed, table)
         table.close()
     assert compared > TRACES * STEPS // SHARDS // 2
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_debts_agree(shard: int) -> None:
+    """A limit that owes is decided, refunded and reset as by the reference implementation."""
+    for seed in range(shard, TRACES, SHARDS):
+        table = _kernel.Table(None, capacity=4_000, log_bytes=1 << 22)
+        trace(seed, table, owes=True)
+        table.close()
 
 
 def test_many_steps_agree_in_a_file(tmp_path: Any) -> None:

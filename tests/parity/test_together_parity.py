@@ -87,7 +87,7 @@ def bound(counters: Sequence[LocalCounter], checks: Sequence[tuple[int, str, int
 def test_the_kernel_decides_as_the_python_store(
     kind: str, data: st.DataObject, rules: list[list[Limit]]
 ) -> None:
-    """Field for field: mixed algorithms, costs, grants, and the same subject several times."""
+    """Field for field: mixed algorithms, costs, grants, debts, the same subject several times."""
     clock = ManualClock(start=1_700_000_000)
     with opened(kind, clock, "capacity=2000&log_bytes=100000") as kernel:
         compare((PythonMemoryStore(clock), kernel), clock, data, rules)
@@ -107,6 +107,13 @@ def compare(
             ttl_ns = data.draw(st.sampled_from((None, SECOND_NS)))
             for counters in engines:
                 counters[number].grant(subject, units, ttl_ns)
+        if data.draw(st.booleans(), "owe"):
+            number, subject, units = data.draw(
+                st.tuples(numbers, subjects_drawn, st.integers(1, 30))
+            )
+            for counters in engines:
+                counter: Any = counters[number]  # no public verb yet
+                counter.owe(subject, units)
         checks = checks_of(data, engines[0])
         python, kernel = (
             essence(lambda: store.check_together(bound(counters, checks)))  # noqa: B023 - called here

@@ -16,7 +16,7 @@ WINDOWS_LONG_US = (30 * 86_400_000_000, 365 * 86_400_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call. `verb` is check, peek, refund, grant, reset, sweep or change (of the limits).
+    """One call. `verb` is check, peek, refund, owe, grant, reset, sweep or change (of the limits).
 
     A refund undoes the `charge`th latest charge; 0 stands for a charge at an unknown time.
     """
@@ -68,9 +68,9 @@ def changed(random: Random, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:
 
 
 def steps(
-    random: Random, limits: tuple[Limit, ...], count: int, *, rewinds: bool
+    random: Random, limits: tuple[Limit, ...], count: int, *, rewinds: bool, owes: bool = False
 ) -> Iterator[Step]:
-    """A trace of `count` steps over a handful of subjects.
+    """A trace of `count` steps over a handful of subjects; with `owes` some charge beyond the room.
 
     With `rewinds` the clock may step back and limits may change, but there are no sweeps: a dropped
     state cannot answer for an earlier time.
@@ -80,6 +80,8 @@ def steps(
     now_ns = random.choice((0, 1, window_ns, 1_790_000_000_123_456_789))
     subjects = [f"subject-{index}" for index in range(random.choice((1, 3, 20)))]
     odd_verbs = ("change",) if rewinds else ("sweep",)
+    if owes:
+        odd_verbs += ("owe", "owe", "owe")
     for _ in range(count):
         now_ns += _pause_ns(random, window_ns, rewinds=rewinds)
         now_ns = min(max(now_ns, -(10**17)), 3 * 10**18)

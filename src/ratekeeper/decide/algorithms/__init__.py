@@ -42,6 +42,13 @@ returns units of a lease that were not spent. `charge` counts units that a node 
 admitted, at `charged_ns`. It does not ask whether they fit, and an excess is forgotten. `reset`
 forgets everything but the units that nodes may still spend or give back: these stay used, so that
 the bound holds from the reset on.
+
+And one for costs that are known late:
+
+    owe(state, limit, now_ns, units) → state
+
+It charges units in full. What does not fit is debt, up to a bound (see `debt.py`). Nothing is
+admitted until time has paid it back; all functions above know it.
 """
 
 from __future__ import annotations
@@ -94,6 +101,8 @@ class LeasingAlgorithm(Algorithm, Protocol):
     ) -> State: ...
 
     def reset(self, state: State, limit: Limit, now_ns: int, /) -> State: ...
+
+    def owe(self, state: State, limit: Limit, now_ns: int, units: int, /) -> State: ...
 
 
 ALGORITHMS: Final[dict[AlgorithmName, LeasingAlgorithm]] = {

@@ -14,7 +14,7 @@ requests that may never come.
 
 from __future__ import annotations
 
-from ratekeeper.core.model import MICROS_PER_UNIT, Limit
+from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import token_bucket
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
@@ -28,7 +28,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         return after, outcome
     # The time in which the units before this request leak. Rounds up: never too early.
     last_ns = state[0]
-    used = min(state[1], limit.capacity * MICROS_PER_UNIT)
+    used = token_bucket.level_of(state, limit)
     delay_ns = last_ns - (-used * limit.ns_denominator // limit.micros_numerator) - now_ns
     if delay_ns <= 0:
         return after, outcome
@@ -40,6 +40,7 @@ refund = token_bucket.refund
 lease = token_bucket.lease
 give_back = token_bucket.give_back
 charge = token_bucket.charge
+owe = token_bucket.owe
 reset = token_bucket.reset
 
 

@@ -13,6 +13,8 @@ the formula gives the bound.
 A lease ends at the window's edge at the latest, so its units are spent in the window that counts
 them. They are held as those of a fixed window. In the next window, units can be given back that
 were held until the edge.
+
+A limit that owes has its debt in the state too (see `debt.py`), after the holds.
 """
 
 from __future__ import annotations
@@ -21,24 +23,26 @@ from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import fixed_window
 from ratekeeper.decide.algorithms import holds as holds_
+from ratekeeper.decide.algorithms.debt import carried, debt_max, windows_until_room
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (last_ns, previous, current)
 _Plain = tuple[int, int, int]
 _Held = tuple[int, int, int, Holds]
-# With holds while leases are outstanding; None when nothing is counted
-State = _Plain | _Held | None
+_Owing = tuple[int, int, int, Holds, int]
+# With holds while leases are outstanding, with debt while it owes; None when nothing is counted
+State = _Plain | _Held | _Owing | None
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
     """Count `cost` units if the weighted count has room for them."""
     if cost > limit.limit:
         raise CapacityError(cost, limit)
-    if state is not None and len(state) == 4:
-        return _decide_held(state, limit, now_ns, cost)
+    if state is not None and len(state) != 3:
+        return _decide_more(state, limit, now_ns, cost)
     window_ns = limit.window_ns
-    at_ns, previous, current = _rolled(state, window_ns, now_ns)
+    at_ns, previous, current = _aged(state, window_ns, now_ns)
     start_ns = at_ns - at_ns % window_ns
     # Rounds up: a request of the previous window counts until its share is zero. All other terms
     # are whole, so rounding this one rounds the sum.
@@ -64,16 +68,39 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     return state, outcome_of((False, max(room, 0), fits_ns - now_ns, reset_ns, 0, None))
 
 
-def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
-    """Decide as without holds. A charge drops those that have ended."""
-    after, outcome = decide(state[:3], limit, now_ns, cost)
+def _decide_more(
+    state: _Held | _Owing, limit: Limit, now_ns: int, cost: int
+) -> tuple[State, Outcome]:
+    """Decide as without holds, if nothing is owed. A charge drops the holds that have ended."""
+    last_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
+    if debt:
+        return state, _owing(limit, last_ns, current, debt, now_ns, cost)
+    after, outcome = decide((last_ns, previous, current), limit, now_ns, cost)
     if after is None or outcome.charged_ns is None:
         return state, outcome
-    return _with_holds(after, holds_.live(state[3], outcome.charged_ns)), outcome
+    return _with_more(*after[:3], holds_.live(holds, outcome.charged_ns)), outcome
 
 
-def _with_holds(state: _Plain | _Held, holds: Holds) -> State:
-    last_ns, previous, current = state[:3]
+def _owing(limit: Limit, at_ns: int, current: int, debt: int, now_ns: int, cost: int) -> Outcome:
+    """Return the outcome while the current window is full and debt is left."""
+    window_ns = limit.window_ns
+    start_ns = at_ns - at_ns % window_ns
+    whole_ns = start_ns + (windows_until_room(limit, debt, 0) + 2) * window_ns
+    if not cost:
+        return Outcome(True, 0, 0, whole_ns - now_ns, 0)
+    # The cost fits in the first window in which it fits beside the debt, once the window before
+    # has faded. Rounds down as in `decide`, so the wait rounds up.
+    windows = windows_until_room(limit, debt, cost)
+    faded, left = carried(limit, current, debt, windows - 1)
+    current, _ = carried(limit, faded, left, 1)
+    need = limit.limit - current - cost
+    fits_ns = start_ns + (windows + 1) * window_ns - need * window_ns // faded
+    return Outcome(False, 0, fits_ns - now_ns, whole_ns - now_ns, 0)
+
+
+def _with_more(last_ns: int, previous: int, current: int, holds: Holds, debt: int = 0) -> State:
+    if debt:
+        return last_ns, previous, current, holds, debt
     if holds:
         return last_ns, previous, current, holds
     return (last_ns, previous, current) if previous or current else None
@@ -82,23 +109,21 @@ def _with_holds(state: _Plain | _Held, holds: Holds) -> State:
 def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int | None) -> State:
     """Subtract `units` from the window that they were charged in, while that window counts.
 
-    `charged_ns` is the time of the charge; None for the current window.
+    `charged_ns` is the time of the charge; None for the current window. Debt is subtracted before
+    the units of the current window. What is held stays held.
     """
     if state is None or units == 0:
         return state
-    if len(state) == 4:  # what is held stays held
-        left = refund(state[:3], limit, now_ns, units, charged_ns) or (state[0], 0, 0)
-        return _with_holds(left, state[3])
     window_ns = limit.window_ns
-    at_ns, previous, current = _rolled(state, window_ns, now_ns)
+    at_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
     ago = 0 if charged_ns is None else at_ns // window_ns - charged_ns // window_ns
     if ago == 0:
-        current = max(current - units, 0)
+        current, debt = max(current - max(units - debt, 0), 0), max(debt - units, 0)
     elif ago == 1:
         previous = max(previous - units, 0)
     else:
         return state
-    return (at_ns, previous, current) if previous or current else None
+    return _with_more(at_ns, previous, current, holds, debt)
 
 
 # A lease of either kind of window ends at its edge.
@@ -109,9 +134,9 @@ def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> 
     """Count the units of a lease in the current window, and hold them for a reset."""
     after, _ = decide(state, limit, now_ns, units)
     assert after is not None  # noqa: S101 - ours: a lease has units
-    holds = after[3] if len(after) == 4 else ()
+    at_ns, previous, current, holds, debt = _rolled(after, limit, now_ns)
     until_ns = holds_.until_edge(limit, ends_ns)
-    return _with_holds(after, holds_.with_lease(holds, units, until_ns))
+    return _with_more(at_ns, previous, current, holds_.with_lease(holds, units, until_ns), debt)
 
 
 def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
@@ -127,15 +152,16 @@ def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int)
         return refund(state, limit, now_ns, units, ends_ns - 1)
     if len(state) == 3:
         return state
-    holds, units = holds_.given_back(state[3], units, holds_.until_edge(limit, ends_ns))
-    _, previous, current = _rolled(state, limit.window_ns, now_ns)
-    return _with_holds((at_ns, previous, max(current - units, 0)), holds)
+    at_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
+    holds, units = holds_.given_back(holds, units, holds_.until_edge(limit, ends_ns))
+    current, debt = max(current - max(units - debt, 0), 0), max(debt - units, 0)
+    return _with_more(at_ns, previous, current, holds, debt)
 
 
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:
     """Count units that were admitted at `charged_ns` already, in the window of that time."""
     window_ns = limit.window_ns
-    at_ns, previous, current = _rolled(state, window_ns, now_ns)
+    at_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
     ago = at_ns // window_ns - charged_ns // window_ns
     if ago > 1:
         return state
@@ -143,8 +169,15 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
         previous = max(previous, min(previous + units, limit.limit))
     else:
         current = max(current, min(current + units, limit.limit))
-    holds = state[3] if state is not None and len(state) == 4 else ()
-    return _with_holds((at_ns, previous, current), holds_.live(holds, at_ns))
+    return _with_more(at_ns, previous, current, holds_.live(holds, at_ns), debt)
+
+
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
+    """Charge units whether or not there is room for them; the limit owes the excess."""
+    at_ns, previous, current, holds, debt = _rolled(state, limit, now_ns)
+    current, debt = carried(limit, current, debt + units, 0)
+    debt = min(debt, debt_max(limit))
+    return _with_more(at_ns, previous, current, holds_.live(holds, at_ns), debt)
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -156,7 +189,23 @@ def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - e
     return (at_ns, 0, holds_.total(holds), holds) if holds else None
 
 
-def _rolled(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:
+def _rolled(state: State, limit: Limit, now_ns: int) -> _Owing:
+    """Return the state at that time: the counters, the holds and the debt."""
+    holds = state[3] if state is not None and len(state) != 3 else ()
+    if state is None or len(state) != 5:
+        return *_aged(state, limit.window_ns, now_ns), holds, 0
+    at_ns, previous, current = state[0], state[1], state[2]
+    debt = min(state[4], debt_max(limit))
+    windows = max(now_ns, at_ns) // limit.window_ns - at_ns // limit.window_ns
+    if windows:
+        previous, left = carried(limit, current, debt, windows - 1)
+        current, debt = carried(limit, previous, left, 1)
+    else:
+        current, debt = carried(limit, current, debt, 0)
+    return max(now_ns, at_ns), previous, current, holds, debt
+
+
+def _aged(state: State, window_ns: int, now_ns: int) -> tuple[int, int, int]:
     """Return the time to use (now, or the state's if later) and the two counters at that time."""
     if state is None:
         return now_ns, 0, 0

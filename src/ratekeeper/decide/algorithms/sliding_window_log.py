@@ -13,6 +13,11 @@ Leased units count as admitted at the end of their lease, the latest time at whi
 them. Until then they are held beside the times (see `holds.py`), because the times of other
 requests are earlier: the state is then (times, start, end, holds). The next admission after the end
 of a hold logs it. So the times are sorted, and a hold is later than all of them.
+
+A log that owes has its debt in the state too (see `debt.py`), after the holds: a number, and no
+entries. When an entry leaves the window, a unit of debt enters the log at that time. So the log is
+the beginning of a longer sequence, in which each of the last `limit` entries comes again one window
+later, and again, until the debt is used up. It is decided as if the whole sequence were in the log.
 """
 
 from __future__ import annotations
@@ -23,14 +28,16 @@ from bisect import bisect_right
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import Limit
 from ratekeeper.decide.algorithms import holds as holds_
+from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (times, start, end)
 _Plain = tuple["array[int]", int, int]
 _Held = tuple["array[int]", int, int, Holds]
-# With holds while leases are outstanding; None when empty
-State = _Plain | _Held | None
+_Owing = tuple["array[int]", int, int, Holds, int]
+# With holds while leases are outstanding, with debt while it owes; None when empty
+State = _Plain | _Held | _Owing | None
 
 # The expired front of the array is removed when it is longer than the live part, but not if it is
 # shorter than this: copying a few entries again and again would cost more than it frees.
@@ -48,6 +55,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         times = array("q", (now_ns,)) * cost
         outcome = Outcome(True, limit.limit - cost, 0, window_ns, 0, now_ns)
         return (times, 0, cost), outcome
+    if len(state) == 5:
+        return _decide_owing(state, limit, now_ns, cost)
     if len(state) == 4:
         return _decide_held(state, limit, now_ns, cost)
     times, start, end = state
@@ -92,6 +101,8 @@ def refund(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int 
     """
     if state is None or units == 0:
         return state
+    if len(state) == 5:
+        return _refund_owing(state, limit, now_ns, units, charged_ns)
     holds = state[3] if len(state) == 4 else ()  # what is held stays held
     return _with_holds(_refund(state[:3], limit, now_ns, units, charged_ns), holds)
 
@@ -113,16 +124,37 @@ def _refund(log: _Plain, limit: Limit, now_ns: int, units: int, charged_ns: int 
     return times[start:kept] + times[cut:end], 0, kept - start + end - cut
 
 
+def _refund_owing(
+    state: _Owing, limit: Limit, now_ns: int, units: int, charged_ns: int | None
+) -> State:
+    """Refund debt first, unless units were charged after these.
+
+    The units that were charged last are the last ones of the sequence: debt, and then the newest
+    entries. Others are entries, and debt takes their room.
+    """
+    at_ns = max(now_ns, _last_ns(state))
+    times, start, end, holds, debt = _settled(state, limit, at_ns)
+    if charged_ns is not None and charged_ns < _last_ns(state):
+        left = _refund((times, start, end), limit, now_ns, units, charged_ns)
+        return _with_debt((*left, holds), end - start - (left[2] - left[1]), debt, at_ns)
+    units, debt = max(units - debt, 0), max(debt - units, 0)
+    if charged_ns is None:
+        start = min(start + units, end)
+    else:
+        end = max(end - units, start)
+    return _with_debt((times, start, end, holds), 0, debt, at_ns)
+
+
 def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
     """Return when a lease that is taken now ends; `now_ns` if none can be taken."""
     return now_ns if state is not None and _last_ns(state) > now_ns else now_ns + lifetime_ns
 
 
-def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
+def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
     """Hold `units` until the lease's end; from then on they are in the log."""
     if state is None:
         return array("q"), 0, 0, ((units, ends_ns),)
-    times, start, end, holds = _logged(state, now_ns)
+    times, start, end, holds = _logged(_settled(state, limit, now_ns)[:4], now_ns)
     return times, start, end, holds_.with_lease(holds, units, ends_ns)
 
 
@@ -135,8 +167,10 @@ def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int)
         return refund(state, limit, now_ns, units, ends_ns)
     if len(state) == 3:
         return state
-    times, start, end, holds = state
-    return _with_holds((times, start, end), holds_.given_back(holds, units, ends_ns)[0])
+    at_ns = max(now_ns, _last_ns(state))
+    times, start, end, holds, debt = _settled(state, limit, at_ns)
+    holds, units = holds_.given_back(holds, units, ends_ns)
+    return _with_debt((times, start, end, holds), units, debt, at_ns)
 
 
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -148,12 +182,28 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     if state is None:
         state = (array("q"), 0, 0)
     at_ns = max(charged_ns, _last_ns(state))
-    times, start, end, holds = _logged(state, at_ns)
+    times, start, end, holds, debt = _settled(state, limit, at_ns)
+    if debt:
+        return state
+    times, start, end, holds = _logged((times, start, end, holds), at_ns)
     live = bisect_right(times, at_ns - limit.window_ns, start, end)
     room = max(limit.limit - holds_.total(holds), 0)
     kept = max(room, end - live)
     times, live, end = _append(times, live, end, at_ns, min(units, room))
     return _with_holds((times, max(live, end - kept), end), holds)
+
+
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
+    """Log units as far as there is room for them; the limit owes the excess."""
+    if units == 0:
+        return state
+    at_ns = max(now_ns, _last_ns(state)) if state is not None else now_ns
+    times, start, end, holds, debt = _settled(state or (array("q"), 0, 0), limit, at_ns)
+    times, start, end, holds = _logged((times, start, end, holds), at_ns)
+    start = bisect_right(times, at_ns - limit.window_ns, start, end)
+    room = max(limit.limit - (end - start) - holds_.total(holds), 0)
+    most = debt_max(limit) + min(units, room)
+    return _with_debt((times, start, end, holds), room, min(debt + units, most), at_ns)
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -167,7 +217,7 @@ def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - e
     return _with_holds((array("q"), 0, 0), holds_.live(state[3], at_ns - 1))
 
 
-def _last_ns(state: _Plain | _Held) -> int:
+def _last_ns(state: _Plain | _Held | _Owing) -> int:
     """Return the last time in the log, 0 if there is none."""
     return state[0][state[2] - 1] if state[2] > state[1] else 0
 
@@ -208,3 +258,70 @@ def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[St
     after = _with_holds(_append(times, live, end, at_ns, cost), holds)
     reset_ns = max(reset_ns, at_ns + window_ns - now_ns)
     return after, Outcome(True, remaining - cost, 0, reset_ns, 0, at_ns)
+
+
+class _Sequence:
+    """The times of all entries of a log that owes, in order, with those that the debt will be."""
+
+    def __init__(self, state: _Owing, limit: Limit) -> None:
+        times, start, end, holds, debt = state
+        debt = min(debt, debt_max(limit))
+        first = list(times[start:end])
+        for units, until_ns in holds:
+            first += [until_ns] * units
+        # If the limit was raised, debt has entered the log with its last entry. If all entries are
+        # held, it did so before the first of them ends.
+        last_ns = times[end - 1] if end > start else first[0] - limit.window_ns + 1
+        filled = min(debt, max(limit.limit - len(first), 0))
+        self._length = len(first) + debt
+        self._first = sorted(first + [last_ns] * filled)
+        self._again = self._first[-limit.limit :]
+        self._window_ns = limit.window_ns
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        again = index - len(self._first)
+        if again < 0:
+            return self._first[index]
+        rounds, place = divmod(again, len(self._again))
+        return self._again[place] + (rounds + 1) * self._window_ns
+
+
+def _settled(state: _Plain | _Held | _Owing, limit: Limit, at_ns: int) -> _Owing:
+    """Return the state with the debt that has entered the log by then; unchanged without debt."""
+    if len(state) != 5:
+        return state[0], state[1], state[2], state[3] if len(state) == 4 else (), 0
+    sequence = _Sequence(state, limit)
+    due = bisect_right(sequence, at_ns)
+    live = range(bisect_right(sequence, at_ns - limit.window_ns, 0, due), due)
+    holds = holds_.live(state[3], at_ns)
+    debt = len(sequence) - due - holds_.total(holds)
+    return array("q", (sequence[index] for index in live)), 0, len(live), holds, debt
+
+
+def _with_debt(log: _Held, room: int, debt: int, at_ns: int) -> State:
+    """Return the log with as much of the debt as there is room for, and the rest of it."""
+    times, start, end, holds = log
+    entering = min(room, debt)
+    if entering:
+        times, start, end = _append(times, start, end, at_ns, entering)
+    if debt > entering:
+        return times, start, end, holds, debt - entering
+    return _with_holds((times, start, end), holds)
+
+
+def _decide_owing(state: _Owing, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+    times, start, end, holds, debt = _settled(state, limit, max(now_ns, _last_ns(state)))
+    if not debt:
+        after, outcome = decide(_with_holds((times, start, end), holds), limit, now_ns, cost)
+        return state if outcome.charged_ns is None else after, outcome
+    sequence = _Sequence((times, start, end, holds, debt), limit)
+    entries = len(sequence)
+    reset_ns = sequence[entries - 1] + limit.window_ns - now_ns
+    if not cost:
+        return state, Outcome(True, 0, 0, reset_ns, 0)
+    # As in `decide`: the entry that must leave the window first.
+    blocking = sequence[entries - limit.limit + cost - 1]
+    return state, Outcome(False, 0, blocking + limit.window_ns - now_ns, reset_ns, 0)

@@ -50,6 +50,9 @@ group alone, likewise. So a hold is a plain bucket whose time is in the future, 
 that of the tightest of the three. With steps the bound holds too. From a time s on, follow the
 first bucket if it has at least the unspent units of s; it makes at most ⌈T / refill_every⌉ steps.
 Otherwise follow the group that has them: it ends after s, and makes its steps from its end on.
+
+**Debt.** A bucket that owes has its debt in the state too (see `debt.py`), after the holds. Its
+first plain bucket is then used + debt below full, and is refilled like any other.
 """
 
 from __future__ import annotations
@@ -57,14 +60,17 @@ from __future__ import annotations
 from ratekeeper.core.errors import CapacityError
 from ratekeeper.core.model import MICROS_PER_UNIT, Limit
 from ratekeeper.decide.algorithms import holds as holds_
+from ratekeeper.decide.algorithms.debt import debt_max
 from ratekeeper.decide.algorithms.holds import Holds
 from ratekeeper.decide.algorithms.outcome import Outcome, outcome_of
 
 # (last_ns, used_micros)
 _Plain = tuple[int, int]
 _Held = tuple[int, int, Holds]
-# With holds while leases are outstanding; None when full
-State = _Plain | _Held | None
+# (last_ns, used_micros, holds, debt_micros)
+_Owing = tuple[int, int, Holds, int]
+# With holds while leases are outstanding, with debt while it owes; None when full
+State = _Plain | _Held | _Owing | None
 
 
 def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
@@ -78,11 +84,13 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
     last_ns = now_ns
     used = used_now = elapsed_ns = 0
     if state is not None:
-        if len(state) == 3:
+        if len(state) != 2 and state[2]:
             return _decide_held(state, limit, now_ns, cost)
-        last_ns, used = state
-        if used > capacity:  # the capacity was lowered: the bucket is empty, and not in debt
-            used = capacity
+        last_ns, used = state[0], state[1]
+        # If the capacity was lowered, the bucket is empty, and not in debt.
+        used = used if used < capacity else capacity
+        if len(state) == 4:
+            used += _debt_of(state, limit)
         used_now = used
         if now_ns > last_ns:
             # Rounds down: neither a part of a step nor a part of a micro-unit can be spent.
@@ -94,7 +102,7 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
                 used_now = 0
     cost_micros = cost * MICROS_PER_UNIT
     free = capacity - used_now - cost_micros
-    if free >= 0:
+    if free >= 0 or not cost:
         charged_ns = None
         if cost:
             charged_ns = now_ns if now_ns > last_ns else last_ns
@@ -108,7 +116,8 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
             if step_ns > 1:
                 whole_ns -= whole_ns % step_ns
             reset_ns = last_ns - whole_ns - now_ns
-        return state, outcome_of((True, free // MICROS_PER_UNIT, 0, reset_ns, 0, charged_ns))
+        remaining = free // MICROS_PER_UNIT if free > 0 else 0
+        return state, outcome_of((True, remaining, 0, reset_ns, 0, charged_ns))
     # Computed from the written state, not from the refilled one: the refill is rounded once, so the
     # result is the same instant at whatever time it is computed. Both times are negative, so that
     # rounding down makes the waits longer.
@@ -119,14 +128,31 @@ def decide(state: State, limit: Limit, now_ns: int, cost: int) -> tuple[State, O
         whole_ns -= whole_ns % step_ns
     retry_ns = last_ns - fits_ns - now_ns
     reset_ns = last_ns - whole_ns - now_ns
-    remaining = (free + cost_micros) // MICROS_PER_UNIT
+    free += cost_micros
+    remaining = free // MICROS_PER_UNIT if free > 0 else 0
     return state, outcome_of((False, remaining, retry_ns, reset_ns, 0, None))
+
+
+def level_of(state: _Plain | _Held | _Owing, limit: Limit) -> int:
+    """Return the micro-units by which the first plain bucket is below full, and those it owes."""
+    used = min(state[1], limit.capacity * MICROS_PER_UNIT)
+    return used + _debt_of(state, limit)
+
+
+def _debt_of(state: _Plain | _Held | _Owing, limit: Limit) -> int:
+    return min(state[3], debt_max(limit) * MICROS_PER_UNIT) if len(state) == 4 else 0
+
+
+def _with_more(last_ns: int, used: int, holds: Holds, debt: int) -> _Plain | _Held | _Owing:
+    if debt:
+        return last_ns, used, holds, debt
+    return (last_ns, used, holds) if holds else (last_ns, used)
 
 
 def refund(
     state: State,
     limit: Limit,
-    now_ns: int,
+    now_ns: int,  # noqa: ARG001 - every algorithm has the same signature
     units: int,
     charged_ns: int | None,
 ) -> State:
@@ -135,16 +161,16 @@ def refund(
     `charged_ns` is the time of the charge; with None, all units are returned. The state keeps its
     time: nothing was charged since, so a refund then and a refund now have the same effect. A
     refund of the last charge is exact. Units above the capacity stay used: `limit` may be the
-    lower limit of the charge, and a higher one may have admitted others since.
+    lower limit of the charge, and a higher one may have admitted others since. Debt is returned
+    first. What is held stays held.
     """
     if state is None or units == 0:
         return state
-    if len(state) == 3:  # what is held stays held
-        left = refund(state[:2], limit, now_ns, units, charged_ns) or (state[0], 0)
-        return left[0], left[1], state[2]
-    last_ns, used = state
+    last_ns, used = state[0], state[1]
+    holds = state[2] if len(state) != 2 else ()
+    debt = _debt_of(state, limit)
     capacity = limit.capacity
-    micros = min(units, capacity) * MICROS_PER_UNIT
+    micros = (units if debt else min(units, capacity)) * MICROS_PER_UNIT
     if charged_ns is not None and charged_ns < last_ns:
         # Steps round up: the bucket may have made one that began before the charge. Micro-units
         # round down, as in each refill that the bucket has made since.
@@ -154,8 +180,8 @@ def refund(
             return state
     if charged_ns is None:  # a correction gives room, also if the capacity was lowered
         used = min(used, capacity * MICROS_PER_UNIT)
-    used -= micros
-    return (last_ns, used) if used > 0 else None
+    used, debt = max(used - max(micros - debt, 0), 0), max(debt - micros, 0)
+    return _with_more(last_ns, used, holds, debt) if used or holds else None
 
 
 def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> int:  # noqa: ARG001 - every algorithm has the same signature
@@ -165,9 +191,10 @@ def lease_until(state: State, limit: Limit, now_ns: int, lifetime_ns: int) -> in
 
 def lease(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
     """Charge `units`, and hold them until one lifetime after the lease's end."""
-    last_ns, used, *rest = _charged(state, limit, now_ns, units)
+    after = _charged(state, limit, now_ns, units)
     until_ns = ends_ns + holds_.lease_ns_max(limit)
-    return last_ns, used, holds_.with_lease(rest[0] if rest else (), units, until_ns)
+    holds = holds_.with_lease(after[2] if len(after) != 2 else (), units, until_ns)
+    return _with_more(after[0], after[1], holds, _debt_of(after, limit))
 
 
 def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int) -> State:
@@ -178,12 +205,10 @@ def give_back(state: State, limit: Limit, now_ns: int, units: int, ends_ns: int)
     until_ns = ends_ns + holds_.lease_ns_max(limit)
     if state is None or len(state) == 2 or now_ns >= until_ns:
         return state
-    last_ns, used, holds = state
-    holds, units = holds_.given_back(holds, units, until_ns)
-    used = max(used - units * MICROS_PER_UNIT, 0)
-    if holds:
-        return last_ns, used, holds
-    return (last_ns, used) if used else None
+    holds, units = holds_.given_back(state[2], units, until_ns)
+    debt, micros = _debt_of(state, limit), units * MICROS_PER_UNIT
+    used, debt = max(state[1] - max(micros - debt, 0), 0), max(debt - micros, 0)
+    return _with_more(state[0], used, holds, debt) if used or holds else None
 
 
 def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -192,6 +217,14 @@ def charge(state: State, limit: Limit, now_ns: int, units: int, charged_ns: int)
     Units above the capacity stay used: a higher limit has admitted them.
     """
     return _charged(state, limit, charged_ns, units, is_late=True)
+
+
+def owe(state: State, limit: Limit, now_ns: int, units: int) -> State:
+    """Charge units whether or not there is room for them; the bucket owes the excess."""
+    last_ns, level, holds = _drained_now(state, limit, now_ns)
+    level += units * MICROS_PER_UNIT
+    used = min(level, limit.capacity * MICROS_PER_UNIT)
+    return _with_more(last_ns, used, holds, min(level - used, debt_max(limit) * MICROS_PER_UNIT))
 
 
 def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - every algorithm has the same signature
@@ -205,22 +238,31 @@ def reset(state: State, limit: Limit, now_ns: int) -> State:  # noqa: ARG001 - e
 
 def _charged(
     state: State, limit: Limit, now_ns: int, units: int, *, is_late: bool = False
-) -> _Plain | _Held:
-    """Return the state after a charge, whether or not there is room. Holds that ended are gone."""
+) -> _Plain | _Held | _Owing:
+    """Return the state after a charge, up to an empty bucket. Holds that ended are gone."""
     micros, capacity = units * MICROS_PER_UNIT, limit.capacity * MICROS_PER_UNIT
+    last_ns, used, holds = _drained_now(state, limit, now_ns, is_late=is_late)
+    if used > capacity and state is not None and len(state) == 4:
+        return state
+    return _with_more(last_ns, max(used, min(used + micros, capacity)), holds, 0)
+
+
+def _drained_now(
+    state: State, limit: Limit, now_ns: int, *, is_late: bool = False
+) -> tuple[int, int, Holds]:
+    """Return the end of the last step, the level of the tightest plain bucket, and the holds."""
     if state is None:
-        return now_ns, min(micros, capacity)
-    holds = state[2] if len(state) == 3 else ()
-    lines = [state[:2], *_lines_of(holds)]
+        return now_ns, 0, ()
+    capacity = limit.capacity * MICROS_PER_UNIT
+    holds = state[2] if len(state) != 2 else ()
+    lines = [(state[0], state[1]), *_lines_of(holds)]
     if not is_late:  # the capacity may have been lowered: see `decide`
         lines = [(line_ns, min(used, capacity)) for line_ns, used in lines]
+    lines[0] = (state[0], lines[0][1] + _debt_of(state, limit))
     drained = [_drained(line, limit, now_ns) for line in lines]
     used = max(used for _, used in drained)
     at_ns = max(now_ns, state[0])
-    last_ns = drained[0][0] if used else at_ns
-    used = max(used, min(used + micros, capacity))
-    left = holds_.live(holds, at_ns)
-    return (last_ns, used, left) if left else (last_ns, used)
+    return drained[0][0] if used else at_ns, used, holds_.live(holds, at_ns)
 
 
 def _drained(line: _Plain, limit: Limit, now_ns: int) -> _Plain:
@@ -243,9 +285,12 @@ def _lines_of(holds: Holds) -> list[_Plain]:
     return lines
 
 
-def _decide_held(state: _Held, limit: Limit, now_ns: int, cost: int) -> tuple[State, Outcome]:
+def _decide_held(
+    state: _Held | _Owing, limit: Limit, now_ns: int, cost: int
+) -> tuple[State, Outcome]:
     """Decide by the tightest of the plain buckets that a state with holds consists of."""
-    lines = [state[:2], *_lines_of(state[2])]
+    owed = (state[0], state[1], (), state[3]) if len(state) == 4 else state[:2]
+    lines: list[_Plain | _Owing] = [owed, *_lines_of(state[2])]
     retry_ns = max(decide(line, limit, now_ns, cost)[1].retry_after_ns for line in lines)
     if retry_ns == 0 and cost:
         after = _charged(state, limit, now_ns, cost)

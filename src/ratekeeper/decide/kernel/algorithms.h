@@ -4,6 +4,7 @@
 #define RK_ALGORITHMS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 enum { RK_MICROS_PER_UNIT = 1000000, RK_UNITS_MAX = 1000000000 };
@@ -46,7 +47,11 @@ typedef struct {
 
 /* A ring of admission times, oldest first. A later time than `latest_ns` is read as that one. The
  * last `pending` entries are not in memory yet: they are charges at `pending_ns` that another
- * charge of the same call has decided and not written. */
+ * charge of the same call has decided and not written.
+ *
+ * If the log owes, `owing` is its limit. Its entries are then those of the sequence that
+ * sliding_window_log.py describes, from the one at `skipped` on: `stored` entries in memory, and
+ * those that the debt will be. */
 typedef struct {
     int64_t *times;
     int64_t latest_ns;
@@ -55,12 +60,17 @@ typedef struct {
     uint32_t head;
     uint32_t count;
     uint32_t pending;
+    const rk_limit *owing;
+    uint32_t stored;
+    uint32_t skipped;
 } rk_ring;
 
-static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
+/* The entry at an index of the sequence of a log that owes. */
+__attribute__((pure)) int64_t rk_owed_at(const rk_ring *ring, uint32_t index);
+
+/* The entry at an index of those in memory. */
+static inline int64_t rk_stored_at(const rk_ring *ring, uint32_t index)
 {
-    if (index >= ring->count - ring->pending)
-        return ring->pending_ns;
     uint32_t place = ring->head + index;
     int64_t time_ns = ring->times[place < ring->capacity ? place : place - ring->capacity];
     return time_ns < RK_NOW_NS_MIN     ? RK_NOW_NS_MIN
@@ -68,15 +78,27 @@ static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
                                        : time_ns;
 }
 
+static inline int64_t rk_ring_at(const rk_ring *ring, uint32_t index)
+{
+    /* Both are the same for all entries, so that a search tests one of them in each step. */
+    uint32_t plain = ring->owing != NULL ? 0 : ring->count - ring->pending;
+    if (__builtin_expect(index < plain, 1))
+        return rk_stored_at(ring, index);
+    return index < ring->count - ring->pending ? rk_owed_at(ring, index + ring->skipped)
+                                               : ring->pending_ns;
+}
+
 /* One limit's state of one subject. `value` is
  *   token_bucket, leaky_bucket   micro-units used as of last_ns
  *   fixed_window                 the count of last_ns's window
  *   sliding_window_counter       the previous window's count << 32 | the count of last_ns's window
- *   sliding_window_log           unused; the ring has all times */
+ *   sliding_window_log           unused; the ring has all times
+ * `debt` is owed beside it, as of last_ns: micro-units of a bucket, otherwise units. */
 typedef struct {
     bool present;
     int64_t last_ns; /* of the last admission or, in a bucket, of the last refill */
     uint64_t value;
+    int64_t debt;
     rk_ring ring;
 } rk_state;
 
@@ -96,10 +118,25 @@ typedef struct {
 bool rk_decide(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t cost,
                rk_outcome *outcome, rk_state *after);
 
+/* How to write the ring of `after` from that of `before`: its entries from `first` on, without
+ * `removed` ones that are followed by `newer` others, and then `added` ones, each with the time
+ * after->last_ns. */
+typedef struct {
+    bool needed; /* otherwise only head and count differ */
+    uint32_t first, removed, newer, added;
+} rk_rewrite;
+
 /* Set `after` to the state without the `units` that were charged at `charged_ns`, or RK_NO_TIME.
- * after->present is false if no state is needed. For the log, return the number of entries that are
- * newer than the removed ones: unless it is 0, the caller must close the gap before them. */
-uint32_t rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
-                   int64_t charged_ns, rk_state *after);
+ * after->present is false if no state is needed. */
+rk_rewrite rk_refund(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
+                     int64_t charged_ns, rk_state *after);
+
+/* The ring of a state; if it owes, that of `owing`, which is set to the state with its sequence. */
+const rk_ring *rk_extended(const rk_limit *limit, const rk_state *state, rk_state *owing);
+
+/* Set `after` to the state with the `units`, whether or not there is room for them: the limit owes
+ * the excess. */
+rk_rewrite rk_owe(const rk_limit *limit, const rk_state *before, int64_t now_ns, int64_t units,
+                  rk_state *after);
 
 #endif

@@ -27,7 +27,8 @@ enum {
     RK_GROUP_SLOTS_MAX = 5,
     RK_OWNERS_MAX = 4096, /* 12 bits of an owner's number */
     RK_OWNER_BITS = 12,
-    RK_WRITES_MAX = 2 * RK_LIMITS_MAX, /* a state and a credit for each limit */
+    RK_WRITES_MAX = 2 * RK_LIMITS_MAX, /* a state, and a credit or a debt, for each limit */
+    RK_CLAIMS_MAX = 3 * RK_LIMITS_MAX, /* the slots of these */
     RK_BLOCK_BYTES = 64,
     RK_BLOCK_CLASSES = 18, /* 64 bytes to 8 MiB: the largest log has a million entries */
     RK_BLOCK_REF_BITS = 24,
@@ -85,10 +86,30 @@ typedef struct {
     _Atomic uint64_t refused, crowded;
 } rk_segment;
 
+/* A slot is a word and a cell. The word has, from its upper bits on:
+ *
+ *   tag 47, debt 1, log 1, credit 1, time to live or kind 14
+ *
+ * A state has the time to live in nanoseconds, as 6 bits of exponent and 8 of mantissa. No exponent
+ * is above 54. With all six bits set, the slot is no state: the lower 8 bits are its kind, and
+ * last_ns is the time of its end, from which on it is free.
+ *
+ *   kind             value
+ *   RK_KIND_CREDIT   granted units; the state has the bit for it
+ *   RK_KIND_DEBT     what the state owes as of its last_ns; the state has the bit for it
+ *   RK_KIND_MARKS    names of settlements, in a block: see rk_mark
+ *   RK_KIND_LEASE    units taken << 32 | units left; the lease ends at last_ns
+ *   RK_KIND_FLIGHT   requests in flight, in a block: block << 40 | number of requests. Each has a
+ *                    pair of the client's stamp and the end of its time, the latest of which is
+ *                    last_ns
+ *
+ * A credit or a debt of which the state has no bit counts nothing, and ends by itself. */
 typedef struct {
     int64_t last_ns;
     uint64_t value;
 } rk_cell;
+
+enum { RK_KIND_CREDIT, RK_KIND_DEBT, RK_KIND_MARKS, RK_KIND_LEASE, RK_KIND_FLIGHT };
 
 /* Eight slots: the cache line that is searched, and the states beside it. */
 typedef struct {

@@ -935,6 +935,25 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *gate_owe(gate_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *now = Py_None;
+    call c;
+    rk_status status;
+    if (!PyArg_ParseTuple(args, "UO|O", &subject, &units, &now) ||
+        !parse_call(self, subject, units, now, &c))
+        return NULL;
+    do {
+        status = rk_charge_owing(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
+                                 c.units);
+    } while (try_again(self, c.hash, &status));
+    if (is_refusal(status))
+        rk_note_refused(self->table->table, c.hash, status);
+    if (status != RK_OK)
+        return rk_raise_status(self->table, status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *gate_grant(gate_object *self, PyObject *args)
 {
     PyObject *subject, *units, *ttl, *now = Py_None;
@@ -1005,6 +1024,8 @@ static PyMethodDef gate_methods[] = {
      "peek($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Gate.peek."},
     {"refund", (PyCFunction)gate_refund, METH_VARARGS,
      "refund($self, subject, units, charged_ns, now_ns=None, /)\n--\n\nReturn units."},
+    {"owe", (PyCFunction)gate_owe, METH_VARARGS,
+     "owe($self, subject, units, now_ns=None, /)\n--\n\nCharge units; the excess is owed."},
     {"grant", (PyCFunction)gate_grant, METH_VARARGS,
      "grant($self, subject, units, ttl_ns, now_ns=None, /)\n--\n\nAdd extra units."},
     {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},

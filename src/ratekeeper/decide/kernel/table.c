@@ -7,11 +7,12 @@
  * Layout. The 128-bit keyed hash of a subject, mixed with the rule, selects a segment. All limits
  * of the rule are there, so one lock covers a whole check. The other rules of the subject are in
  * other segments: a subject that many rules count fills none. Within the segment, hash and limit
- * determine a 48-bit tag and two buckets of eight slots. A state is in one of the two. A new state
+ * determine a 47-bit tag and two buckets of eight slots. A state is in one of the two. A new state
  * goes to the first bucket while that is at most half full, and otherwise to the emptier one. There
  * are no chains to follow or to repair: a slot whose state has expired is free. If both buckets are
  * full of live states, one of the sixteen moves to its other bucket, which follows from its tag. A
- * slot has 24 bytes: 8 of metadata (tag, flags, time to live) and 16 of state.
+ * slot has 24 bytes: 8 of metadata (tag, flags, time to live) and 16 of state. The few states with
+ * granted units or a debt have further slots for these, in the same segment; see rk_cell.
  *
  * One group. The states of one subject under one rule have 16 bits of their tags in common. A group
  * gets no more of two buckets in which it fills RK_GROUP_SLOTS_MAX of the sixteen slots already. So
@@ -22,7 +23,7 @@
  *
  * Two keys are confused only if they agree in segment, bucket and tag. For ten million keys in one
  * table, the probability that any two of them do is below one in a million; that two limits of any
- * subject do, one in a hundred thousand. An attacker without the seed cannot choose such keys.
+ * subject do, one in thirty thousand. An attacker without the seed cannot choose such keys.
  *
  * Time to live. A slot must expire without knowledge of its limit. 14 bits hold the time from
  * last_ns to its expiry, as a float with 8 bits of precision, rounded up: a state is kept at most
@@ -69,19 +70,24 @@
 #include "numbers.h"
 
 #define META_TTL_MASK 0x3fffu
+#define META_KINDS 0x3f00u  /* in place of a time to live: the slot is no state; see rk_cell */
 #define META_CREDIT 0x4000u /* a credit slot exists for this state */
 #define META_LOG 0x8000u    /* the value refers to a block of the slab */
-#define META_TAG_SHIFT 16
+#define META_DEBT 0x10000u  /* a debt slot exists for this state */
+#define META_TAG_SHIFT 17
 #define GROUP_SHIFT (64 - RK_GROUP_BITS)
 
 /* Parts of a check of one subject, which is worth a copy of them of its own. */
 #define PLAIN_CHECK inline __attribute__((always_inline))
+/* What few checks need, kept out of the way of the others. */
+#define RARE __attribute__((noinline))
 
 /* The maximum of a bucket in micro-units. We never write a higher value. */
 static const uint64_t VALUE_MAX = (uint64_t)RK_UNITS_MAX * RK_MICROS_PER_UNIT;
 /* The longest window, 366 days. */
 #define AHEAD_NS_MAX INT64_C(31622400000000000)
 static const uint64_t CREDIT_SALT = 0x637265646974u;
+static const uint64_t DEBT_SALT = 0x64656274u;
 /* The marks of settlements are kept as the entries of a log. */
 static const rk_limit MARKS = {.algorithm = RK_SLIDING_WINDOW_LOG,
                                .limit = RK_MARKS_MAX,
@@ -108,10 +114,17 @@ static int64_t ttl_decode(uint64_t code)
     uint64_t exponent = code >> 8, mantissa = code & 255;
     if (exponent == 0)
         return (int64_t)mantissa;
-    if (exponent > 54) /* never written; keeps the shift in range for any file content */
-        return INT64_MAX / 4;
+    if (exponent > 54) /* a kind, whose last_ns is its end */
+        return 0;
     return (int64_t)((256 + mantissa) << (exponent - 1));
 }
+
+static bool has_kind(uint64_t meta, unsigned kind)
+{
+    return (meta & META_TTL_MASK) == (META_KINDS | kind);
+}
+
+static bool is_state(uint64_t meta) { return meta && (meta & META_KINDS) != META_KINDS; }
 
 static bool expired(uint64_t meta, int64_t last_ns, int64_t now_ns)
 {
@@ -169,6 +182,11 @@ static uint64_t place_of(rk_hash subject, const uint64_t salt[2])
 static uint64_t credit_place(uint64_t place)
 {
     return in_group(place >> GROUP_SHIFT, rk_mix(place ^ CREDIT_SALT));
+}
+
+static uint64_t debt_place(uint64_t place)
+{
+    return in_group(place >> GROUP_SHIFT, rk_mix(place ^ DEBT_SALT));
 }
 
 static uint32_t other_bucket(const rk_table *table, uint32_t bucket, uint64_t tag)
@@ -292,17 +310,20 @@ static void see(rk_table *table, int64_t now_ns)
 
 /* ---- one limit's part in a check ---- */
 
+enum { WANTS_CREDIT = 1, WANTS_DEBT = 2 };
+
 typedef struct part {
     const rk_limit *limit;
     struct part *earlier; /* in rk_check_all: of another charge of the same state; or NULL */
     uint64_t place;
-    int slot;               /* -1: not in the table */
-    int credit_slot;        /* -1: none granted */
-    uint32_t block;         /* the log's ring before, if `before.ring.capacity` */
-    bool wants_credit_slot; /* a grant needs a slot for it */
-    bool takes_block;       /* `ring_block` was taken from the slab for this call */
-    bool writes;            /* in rk_check_all: false if another charge writes the state, or none */
-    uint32_t ring_block;    /* the log's ring after */
+    int slot;            /* -1: not in the table */
+    int credit_slot;     /* -1: none granted */
+    int debt_slot;       /* -1: nothing owed */
+    uint32_t block;      /* the log's ring before, if `before.ring.capacity` */
+    uint32_t wants;      /* slots: of a grant WANTS_CREDIT, of a debt WANTS_DEBT */
+    bool takes_block;    /* `ring_block` was taken from the slab for this call */
+    bool writes;         /* in rk_check_all: false if another charge writes the state, or none */
+    uint32_t ring_block; /* the log's ring after */
     int64_t credit_units, credit_until_ns;
     int64_t credit_left; /* units left after `after` is written */
     int64_t own;         /* the part of the cost that the limit itself pays */
@@ -330,34 +351,11 @@ static bool load_ring(const rk_table *table, uint64_t value, uint32_t *block, rk
     return ring->head < ring->capacity && ring->count > 0 && ring->count <= ring->capacity;
 }
 
-static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
-                 part *p)
+static uint64_t clamped(uint64_t value) { return value < VALUE_MAX ? value : VALUE_MAX; }
+
+/* Load the credit and the debt of a state that has them. Few have. */
+static RARE void load_more(const rk_table *table, rk_segment *segment, part *p, uint64_t meta)
 {
-    int64_t latest_ns = table->seen_ns ? table->seen_ns + limit->window_ns : RK_NOW_NS_MAX;
-    p->limit = limit;
-    p->place = place_of(subject, limit->salt);
-    p->slot = find(table, segment, p->place);
-    p->credit_slot = -1;
-    p->wants_credit_slot = false;
-    p->credit_units = p->credit_until_ns = 0;
-    p->before = (rk_state){.present = false};
-    if (p->slot < 0)
-        return;
-    uint64_t meta = *tag_at(segment, p->slot);
-    rk_cell cell = *cell_at(segment, p->slot);
-    p->before.last_ns = rk_min(rk_time_in_range(cell.last_ns), latest_ns);
-    p->before.value = cell.value;
-    p->before.ring.latest_ns = latest_ns;
-    if (table->seen_ns && cell.last_ns > table->seen_ns + AHEAD_NS_MAX) {
-        p->before.present = false;
-    } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
-        p->before.present =
-            (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
-    } else {
-        p->before.present = cell.value != 0; /* 0: present only to refer to a credit */
-        if (limit->algorithm != RK_SLIDING_WINDOW_COUNTER && cell.value > VALUE_MAX)
-            p->before.value = VALUE_MAX;
-    }
     if (meta & META_CREDIT) {
         p->credit_slot = find(table, segment, credit_place(p->place));
         if (p->credit_slot >= 0) {
@@ -366,6 +364,47 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
             p->credit_until_ns = rk_time_in_range(credit.last_ns);
         }
     }
+    if ((meta & META_DEBT) && p->before.present) {
+        p->debt_slot = find(table, segment, debt_place(p->place));
+        if (p->debt_slot >= 0)
+            p->before.debt = (int64_t)clamped(cell_at(segment, p->debt_slot)->value);
+    }
+}
+
+static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
+                 part *p)
+{
+    int64_t latest_ns = table->seen_ns ? table->seen_ns + limit->window_ns : RK_NOW_NS_MAX;
+    p->limit = limit;
+    p->place = place_of(subject, limit->salt);
+    p->slot = find(table, segment, p->place);
+    p->credit_slot = p->debt_slot = -1;
+    p->wants = 0;
+    p->credit_units = p->credit_until_ns = 0;
+    p->before.present = false;
+    p->before.last_ns = p->before.debt = 0;
+    p->before.value = 0;
+    if (limit->algorithm == RK_SLIDING_WINDOW_LOG)
+        p->before.ring = (rk_ring){.count = 0};
+    if (p->slot < 0)
+        return;
+    uint64_t meta = *tag_at(segment, p->slot);
+    rk_cell cell = *cell_at(segment, p->slot);
+    p->before.last_ns = rk_min(rk_time_in_range(cell.last_ns), latest_ns);
+    p->before.value = cell.value;
+    if (table->seen_ns && cell.last_ns > table->seen_ns + AHEAD_NS_MAX) {
+        p->before.present = false;
+    } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
+        p->before.ring.latest_ns = latest_ns;
+        p->before.present =
+            (meta & META_LOG) && load_ring(table, cell.value, &p->block, &p->before.ring);
+    } else {
+        p->before.present = cell.value != 0; /* 0: present only to refer to a credit */
+        if (limit->algorithm != RK_SLIDING_WINDOW_COUNTER)
+            p->before.value = clamped(cell.value);
+    }
+    if (meta & (META_CREDIT | META_DEBT))
+        load_more(table, segment, p, meta);
 }
 
 /* As decide/credit.py: granted units pay only the part of the cost that the limit cannot. */
@@ -408,9 +447,9 @@ static PLAIN_CHECK bool decide(part *p, int64_t now_ns, int64_t cost)
 
 /* Slots that the current transaction uses, so that nothing else is put there. */
 typedef struct claims {
-    int slots[RK_WRITES_MAX];
+    int slots[RK_CLAIMS_MAX];
     int count;
-    uint32_t freed[RK_WRITES_MAX]; /* blocks of expired logs whose slots are reused */
+    uint32_t freed[RK_CLAIMS_MAX]; /* blocks of expired logs whose slots are reused */
     int freed_count;
     const struct claims *next; /* of another charge in the segment; the last one's is the first */
 } claims;
@@ -486,15 +525,12 @@ static int make_room_in(rk_table *table, rk_segment *segment, uint32_t bucket, i
     return -1;
 }
 
-/* A slot of marks: no log has a time to live of 0. */
-static bool is_mark(uint64_t meta) { return (meta & META_LOG) && !(meta & META_TTL_MASK); }
-
 /* Find a slot of marks in a bucket; return it, or -1. */
 static int marks_in(rk_segment *segment, uint32_t bucket, const claims *claim)
 {
     uint32_t first = bucket * RK_SLOTS_PER_BUCKET;
     for (uint32_t slot = first; slot < first + RK_SLOTS_PER_BUCKET; slot++)
-        if (is_mark(*tag_at(segment, slot)) && !claimed(claim, slot))
+        if (has_kind(*tag_at(segment, slot), RK_KIND_MARKS) && !claimed(claim, slot))
             return (int)slot;
     return -1;
 }
@@ -544,8 +580,8 @@ static uint32_t sweep_segment(rk_table *table, rk_segment *segment, int64_t now_
         if (meta == 0)
             continue;
         filled++;
-        if (dropped == most ||
-            !(expired(meta, cell_at(segment, slot)->last_ns, now_ns) || (marks && is_mark(meta))))
+        if (dropped == most || !(expired(meta, cell_at(segment, slot)->last_ns, now_ns) ||
+                                 (marks && has_kind(meta, RK_KIND_MARKS))))
             continue;
         uint32_t block = (uint32_t)(cell_at(segment, slot)->value >> 40);
         *tag_at(segment, slot) = 0;
@@ -578,22 +614,30 @@ static rk_status take_block(rk_table *table, const rk_limit *limit, uint32_t cou
     return intact ? RK_OK : RK_LOG_FULL; /* the file was overwritten since */
 }
 
-/* The ring for `after`: the current one, or a larger one with the live entries copied. */
+static void move_ring(rk_ring *ring, const rk_block *block)
+{
+    ring->times = block->times;
+    ring->capacity = block->capacity;
+    ring->head = 0;
+    ring->owing = NULL;
+}
+
+/* The ring for `after`: the current one, or another one with the live entries copied, because it is
+ * larger, or because debt has entered the log. */
 static rk_status fit_ring(rk_table *table, part *p, uint32_t *block)
 {
     rk_ring *ring = &p->after.ring;
+    bool fits = p->before.present && ring->count <= ring->capacity;
     *block = p->block;
-    if (p->before.present && ring->count <= ring->capacity)
+    if (fits && ring->owing == NULL)
         return RK_OK;
     rk_block larger;
-    rk_status status = take_block(table, p->limit, ring->count, false, block, &larger);
+    rk_status status = take_block(table, p->limit, ring->count, fits, block, &larger);
     if (status != RK_OK)
         return status;
     for (uint32_t i = 0; i < ring->count - (uint32_t)p->own; i++)
         larger.times[i] = rk_ring_at(ring, i);
-    ring->times = larger.times;
-    ring->capacity = larger.capacity;
-    ring->head = 0;
+    move_ring(ring, &larger);
     return RK_OK;
 }
 
@@ -649,35 +693,62 @@ static PLAIN_CHECK void push_entries(rk_segment *segment, part *parts, int count
     }
 }
 
-/* Write the part's new state and the rest of its credit to the journal. */
+/* The word of a slot that is no state. */
+static uint64_t word_of(uint64_t place, unsigned kind)
+{
+    return place >> META_TAG_SHIFT << META_TAG_SHIFT | META_KINDS | kind;
+}
+
+/* Write what the part owes, if it has changed, and give its state the bit. The debt ends when the
+ * state does, which is rounded up. */
+static RARE void journal_debt(rk_segment *segment, uint32_t *count, const part *p, rk_write *state)
+{
+    if (p->debt_slot < 0)
+        return;
+    state->meta |= META_DEBT;
+    int64_t ends_ns = state->last_ns + ttl_decode(state->meta & META_TTL_MASK);
+    if (p->wants & WANTS_DEBT || p->after.debt != p->before.debt)
+        journal(segment, count, p->debt_slot, word_of(debt_place(p->place), RK_KIND_DEBT), ends_ns,
+                (uint64_t)p->after.debt);
+}
+
+/* Write the part's new state to the journal, with the rest of its credit or its debt: no call
+ * changes both. */
 static void journal_part(rk_segment *segment, uint32_t *count, const part *p, int64_t now_ns,
                          int64_t expires_ns)
 {
     uint64_t meta = p->place >> META_TAG_SHIFT << META_TAG_SHIFT;
     if (p->limit->algorithm == RK_SLIDING_WINDOW_LOG && p->after.present)
         meta |= META_LOG;
+    int64_t last_ns = p->after.present ? p->after.last_ns : now_ns;
     if (p->credit_left > 0) {
         meta |= META_CREDIT;
         expires_ns = rk_max(expires_ns, p->credit_until_ns);
     }
-    int64_t last_ns = p->after.present ? p->after.last_ns : now_ns;
-    meta |= ttl_encode(rk_max(expires_ns - last_ns, 1)); /* 0 marks a credit */
+    meta |= ttl_encode(rk_max(expires_ns - last_ns, 1));
+    rk_write *state = &segment->writes[*count];
     journal(segment, count, p->slot, meta, last_ns, p->after.present ? p->after.value : 0);
     if (p->credit_slot >= 0 && p->credit_left != p->credit_units) {
-        uint64_t tag = credit_place(p->place) >> META_TAG_SHIFT << META_TAG_SHIFT;
         if (p->credit_left > 0)
-            journal(segment, count, p->credit_slot, tag, p->credit_until_ns,
-                    (uint64_t)p->credit_left);
+            journal(segment, count, p->credit_slot, word_of(credit_place(p->place), RK_KIND_CREDIT),
+                    p->credit_until_ns, (uint64_t)p->credit_left);
         else
             journal(segment, count, p->credit_slot, 0, 0, 0);
     }
+    if (__builtin_expect(p->after.debt > 0, 0))
+        journal_debt(segment, count, p, state);
 }
 
 static uint32_t slots_wanted(const part *parts, int count)
 {
     uint32_t wanted = 0;
-    for (int i = 0; i < count; i++)
-        wanted += (parts[i].slot < 0) + (parts[i].wants_credit_slot && parts[i].credit_slot < 0);
+    for (int i = 0; i < count; i++) {
+        const part *p = &parts[i];
+        wanted += p->slot < 0;
+        if (__builtin_expect(p->wants != 0, 0))
+            wanted += ((p->wants & WANTS_CREDIT) && p->credit_slot < 0) +
+                      ((p->wants & WANTS_DEBT) && p->debt_slot < 0);
+    }
     return wanted;
 }
 
@@ -704,6 +775,8 @@ static void claim_found(const part *parts, int count, claims *claim)
             claim_slot(claim, parts[i].slot);
         if (parts[i].credit_slot >= 0)
             claim_slot(claim, parts[i].credit_slot);
+        if (parts[i].debt_slot >= 0)
+            claim_slot(claim, parts[i].debt_slot);
     }
 }
 
@@ -716,9 +789,12 @@ static rk_status choose_slots(rk_table *table, rk_segment *segment, part *parts,
         part *p = &parts[i];
         if (p->slot < 0)
             p->slot = chosen = choose_slot(table, segment, p->place, now_ns, marks, claim);
-        if (chosen >= 0 && p->wants_credit_slot && p->credit_slot < 0)
+        if (chosen >= 0 && (p->wants & WANTS_CREDIT) && p->credit_slot < 0)
             p->credit_slot = chosen =
                 choose_slot(table, segment, credit_place(p->place), now_ns, marks, claim);
+        if (chosen >= 0 && (p->wants & WANTS_DEBT) && p->debt_slot < 0)
+            p->debt_slot = chosen =
+                choose_slot(table, segment, debt_place(p->place), now_ns, marks, claim);
     }
     return chosen >= 0 ? RK_OK : chosen == GROUP_FULL ? RK_CROWDED : RK_FULL;
 }
@@ -1269,40 +1345,36 @@ static int64_t expiry_of(rk_segment *segment, int slot)
     return rk_min(last_ns + ttl_decode(*tag_at(segment, slot) & META_TTL_MASK), EXPIRY_NS_MAX);
 }
 
-/* Close the gap that a refund left in a log before its `newer` entries. The entries move to another
- * block, so that a process killed meanwhile leaves the log as it was. */
-static rk_status close_gap(rk_table *table, part *p, uint32_t newer, uint32_t *block)
+/* Write a log anew, in another block, so that a process killed meanwhile leaves it as it was. */
+static rk_status rewrite_ring(rk_table *table, part *p, const rk_rewrite *how, uint32_t *block)
 {
     rk_ring *ring = &p->after.ring;
     rk_block other;
-    rk_status status = take_block(table, p->limit, ring->count, true, block, &other);
+    rk_status status = take_block(table, p->limit, ring->count, p->before.present, block, &other);
     if (status != RK_OK)
         return status;
-    uint32_t removed = p->before.ring.count - ring->count;
-    for (uint32_t i = 0; i < ring->count; i++)
-        other.times[i] = rk_ring_at(&p->before.ring, i < ring->count - newer ? i : i + removed);
-    ring->times = other.times;
-    ring->capacity = other.capacity;
-    ring->head = 0;
+    rk_state owing;
+    const rk_ring *from = rk_extended(p->limit, &p->before, &owing);
+    uint32_t kept = ring->count - how->added;
+    for (uint32_t i = 0; i < kept; i++)
+        other.times[i] =
+            rk_ring_at(from, how->first + (i < kept - how->newer ? i : i + how->removed));
+    for (uint32_t i = kept; i < ring->count; i++)
+        other.times[i] = p->after.last_ns;
+    move_ring(ring, &other);
     return RK_OK;
 }
 
-/* Refund one limit, and set `block` to that of the log after it. */
-static rk_status refund_part(rk_table *table, part *p, int64_t now_ns, int64_t units,
-                             int64_t charged_ns, uint32_t *block)
+/* Make the log of `after`, and set `block` to its block. */
+static rk_status finish_log(rk_table *table, part *p, const rk_rewrite *how, uint32_t *block)
 {
-    uint32_t newer = rk_refund(p->limit, &p->before, now_ns, units, charged_ns, &p->after);
     *block = p->block;
-    p->credit_left = p->credit_units;
     if (p->limit->algorithm != RK_SLIDING_WINDOW_LOG || !p->after.present)
         return RK_OK;
-    if (newer > 0 && p->after.ring.count < p->before.ring.count) {
-        rk_status status = close_gap(table, p, newer, block);
-        if (status != RK_OK)
-            return status;
-    }
-    p->after.value = log_value(*block, &p->after.ring);
-    return RK_OK;
+    rk_status status = how->needed ? rewrite_ring(table, p, how, block) : RK_OK;
+    if (status == RK_OK)
+        p->after.value = log_value(*block, &p->after.ring);
+    return status;
 }
 
 static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash subject,
@@ -1320,7 +1392,9 @@ static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash 
         load(table, segment, subject, &limits[i], &p);
         if (p.slot < 0 || units == 0)
             continue;
-        rk_status status = refund_part(table, &p, now_ns, units, charged_ns, &block);
+        p.credit_left = p.credit_units;
+        rk_rewrite how = rk_refund(&limits[i], &p.before, now_ns, units, charged_ns, &p.after);
+        rk_status status = finish_log(table, &p, &how, &block);
         if (status != RK_OK) {
             while (taken_count > 0)
                 rk_block_give(table, taken[--taken_count]);
@@ -1367,6 +1441,74 @@ rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits,
     return give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
 }
 
+static rk_status owe_locked(rk_table *table, rk_segment *segment, rk_hash subject,
+                            const rk_limit *limits, int count, int64_t now_ns, int64_t units,
+                            bool may_sweep)
+{
+    part parts[RK_LIMITS_MAX];
+    rk_rewrite how[RK_LIMITS_MAX];
+    uint32_t blocks[RK_LIMITS_MAX];
+    claims claim;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        load(table, segment, subject, &limits[i], p);
+        p->credit_left = p->credit_units;
+        how[i] = rk_owe(&limits[i], &p->before, now_ns, units, &p->after);
+        p->wants = p->after.debt > 0 ? WANTS_DEBT : 0;
+        if (p->debt_slot < 0) /* as of a credit: one that counts nothing may be there */
+            p->debt_slot = find(table, segment, debt_place(p->place));
+    }
+    rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
+    for (int i = 0; status == RK_OK && i < count; i++) {
+        status = finish_log(table, &parts[i], &how[i], &blocks[i]);
+        for (int taken = 0; status != RK_OK && taken < i; taken++)
+            if (how[taken].needed)
+                rk_block_give(table, blocks[taken]);
+    }
+    if (status != RK_OK)
+        return status;
+    uint32_t writes = 0;
+    segment->push_count = 0;
+    for (int i = 0; i < count; i++) {
+        part *p = &parts[i];
+        rk_state unchanged;
+        if (how[i].needed && p->before.present)
+            claim.freed[claim.freed_count++] = p->block;
+        rk_decide(p->limit, &p->after, now_ns, 0, &p->outcome, &unchanged);
+        journal_part(segment, &writes, p, now_ns, now_ns + p->outcome.reset_after_ns);
+    }
+    commit(table, segment, writes);
+    give_blocks(table, &claim);
+    return RK_OK;
+}
+
+static rk_status owe_once(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                          int64_t now_ns, int64_t units)
+{
+    rk_segment *segment = segment_of(table, subject);
+    see(table, now_ns);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    status = owe_locked(table, segment, subject, limits, count, now_ns, units, true);
+    if (status == RK_SWEPT)
+        status = owe_locked(table, segment, subject, limits, count, now_ns, units, false);
+    rk_unlock(table, &segment->lock);
+    return rk_settled(table, status);
+}
+
+rk_status rk_charge_owing(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                          int64_t now_ns, int64_t units)
+{
+    if (units == 0)
+        return RK_OK;
+    rk_status status = owe_once(table, subject, limits, count, now_ns, units);
+    if (status != RK_LOG_FULL)
+        return status;
+    sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
+    return owe_once(table, subject, limits, count, now_ns, units);
+}
+
 static rk_status grant_locked(rk_table *table, rk_segment *segment, rk_hash subject,
                               const rk_limit *limits, int count, int64_t now_ns, int64_t units,
                               int64_t ttl_ns, bool may_sweep)
@@ -1376,7 +1518,7 @@ static rk_status grant_locked(rk_table *table, rk_segment *segment, rk_hash subj
     for (int i = 0; i < count; i++) {
         part *p = &parts[i];
         load(table, segment, subject, &limits[i], p);
-        p->wants_credit_slot = true;
+        p->wants = WANTS_CREDIT;
         /* A credit whose state is gone may still exist, expired. It must not get a second slot:
          * either could be found first. */
         if (p->credit_slot < 0)
@@ -1486,7 +1628,7 @@ static void commit_marks(const rk_table *table, rk_segment *segment, const part 
                          int64_t until_ns)
 {
     uint32_t writes = 0;
-    uint64_t meta = p->place >> META_TAG_SHIFT << META_TAG_SHIFT | META_LOG;
+    uint64_t meta = word_of(p->place, RK_KIND_MARKS) | META_LOG;
     journal(segment, &writes, p->slot, meta, until_ns, p->after.value);
     commit(table, segment, writes);
 }
@@ -1601,8 +1743,8 @@ void rk_add_stats(const rk_segment *segment, uint32_t slots, rk_stats *stats)
     stats->refused += segment->refused;
     stats->crowded += segment->crowded;
     stats->repaired += segment->repaired;
-    for (uint32_t slot = 0; slot < slots; slot++) /* a time to live of 0: none, a credit, marks */
-        stats->states += (*tag_at((rk_segment *)segment, slot) & META_TTL_MASK) != 0;
+    for (uint32_t slot = 0; slot < slots; slot++)
+        stats->states += is_state(*tag_at((rk_segment *)segment, slot));
 }
 
 rk_status rk_read_stats(rk_table *table, rk_stats *stats)

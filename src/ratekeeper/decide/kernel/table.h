@@ -108,6 +108,9 @@ void rk_note_refused(rk_table *table, rk_hash subject, rk_status status);
 /* Refund `units` that were charged at `charged_ns`; RK_NO_TIME if that is not known. */
 rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                        int64_t now_ns, int64_t units, int64_t charged_ns);
+/* Charge `units` to each limit whether or not there is room for them: the excess is owed. */
+rk_status rk_charge_owing(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
+                          int64_t now_ns, int64_t units);
 /* A ttl_ns below 0 means one window of each limit. */
 rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
                    int64_t now_ns, int64_t units, int64_t ttl_ns);

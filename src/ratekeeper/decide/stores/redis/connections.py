@@ -102,8 +102,9 @@ class NotSent(StoreUnavailable):
 # A missing permission inside a script, in Redis 7.0 and in later versions.
 _NOPERM_IN_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 
-# The error of check.lua for a key that has too many limits.
+# The errors of the scripts: a key has too many limits, or states of another layout.
 _CROWDED: Final = "CROWDED"
+_OTHER_LAYOUT: Final = ": LAYOUT"
 
 _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
@@ -132,6 +133,11 @@ def refusal_error(refusal: ReplyError, config: RedisConfig) -> StoreError:
         error = StoreFull(
             "this key holds hundreds of limits of one name, more than one key may have of it; give "
             "limits that differ in algorithm or window other names. More memory does not help"
+        )
+    elif _OTHER_LAYOUT in text:
+        error = StoreUnavailable(
+            f"{config.shown()} has states that another version of Ratekeeper has written, and they "
+            f"were not changed; use that version, or set another prefix="
         )
     else:
         hint = _HINTS.get(word, "")

@@ -10,7 +10,8 @@
 --
 --     base, ttl, and for each limit: id, lag, a (, b)
 --
--- base   the time of the last write, in microseconds
+-- base   the time of the last write, in microseconds: less than 2^52, until 2112. The bits above are
+--        the version of this layout, 0
 -- ttl    the hash lives at least this many milliseconds beyond base
 -- id     which limit; odd if there is a b, and id % 4 = 3 for a log; negative (and with a b): units
 --        granted on top, or from -2^33 down units that are leased: -id - 2^33 is the first group of
@@ -193,6 +194,9 @@ if apart and (raw or logs) then -- one array of both; an absent one ends now
     for p = HELD_FIRST, #logs do -- four numbers for each: id, lag, a, b
         held[#held + 1] = logs[p] + (p % 4 == 0 and held[1] - logs[1] or 0)
     end
+end
+if raw and max(held[1], logs and logs[1] or 0) >= 2^52 then
+    error('LAYOUT')
 end
 -- Time never rewinds for a state. Lags count from the time of the last write of any state.
 local shift = raw and now - held[1] or 0
