@@ -119,7 +119,10 @@ def passes(answers: Mapping[int, Answer], optional: Container[int]) -> bool:
 
 
 def returning(charges: Sequence[Charge], answers: Sequence[Answer]) -> Steps[list[Answer]]:
-    """Return the units of these charges; return their answers as if none had been made."""
+    """Return the units of these charges; return their answers as if none had been made.
+
+    `lost` counts the charges whose error leaves open whether they were made.
+    """
     calls: list[Call] = []
     left: list[Answer] = []
     totals: dict[tuple[Counter, str], int] = {}
@@ -161,7 +164,7 @@ class _Decision:
     def __init__(self, charges: Sequence[Charge], optional: Container[int]) -> None:
         self.answers: dict[int, Any] = {}
         self.made: list[int] = []
-        """The positions of the charges that were asked for."""
+        """The positions of the charges that were sent; their answers say which were made."""
         self._charges = charges
         self._optional = optional
         self.cancelled = False
