@@ -8,14 +8,26 @@ from typing import Any
 
 import pytest
 
-from ratekeeper.core.steps import Call, Steps, Together, Undo, run, run_async
+from ratekeeper.core.errors import StoreTimeout, StoreUnavailable
+from ratekeeper.core.steps import (
+    Ask,
+    Call,
+    CallerGone,
+    Steps,
+    Together,
+    Undo,
+    asked,
+    asking,
+    run,
+    run_async,
+)
 
-Driver = Callable[[Steps[Any]], Any]
+Link = Callable[[Steps[Any]], Any]
 
 
 @pytest.fixture(params=["threads", "asyncio"])
-def drive(request: pytest.FixtureRequest) -> Driver:
-    """Run steps with each driver."""
+def carry(request: pytest.FixtureRequest) -> Link:
+    """Run steps with each link."""
     if request.param == "threads":
         return run
     return lambda steps: asyncio.run(run_async(steps))
@@ -30,72 +42,122 @@ async def double_later(number: int) -> int:
     return 2 * number
 
 
+def double_asked(number: int) -> Ask:
+    return Ask(double, double_later, number)
+
+
 def fail(error: BaseException) -> None:
     raise error
 
 
+async def fail_later(error: BaseException) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+def fail_asked(error: BaseException) -> Ask:
+    return Ask(fail, fail_later, error)
+
+
 def doubled(function: Callable[[int], Any]) -> Steps[int]:
     first = yield Call(function, 1)
-    second = yield Call(function, first)
-    return first + second
+    second = yield from asked(function, first)
+    return int(first + second)
 
 
-def test_each_call_returns_its_result_to_the_step(drive: Driver) -> None:
-    """Each yield continues with the result of its call; the driver returns the return value."""
-    assert drive(doubled(double)) == 6
+def together(*calls: Call, completes: bool = False) -> Steps[list[Any]]:
+    results: list[Any] = yield Together(calls, completes=completes)
+    return results
+
+
+@pytest.mark.parametrize("function", [double, double_asked])
+def test_each_call_returns_its_answer_to_the_step(
+    carry: Link, function: Callable[[int], Any]
+) -> None:
+    """A result is the answer, and an Ask is waited for; the link returns the return value."""
+    assert carry(doubled(function)) == 6
 
 
 def test_awaitable_results_are_awaited() -> None:
-    """The asyncio driver awaits the coroutine of a coroutine function."""
+    """On asyncio, a step may call a coroutine function."""
     assert asyncio.run(run_async(doubled(double_later))) == 6
 
 
-def test_steps_call_steps(drive: Driver) -> None:
-    """`yield from` passes calls and results through."""
+def test_an_ask_may_be_answered_by_steps(carry: Link) -> None:
+    """`asking` makes the Ask: steps that another step, or a caller without steps, waits for."""
 
     def outer() -> Steps[int]:
-        inner = yield from doubled(double)
-        return inner + 1
+        inner = yield Call(asking, doubled, double_asked)
+        return int(inner + 1)
 
-    assert drive(outer()) == 7
+    assert carry(outer()) == 7
 
 
-def test_an_error_is_raised_where_the_call_was_made(drive: Driver) -> None:
+@pytest.mark.parametrize("function", [fail, fail_asked])
+def test_an_error_is_raised_where_the_call_was_made(
+    carry: Link, function: Callable[..., Any]
+) -> None:
     """Steps handle an error with try and except, and go on with further calls."""
 
     def careful() -> Steps[int]:
         try:
-            yield Call(fail, ValueError("no"))
+            yield Call(function, ValueError("no"))
         except ValueError:
-            result: int = yield Call(double, 21)
-            return result
+            return (yield from doubled(double))
         return 0
 
-    assert drive(careful()) == 42
-
-
-def test_an_error_that_no_step_handles_reaches_the_caller(drive: Driver) -> None:
-    """The driver raises it unchanged."""
-
-    def careless() -> Steps[None]:
-        yield Call(fail, KeyError("gone"))
-
+    assert carry(careful()) == 6
     with pytest.raises(KeyError, match="gone"):
-        drive(careless())
+        carry(asked(function, KeyError("gone")))
 
 
-def test_calls_together_give_a_list_with_errors_in_place(drive: Driver) -> None:
+@pytest.mark.parametrize("completes", [False, True])
+def test_calls_together_give_a_list_with_errors_in_place(carry: Link, completes: bool) -> None:
     """One result for each call, in order; a failed call does not keep the others' results."""
-    error = ValueError("no")
+    errors = ValueError("no"), StoreUnavailable("no")
+    calls = [
+        Call(double, 1),
+        Call(fail, errors[0]),
+        Call(double_asked, 2),
+        Call(fail_asked, errors[1]),
+        Call(double_asked, 3),
+    ]
+    assert carry(together(*calls, completes=completes)) == [2, errors[0], 4, errors[1], 6]
 
-    def several() -> Steps[list[Any]]:
-        results: list[Any] = yield Together([Call(double, 1), Call(fail, error), Call(double, 2)])
-        return results
 
-    assert drive(several()) == [2, error, 4]
+def test_a_thread_waits_for_one_timeout_only() -> None:
+    """Of the other calls together, only an Undo is made; an error says so for the others."""
+    late, later = StoreTimeout("50 ms"), StoreTimeout("100 ms")
+    made: list[str] = []
+
+    def note(name: str) -> Ask:
+        return Ask(made.append, made.append, name)
+
+    results = run(
+        together(
+            Call(note, "before"),
+            Call(fail_asked, late),
+            Call(note, "after"),
+            Undo(fail_asked, later),
+            Undo(note, "undo"),
+        )
+    )
+    assert made == ["before", "undo"]
+    assert results[:2] == [None, late]
+    assert type(results[2]) is StoreUnavailable
+    assert "50 ms" in str(results[2])
+    assert results[3:] == [later, None]
 
 
-async def test_calls_together_run_at_the_same_time() -> None:
+def test_on_asyncio_a_timeout_delays_no_other_call() -> None:
+    """All of them are made at the same time."""
+    late = StoreTimeout("50 ms")
+    steps = together(Call(fail_asked, late), Call(double_asked, 1))
+    assert asyncio.run(run_async(steps)) == [late, 2]
+
+
+@pytest.mark.parametrize("completes", [False, True])
+async def test_calls_together_run_at_the_same_time(completes: bool) -> None:
     """Each waits for the other: one after another, they would never end."""
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -103,53 +165,93 @@ async def test_calls_together_run_at_the_same_time() -> None:
         mine.set()
         return await other.wait()
 
-    def both() -> Steps[list[Any]]:
-        results: list[Any] = yield Together([Call(meet, first, second), Call(meet, second, first)])
-        return results
-
-    assert await run_async(both()) == [True, True]
+    calls = Call(meet, first, second), Call(meet, second, first)
+    assert await run_async(together(*calls, completes=completes)) == [True, True]
 
 
-async def test_an_undo_is_completed_after_the_caller_was_cancelled() -> None:
-    """Spent units are returned even if the task is cancelled meanwhile."""
-    started, released, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+# ── Cancellation ───────────────────────────────────────────────────────────────────────────────
 
-    async def refund() -> None:
-        started.set()
-        await released.wait()
-        done.set()
 
-    def undo() -> Steps[None]:
-        yield Undo(refund)
+class Held:
+    """A call that waits until the test releases it."""
 
-    task = asyncio.create_task(run_async(undo()))
-    await started.wait()
+    def __init__(self) -> None:
+        self.started, self.released, self.ended = (asyncio.Event() for _ in range(3))
+
+    async def wait(self) -> str:
+        try:
+            self.started.set()
+            await self.released.wait()
+            return "released"
+        finally:
+            self.ended.set()
+
+
+async def cancelled(steps: Steps[Any], held: Held) -> None:
+    """Run steps in a task, and cancel it while they wait for `held`."""
+    task = asyncio.create_task(run_async(steps))
+    await held.started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    released.set()
-    await done.wait()
 
 
 async def test_cancellation_reaches_the_steps() -> None:
     """A step that is waiting sees CancelledError, can clean up, and the task ends cancelled."""
     seen: list[str] = []
-    waiting = asyncio.Event()
+    held = Held()
 
-    async def wait_for_ever() -> None:
-        waiting.set()
-        await asyncio.Event().wait()
-
-    def held() -> Steps[None]:
+    def careful() -> Steps[None]:
         try:
-            yield Call(wait_for_ever)
+            yield Call(held.wait)
         except asyncio.CancelledError:
             yield Call(seen.append, "left")
             raise
 
-    task = asyncio.create_task(run_async(held()))
-    await waiting.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(careful(), held)
     assert seen == ["left"]
+    assert held.ended.is_set()
+
+
+async def test_calls_together_are_cancelled_with_the_caller() -> None:
+    """A look, for example, is of no use then."""
+    held = Held()
+    await cancelled(together(Call(held.wait), Call(double, 1)), held)
+    assert held.ended.is_set()
+
+
+async def test_an_undo_is_completed_after_the_caller_was_cancelled() -> None:
+    """Spent units are returned even if the task is cancelled meanwhile."""
+    held = Held()
+
+    def undo() -> Steps[None]:
+        yield Undo(held.wait)
+
+    await cancelled(undo(), held)
+    assert not held.ended.is_set()
+    held.released.set()
+    await held.ended.wait()
+
+
+async def test_steps_that_complete_go_on_without_their_caller() -> None:
+    """They get the results, learn that the caller has gone, and make further calls."""
+    held, undone = Held(), Held()
+    seen: list[Any] = []
+    undone.released.set()
+
+    def charging() -> Steps[None]:
+        batch = Together([Call(held.wait), Call(double, 1)], completes=True)
+        seen.append((yield batch))
+        seen.append(batch.cancelled)
+        further = Together([Call(undone.wait)], completes=True)
+        seen.append((yield further))
+        seen.append(further.cancelled)
+        raise CallerGone
+
+    await cancelled(charging(), held)
+    assert seen == []
+    held.released.set()
+    await undone.ended.wait()
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    assert seen == [["released", 2], True, ["released"], False]

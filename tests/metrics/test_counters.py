@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ratekeeper import Fleet, Limiter, Request
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.core.model import ResultKind
+from ratekeeper.decide.decider import lost
 from ratekeeper.decide.fleet_monitor import NodeAnswers
 from ratekeeper.decide.region_monitor import LinkStatus, PeerCounts
 from ratekeeper.decide.regional import REGIONS_MAX
@@ -237,6 +238,17 @@ def test_all_limiters_of_a_process_are_read_together() -> None:
     assert _of_name("together", reading.snapshot()) == expected
     first.check("k")
     assert sum(_of_name("together", reading.snapshot()).values()) == 4
+
+
+def test_lost_charges_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decider counts them for all limiters together."""
+    limiters = [Limiter("1/minute"), Limiter("2/minute")]
+    monkeypatch.setattr(lost, "unknown", 3)
+    monkeypatch.setattr(lost, "returns", 2)
+    found = ProcessMetrics().snapshot().values["lost_charges"]
+    assert found == {"unknown": 3, "return": 2}
+    for limiter in limiters:
+        limiter.close()
 
 
 def test_a_node_whose_limiter_is_closed_can_be_read() -> None:

@@ -15,17 +15,18 @@ Two links carry Asks: `run` waits in the calling thread, `run_async` awaits. Bot
 generator, so there is only one version of the logic. Steps call other steps with `yield from`.
 
 `Together` is several calls that may run at the same time: asyncio makes them concurrently, threads
-make them one after another. An `Undo`, and a Together that `completes`, go on in the background if
-the caller is cancelled, because they spend or return units.
+make them one after another. An `Undo`, and steps that wait for a Together that `completes`, go on
+in the background if the caller is cancelled, because they spend or return units.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from ratekeeper.core.errors import StoreTimeout
+from ratekeeper.core.errors import StoreTimeout, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class Call:
 
 
 class Undo(Call):
-    """A call that completes even if the caller is cancelled meanwhile."""
+    """A call that is made even after a StoreTimeout, and completes if the caller is cancelled."""
 
     __slots__ = ()
 
@@ -73,12 +74,13 @@ class Together:
     """Several calls; the generator continues with the list of their results.
 
     If a call fails, the list has its exception instead of a result. The calls share a deadline:
-    after a StoreTimeout, a thread does not make the rest of them, and they have the same error.
+    after a StoreTimeout, a thread makes no other of them but each Undo. Those that are not made
+    have a StoreUnavailable.
     """
 
     __slots__ = ("calls", "cancelled", "completes")
 
-    def __init__(self, calls: list[Call], *, completes: bool = False) -> None:
+    def __init__(self, calls: Sequence[Call], *, completes: bool = False) -> None:
         """With `completes`, the steps go on in the background if the caller is cancelled."""
         self.calls = calls
         self.completes = completes
@@ -115,17 +117,17 @@ def _results(calls: Sequence[Call]) -> list[Any]:
     results: list[Any] = []
     late: StoreTimeout | None = None
     for call in calls:
-        if late is None:
-            try:
-                result = call.function(*call.args)
-                results.append(result.wait(*result.args) if type(result) is Ask else result)
-                continue
-            except StoreTimeout as error:
-                late = error
-            except Exception as error:
-                results.append(error)
-                continue
-        results.append(late)
+        if late is not None and type(call) is not Undo:
+            results.append(StoreUnavailable(f"not asked after another call's timeout: {late}"))
+            continue
+        try:
+            result = call.function(*call.args)
+            results.append(result.wait(*result.args) if type(result) is Ask else result)
+        except StoreTimeout as error:
+            late = error
+            results.append(error)
+        except Exception as error:
+            results.append(error)
     return results
 
 
@@ -165,13 +167,14 @@ def is_awaitable(value: object) -> bool:
 
 async def run_async(steps: Steps[T]) -> T:
     """Run the steps in this event loop and return their result."""
-    return await _driven(steps, None)
+    return await _driven(steps)
 
 
-async def _driven(steps: Steps[T], waiting: Awaitable[Any] | None) -> T:
-    """Run steps; first send them the results that they are `waiting` for, if any."""
+async def _driven(steps: Steps[T], parts: Sequence[Any] | None = None) -> T:
+    """Run steps. If they go on without their caller, they first get the results in `parts`."""
+    alone = parts is not None
     try:
-        step = next(steps) if waiting is None else steps.send(await waiting)
+        step = next(steps) if parts is None else steps.send(await _completed(parts))
         while True:
             try:
                 if isinstance(step, Call):
@@ -179,11 +182,9 @@ async def _driven(steps: Steps[T], waiting: Awaitable[Any] | None) -> T:
                     if is_awaitable(result):
                         result = await (_shielded(result) if type(step) is Undo else result)
                 else:
-                    results = [_started_or_error(call) for call in step.calls]
-                    if any(map(is_awaitable, results)):
-                        result = await _together(steps, step, results)
-                    else:
-                        result = results
+                    result = [_started_or_error(call) for call in step.calls]
+                    if any(map(is_awaitable, result)):
+                        result = await _together(steps, step, result, alone=alone)
             except BaseException as error:
                 if isinstance(step, Together) and step.cancelled:
                     raise  # the steps go on without the caller
@@ -208,17 +209,48 @@ def _started_or_error(call: Call) -> Any:
         return error
 
 
-async def _together(steps: Steps[Any], step: Together, results: list[Any]) -> list[Any]:
+async def _together(
+    steps: Steps[Any], step: Together, results: Sequence[Any], *, alone: bool
+) -> list[Any]:
     """Await the results that are awaitable, all at the same time."""
-    gathered = asyncio.gather(*map(_settled, results), return_exceptions=True)
     if not step.completes:
-        return await gathered
+        return await asyncio.gather(*map(_settled, results), return_exceptions=True)
+    parts = [asyncio.ensure_future(each) if is_awaitable(each) else each for each in results]
+    if alone:
+        return await _completed(parts)
     try:
-        return await asyncio.shield(gathered)
+        await asyncio.wait(_futures(parts))
     except asyncio.CancelledError:
         step.cancelled = True
-        _keep(asyncio.ensure_future(_driven(steps, gathered)))
+        _keep(asyncio.ensure_future(_driven(steps, parts)))
         raise
+    return [_outcome(each) for each in parts]
+
+
+async def _completed(parts: Sequence[Any]) -> list[Any]:
+    """Return the results of the futures among the parts, in place.
+
+    Only an event loop that ends cancels the task that waits here. It also cancels the futures, and
+    still waits for both: units can be returned.
+    """
+    while not all(each.done() for each in _futures(parts)):
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(_futures(parts))
+    return [_outcome(each) for each in parts]
+
+
+def _futures(parts: Sequence[Any]) -> list[asyncio.Future[Any]]:
+    return [each for each in parts if isinstance(each, asyncio.Future)]
+
+
+def _outcome(part: Any) -> Any:
+    """Return the result of a future or its exception; a part that is no future is a result."""
+    if not isinstance(part, asyncio.Future):
+        return part
+    if part.cancelled():
+        return asyncio.CancelledError()
+    error = part.exception()
+    return part.result() if error is None else error
 
 
 async def _settled(result: Any) -> Any:

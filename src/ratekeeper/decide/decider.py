@@ -1,41 +1,53 @@
 """The decider: several charges become one answer; all of them are made, or none.
 
-Charges of one *group* are decided in one step: the local table, one server, one global rule. If a
-request has charges in several groups, no step covers all of them:
+Charges of one *group* are decided in one step: the local table, one server, one global rule. A
+request with charges in several groups takes more steps:
 
-1. The first group is charged. The others are looked at, at the same time.
-2. If all charges have room, the other groups are charged.
+1. The first group is charged. At the same time, the others are looked at.
+2. If all charges have room, the other groups are charged, all at the same time.
 3. If a charge is denied or fails, all charges made so far are returned.
 
-The caller orders the groups: a group that is charged for a request that another one denies gives
-its units back a moment later, so the group that is most likely to deny comes first.
+The look keeps step 3 rare: without it, each denial by a later group would charge the first one, and
+return its units. Another caller may still spend the last units between the look and the charge.
+Until the units are back, a third caller may be denied that had room. So the caller puts the group
+that is most likely to deny first.
 
-The bound: never over, because a group admits nothing that it has no room for. A denied request
-costs nothing once its charges are returned. Two outcomes are left, and both only ever admit fewer:
+The bounds:
 
-- A charge whose outcome is not known (the reply did not arrive in time) is not returned: if it was
-  never made, its return would give away the units of other requests.
-- A return that fails leaves the units charged.
+- Never over: a group charges nothing that it has no room for.
+- A denied request costs nothing once its charges are returned. A charge is returned at most once,
+  and only if its answer said that it was made.
+- A caller on asyncio that is cancelled has spent nothing. Its calls go on in the background, and
+  their charges are returned.
 
-`lost` counts both.
+Two failures leave units of a denied request charged. Both only ever admit fewer, and `lost` counts
+both:
 
-A caller on asyncio that is cancelled has spent nothing: its charges go on in the background, and
-are returned.
+- *unknown*: the answer to a charge did not arrive. It is not returned: if it was never made, its
+  return would give away the units of other requests.
+- *return*: a return failed. It is not repeated: if it was made and only its answer was lost, the
+  second one would give away units, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ratekeeper.core.errors import StoreError, StoreTimeout
-from ratekeeper.core.steps import Call, CallerGone, Steps, Together, asking
-from ratekeeper.decide.combine import uncharged
+from ratekeeper.core.errors import (
+    CapacityError,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
+from ratekeeper.core.model import decision_with
+from ratekeeper.core.steps import Call, CallerGone, Steps, Together, Undo, asking
 from ratekeeper.decide.store import Answer, Charge, Counter
 
 
 class Lost:
-    """Units of denied requests that stay charged in this process."""
+    """Charges of denied requests that may stay charged, counted in this process."""
 
     def __init__(self) -> None:
         self.unknown = 0
@@ -44,7 +56,10 @@ class Lost:
         """Returns that failed."""
 
 
-lost = Lost()
+lost: Final = Lost()
+# After these, the charge was not made. After any other error, it may have been made.
+NOT_CHARGED: Final = (CapacityError, StoreFull, StoreUnavailable)
+_NO_ANSWER: Final = StoreTimeout("the call was interrupted")
 
 
 class Group(NamedTuple):
@@ -71,6 +86,11 @@ def deciding(
             # A look that failed is not repeated: its charge is optional, and answered by a policy.
             rest = [Group(each.decide, decision.without_errors(each.places)) for each in others]
             yield from decision.ask([each for each in rest if each.places])
+    except GeneratorExit:  # the event loop has ended: what would be returned is only counted
+        undo = decision.undo()
+        next(undo, None)
+        undo.close()
+        raise
     except BaseException:
         yield from decision.undo()
         raise
@@ -99,35 +119,54 @@ def passes(answers: Mapping[int, Answer], optional: Container[int]) -> bool:
 
 
 def returning(charges: Sequence[Charge], answers: Sequence[Answer]) -> Steps[list[Answer]]:
-    """Return the units of these charges; return their answers as if none had been made."""
-    calls = []
+    """Return the units of these charges; return their answers as if none had been made.
+
+    `lost` counts the charges whose error leaves open whether they were made.
+    """
+    calls: list[Call] = []
     left: list[Answer] = []
+    totals: dict[tuple[Counter, str], int] = {}
     for (counter, subject, units), answer in zip(charges, answers, strict=True):
-        if isinstance(answer, StoreError):
+        if isinstance(answer, BaseException):
+            lost.unknown += not isinstance(answer, NOT_CHARGED)
             left.append(answer)
             continue
+        # An answer also counts the units of the charges before it, which are returned, too.
+        total = totals.get((counter, subject), 0)
         if answer.charged_ns is not None:
-            calls.append(Call(counter.refund, subject, units, answer.charged_ns))
-        left.append(uncharged(answer, units))
-    if calls:
-        results = yield Together(calls, completes=True)
-        for result in results:
-            if isinstance(result, StoreError):
-                lost.returns += 1
-            elif isinstance(result, BaseException):
-                raise result
+            calls.append(Undo(counter.refund, subject, units, answer.charged_ns))
+            total = totals[counter, subject] = total + units
+        if total:
+            left.append(decision_with(answer, charged_ns=None, remaining=answer.remaining + total))
+        else:
+            left.append(answer)
+    failed: Sequence[object] = calls
+    try:
+        if calls:
+            results = yield Together(calls, completes=True)
+            failed = [each for each in results if isinstance(each, BaseException)]
+    finally:
+        lost.returns += len(failed)
+    _raise_defects(failed)
     return left
+
+
+def _raise_defects(results: Sequence[object]) -> None:
+    """Raise the first exception that is no answer."""
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, StoreError):
+            raise each
 
 
 class _Decision:
     """The answers so far, and the charges that were made."""
 
     def __init__(self, charges: Sequence[Charge], optional: Container[int]) -> None:
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, Any] = {}
+        self.made: list[int] = []
+        """The positions of the charges that were sent; their answers say which were made."""
         self._charges = charges
         self._optional = optional
-        self._charged: list[int] = []
-        self._unknown = 0
         self.cancelled = False
         """True if the caller does not wait any more."""
 
@@ -144,26 +183,19 @@ class _Decision:
         """Charge the groups and look at the charges at these positions, all at the same time."""
         calls = [self._charge(group) for group in groups]
         calls += [Call(self._charges[at][0].peek, *self._charges[at][1:]) for at in looks]
+        for group in groups:  # until the answers are there, any of them may have been charged
+            self.made += group.places
+            self.answers |= dict.fromkeys(group.places, _NO_ANSWER)
         batch = Together(calls, completes=True)
         results = yield batch
         self.cancelled |= batch.cancelled
-        defect: BaseException | None = None
         for group, result in zip(groups, results, strict=False):
-            if isinstance(result, StoreError):
-                self._unknown += isinstance(result, StoreTimeout)
-                self.answers.update(dict.fromkeys(group.places, result))
-            elif isinstance(result, BaseException):
-                defect = defect or result
+            if isinstance(result, BaseException):
+                self.answers |= dict.fromkeys(group.places, result)
             else:
-                self.answers.update(zip(group.places, result, strict=True))
-                self._charged += group.places
-        for at, result in zip(looks, results[len(groups) :], strict=True):
-            if isinstance(result, BaseException) and not isinstance(result, StoreError):
-                defect = defect or result
-            else:
-                self.answers[at] = result
-        if defect is not None:
-            raise defect
+                self.answers |= zip(group.places, result, strict=True)
+        self.answers |= zip(looks, results[len(groups) :], strict=True)
+        _raise_defects(results)
 
     def _charge(self, group: Group) -> Call:
         optional = [place for place, at in enumerate(group.places) if at in self._optional]
@@ -171,8 +203,7 @@ class _Decision:
 
     def undo(self) -> Steps[None]:
         """Return the units of all charges that were made."""
-        lost.unknown += self._unknown
-        places, self._charged = self._charged, []
+        places, self.made = self.made, []
         charges = [self._charges[at] for at in places]
         left = yield from returning(charges, [self.answers[at] for at in places])
-        self.answers.update(zip(places, left, strict=True))
+        self.answers |= zip(places, left, strict=True)

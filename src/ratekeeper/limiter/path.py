@@ -39,7 +39,7 @@ from ratekeeper.core.model import (
     ResultKind,
     decision_with,
 )
-from ratekeeper.core.steps import Ask, Call, Steps, Together, run, run_async
+from ratekeeper.core.steps import Ask, Call, CallerGone, Steps, Together, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.decider import passes, returning
@@ -292,10 +292,23 @@ class CheckPath:
         else:
             may_fail = _MayFail(self.on_failure, undecided)
             call = Call(self._check_together, _charges(undecided), may_fail)
-        answer, *shadow_answers = yield Together([call, *map(_check_call, shadowed)])
+        if not shadowed:
+            try:
+                answer = yield call
+            except StoreError as error:
+                answer = error
+            return _merged(_answers_in(answer, undecided), failures), None
+        # A caller that is cancelled while it waits for a shadow rule has spent nothing.
+        batch = Together([call, *map(_check_call, shadowed)], completes=True)
+        answer, *shadow_answers = yield batch
         if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
             raise answer
-        found = answer if isinstance(answer, list) else [answer] * len(undecided)
+        found = _answers_in(answer, undecided)
+        if batch.cancelled:
+            charged = passes(dict(enumerate(found)), _MayFail(self.on_failure, undecided))
+            if charged:
+                yield from returning(_charges(undecided), found)
+            raise CallerGone
         return _merged(found, failures), shadow_answers
 
     def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
@@ -622,6 +635,11 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
 def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the ids and the subjects of shadow rules that would have denied."""
     return tuple([check.rule.id for check in denied]), tuple([check.subject for check in denied])
+
+
+def _answers_in(answer: Any, checks: RuleChecks) -> list[Answer]:
+    """Return the answer of each rule from that of one check, of several, or an error of all."""
+    return answer if isinstance(answer, list) else [answer] * len(checks)
 
 
 def _check_call(check: RuleCheck) -> Call:

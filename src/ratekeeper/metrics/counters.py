@@ -32,6 +32,7 @@ from ratekeeper.core.errors import StoreUnavailable
 from ratekeeper.core.histogram import LENGTH, Histogram, added
 from ratekeeper.core.model import DEFAULT_NAME, CheckResult, Limit
 from ratekeeper.decide.allowances import AllowanceStats
+from ratekeeper.decide.decider import lost
 from ratekeeper.decide.fleet_monitor import FleetMonitor, FleetNode, GossipCounts, ReportCounts
 from ratekeeper.decide.region_monitor import RegionMonitor, RegionStatus
 from ratekeeper.decide.regional import REGIONS_MAX
@@ -98,6 +99,9 @@ FAMILIES: Final = (
     ),
     MetricFamily("store_seconds", "histogram", "How long calls to a server took.", ("server",)),
     MetricFamily("store_errors", "counter", "Checks that failed in the store, by kind.", ("kind",)),
+    MetricFamily(
+        "lost_charges", "counter", "Charges of denied requests that may stay.", ("reason",)
+    ),
     MetricFamily("server_failures", "counter", "Failed calls to a store's server.", ("server",)),
     MetricFamily("store_states", "gauge", "States in the store."),
     MetricFamily("store_states_max", "gauge", "States that fit the store; 0: it has no limit."),
@@ -705,6 +709,14 @@ class LimiterMetrics:
                 found.put("load_age_seconds", round(age_s, 3), source)
 
 
+def lost_snapshot() -> MetricsSnapshot:
+    """Return what the decider of this process has counted as lost, in all limiters."""
+    found = MetricsSnapshot()
+    found.put("lost_charges", lost.unknown, "unknown")
+    found.put("lost_charges", lost.returns, "return")
+    return found
+
+
 def store_snapshot(monitor: StoreMonitor | None) -> MetricsSnapshot:
     """Return the counts of a remote store; other stores have no monitor and count nothing."""
     found = MetricsSnapshot()
@@ -766,6 +778,7 @@ class ProcessMetrics:
                 self._note("regions", limiter.regions, lambda it: partial(regions_snapshot, it))
             total = MetricsSnapshot()
             total.add(self._deleted)
+            total.add(lost_snapshot())
             for source in self._sources.values():
                 total.add(source.snapshot())
             return self._bounded(total)

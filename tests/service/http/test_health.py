@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ratekeeper.core.errors import StoreUnavailable
+from ratekeeper.decide.decider import lost
 from ratekeeper.decide.store import StoreStats
 from ratekeeper.metrics.counters import FAMILIES, MetricsSnapshot
 from ratekeeper.metrics.tally import RATE_SECONDS
@@ -164,6 +165,15 @@ async def test_every_metric_is_reported() -> None:
         assert f"# HELP ratekeeper_{family.name}" in text
         if not family.labels and family.kind != "gauge":
             assert f"\nratekeeper_{family.name}" in text
+
+
+async def test_lost_charges_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The units of denied requests that may stay charged, by reason."""
+    monkeypatch.setattr(lost, "unknown", 3)
+    async with http_service() as http:
+        found = samples((await http("GET", "/metrics")).body)
+    assert found["ratekeeper_lost_charges_total['unknown']"] == 3
+    assert "ratekeeper_lost_charges_total['return']" in found
 
 
 def counts(allowed: int) -> bytes:

@@ -51,6 +51,7 @@ from ratekeeper.metrics.counters import (
     FAMILIES,
     LimiterMetrics,
     MetricsSnapshot,
+    lost_snapshot,
     put_store,
 )
 from ratekeeper.metrics.prometheus import metric_of
@@ -250,6 +251,7 @@ class WorkerMetrics:
         context = self._context
         found = context.counters.snapshot()
         found.add(self._reading.snapshot())
+        found.add(lost_snapshot())
         found.put("worker_starts", 1)
         found.put("start_time_seconds", context.started_ns / 1e9)
         found.put("build_info", 1, __version__)
