@@ -620,7 +620,7 @@ def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> D
 def charges_in(decision: Decision) -> list[RuleCharge]:
     """Return the rules that a decision charged, as the path has kept them with it."""
     source = decision.source
-    if isinstance(source, tuple) and decision.allowed:  # of a compiled check
+    if type(source) is tuple and decision.allowed:  # of a compiled check
         compiled, request, *times = source
         checks = compiled.owner.charges(request)
         found = zip(checks, *times or [(decision.charged_ns,)], strict=True)

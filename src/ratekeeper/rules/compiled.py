@@ -99,7 +99,7 @@ TERMS_MAX: Final = 1_000
 # The number of remembered shapes.
 SHAPES_MAX: Final = 4_096
 # Longer values are never remembered: clients must not fill the memory.
-MEMORY_VALUE_LENGTH_MAX: Final = 256
+VALUE_LENGTH_MAX: Final = 256
 # Fields that are normalised before they are counted: see CompiledRules.subject_of.
 _NORMALISED: Final = frozenset({"tier", "endpoint", "method"})
 # A longer path is counted by its digest, and so is one with %1F: a client may send any path.
@@ -780,7 +780,7 @@ class CompiledRules:
 def _are_short(values: object) -> bool:
     """Return True if no text is long among these values, one or a tuple of them."""
     for value in values if isinstance(values, tuple) else (values,):
-        if value is not None and len(value) > MEMORY_VALUE_LENGTH_MAX:
+        if value is not None and len(value) > VALUE_LENGTH_MAX:
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Remembered plans: the same as new ones, in bounded memory."""
+"""Remembered shapes: their plans are the same as new ones, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,15 @@ from hypothesis import strategies as st
 from ratekeeper import InvalidKey, Request, parse_limits
 from ratekeeper.core.model import REQUEST_FIELDS
 from ratekeeper.rules import compiled as compiled_module
-from ratekeeper.rules.compiled import MEMORY_VALUE_LENGTH_MAX, CheckPlan, CompiledRules
+from ratekeeper.rules.compiled import VALUE_LENGTH_MAX, CheckPlan, CompiledRules
 from ratekeeper.rules.document.model import MODES, Document, Override, Rule
 from ratekeeper.rules.entries import EntryRow
 from ratekeeper.rules.entry_table import EntryTable
-from ratekeeper.testing import ManualClock
 from tests.rules import requests as drawn
-from tests.rules.test_compiled import NOON, PreparedLimits, clock_at, compiled_of
+from tests.rules.test_compiled import NOON, clock_at, compiled_of
 
 LIMITS = parse_limits("1000/minute")
 PLAIN = Document((Rule("a", ("user",), LIMITS), Rule("b", ("tenant",), LIMITS)))
-
-
-@pytest.fixture(autouse=True)
-def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember each new plan."""
-    monkeypatch.setattr(compiled_module, "REMEMBERED_EVERY", 1)
 
 
 # ── The same as new plans ─────────────────────────────────────────────────────────────────────────
@@ -111,7 +104,7 @@ def described(plan: CheckPlan) -> Any:
     return plan.verdict, *[
         [
             (
-                *(check.gate.limits, check.gate.rule, check.gate_subject, check.units),  # type: ignore[union-attr]  # stand-ins
+                *(check.counter.limits, check.counter.rule, check.counted, check.units),  # type: ignore[union-attr]  # stand-ins
                 *(check.rule, check.step, check.subject, check.cost, check.prepared.limits),
                 *(check.choice.source, check.choice.detail, check.choice.override),
             )
@@ -193,30 +186,8 @@ def test_values_that_are_not_text_are_rejected_each_time(name: str, value: Any) 
 # ── In bounded memory ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_plan_of_a_frequent_request_is_made_once() -> None:
-    """Another user of the same shape has another plan."""
-    compiled = compiled_of(PLAIN)
-    plan = compiled.plan(Request(user="1"), 1)
-    assert compiled.plan(Request(user="1"), 1) is plan
-    assert compiled.plan(Request(user="2"), 1) is not plan
-
-
-def test_one_new_plan_in_several_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowd of clients does not push out the frequent ones."""
-    monkeypatch.setattr(compiled_module, "REMEMBERED_EVERY", 8)
-    compiled = compiled_of(PLAIN)
-    for number in range(80):
-        compiled.plan(Request(user=str(number)), 1)
-    assert sizes(compiled) == (1, 10)
-
-
-def sizes(compiled: CompiledRules) -> tuple[int, int]:
-    """Return the number of remembered shapes and plans."""
-    return len(compiled._shapes), len(compiled._plans)
-
-
 def long_requests() -> Iterator[Request]:
-    long = "/" + "x" * MEMORY_VALUE_LENGTH_MAX
+    long = "/" + "x" * VALUE_LENGTH_MAX
     for name in REQUEST_FIELDS:
         yield Request(**{name: long})
     yield Request(attributes={"region": long})
@@ -224,7 +195,7 @@ def long_requests() -> Iterator[Request]:
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the number of its entries, and in their lengths: clients must not fill it."""
-    monkeypatch.setattr(compiled_module, "MEMORY_MAX", 4)
+    monkeypatch.setattr(compiled_module, "SHAPES_MAX", 4)
     compiled = compiled_of("""
 version: 1
 rules:
@@ -236,13 +207,11 @@ rules:
     for number in range(50):
         for request in (Request(endpoint=f"/a/{number}"), Request(endpoint="/", user=str(number))):
             assert compiled.plan(request, 1).enforced
-            shapes, plans = sizes(compiled)
-            assert 1 <= shapes <= 4
-            assert 1 <= plans <= 4
+            assert 1 <= len(compiled._shapes) <= 4
     for request in long_requests():
         compiled.plan(request, 1)
-    remembered = [*compiled._shapes, *(key[1] for key in compiled._plans)]
-    assert not any(len(text) > MEMORY_VALUE_LENGTH_MAX for text in map(repr, remembered))
+    remembered = [value for values in compiled._shapes for value in values]
+    assert all(value is None or len(value) <= VALUE_LENGTH_MAX for value in remembered)
 
 
 def test_values_that_no_rule_examines_make_no_shapes() -> None:
@@ -252,13 +221,4 @@ def test_values_that_no_rule_examines_make_no_shapes() -> None:
     )
     for number in range(100):
         compiled.plan(Request(user=str(number), ip=f"10.0.0.{number}", endpoint="/a"), 1)
-    assert sizes(compiled) == (1, 100)
-
-
-def test_entries_keep_the_memory_and_a_document_replaces_it() -> None:
-    """The memory depends on nothing but the document."""
-    compiled = compiled_of(PLAIN)
-    plan = compiled.plan(Request(user="1"), 1)
-    assert compiled.with_entries(EntryTable()).plan(Request(user="1"), 1) is plan
-    other = CompiledRules(PLAIN, PreparedLimits, ManualClock().now_ns)
-    assert other.plan(Request(user="1"), 1) is not plan
+    assert len(compiled._shapes) == 1
