@@ -15,19 +15,9 @@ from typing import Any, cast
 
 from ratekeeper.core.model import Consistency, Decision, Limit
 from ratekeeper.core.steps import Ask
-from ratekeeper.decide.allowances import Allowances
-from ratekeeper.decide.fleet_monitor import FleetMonitor
 from ratekeeper.decide.leasing import Authority, LeaseCheck, LeasedAnswer, Report
-from ratekeeper.decide.region_monitor import RegionMonitor
-from ratekeeper.decide.regional import AcrossRegions, RegionalCounts
-from ratekeeper.decide.store import (
-    Answer,
-    Charge,
-    Counter,
-    ForgettingStore,
-    Store,
-    StoreWrapper,
-)
+from ratekeeper.decide.regional import AcrossRegions
+from ratekeeper.decide.store import Answer, Charge, Counter, SharedStore, Store, StoreWrapper
 
 Link = Callable[[Ask], Any]
 
@@ -98,28 +88,12 @@ class AnsweringStore(StoreWrapper):
     """A store that has every answer. Other attributes are those of the store."""
 
     def __init__(self, store: Store, link: Link = in_thread) -> None:
-        super().__init__(store)
+        super().__init__(cast("SharedStore", store))
         self.store = store
         self._link = link
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
-
-    @property
-    def fleet(self) -> FleetMonitor | None:
-        return self.store.fleet
-
-    @property
-    def allowances(self) -> Allowances | None:
-        return self.store.allowances
-
-    @property
-    def regional(self) -> RegionalCounts | None:
-        return self.store.regional
-
-    @property
-    def regions(self) -> RegionMonitor | None:
-        return self.store.regions
 
     def counter(
         self,
@@ -140,21 +114,15 @@ class AnsweringStore(StoreWrapper):
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
     ) -> list[LeasedAnswer]:
         own = [check._replace(counter=_inner(check.counter)) for check in checks]
-        return cast("list[LeasedAnswer]", self.answer(self._authority.lease(own, optional)))
+        return cast("list[LeasedAnswer]", self.answer(self._store.authority.lease(own, optional)))
 
     def report(self, reports: Sequence[Report]) -> list[Answer]:
         own = [report._replace(counter=_inner(report.counter)) for report in reports]
-        return cast("list[Answer]", self.answer(self._authority.report(own)))
+        return cast("list[Answer]", self.answer(self._store.authority.report(own)))
 
     @property
-    def authority(self) -> Authority | None:
-        return None if self.store.authority is None else self
-
-    @property
-    def _authority(self) -> Authority:
-        authority = self.store.authority
-        assert authority is not None
-        return authority
+    def authority(self) -> Authority:
+        return self
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> bool:
         return cast("bool", self.answer(self.store.mark(subject, name, lasts_ns)))
@@ -162,9 +130,6 @@ class AnsweringStore(StoreWrapper):
     def answer(self, value: Any) -> Any:
         """Return a value, or the answer of an Ask."""
         return answer(value, self._link)
-
-    def forget_all(self) -> int:
-        return cast("ForgettingStore", self.store).forget_all()
 
     def close(self) -> None:
         if self._link is on_loop:

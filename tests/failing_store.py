@@ -9,6 +9,7 @@ from ratekeeper import Decision, Limit, StoreUnavailable
 from ratekeeper.core.model import Consistency
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
+from tests.shared_memory import SharedMemory
 
 
 class PartlyFailing(PythonMemoryStore):
@@ -24,6 +25,10 @@ class PartlyFailing(PythonMemoryStore):
         across: AcrossRegions | None = None,
     ) -> Any:
         return _PartlyFailingCounter(self, super().counter(limits, rule, consistency, across), rule)
+
+
+class PartlyFailingShared(PartlyFailing, SharedMemory):
+    """One that several nodes share."""
 
 
 class _PartlyFailingCounter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.decide.allowances import AllowanceKind, AllowanceStats
@@ -13,8 +14,11 @@ from ratekeeper.decide.fleet_monitor import (
     NodeAnswers,
     ReportCounts,
 )
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.store import SharedStore
+from ratekeeper.fleet.settings import Fleet
+from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
+from tests.shared_memory import SharedMemory
 
 
 class StubFleet:
@@ -73,8 +77,16 @@ class StubFleet:
         self.rules_version = version
 
 
-def store_with_fleet() -> PythonMemoryStore:
-    """Return a store in memory that declares a StubFleet."""
-    store = PythonMemoryStore(ManualClock())
-    store.fleet = StubFleet()
-    return store
+class StubFleetStore(FleetStore):
+    """The store of a node in a StubFleet."""
+
+    fleet: Any = None
+
+    def __init__(self, store: SharedStore) -> None:
+        super().__init__(store, Fleet(), ManualClock())
+        self.fleet = StubFleet()
+
+
+def store_with_fleet(store: SharedStore | None = None) -> StubFleetStore:
+    """Return a store in memory, or this one, with a StubFleet."""
+    return StubFleetStore(store or SharedMemory(ManualClock()))

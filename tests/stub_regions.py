@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.decide.region_monitor import LinkStatus, PeerCounts, RegionStatus
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.regions.settings import Regions
+from ratekeeper.regions.store import RegionStore
 from ratekeeper.testing import ManualClock
+from tests.shared_memory import SharedMemory
 
 EU = RegionStatus(
     "eu",
@@ -90,8 +93,19 @@ class StubRegions:
         self.listeners.append(listener)
 
 
-def store_with_regions() -> PythonMemoryStore:
-    """Return a store in memory that declares StubRegions."""
-    store = PythonMemoryStore(ManualClock())
-    store.regions = StubRegions()
-    return store
+class StubRegionStore(RegionStore):
+    """The store of a node in eu, with StubRegions."""
+
+    regions: Any = None
+
+    def __init__(self) -> None:
+        clock = ManualClock()
+        links = {name: SharedMemory(clock) for name in ("eu", "us", "ap")}
+        uris = {name: f"redis://{name}.internal" for name in links}
+        super().__init__(links["eu"], Regions("eu", uris, sync=False), clock, links=links)
+        self.regions = StubRegions()
+
+
+def store_with_regions() -> StubRegionStore:
+    """Return a store in memory with StubRegions."""
+    return StubRegionStore()

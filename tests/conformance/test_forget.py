@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ratekeeper import Limit, Limiter
 from ratekeeper.core.model import AlgorithmName
-from ratekeeper.decide.store import ForgettingStore, LocalStore
+from ratekeeper.decide.store import LocalStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import every_algorithm
 
@@ -14,7 +14,6 @@ def test_all_states_are_forgotten(
     algorithm: AlgorithmName, store: LocalStore, clock: SteppedClock
 ) -> None:
     """Those of every limiter and key, also a cached denial; the number of states is returned."""
-    assert isinstance(store, ForgettingStore)
     minute = Limiter(Limit(1, per=60, algorithm=algorithm), store=store, clock=clock, name="a")
     year = Limiter(Limit(1, per=366 * 86_400), store=store, clock=clock, name="b")
     for key in ("x", "y"):

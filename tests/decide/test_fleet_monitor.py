@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import Limiter
 from ratekeeper.decide.fleet_monitor import FleetMonitor, GossipCounts, ReportCounts
-from ratekeeper.decide.stores import open_store
 from tests.stub_fleet import StubFleet
 
 
 def test_a_store_on_one_machine_is_no_fleet() -> None:
     """Then nothing is reported of nodes."""
-    assert open_store("memory://").fleet is None
+    assert Limiter("2/minute").fleet is None
 
 
 def test_counts_start_empty_and_share_nothing() -> None:

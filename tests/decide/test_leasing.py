@@ -24,7 +24,7 @@ from ratekeeper.decide.leasing import (
     Report,
     lifetime_ns,
 )
-from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryAuthority, MemoryCounter
 from ratekeeper.testing import ManualClock
 from tests.promises.leases import (
     CLOCK_STEPS,
@@ -46,7 +46,7 @@ class _Authority:
 
     def __init__(self, *limits: Limit, start: float = 1_000) -> None:
         self.clock = ManualClock(start)
-        self.store = PythonMemoryStore(self.clock)
+        self.store = MemoryAuthority(self.clock)
         self.counter: MemoryCounter = self.store.counter(limits, "r")
 
     def lease(
@@ -359,7 +359,7 @@ def assert_bounded(
 ) -> None:
     """Play a trace on the reference, and check the bound in every interval."""
     clock = clock_at(start_ns // 1_000 * 1_000)
-    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], (clock_step,), resets=resets)
+    play = LeasePlay(MemoryAuthority(clock), clock, [limit], (clock_step,), resets=resets)
     play.play(steps)
     play.assert_never_over(limit)
 
@@ -404,7 +404,7 @@ def test_never_over_if_a_limit_is_raised(algorithm: AlgorithmName, data: st.Data
     parts = sorted(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
     clock = clock_at(data.draw(starts_ns()) // 1_000 * 1_000)
     earlier = [scaled([limit], Fraction(part, 8)) for part in parts]
-    play = LeasePlay(PythonMemoryStore(clock), clock, [limit], CLOCK_STEPS[:1], earlier=earlier)
+    play = LeasePlay(MemoryAuthority(clock), clock, [limit], CLOCK_STEPS[:1], earlier=earlier)
     play.play(data.draw(lease_traces()))
     assert_never_over(limit, sorted(play.admitted))
 
@@ -415,7 +415,7 @@ def test_never_over_in_any_of_several_leased_limits(
 ) -> None:
     """All limits of a rule keep their bounds."""
     clock = clock_at(start_ns // 1_000 * 1_000)
-    play = LeasePlay(PythonMemoryStore(clock), clock, limits, CLOCK_STEPS[:1])
+    play = LeasePlay(MemoryAuthority(clock), clock, limits, CLOCK_STEPS[:1])
     play.play(steps)
     for limit in limits:
         assert_never_over(limit, sorted(play.admitted))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ratekeeper import Limiter
 from ratekeeper.decide.region_monitor import PeerCounts, RegionMonitor, RegionStatus
-from ratekeeper.decide.stores import open_store
 from tests.stub_regions import StubRegions
 
 
@@ -22,9 +22,9 @@ def test_a_region_that_could_not_be_read_claims_nothing() -> None:
     assert (status.leader, status.age_s, status.share, status.links) == ("", None, 0, ())
 
 
-def test_a_store_without_regions_declares_none() -> None:
+def test_a_limiter_without_regions_has_none() -> None:
     """Then nothing is reported of regions."""
-    assert open_store("memory://").regions is None
+    assert Limiter("2/minute").regions is None
 
 
 @pytest.mark.parametrize("name", [name for name in vars(RegionMonitor) if not name.startswith("_")])

@@ -163,8 +163,8 @@ class WrittenRecord(Record):
 async def _watch_fleet(limiter: AsyncLimiter, record: WrittenRecord) -> None:
     """Write the number of live nodes whenever it changes."""
     last = 0
-    while limiter.store.fleet is not None:
-        live = limiter.store.fleet.live_nodes()
+    while limiter.fleet is not None:
+        live = limiter.fleet.live_nodes()
         if live != last:
             last = live
             record.write([live])
@@ -173,7 +173,7 @@ async def _watch_fleet(limiter: AsyncLimiter, record: WrittenRecord) -> None:
 
 def _answered(limiter: AsyncLimiter) -> dict[str, int]:
     """Return how many checks the node answered, and how many the authority."""
-    found = list(limiter.store.fleet.answers().values()) if limiter.store.fleet else []
+    found = list(limiter.fleet.answers().values()) if limiter.fleet else []
     own = sum(each.allowed + each.denied for each in found)
     return {"own": own, "asked": sum(each.asked for each in found)}
 

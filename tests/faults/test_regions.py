@@ -108,7 +108,7 @@ class Running:
 
     def monitor(self, region: str) -> RegionMonitor:
         """Return the operator's view of a region."""
-        found = self.nodes[region].store.regions
+        found = self.nodes[region].regions
         assert found is not None
         return found
 

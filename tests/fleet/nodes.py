@@ -8,12 +8,13 @@ from ratekeeper import Fleet, StoreError
 from ratekeeper.core.steps import run
 from ratekeeper.decide.leasing import LeaseCheck, LeasedAnswer, Report
 from ratekeeper.decide.store import Answer
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryAuthority
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.reports import Reports
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringStore
+from tests.shared_memory import SharedMemory
 
 
 class Heard:
@@ -34,7 +35,7 @@ class Heard:
 class ControlledAuthority:
     """Passes calls on to a store in memory. A test can make them fail, or late."""
 
-    def __init__(self, store: PythonMemoryStore, clock: ManualClock) -> None:
+    def __init__(self, store: MemoryAuthority, clock: ManualClock) -> None:
         self._store = store
         self._clock = clock
         self.fails: StoreError | None = None
@@ -62,12 +63,11 @@ class ControlledAuthority:
         return self._store.report(reports)
 
 
-class SharedStore(PythonMemoryStore):
-    """The store that nodes share, as if it were on another machine."""
+class SharedStore(SharedMemory):
+    """The store that nodes share. A test controls its authority."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
-        self.is_private = self.is_local = False
         self.controlled = ControlledAuthority(self, clock)
         self.authority = self.controlled
 

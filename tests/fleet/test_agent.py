@@ -57,6 +57,7 @@ from tests.answering import AnsweringStore
 from tests.fleet.stub_gossip import GossipOpener, agents, node_of
 from tests.redis_servers import running, until
 from tests.redis_servers.ports import HOST, free_port
+from tests.shared_memory import SharedMemory
 
 WAIT_S = 20.0
 SECOND = 1_000_000_000
@@ -742,7 +743,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> GossipOpener:
 def test_a_denial_of_one_node_is_known_to_another(opened: GossipOpener) -> None:
     """It is a hint of gossip, and the other node answers without the authority."""
     clock = ManualClock()
-    authority = PythonMemoryStore(clock)
+    authority = SharedMemory(clock)
     stores = [
         AnsweringStore(
             FleetStore(authority, Fleet(gossip="127.0.0.1:7946"), clock, owns_store=False)
@@ -770,7 +771,7 @@ def test_a_denial_of_one_node_is_known_to_another(opened: GossipOpener) -> None:
 def test_the_live_nodes_decide_the_size_of_leases(opened: GossipOpener) -> None:
     """A lease is at most room / (2 × nodes)."""
     clock = ManualClock()
-    store = FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+    store = FleetStore(SharedMemory(clock), Fleet(gossip="127.0.0.1:7946"), clock)
     opened.opened[0].live = 7
     opened.opened[0].given["on_changes"]([MemberChange(2, True)])
     assert store.open_node().live_nodes() == 7
@@ -780,12 +781,12 @@ def test_the_live_nodes_decide_the_size_of_leases(opened: GossipOpener) -> None:
 def test_other_nodes_see_the_version_of_the_rules(opened: GossipOpener) -> None:
     """It changes when other rules are put in force."""
     clock = ManualClock()
-    store = FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+    store = FleetStore(SharedMemory(clock), Fleet(gossip="127.0.0.1:7946"), clock)
     rules = {"version": 1, "rules": [{"id": "a", "by": "user", "limits": "2/minute"}]}
     with Limiter.from_rules(rules, store=store, clock=clock) as limiter:
-        assert limiter.store.fleet is not None
+        assert limiter.fleet is not None
         limiter.use(rules, "v12")
-        assert limiter.store.fleet.nodes()[0].rules_version == "v12"
+        assert limiter.fleet.nodes()[0].rules_version == "v12"
     store.close()
 
 
@@ -794,7 +795,7 @@ def test_gossip_that_cannot_start_stops_the_limiter(opened: GossipOpener) -> Non
     opened.fails = True
     clock = ManualClock()
     with pytest.raises(ConfigError, match="the port is in use"):
-        FleetStore(PythonMemoryStore(clock), Fleet(gossip="127.0.0.1:7946"), clock)
+        FleetStore(SharedMemory(clock), Fleet(gossip="127.0.0.1:7946"), clock)
 
 
 # ── Values ─────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringStore
-from tests.failing_store import PartlyFailing
+from tests.failing_store import PartlyFailingShared
 from tests.fleet.nodes import NodeOfTest, SharedStore
 from tests.redis_servers.waiting import until
 
@@ -145,8 +145,7 @@ class AdmittingFleet:
 def test_a_split_rule_is_charged_where_the_authority_counts_it() -> None:
     """In the part that the check was for: no check reads the counts of the whole subject."""
     clock = ManualClock(1_000)
-    shared = PartlyFailing(clock)
-    shared.is_private = False
+    shared = PartlyFailingShared(clock)
     rules = "version: 1\nrules: [{id: hot, by: user, limits: 80/hour, split: 4, on_failure: local}]"
     with Limiter.from_rules(rules, store=shared, clock=clock) as limiter:
         store = limiter.store

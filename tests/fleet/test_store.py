@@ -26,9 +26,8 @@ from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringCounter, AnsweringStore
-from tests.failing_store import PartlyFailing
+from tests.failing_store import PartlyFailingShared
 from tests.fleet.nodes import NodeOfTest, SharedStore
-from tests.stub_regions import StubRegions
 
 KEY = "user:42"
 
@@ -46,7 +45,6 @@ def test_a_strict_rule_has_the_counter_of_the_authority_itself() -> None:
     store = FleetStore(SharedStore(clock), Fleet(), clock)
     assert type(store.counter(limits_of("5/minute"), "r")) is MemoryCounter
     assert store.node is None
-    assert store.allowances is None
     store.close()
 
 
@@ -68,11 +66,10 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     assert store.stats() == shared.stats()
     assert store.sweep() == 0
     assert (store.is_private, store.is_sharded, store.is_local) == (False,) * 3
-    assert (store.monitor, store.channel) == (None,) * 2
+    assert (store.monitor, store.channel) == (shared.monitor, shared.channel)
     assert store.fleet is not None
     assert [each.is_self for each in store.fleet.nodes()] == [True]
     assert store.authority is shared.authority
-    assert store.allowances is one.node.table
     assert store.fleet.reports() is one.node.counters
 
 
@@ -80,8 +77,7 @@ def test_a_node_says_its_region() -> None:
     """Other nodes, the admin API and `ratekeeper fleet` show it."""
     clock = ManualClock()
     shared = SharedStore(clock)
-    shared.regions = StubRegions()
-    store = FleetStore(shared, Fleet(), clock)
+    store = FleetStore(shared, Fleet(), clock, region="eu")
     store.counter(limits_of("5/minute"), "r", "leased")  # opens the node
     assert store.fleet is not None
     assert [each.region for each in store.fleet.nodes()] == ["eu"]
@@ -309,8 +305,7 @@ def test_a_check_takes_no_lock_of_the_store() -> None:
 def test_an_optional_rule_may_fail_and_the_others_are_charged() -> None:
     """Without `optional`, the failure costs nothing."""
     clock = ManualClock(1_000)
-    inner = PartlyFailing(clock)
-    inner.is_private = inner.is_local = False
+    inner = PartlyFailingShared(clock)
     store = AnsweringStore(FleetStore(inner, Fleet(), clock, owns_store=False))
     failing = store.counter(limits_of("10/hour"), "failing")
     leased = store.counter(limits_of("1000/hour"), "leased", "leased")

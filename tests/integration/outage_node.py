@@ -54,7 +54,7 @@ def settled_nodes(limiter: Limiter) -> int:
 
     A node whose first share comes later, when others have admitted units, has to count it as spent.
     """
-    fleet, shared = limiter.store.fleet, shared_counts_of(limiter.store)
+    fleet, shared = limiter.fleet, shared_counts_of(limiter.store)
     assert fleet is not None
     assert isinstance(shared, NodeTotals)
     totals = shared._totals  # None in a process that is not the agent of its node

@@ -101,7 +101,7 @@ class TwoRegions:
         """Return a node, when its region has its share."""
         node = Node(kind, self.regions(region), self._runner, **more)
         self._stack.callback(node, "close")
-        self._monitors.append(node.limiter.store.regions)
+        self._monitors.append(node.limiter.regions)
         probe = Request(api_key="probe")
         until(lambda: not node("peek", probe, 0).degraded, f"{region} has a share", START_S)
         return node

@@ -25,7 +25,7 @@ from ratekeeper import (
 )
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.stores.memory import PythonMemoryStore
-from ratekeeper.testing import ManualClock
+from ratekeeper.testing import ManualClock, limiting_off
 from tests.clocks import LateClock, ShortClock, TickingClock
 
 SECOND = 1_000_000_000
@@ -102,17 +102,20 @@ async def test_requests_are_counted_by_their_fields(clock: ManualClock) -> None:
     assert await limiter.check(Request(user="v", ip="::1"))
 
 
-def test_the_engine_is_immediate_if_nothing_is_awaited(limiter: AsyncLimiter) -> None:
-    """A caller may use it only where it does the same as `evaluate`."""
+def test_a_limiter_in_memory_answers_at_once(limiter: AsyncLimiter) -> None:
+    """A caller may check without a task, but only where that does the same as `evaluate`."""
     rules = {"version": 1, "rules": [{"id": "users", "by": ["user"], "limits": ["2/minute"]}]}
     ruled = AsyncLimiter.from_rules(rules)
-    assert ruled.immediate_engine is not None
-    assert ruled.immediate_engine.evaluate(Request(user="42"), 1).decision.remaining == 1
+    assert ruled.answers_at_once
+    assert ruled.evaluate_at_once(Request(user="42")).decision.remaining == 1
     ruled.evaluate = ruled.evaluate  # type: ignore[method-assign]  # as tracing replaces it
-    assert ruled.immediate_engine is None
-    assert limiter.immediate_engine is None  # it has no rules
+    assert not ruled.answers_at_once
+    assert limiter.answers_at_once
+    assert limiter.evaluate_at_once("k").decision.remaining == 1
+    with limiting_off():
+        assert limiter.evaluate_at_once("k", 2).kind == "unlimited"
     remote = AsyncLimiter.from_rules(rules, store="redis://127.0.0.1:1")
-    assert remote.immediate_engine is None
+    assert not remote.answers_at_once
 
 
 async def test_wait_sleeps_until_it_fits(limiter: AsyncLimiter, clock: ManualClock) -> None:

@@ -261,7 +261,7 @@ def test_a_node_whose_limiter_is_closed_can_be_read() -> None:
     reading = ProcessMetrics()
     reading.snapshot()
     limiter.close()
-    limiter.store.fleet._stats = None  # type: ignore[union-attr]  # as if a second had passed
+    limiter.fleet._stats = None  # type: ignore[union-attr]  # as if a second had passed
     assert reading.snapshot().values["fleet_checks"]
 
 

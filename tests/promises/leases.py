@@ -16,7 +16,9 @@ from ratekeeper import CapacityError, Decision, Limit
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.allowances import CLAIM_NS
 from ratekeeper.decide.leasing import GiveBack, LateCharge, LeaseCheck, LeaseTerms
-from ratekeeper.decide.store import LocalCounter, LocalStore
+from ratekeeper.decide.store import LocalCounter
+from ratekeeper.decide.stores.memory import MemoryAuthority
+from tests.answering import AnsweringStore
 from tests.clocks import SteppedClock
 from tests.promises.oracles import Admission, assert_never_over
 from tests.promises.strategies import KEY, chunks, limits
@@ -87,7 +89,7 @@ class LeasePlay:
     that were taken under them are given back under them, and late charges may come under any.
     """
 
-    store: LocalStore
+    store: MemoryAuthority | AnsweringStore
     clock: SteppedClock
     limits: Sequence[Limit]
     clock_steps: tuple[str, ...] = ()
@@ -151,7 +153,6 @@ class LeasePlay:
     def _carry_out(self, counter, verb: str, size: int, which: int) -> object:  # type: ignore[no-untyped-def]  # a counter of the store
         capacity = min(limit.capacity for limit in self.limits)
         authority = self.store.authority
-        assert authority is not None
         if verb == "lease":
             cost = (0, 1, 1, 1 + size % capacity)[which % 4]
             lifetime_ns = _LIFETIMES_NS[which // 16 % 4]
@@ -230,7 +231,6 @@ class LeasePlay:
         report = GiveBack(lease.counter, KEY, lease.left, lease.ends_ns)
         self._returned.append((report, self._real_ns))
         authority = self.store.authority
-        assert authority is not None
         return authority.report([report])
 
     def _admit(self, decision: Decision, cost: int) -> None:

@@ -14,9 +14,9 @@ from ratekeeper.core.steps import Ask
 from ratekeeper.decide.leasing import LeaseCheck
 from ratekeeper.decide.regional import AcrossRegions, MemoryRegional, Shares
 from ratekeeper.decide.store import Charge
-from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.regions.store import RegionStore
 from ratekeeper.testing import ManualClock
+from tests.shared_memory import SharedMemory
 
 LIVE = Shares(1, Fraction(1, 2), Fraction(1, 2), 0, ("us",))
 
@@ -53,12 +53,11 @@ class AskingRegional(MemoryRegional):
         return AskingCounter(super().global_counter(limits, rule, across))
 
 
-class RegionalStore(PythonMemoryStore):
-    """A store in memory that counts global limits, as if it were on another machine."""
+class RegionalStore(SharedMemory):
+    """The store of a region in memory, which answers with Asks."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
-        self.is_private = self.is_local = False
         self.counts = self.regional = AskingRegional(clock)
         self.counts._shares = LIVE
 

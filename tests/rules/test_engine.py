@@ -27,12 +27,11 @@ from ratekeeper import (
     StoreFull,
     StoreUnavailable,
 )
-from ratekeeper.core.model import DENIED_NS, CheckResult
+from ratekeeper.core.model import DENIED_NS
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.rules.document.reading import DocumentError
-from ratekeeper.rules.engine import RepeatedCheck
 from ratekeeper.rules.entries import EntryRow
 from ratekeeper.rules.entry_table import EntryTable
 from ratekeeper.rules.explain import Explanation
@@ -557,115 +556,19 @@ def test_raising_a_limit_keeps_spent_units(store: Store, clock: ManualClock) -> 
     assert answers(limiter, ANN, ANN) == [True, False]
 
 
-# ── Repeated requests ─────────────────────────────────────────────────────────────────────────────
-
-PLAIN = """
-version: 1
-tiers: {free: 2/minute, pro: [4/minute, 6/hour]}
-rules:
-  - {id: user, by: user}
-  - {id: tenant, by: tenant, limits: 5/minute}
-deny: ['api_key:sk_stolen']
-"""
-SHADOW = PLAIN.replace("limits: 5/minute", "limits: 5/minute, mode: shadow")
-SPLIT = PLAIN.replace("limits: 5/minute", "limits: 50/minute, split: 2")
-SCALED = PLAIN.replace(
-    "limits: 5/minute", "limits: 5/minute, scale: {source: pushed, low: 0.5, high: 0.9}"
-)
-PENALTY = PLAIN.replace("limits: 5/minute", "limits: 1/minute, penalty: {after: 2, cooldown: 30s}")
-ENDING = (
-    PLAIN
-    + """
-overrides:
-  - {for: {user: ann}, limits: 9/minute, until: "1970-01-01T00:00:30Z"}
-"""
-)
-CLOSED = PLAIN.replace("limits: 5/minute", "limits: 5/minute, on_failure: closed")
-
-REQUESTS = (
-    Request(user="ann", tenant="acme", tier="free"),
-    Request(user="bob", tenant="acme", tier="pro"),
-    Request(user="cid", api_key="sk_stolen"),
-    Request(ip="192.0.2.1"),
-)
-
-
-class Pair:
-    """Two limiters with the same rules and clock: only one of them reuses plans."""
-
-    def __init__(self, rules: str) -> None:
-        self.clock = ManualClock()
-        self.stores = [open_store("memory://", self.clock) for _ in range(2)]
-        self.limiters = [
-            Limiter.from_rules(rules, store=store, clock=self.clock) for store in self.stores
-        ]
-        self.repeated = [RepeatedCheck(request, 1) for request in REQUESTS]
-
-    def check(self) -> None:
-        """Check every request on both limiters and compare the results."""
-        fresh, reusing = self.limiters
-        for repeated in self.repeated:
-            expected = fresh.evaluate(repeated.request, 1)
-            assert _comparable(reusing.evaluate_repeated(repeated)) == _comparable(expected)
-
-
-def _comparable(result: CheckResult) -> Any:
-    """Return a result in a form that can be compared between limiters."""
-    return repr(result.decision), repr(result.applied), *result[2:]
-
-
-@pytest.mark.parametrize("rules", [PLAIN, SHADOW, PENALTY, ENDING, SCALED, CLOSED])
-def test_a_repeated_request_gets_the_same_result_as_a_new_one(rules: str) -> None:
-    """With lists, tiers, shadow rules, penalties and overrides that end; denied, and later."""
-    pair = Pair(rules)
-    for _ in range(3):
-        for _ in range(4):
-            pair.check()
-        pair.clock.advance(20)
-    for limiter in pair.limiters:
-        limiter.use(rules.replace("5/minute", "7/minute"))
-    pair.check()
-    for store in pair.stores:
-        store.close()
-    pair.check()  # answered by the failure policy
-
-
-def test_only_plans_that_cannot_change_are_reused() -> None:
-    """Plans with overrides, load scaling or split rules are made for each request."""
-    for rules, kept in ((PLAIN, True), (SPLIT, False), (SCALED, False), (ENDING, False)):
-        limiter = Limiter.from_rules(rules, clock=ManualClock())
-        repeated = RepeatedCheck(REQUESTS[0], 1)
-        limiter.evaluate_repeated(repeated)
-        assert (repeated.known is not None) == kept
-        assert limiter.compiled_rules.is_steady_for(REQUESTS[0]) == kept
-
-
-def test_a_change_of_an_entry_reaches_repeated_requests() -> None:
-    """A plan that was made before the change is not used again, and the document stays."""
-    limiter = Limiter.from_rules(PLAIN, clock=ManualClock())
-    repeated = RepeatedCheck(Request(user="changed"), 1)
+def test_a_change_of_an_entry_reaches_the_next_request() -> None:
+    """Also one of a client that was checked before, and the entry outlives a new document."""
+    rules = "version: 1\nrules: [{id: tenant, by: tenant, limits: 5/minute}]"
+    limiter = Limiter.from_rules(rules, clock=ManualClock())
+    request = Request(user="changed", tenant="acme")
     entries = EntryTable()
-    assert limiter.evaluate_repeated(repeated).kind == "limited"
+    assert limiter.evaluate(request).kind == "limited"
     for removed, kind in ((False, "blocked"), (True, "limited"), (False, "blocked")):
         entries.apply([EntryRow("deny", "user:changed", "", 1, removed)], 1)
         limiter.use_entries(entries)
-        assert limiter.evaluate_repeated(repeated).kind == kind
-    limiter.use(PLAIN)
-    assert limiter.evaluate_repeated(repeated).kind == "blocked"
-
-
-def test_a_repeated_request_on_asyncio() -> None:
-    """The async limiter gives the same results, in memory and with limiting switched off."""
-
-    async def main() -> list[bool]:
-        async with AsyncLimiter.from_rules(PLAIN, clock=ManualClock()) as limiter:
-            repeated = RepeatedCheck(REQUESTS[0], 1)
-            results = [await limiter.evaluate_repeated(repeated) for _ in range(3)]
-            with limiting_off():
-                results.append(await limiter.evaluate_repeated(repeated))
-            return [result.decision.allowed for result in results]
-
-    assert asyncio.run(main()) == [True, True, False, True]
+        assert limiter.evaluate(request).kind == kind
+    limiter.use(rules)
+    assert limiter.evaluate(request).kind == "blocked"
 
 
 # ── When the store cannot decide some of the rules ────────────────────────────────────────────────

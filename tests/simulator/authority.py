@@ -11,7 +11,7 @@ from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.steps import Call
 from ratekeeper.decide.leasing import LeaseCheck, LeasedAnswer
 from ratekeeper.decide.store import Counter
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryAuthority
 from tests.simulator.checkers import NeverOver
 from tests.simulator.network import EventLoop
 
@@ -24,7 +24,7 @@ class SimulatedAuthority:
     def __init__(self, loop: EventLoop, limits: tuple[Limit, ...], never_over: NeverOver) -> None:
         self._loop = loop
         self._never_over = never_over
-        self.store = PythonMemoryStore(loop)
+        self.store = MemoryAuthority(loop)
         self.counter: Counter = self.store.counter(limits, RULE)
         self.is_up = True
         self._replicas: list[_Replica] = []

@@ -28,7 +28,7 @@ async def regional(tmp_path: Path) -> AsyncIterator[Admin]:
 
 def stub(admin: Admin) -> StubRegions:
     """Return the regions of the limiter's store."""
-    return cast("StubRegions", admin.context.limiter.store.regions)
+    return cast("StubRegions", admin.context.limiter.regions)
 
 
 async def test_a_service_without_regions_has_none(admin: Admin) -> None:

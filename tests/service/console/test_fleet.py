@@ -16,7 +16,7 @@ from ratekeeper.service.console.fleet import NODES_PER_PAGE, warnings_of
 from ratekeeper.service.http.envoys import EnvoyPart, EnvoyStatus
 from tests.service.console.client import ConsoleClient, console_of
 from tests.stub_fleet import StubFleet, store_with_fleet
-from tests.stub_regions import StubRegions
+from tests.stub_regions import store_with_regions
 
 PARTIAL = {"HX-Request": "true"}
 
@@ -24,15 +24,14 @@ PARTIAL = {"HX-Request": "true"}
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[ConsoleClient]:
     """Yield an operator of a node with two others, in one of three regions."""
-    store = store_with_fleet()
-    store.regions = StubRegions()
+    store = store_with_fleet(store_with_regions())
     async with console_of(tmp_path, None, store=store) as found:
         yield await found.log_in("read")
 
 
 def nodes_of(fleet: ConsoleClient) -> list[FleetNode]:
     """Return the nodes that the node of a client knows, for changes."""
-    known = fleet.context.limiter.store.fleet
+    known = fleet.context.limiter.fleet
     assert isinstance(known, StubFleet)
     return known.known
 
@@ -109,7 +108,7 @@ async def test_nodes_are_shown_if_regions_cannot_be_read(
     async def fails() -> Any:
         raise StoreUnavailable("the Redis of region eu does not answer")
 
-    monkeypatch.setattr(fleet.context.limiter.store.regions, "status", fails)
+    monkeypatch.setattr(fleet.context.limiter.regions, "status", fails)
     text = await fleet.get("/fleet")
     assert "The regions cannot be read: the Redis of region eu does not answer" in text
     assert "(this node)" in text

@@ -11,7 +11,7 @@ from ratekeeper.service.console.live import status_of
 from ratekeeper.service.http.activity import Step
 from tests.service.console.client import ConsoleClient, console_of
 from tests.stub_fleet import store_with_fleet
-from tests.stub_regions import StubRegions
+from tests.stub_regions import store_with_regions
 
 
 async def test_the_page_has_the_state(console: ConsoleClient) -> None:
@@ -34,8 +34,7 @@ async def test_a_first_check_is_explained(console: ConsoleClient) -> None:
 
 async def test_a_fleet_and_regions_at_a_glance(tmp_path: Path) -> None:
     """What is wrong is a word, not only a colour."""
-    store = store_with_fleet()
-    store.regions = StubRegions()
+    store = store_with_fleet(store_with_regions())
     async with console_of(tmp_path, None, store=store) as console:
         text = await (await console.log_in("read")).get("")
     assert '<span class="tag warn">1 suspected</span>' in text

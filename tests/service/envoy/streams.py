@@ -10,9 +10,9 @@ from ratekeeper.core.clock import ManualClock
 from ratekeeper.core.errors import StoreUnavailable
 from ratekeeper.core.model import Decision, Request, decision_with
 from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
+from ratekeeper.limiter.path import RuleCharge
 from ratekeeper.rules.compiled import CompiledRules, RuleCheck
 from ratekeeper.rules.document.reading import read
-from ratekeeper.rules.engine import RuleCharge
 from ratekeeper.service.envoy.protocol.messages import (
     RateLimitQuotaResponse,
     RateLimitQuotaUsageReports,
