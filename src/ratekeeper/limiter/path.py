@@ -414,12 +414,25 @@ class CheckPath:
                 decided.append(self._counted(check, answer) if spend else answer)
         if failed:
             self._note_failures(failed, spend=spend)
-        if not failed or not all(decided):
-            decision = combine_decisions(decided)
-            if spend:
-                self._count_check(decision, checks)
-                self._count_degraded(failed, allowed=False, is_local=False)
-            return _with_charges(decision, decided)
+        if failed and all(decided):
+            return self._policy_decision(key, checks, decided, failed, charged=charged, spend=spend)
+        decision = combine_decisions(decided)
+        if spend:
+            self._count_check(decision, checks)
+            self._count_degraded(failed, allowed=False, is_local=False)
+        return _with_charges(decision, decided)
+
+    def _policy_decision(
+        self,
+        key: Key | Request,
+        checks: RuleChecks,
+        decided: Sequence[Decision],
+        failed: Sequence[tuple[RuleCheck, StoreError]],
+        *,
+        charged: bool,
+        spend: bool,
+    ) -> Decision:
+        """Return the decision on a request that the store allows, as far as it could decide."""
         failed_checks = [self._failed_check(check, error) for check, error in failed]
         address = key.ip if isinstance(key, Request) else None
         try:
