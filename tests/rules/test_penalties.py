@@ -44,6 +44,25 @@ def test_the_first_cool_down(store: Store, clock: ManualClock) -> None:
         assert limiter.check(ANN).allowed
 
 
+def test_a_retry_waits_for_the_limit_that_is_longer_than_the_cool_down(
+    store: Store, clock: ManualClock
+) -> None:
+    """Waiting for Retry-After is enough, on every node, also after a cool-down was extended."""
+    rules = RULES.replace("1/second", "1/minute")
+    with (
+        Limiter.from_rules(rules, store=store, clock=clock) as limiter,
+        Limiter.from_rules(rules, store=store, clock=clock) as other,
+    ):
+        assert storm(limiter, 9) == [0, 60, 60, 60, 60, 60, 60, 60, 60]
+        clock.advance(5)
+        denied = other.check(ANN)
+        assert (denied.penalty, denied.retry_after) == ("cooldown", 55)
+        clock.advance(54.999)
+        assert not other.check(ANN)
+        clock.advance(0.001)
+        assert limiter.check(ANN)
+
+
 def test_a_client_that_waits_is_not_penalised(store: Store, clock: ManualClock) -> None:
     """After each of a hundred denials, the client waits for Retry-After and gets no penalty."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:

@@ -23,6 +23,9 @@ knew about the cool-down, do not lead to another one.
 A process reads the cool-down of a subject at most once in LOOK_NS. A cool-down that another node
 gave, or a reset, takes effect after that time at the latest.
 
+A client may retry when the penalty is over and the limits of the rule have room: the later of the
+two is the time to retry.
+
 Every answer to a denied client says that a penalty denied it (`Decision.penalty`). The buckets do
 not say which kind it is. A process knows the kind of a penalty that it gave itself. It reports any
 other one as a block if more is left than all cool-downs together last, and else as a cool-down. So
@@ -43,7 +46,7 @@ from typing import Final, NamedTuple
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
-from ratekeeper.core.errors import StoreError, StoreTimeout
+from ratekeeper.core.errors import CapacityError, StoreError, StoreTimeout
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Decision, Limit, PenaltyKind
 from ratekeeper.core.steps import Call, Steps
@@ -134,6 +137,8 @@ def room_s(settings: PenaltySettings) -> int:
 @dataclass(slots=True)
 class _Tracked:
     denied_until_ns: int = 0
+    limited_until_ns: int = 0
+    """When the limits of the rule would pass again what they last denied."""
     strikes: int = 0
     since_ns: int = 0
     looked_ns: int = -LOOK_NS
@@ -178,6 +183,16 @@ class PenaltyTracker:
             if not left_ns:
                 tracked.penalty = None
                 tracked.no_room_above_ns = FOREVER_NS
+
+    def limited_ns(self, key: TrackedKey, now_ns: int) -> int:
+        """Return how long the limits of the rule deny, apart from its penalties."""
+        tracked = self._tracked.get(key)
+        return 0 if tracked is None else max(tracked.limited_until_ns - now_ns, 0)
+
+    def note_limited(self, key: TrackedKey, until_ns: int) -> None:
+        """Remember when the limits of the rule would pass again what they denied."""
+        with self._lock:
+            self._of(key).limited_until_ns = until_ns
 
     def note_denial(
         self, key: TrackedKey, settings: PenaltySettings, now_ns: int, retry_after_ns: int
@@ -310,6 +325,7 @@ class Penalties:
                     timed_out = isinstance(error, StoreTimeout)
                     continue
                 self.tracker.note_cooldown(key, now_ns, left_ns)
+                yield from self._look_at_limits(check, now_ns, left_ns)
             if left_ns:
                 return (check, self._denied(check, counters, left_ns, now_ns)), failures
         return None, failures
@@ -327,7 +343,15 @@ class Penalties:
         if not left_ns:
             return None
         self.tracker.note_cooldown(_key(check), now_ns, left_ns)
+        yield from self._look_at_limits(check, now_ns, left_ns)
         return self._denied(check, counters, left_ns, now_ns)
+
+    def _look_at_limits(self, check: RuleCheck, now_ns: int, left_ns: int) -> Steps[None]:
+        """During a cool-down, note how long the limits of the rule deny: it may be longer."""
+        if left_ns:
+            with suppress(StoreError, CapacityError):
+                peeked: Decision = yield Call(check.counter.peek, check.counted, check.units)
+                self.tracker.note_limited(_key(check), now_ns + peeked.retry_after_ns)
 
     def _denied(
         self, check: RuleCheck, counters: PenaltyCounters, left_ns: int, now_ns: int
@@ -335,12 +359,13 @@ class Penalties:
         is_block = left_ns > counters.all_cooldowns_ns or self.tracker.is_block(_key(check))
         kind: PenaltyKind = "block" if is_block else "cooldown"
         limit = check.prepared.limits[0]
+        wait_ns = max(left_ns, self.tracker.limited_ns(_key(check), now_ns))
         return Decision(
             allowed=False,
             policy=limit,
             remaining=0,
-            retry_after_ns=left_ns,
-            reset_after_ns=left_ns,
+            retry_after_ns=wait_ns,
+            reset_after_ns=wait_ns,
             rule=check.rule.id,
             decided_ns=now_ns,
             penalty=kind,
@@ -355,6 +380,8 @@ class Penalties:
             if counters is None or check.rule.id != decision.rule:
                 continue
             key, now_ns, retry_ns = _key(check), self._now_ns(), decision.retry_after_ns
+            if decision.penalty is None:
+                self.tracker.note_limited(key, now_ns + retry_ns)
             if self.tracker.note_denial(key, counters.settings, now_ns, retry_ns):
                 try:
                     with suppress(StoreError):
