@@ -205,10 +205,9 @@ class RegionStore(StoreWrapper):
 
 
 def require_shared(store: Store, region: str) -> SharedStore:
-    """Return the store of a region. Raises ConfigError, and closes it, if it is local."""
+    """Return the store of a region. Raises ConfigError if it is local."""
     found = shared_store(store)
     if found is None:
-        store.close()
         raise ConfigError(
             f"the store of the region {region!r} cannot count global limits; "
             f'use a Redis, for example stores={{"{region}": "redis://localhost"}}'
