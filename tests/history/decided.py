@@ -50,13 +50,11 @@ def decided_events(
     clock = ManualClock(START_S)
     events: list[DecisionEvent] = []
     with Limiter.from_rules(read(rules) if isinstance(rules, str) else rules, clock=clock) as real:
-        engine = real._engine
-        assert engine is not None
         if entries is not None:
-            engine.use_entries(entries)
+            real.use_entries(entries)
         for number, (at_s, request, cost) in enumerate(asked):
             clock.advance_ns(START_S * 10**9 + round(at_s * 10**6) * 1_000 - clock.now_ns())
-            result = engine.evaluate(request, cost)
+            result = real.evaluate(request, cost)
             noted: Any = (
                 clock.now_ns(),
                 result,

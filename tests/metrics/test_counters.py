@@ -324,8 +324,7 @@ class _RemoteStore:
     def __init__(self) -> None:
         self.hits = {"users": 2, "trial": 9}
         self.monitor = self
-        self.fleet = None
-        self.regions = None
+        self.is_local = False
 
     def counters(self) -> dict[str, int]:
         return {"denied_cache_hits": 11, "coalesced_checks": 7}

@@ -16,7 +16,7 @@ from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName, decision_with
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.leasing import Lease
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.memory import MemoryAuthority
 from tests.answering import AnsweringStore
 from tests.clocks import SteppedClock
 from tests.conformance.stores import PATIENCE
@@ -79,7 +79,7 @@ def played(
         clock.step_ns = 1_000
         prefix = f"leases{seed}"
         store = (
-            PythonMemoryStore(clock)
+            MemoryAuthority(clock)
             if place == "reference"
             else opened(running(kind).uri, clock, prefix)
         )

@@ -157,14 +157,6 @@ def test_an_override_ends_and_leaves_the_one_before() -> None:
     assert not compiled.entries.overrides
 
 
-def test_a_plan_may_be_kept_for_requests_without_overrides() -> None:
-    """An override of one customer does not slow down the others."""
-    compiled = with_rows(override("a", {"user": "1"}))
-    assert not compiled.is_steady_for(ALICE)
-    assert compiled.is_steady_for(Request(user="2"))
-    assert not compiled.is_steady_for(Request(user="7"))
-
-
 def test_gates_are_shared_by_equal_terms() -> None:
     """A thousand customers with the same factor need one counter."""
     rows = [override(f"o{number}", {"user": f"u{number}"}) for number in range(10)]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 from ratekeeper.core.clock import Clock
-from ratekeeper.core.errors import ConfigError, StoreError, StoreUnavailable
+from ratekeeper.core.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.core.model import DEFAULT_NAME, Consistency, Decision, Limit, Limits
 from ratekeeper.core.steps import Ask, Call, Steps, Together, asking
 from ratekeeper.decide.decider import Group, alone, deciding
@@ -87,6 +87,20 @@ def resetting(
             f"the counts were reset, but not in {', '.join(failed)}; reset again when these "
             f"regions can be reached ({reasons})"
         )
+
+
+def _timing_out(
+    together: Callable[..., Any], checks: Sequence[Charge], optional: Container[int]
+) -> Steps[list[Answer]]:
+    """Check several subjects. Raises StoreTimeout if none of them was answered in time.
+
+    Then a thread makes no further call to this server for the same request (`Together`).
+    """
+    answers: list[Answer] = yield Call(together, checks, optional)
+    for answer in answers:
+        if not isinstance(answer, StoreTimeout):
+            return answers
+    raise answers[0]  # type: ignore[misc]  # all of them are errors
 
 
 class RegionStore(StoreWrapper):
@@ -179,9 +193,14 @@ class RegionStore(StoreWrapper):
         regional, shared = places
         if not shared:
             return together(checks, optional)
-        groups = [Group(together, regional)] if regional else []
+        groups = [Group(self._regional_together, regional)] if regional else []
         groups += [Group(alone, [at]) for at in shared]
         return asking(deciding, groups, checks, optional)
+
+    def _regional_together(
+        self, checks: Sequence[Charge], optional: Container[int]
+    ) -> list[Answer] | Ask:
+        return asking(_timing_out, self._store.check_together, checks, optional)
 
     # ── Shutdown ───────────────────────────────────────────────────────────────────────────────
 
@@ -205,10 +224,9 @@ class RegionStore(StoreWrapper):
 
 
 def require_shared(store: Store, region: str) -> SharedStore:
-    """Return the store of a region. Raises ConfigError, and closes it, if it is local."""
+    """Return the store of a region. Raises ConfigError if it is local."""
     found = shared_store(store)
     if found is None:
-        store.close()
         raise ConfigError(
             f"the store of the region {region!r} cannot count global limits; "
             f'use a Redis, for example stores={{"{region}": "redis://localhost"}}'
