@@ -208,6 +208,7 @@ rules:
         for request in (Request(endpoint=f"/a/{number}"), Request(endpoint="/", user=str(number))):
             assert compiled.plan(request, 1).enforced
             assert 1 <= len(compiled._shapes) <= 4
+            assert 1 <= len(compiled._by_rules) <= 4
     for request in long_requests():
         compiled.plan(request, 1)
     remembered = [value for values in compiled._shapes for value in values]

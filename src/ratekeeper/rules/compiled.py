@@ -379,6 +379,7 @@ class CompiledRules:
     __slots__ = (
         "_assign",
         "_assigned",
+        "_by_rules",
         "_compile_check",
         "_has_overrides",
         "_has_rollouts",
@@ -420,6 +421,8 @@ class CompiledRules:
         self.table = RuleTable(document.rules)
         self._read = self.table.read
         self._shapes: dict[Values, Shape] = {}
+        # The same shapes by their rules: a new path usually leads to the rules of another one.
+        self._by_rules: dict[tuple[str | None, tuple[tuple[int, ...], ...]], Shape] = {}
         self._compile_check = compile_check
         self._lists: tuple[Lists, ...] = ()
         self._assign = document.assign
@@ -462,22 +465,24 @@ class CompiledRules:
     def compiled(self, request: Request) -> tuple[Shape, RequestCheck] | None:
         """Return the shape and the compiled check of a request, for a cost of 1.
 
-        None for a request without one, and for one whose shape is not known yet: `plan` learns it.
+        None for a request without one.
         """
         if request.digests is not None:
             return None
         if self._lists and self._listed(request)[0] is not None:
             return None
         values = self._read(request)
+        tier = values[-1]
         if self._is_extended:
-            values = self.table.values_of(request, self.tier_of(request))
+            tier = self.tier_of(request)
+            values = self.table.values_of(request, tier)
         try:
             shape = self._shapes.get(values)
-        except TypeError:  # a value that is not text
-            return None
-        if shape is None or shape.check is None:
-            return None
-        if self._has_overrides and self._is_overridden(request):
+        except TypeError:  # a value that is not text: the match rejects it
+            shape = None
+        if shape is None:
+            shape = self._shape_of(values, request, tier)
+        if shape.check is None or (self._has_overrides and self._is_overridden(request)):
             return None
         return shape, shape.check
 
@@ -520,18 +525,24 @@ class CompiledRules:
 
     def _shape_of(self, values: Values, matched: Request, tier: str | None) -> Shape:
         """Return the shape of requests with these values, and remember it."""
-        parts = tuple(
-            [
-                (candidates, self._fixed(candidates[0], matched, tier))
-                for candidates in self.table.match(values)
-            ]
-        )
-        shape = Shape(parts, self._compile_check)
-        if _are_short(values):
-            if len(self._shapes) >= SHAPES_MAX:
+        found = self.table.match(values)
+        key = tier, tuple([self._key_of(candidates, matched) for candidates in found])
+        shape = self._by_rules.get(key)
+        if shape is None:
+            parts = [(each, self._fixed(each[0], matched, tier)) for each in found]
+            shape = Shape(tuple(parts), self._compile_check)
+        if _are_short(values) and _are_short(tier):
+            if len(self._shapes) >= SHAPES_MAX or len(self._by_rules) >= SHAPES_MAX:
                 self._shapes.clear()
-            self._shapes[values] = shape
+                self._by_rules.clear()
+            self._shapes[values] = self._by_rules[key] = shape
         return shape
+
+    def _key_of(self, candidates: Sequence[CompiledRule], matched: Request) -> tuple[int, ...]:
+        """Return what the part of a shape follows from: the matching rules, and the units."""
+        first = candidates[0]
+        units = self.cost_of(first, matched) if first.costs else 0
+        return (units, *[each.order for each in candidates])
 
     def _fixed(self, rule: CompiledRule, matched: Request, tier: str | None) -> _Fixed | None:
         prepared = self._rules[rule.order]
