@@ -457,7 +457,12 @@ def _check_of_rules(
     """Return a check that calls `fallback` for anything but a Request whose check is compiled."""
 
     def check(request: Request, cost: int = 1) -> Decision:
-        if type(request) is Request and cost == 1 and not switches.limiting_off:
+        if (
+            type(request) is Request
+            and type(cost) is int
+            and cost == 1
+            and not switches.limiting_off
+        ):
             found = engine.compiled_rules.compiled(request)
             if found is not None:
                 decision = found[1].check(request)

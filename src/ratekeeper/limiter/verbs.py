@@ -85,7 +85,10 @@ class LimiterVerbs:
     def _plan(self, key: Key | Request, cost: int, what: str = "cost") -> CheckPlan:
         """Return the charges of a check. Raises InvalidKey, InvalidCost and ConfigError."""
         if self._engine is not None:
-            return self._engine.compiled_rules.plan(request_of(key), units_of(cost, what))
+            # Nearly every call has these types, which need no further examination.
+            request = key if type(key) is Request else request_of(key)
+            units = cost if type(cost) is int and cost >= 0 else units_of(cost, what)
+            return self._engine.compiled_rules.plan(request, units)
         assert self._own is not None, "a limiter has rules or limits"  # noqa: S101 - ours
         return self._own.plan(key, units_of(cost, what))
 
@@ -99,7 +102,7 @@ class LimiterVerbs:
         if switches.limiting_off:
             self._plan(key, cost)
             return CheckResult(self._unlimited(), kind="unlimited")
-        if self._engine is not None and type(key) is Request and cost == 1:
+        if self._engine is not None and type(key) is Request and type(cost) is int and cost == 1:
             found = self._engine.compiled_rules.compiled(key)
             decision = None if found is None else found[1].check(key)
             if found is not None and decision is not None:
