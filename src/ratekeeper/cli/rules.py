@@ -1212,6 +1212,7 @@ def _open_existing(uri: str) -> Store:
         asyncio.run(counts.set_shares(_ONLY_SHARE, 0))
         shared = cast("Any", store)
         shared.regional = counts
+        shared.monitor = shared.channel = None  # there are no servers and no messages
         return FleetStore(only_region(shared, clock), Fleet(), clock)
     if scheme == "shared" and not Path(unquote(urlsplit(uri).path)).exists():
         # Opening it would create it, with this user as its owner.
