@@ -164,9 +164,12 @@ class Instrumented:
     def _replace(self) -> dict[str, Any]:
         """Replace the limiter's methods; return the instance's own attributes of these names."""
         limiter = self._limiter
-        names = ("check", "evaluate", "evaluate_all")
-        verbs = {name: getattr(limiter, name) for name in names}
-        replaced = {name: vars(limiter).get(name) for name in names}
+        verbs: dict[str, Callable[..., Any]] = {
+            "check": limiter.check,
+            "evaluate": limiter.evaluate,
+            "evaluate_all": limiter.evaluate_all,
+        }
+        replaced = {name: vars(limiter).get(name) for name in verbs}
         is_async = isinstance(limiter, AbstractAsyncContextManager)
         for name, verb in verbs.items():
             setattr(limiter, name, self._traced_async(verb) if is_async else self._traced(verb))
