@@ -334,7 +334,11 @@ def test_states_of_another_version_are_refused_and_not_changed(
     at = value.index(b"\xcf") + 2 if field == b"orders" else 0  # an 8-byte number of msgpack
     other = value[:at] + bytes([value[at] | 0x10]) + value[at + 1 :]
     raw.hset(key, field, other)
-    for verb in (prepared.check, prepared.peek, lambda subject, units: prepared.refund(subject, units, None)):
+    for verb in (
+        prepared.check,
+        prepared.peek,
+        lambda subject, units: prepared.refund(subject, units, None),
+    ):
         with pytest.raises(StoreUnavailable, match="another version of Ratekeeper"):
             verb("k", 1)
     assert raw.hget(key, field) == other

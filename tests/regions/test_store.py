@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,7 +32,15 @@ from ratekeeper.fleet.store import FleetStore
 from ratekeeper.regions.exchange import RegionSync
 from ratekeeper.regions.store import RegionStore
 from ratekeeper.testing import ManualClock
-from tests.answering import AnsweringCounter, AnsweringStore, Link, answer, awaited, in_thread, on_loop
+from tests.answering import (
+    AnsweringCounter,
+    AnsweringStore,
+    Link,
+    answer,
+    awaited,
+    in_thread,
+    on_loop,
+)
 from tests.redis_servers.waiting import until
 from tests.regions.stores import RegionalStore, asking, two_regions
 
@@ -283,9 +292,8 @@ async def test_a_cancelled_request_has_spent_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     answers.set()
-    async with asyncio.timeout(20):
-        while answer(regional.peek(KEY, 0)).remaining != 10:
-            await asyncio.sleep(0)
+    returned = partial(until, lambda: answer(regional.peek(KEY, 0)).remaining == 10)
+    await asyncio.to_thread(returned, "the units are returned", 20)
     assert answer(shared.peek(KEY, 0)).remaining == 5  # the region's share
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from ratekeeper.control.follow import TOPIC
 from ratekeeper.service.admin import entry_files
+from ratekeeper.testing import ManualClock
 from tests.service.admin.client import Admin, admin, template
+from tests.shared_memory import SharedMemory
 
 __all__ = ["admin", "template"]  # fixtures, found by name
 
@@ -55,10 +57,12 @@ async def test_an_import_is_as_safe_as_a_single_change(admin: Admin) -> None:
     assert [each["line"] for each in found["problems"]] == [3]
 
 
-async def test_an_import_is_announced(admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_import_is_announced(admin: Admin) -> None:
     """On the channel of the store, as a single change is."""
     channel = Mock()
-    monkeypatch.setattr(admin.context.limiter.store, "channel", channel)
+    store = SharedMemory(ManualClock())
+    store.channel = channel
+    admin.context.limiter._store = store
     made = (await admin.call("POST", "/entries/import", content=GOOD)).json()
     channel.publish.assert_called_once_with(TOPIC, str(made["seq"]))
 

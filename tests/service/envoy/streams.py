@@ -133,7 +133,8 @@ class FakeLimiter:
     def __init__(self, rules: str, clock: ManualClock) -> None:
         self._memory = PythonMemoryStore(clock)
         self._clock = clock
-        self.cells: FakeCells | None = FakeCells(clock)
+        self.cells = FakeCells(clock)
+        self.is_local = False
         self.store = self
         self.use(rules)
 
@@ -167,5 +168,4 @@ class FakeLimiter:
 
     def _answer(self, decision: Decision) -> Decision:
         """Return it, or what a failure policy would answer."""
-        assert self.cells is not None
         return decision_with(decision, degraded=True) if self.cells.fails else decision

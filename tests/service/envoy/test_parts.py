@@ -34,7 +34,6 @@ class PartTest:
     @property
     def cells(self) -> FakeCells:
         """The cells of the store."""
-        assert self.limiter.cells is not None
         return self.limiter.cells
 
     def part(self, node: str = "a") -> RatePart:

@@ -90,7 +90,6 @@ class RateTest(StreamTest):
     @property
     def cells(self) -> FakeCells:
         """The cells of the store."""
-        assert self.limiter.cells is not None
         return self.limiter.cells
 
     def table(self) -> shares.Table:

@@ -39,6 +39,7 @@ class FakeLimiter:
     def __init__(self, channel: FakeChannel | None) -> None:
         self.store = self
         self.channel = channel
+        self.is_local = channel is None
 
 
 def directory(channel: FakeChannel | None, *names: str) -> EnvoyDirectory:

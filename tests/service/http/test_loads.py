@@ -11,9 +11,12 @@ import msgspec
 import pytest
 
 from ratekeeper import AsyncLimiter, ConfigError, StoreUnavailable
+from ratekeeper.decide.store import Store
 from ratekeeper.rules.load import LoadReading
 from ratekeeper.service.http import loads
 from ratekeeper.service.http.loads import SharedLoads
+from ratekeeper.testing import ManualClock
+from tests.shared_memory import SharedMemory
 
 SCALE = {"source": "jobs", "low": 100, "high": 500, "smoothing": 0}
 RULES: dict[str, Any] = {
@@ -22,9 +25,11 @@ RULES: dict[str, Any] = {
 }
 
 
-def worker(folder: Path | None, rules: dict[str, Any] = RULES) -> tuple[AsyncLimiter, SharedLoads]:
+def worker(
+    folder: Path | None, rules: dict[str, Any] = RULES, store: str | Store = "memory://"
+) -> tuple[AsyncLimiter, SharedLoads]:
     """Return the limiter of a worker, and its loads."""
-    limiter = AsyncLimiter.from_rules(rules)
+    limiter = AsyncLimiter.from_rules(rules, store=store)
     return limiter, SharedLoads(limiter, folder)
 
 
@@ -167,10 +172,12 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_push_reaches_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker subscribes once its rules follow a pushed load, and again after an error."""
     monkeypatch.setattr(loads, "IDLE_SECONDS", 0.01)
-    (one, pushing), (other, following) = worker(None), worker(None, {"version": 1})
-    channel = FakeChannel()
+    store, channel = SharedMemory(ManualClock()), FakeChannel()
+    store.channel = channel
+    (_, pushing), (other, following) = (
+        worker(None, rules, store) for rules in (RULES, {"version": 1})
+    )
     channel.error = StoreUnavailable("gone")
-    one.store.channel = other.store.channel = channel  # type: ignore[misc]  # a stub
     assert pushing.push("jobs", 340) is False
     task = asyncio.create_task(following.keep_following())
     other.use(RULES)
