@@ -1,4 +1,4 @@
-"""The compiled check of a request (kernel/requests.c) against the Python path.
+"""The compiled check of a request (kernel/requests_module.c) against the Python path.
 
 Two limiters have the same rules and the same clock. The first is on the kernel's table, which
 compiles the checks of requests. The second is on the Python store, which compiles nothing, so that

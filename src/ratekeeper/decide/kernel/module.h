@@ -1,4 +1,4 @@
-/* Shared by the files of the binding: module.c (quotas), requests.c and allowances_module.c. */
+/* Shared by the files of the binding: module.c (quotas), requests_module.c and allowances_module.c. */
 #ifndef RK_MODULE_H
 #define RK_MODULE_H
 

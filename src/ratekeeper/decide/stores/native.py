@@ -45,7 +45,7 @@ from ratekeeper.decide.store import (
 log = logging.getLogger("ratekeeper")
 
 REOPEN_SECONDS: Final = 1.0
-# Of one compiled check; RULES_MAX in kernel/requests.c.
+# Of one compiled check; RULES_MAX in kernel/requests_module.c.
 REQUEST_RULES_MAX: Final = 8
 # The latest time that the kernel accepts, in 2096. Only a bucket that takes decades to fill is not
 # full by then.
