@@ -122,7 +122,7 @@ class _FromThreads(Client):
         return self._pool.submit(getattr(self._limiter, verb), key, *units)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        checks = [(self._limiter._counter, subject, 1) for subject in subjects]
+        checks = [(self._limiter._own.counter, subject, 1) for subject in subjects]
         return self._pool.submit(lambda: decisions_of(answer(self.store.check_together(checks))))
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class _FromTasks(Client):
         return asyncio.run_coroutine_threadsafe(called, self.loop)
 
     def start_all(self, subjects: Sequence[str]) -> Future[list[Decision]]:
-        checks = [(self._limiter._counter, subject, 1) for subject in subjects]
+        checks = [(self._limiter._own.counter, subject, 1) for subject in subjects]
 
         async def decide() -> list[Decision]:
             return decisions_of(await awaited(self.store.check_together(checks)))
