@@ -15,13 +15,30 @@ from ratekeeper.fastapi import RateLimit
 from tests.walks import SOURCE, Walk, documented, recorded, resolved, section, walk_of
 
 IN_MEMORY = "Follow a request: Limiter.check in memory"
+RULES_IN_MEMORY = "Follow a request: two rules in memory"
 FASTAPI = "Follow a request: the FastAPI middleware"
+RULES = """
+version: 1
+rules:
+  - {id: orders, match: {endpoint: "/v1/*"}, by: user, limits: 100/minute}
+  - {id: tenants, by: tenant, limits: 1000/minute}
+"""
 
 
 def walk_of_a_check() -> Walk:
     """Record a check whose key the kernel does not take itself."""
     limiter = Limiter("100/minute", by=["user"])
     requests = [Request(user=str(number)) for number in range(2)]
+    limiter.check(requests[0])
+    with recorded() as walk:
+        limiter.check(requests[1])
+    return walk
+
+
+def walk_of_rules(document: str) -> Walk:
+    """Record a check by rules whose shape is known."""
+    limiter = Limiter.from_rules(document, follow=False)
+    requests = [Request(user=str(number), tenant="t", endpoint="/v1/a") for number in range(2)]
     limiter.check(requests[0])
     with recorded() as walk:
         limiter.check(requests[1])
@@ -61,9 +78,18 @@ def test_a_plain_key_crosses_no_python() -> None:
     assert walk.steps == []
 
 
-def test_the_c_functions_of_the_section_exist() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_document_follows_a_check_by_rules(count: int) -> None:
+    """One rule or two: the functions of the section, in that order, and then the kernel."""
+    named = documented(RULES_IN_MEMORY)
+    document = "\n".join(RULES.splitlines()[: 3 + count])
+    assert named == walk_of_rules(document).steps
+
+
+@pytest.mark.parametrize("heading", [IN_MEMORY, RULES_IN_MEMORY])
+def test_the_c_functions_of_the_section_exist(heading: str) -> None:
     """Each is defined in the file that the section names."""
-    named = re.findall(r"`(\w+\.c)` `(\w+)`", section(IN_MEMORY))
+    named = re.findall(r"`(\w+\.c)` `(\w+)`", section(heading))
     assert named
     for file, function in named:
         source = (SOURCE / "decide/kernel" / file).read_text(encoding="utf-8")
@@ -83,7 +109,7 @@ async def test_the_document_follows_a_request_through_fastapi(
 
 def print_walks() -> None:
     """Print the rows of the tables in docs/architecture.md."""
-    for walk in (walk_of_a_check(), asyncio.run(walk_through_fastapi())):
+    for walk in (walk_of_a_check(), walk_of_rules(RULES), asyncio.run(walk_through_fastapi())):
         for step in walk.steps:
             print(f"| `{step}` | |")
         print()

@@ -12,7 +12,7 @@ from ratekeeper import Decision, Fleet, Limit, StoreUnavailable
 from ratekeeper.core.rates import limits_of
 from ratekeeper.decide.allowances import DENIED_NS_MAX, Replaced
 from ratekeeper.fleet import node as nodes
-from ratekeeper.fleet.gates import NodeCounter
+from ratekeeper.fleet.counters import NodeCounter
 from ratekeeper.testing import ManualClock
 from tests.fleet.nodes import NodeOfTest, SharedStore
 

@@ -20,7 +20,7 @@ from ratekeeper.decide.leasing import GiveBack, LateCharge, Report
 from ratekeeper.decide.store import Answer
 from ratekeeper.fleet import node as nodes
 from ratekeeper.fleet import reports
-from ratekeeper.fleet.gates import NodeCounter
+from ratekeeper.fleet.counters import NodeCounter
 from ratekeeper.fleet.store import FleetStore
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringStore

@@ -22,7 +22,7 @@ from ratekeeper.core.model import CONSISTENCIES, Consistency
 from ratekeeper.core.rates import limits_of
 from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
 from ratekeeper.fleet import node as nodes
-from ratekeeper.fleet.gates import NodeCounter
+from ratekeeper.fleet.counters import NodeCounter
 from ratekeeper.fleet.store import FleetStore, JointCalls, deciding, fleet_store_of
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringCounter, AnsweringStore

@@ -24,7 +24,7 @@ from ratekeeper.decide.leasing import (
 )
 from ratekeeper.decide.store import Answer, Counter
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.redis.gates import REPORTS_MAX
+from ratekeeper.decide.stores.redis.counters import REPORTS_MAX
 from ratekeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import AnsweringCounter, answer, awaited

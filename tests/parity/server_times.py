@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratekeeper.core.model import Decision
 from ratekeeper.decide.store import LocalCounter
 from ratekeeper.decide.stores.redis.codec import NS_PER_US, ReplyDecoder
-from ratekeeper.decide.stores.redis.gates import RedisCounter
+from ratekeeper.decide.stores.redis.counters import RedisCounter
 from tests.answering import AnsweringCounter
 
 

@@ -21,7 +21,7 @@ STEPS = 1_000
 SHARDS = 10
 
 
-def apply(step: Step, kernel: _kernel.Gate, reference: ReferenceCounter) -> tuple[Any, Any]:
+def apply(step: Step, kernel: _kernel.Counter, reference: ReferenceCounter) -> tuple[Any, Any]:
     """Apply the step to both; return both answers."""
     verb, subject, units, now_ns = step.verb, step.subject, step.units, step.now_ns
     if verb in ("check", "peek"):
@@ -52,14 +52,14 @@ def trace(seed: int, table: _kernel.Table, *, count: int = STEPS, owes: bool = F
     limits = random_limits(random)
     rule = f"trace-{seed}"
     states: States = {}
-    kernel = _kernel.Gate(table, limits, rule)
+    kernel = _kernel.Counter(table, limits, rule)
     reference = ReferenceCounter(states, limits, rule)
     rewinds = random.random() < 0.5
     compared = 0
     for number, step in enumerate(steps(random, limits, count, rewinds=rewinds, owes=owes)):
         if step.verb == "change":
             limits = changed(random, limits)
-            kernel = _kernel.Gate(table, limits, rule)
+            kernel = _kernel.Counter(table, limits, rule)
             reference = ReferenceCounter(states, limits, rule)
         elif step.verb == "sweep":
             table.sweep(step.now_ns)

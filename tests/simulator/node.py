@@ -1,6 +1,6 @@
 """A node of a simulated fleet: the real counters, reports and gossip, driven by virtual time.
 
-The node's code is the same as in production: `fleet/gates.py`, `fleet/reports.py`, the table of
+The node's code is the same as in production: `fleet/counters.py`, `fleet/reports.py`, the table of
 allowances, and the state machine of gossip. Where it yields a Call of the authority, the call
 travels through the simulated network (`Run`). Events of the loop replace the threads of a process:
 one for the reports, one for gossip.
@@ -17,8 +17,8 @@ from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.allowances import PythonAllowances
 from ratekeeper.decide.failure import LocalCheck
 from ratekeeper.decide.store import Counter
+from ratekeeper.fleet.counters import NodeCounter
 from ratekeeper.fleet.datagrams import Address, Message
-from ratekeeper.fleet.gates import NodeCounter
 from ratekeeper.fleet.gossip import Gossip
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.outage import NodeTotals

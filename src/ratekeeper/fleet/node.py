@@ -1,10 +1,10 @@
-"""The state that the gates of a node share: its table, the authority, and the other nodes.
+"""The state that the counters of a node share: its table, the authority, and the other nodes.
 
-A node answers checks from its table of allowances (`decide/allowances.py`). Gates ask the authority
-if the table has no answer (`gates.py`), and one thread reports pending charges and unspent leases
-to it (`reports.py`). Other nodes are known through two small interfaces: `live_nodes` counts them,
-and `Hints` announces at once that a subject is denied or nearly at its limit. The defaults are for
-a node without others; gossip replaces them.
+A node answers checks from its table of allowances (`decide/allowances.py`). Counters ask the
+authority if the table has no answer (`counters.py`), and one thread reports pending charges and
+unspent leases to it (`reports.py`). Other nodes are known through two small interfaces:
+`live_nodes` counts them, and `Hints` announces at once that a subject is denied or nearly at its
+limit. The defaults are for a node without others; gossip replaces them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FleetStore: a store that answers checks in the node where the rules allow it.
 
 It wraps the store that is the authority. Strict rules use the counters of that store directly,
-without extra cost. The other rules use the counters of `gates.py`.
+without extra cost. The other rules use the counters of `counters.py`.
 
 `check_together` decides rules of different consistency: all pass or none is charged. It first
 spends the units that the node has, then asks the authority for the rest in one call. If the
@@ -47,7 +47,7 @@ from ratekeeper.decide.store import (
 )
 from ratekeeper.decide.stores import open_local_store
 from ratekeeper.fleet.agent import NodeAgent
-from ratekeeper.fleet.gates import NodeCounter, leasing, reporting
+from ratekeeper.fleet.counters import NodeCounter, leasing, reporting
 from ratekeeper.fleet.node import Node
 from ratekeeper.fleet.outage import NodeTotals
 from ratekeeper.fleet.reports import ReportThread
@@ -62,7 +62,7 @@ _Spent = tuple[int, NodeCounter, Decision]
 class FleetStore(StoreWrapper):
     """The store of a node: limiters can share it.
 
-    The table of the node is opened for the first gate that is not strict, or at once if the node
+    The table of the node is opened for the first counter that is not strict, or at once if the node
     gossips. `owns_store` is True if closing this store also closes the one that it wraps.
     """
 
@@ -94,7 +94,7 @@ class FleetStore(StoreWrapper):
 
     @property
     def node(self) -> Node | None:
-        """The state that the gates share; None until a limit that is not strict is prepared."""
+        """The state that the counters share; None until a limit that is not strict is prepared."""
         return self._node
 
     @property

@@ -22,12 +22,12 @@ LIMIT = Limit(1, per=1, capacity=3, algorithm="leaky_bucket", name="n")
 
 
 @pytest.fixture
-def gate() -> _kernel.Gate:
-    return _kernel.Gate(_kernel.Table(None, capacity=100), (LIMIT,), "orders")
+def gate() -> _kernel.Counter:
+    return _kernel.Counter(_kernel.Table(None, capacity=100), (LIMIT,), "orders")
 
 
 @pytest.fixture
-def decisions(gate: _kernel.Gate) -> list[Decision]:
+def decisions(gate: _kernel.Counter) -> list[Decision]:
     """Two allowed decisions, the second with a delay, and a denied one."""
     return [gate.check("k", cost, 0) for cost in (1, 2, 1)]
 
@@ -199,7 +199,7 @@ def test_a_number_that_closes_the_table_is_an_error_and_not_a_crash() -> None:
     """Reading an argument may run any code, so the table is checked afterwards."""
     for verb in ("check", "peek", "refund", "grant"):
         table = _kernel.Table(None, capacity=100)
-        gate = _kernel.Gate(table, (LIMIT,), "")
+        gate = _kernel.Counter(table, (LIMIT,), "")
         arguments = (None, 0) if verb in ("refund", "grant") else (0,)
         with pytest.raises(StoreUnavailable, match="closed"):
             getattr(gate, verb)("k", Closes(table), *arguments)
@@ -208,7 +208,7 @@ def test_a_number_that_closes_the_table_is_an_error_and_not_a_crash() -> None:
 def test_a_cost_above_64_bits_never_fits() -> None:
     """Not even with the largest capacity and the largest grant."""
     largest = Limit(10**9, per=1)
-    gate = _kernel.Gate(_kernel.Table(None, capacity=100), (largest,), "")
+    gate = _kernel.Counter(_kernel.Table(None, capacity=100), (largest,), "")
     gate.grant("k", 10**9, None, 0)
     for cost in (2 * 10**9 + 1, 10**30):
         with pytest.raises(CapacityError):
@@ -227,7 +227,7 @@ def test_a_patched_check_is_called(
 def test_up_to_ten_thousand_charges_are_one_call() -> None:
     """More are an error that says so; anything but gates of the table is one, too."""
     table = _kernel.Table(None, capacity=100_000)
-    gate = _kernel.Gate(table, (Limit(10, per=1),), "r")
+    gate = _kernel.Counter(table, (Limit(10, per=1),), "r")
     checks = [(gate, f"key-{number % 5_000}", 3) for number in range(10_000)]
     assert {answer.remaining for answer in table.check_all(checks, (), 0)} == {7, 4}
     denied = table.check_all(checks, (), 0)
@@ -235,9 +235,9 @@ def test_up_to_ten_thousand_charges_are_one_call() -> None:
     assert {answer.remaining for answer in denied} == {4, 1}
     with pytest.raises(ConfigError, match="10001 checks in one call are more than 10000"):
         table.check_all([*checks, checks[0]], (), 0)
-    other = _kernel.Gate(_kernel.Table(None, capacity=100), (LIMIT,), "r")
+    other = _kernel.Counter(_kernel.Table(None, capacity=100), (LIMIT,), "r")
     for wrong in ((other, "k", 1), (None, "k", 1), (gate, 1, 1), (gate, "k"), [gate, "k", 1]):
-        with pytest.raises(TypeError, match="a gate of this table, a subject and a cost"):
+        with pytest.raises(TypeError, match="a counter of this table, a subject and a cost"):
             table.check_all([wrong], (), 0)  # type: ignore[list-item]  # the point
 
 
@@ -251,7 +251,7 @@ def test_the_positions_of_a_call_are_read_only_after_a_failure() -> None:
 
     log = Limit(10, per=1, algorithm="sliding_window_log")
     table = _kernel.Table(None, capacity=100, log_bytes=256)
-    gate = _kernel.Gate(table, (log,), "r")
+    gate = _kernel.Counter(table, (log,), "r")
     assert all(table.check_all([(gate, "a", 1), (gate, "b", 1)], Closing(), 0))
     full = [(gate, f"key-{number}", 1) for number in range(9)]
     assert [type(answer) for answer in table.check_all(full, Closing(), 0)] == [

@@ -46,7 +46,7 @@ class Table:
     def close(self) -> None: ...
 
 @final
-class Gate:
+class Counter:
     @property
     def limits(self) -> tuple[model.Limit, ...]: ...
     def __new__(cls, table: Table, limits: tuple[model.Limit, ...], rule: str) -> Self: ...
@@ -84,7 +84,7 @@ class RequestCheck:
     def __new__(
         cls,
         table: Table,
-        rules: tuple[tuple[Gate, str, int, Counted], ...],
+        rules: tuple[tuple[Counter, str, int, Counted], ...],
         counted: Counted,
         owner: object,
         sample: Callable[[tuple[str, ...]], object],

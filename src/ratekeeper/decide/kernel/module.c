@@ -568,9 +568,9 @@ PyTypeObject rk_table_type = {
     .tp_members = rk_table_members,
 };
 
-/* ---- Gate ---- */
+/* ---- Counter ---- */
 
-typedef rk_gate_object gate_object;
+typedef rk_counter_object counter_object;
 
 static PyTypeObject fast_check_type;
 
@@ -604,7 +604,7 @@ static bool read_algorithm(PyObject *limit, rk_limit *numbers)
 
 /* The location of a limit's states depends on the rule's name and the limit's identity, and not on
  * numbers that may change. */
-static bool read_identity(gate_object *self, PyObject *limit, rk_limit *numbers)
+static bool read_identity(counter_object *self, PyObject *limit, rk_limit *numbers)
 {
     PyObject *identity = PyObject_GetAttrString(limit, "identity");
     PyObject *full =
@@ -626,7 +626,7 @@ static bool read_identity(gate_object *self, PyObject *limit, rk_limit *numbers)
     return text != NULL;
 }
 
-static bool fits_slab(gate_object *self, PyObject *limit, const rk_limit *numbers)
+static bool fits_slab(counter_object *self, PyObject *limit, const rk_limit *numbers)
 {
     if (numbers->algorithm != RK_SLIDING_WINDOW_LOG)
         return true;
@@ -643,7 +643,7 @@ static bool fits_slab(gate_object *self, PyObject *limit, const rk_limit *number
     return false;
 }
 
-static bool read_limit(gate_object *self, PyObject *limit, rk_limit *numbers)
+static bool read_limit(counter_object *self, PyObject *limit, rk_limit *numbers)
 {
     return read_algorithm(limit, numbers) && read_number(limit, "limit", &numbers->limit) &&
            read_number(limit, "capacity", &numbers->capacity) &&
@@ -654,7 +654,7 @@ static bool read_limit(gate_object *self, PyObject *limit, rk_limit *numbers)
            read_identity(self, limit, numbers) && fits_slab(self, limit, numbers);
 }
 
-static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *counter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"table", "limits", "rule", NULL};
     PyObject *table, *limits, *rule;
@@ -663,12 +663,12 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(limits);
     if (count < 1 || count > RK_LIMITS_MAX) {
-        PyErr_Format(error_config, "a gate has 1 to %d limits, not %zd", RK_LIMITS_MAX, count);
+        PyErr_Format(error_config, "a counter has 1 to %d limits, not %zd", RK_LIMITS_MAX, count);
         return NULL;
     }
     if (!rk_table_is_open((rk_table_object *)table))
         return NULL;
-    gate_object *self = (gate_object *)type->tp_alloc(type, 0);
+    counter_object *self = (counter_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     self->table = (rk_table_object *)Py_NewRef(table);
@@ -683,7 +683,7 @@ static PyObject *gate_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int gate_traverse(gate_object *self, visitproc visit, void *arg)
+static int counter_traverse(counter_object *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->table);
     Py_VISIT(self->limits);
@@ -692,13 +692,13 @@ static int gate_traverse(gate_object *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int gate_clear(gate_object *self)
+static int counter_clear(counter_object *self)
 {
     Py_CLEAR(self->slow);
     return 0;
 }
 
-static void gate_dealloc(gate_object *self)
+static void counter_dealloc(counter_object *self)
 {
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->table);
@@ -723,12 +723,12 @@ bool rk_try_again(rk_table_object *self, rk_wait_function wait, rk_hash hash, rk
     return *status == RK_OK;
 }
 
-static bool try_again(gate_object *self, rk_hash hash, rk_status *status)
+static bool try_again(counter_object *self, rk_hash hash, rk_status *status)
 {
     return rk_try_again(self->table, rk_wait, hash, status);
 }
 
-static rk_status check_hash(gate_object *self, rk_hash hash, int64_t now_ns, int64_t cost,
+static rk_status check_hash(counter_object *self, rk_hash hash, int64_t now_ns, int64_t cost,
                             bool spend, rk_decision *decision)
 {
     rk_status status;
@@ -785,15 +785,15 @@ const char *rk_plain_check(rk_table_object *table, PyObject *const *args, Py_ssi
     return plain_key(args[0], length);
 }
 
-/* The hash of a subject under the rule of a gate. */
-static rk_hash hash_of(const gate_object *gate, const char *bytes, Py_ssize_t length)
+/* The hash of a subject under the rule of a counter. */
+static rk_hash hash_of(const counter_object *counter, const char *bytes, Py_ssize_t length)
 {
-    return rk_group_hash(rk_subject_hash(gate->table->table, bytes, (size_t)length),
-                         gate->numbers[0].rule);
+    return rk_group_hash(rk_subject_hash(counter->table->table, bytes, (size_t)length),
+                         counter->numbers[0].rule);
 }
 
 /* check(key, cost=1), the fast path. */
-static PyObject *fast_check_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs,
+static PyObject *fast_check_check(counter_object *self, PyObject *const *args, Py_ssize_t nargs,
                                   PyObject *kwnames)
 {
     int64_t cost;
@@ -840,7 +840,7 @@ static bool parse_units(PyObject *value, int64_t *units)
 }
 
 /* The arguments that check, refund and grant share. */
-static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, PyObject *now,
+static bool parse_call(counter_object *self, PyObject *subject, PyObject *units, PyObject *now,
                        call *parsed)
 {
     Py_ssize_t length;
@@ -855,10 +855,10 @@ static bool parse_call(gate_object *self, PyObject *subject, PyObject *units, Py
     return true;
 }
 
-static PyObject *raise_capacity(gate_object *gate, PyObject *cost, int limit)
+static PyObject *raise_capacity(counter_object *counter, PyObject *cost, int limit)
 {
     PyObject *error = PyObject_CallFunctionObjArgs(error_capacity, cost,
-                                                   PyTuple_GET_ITEM(gate->limits, limit), NULL);
+                                                   PyTuple_GET_ITEM(counter->limits, limit), NULL);
     if (error != NULL)
         PyErr_SetObject(error_capacity, error);
     Py_XDECREF(error);
@@ -870,7 +870,7 @@ static bool is_refusal(rk_status status)
     return status == RK_FULL || status == RK_LOG_FULL || status == RK_CROWDED;
 }
 
-static PyObject *decide(gate_object *self, PyObject *const *args, Py_ssize_t nargs, bool spend)
+static PyObject *decide(counter_object *self, PyObject *const *args, Py_ssize_t nargs, bool spend)
 {
     call c;
     if (nargs != 2 && nargs != 3) {
@@ -891,12 +891,12 @@ static PyObject *decide(gate_object *self, PyObject *const *args, Py_ssize_t nar
     return rk_make_decision(self->limits, self->rule, &decision);
 }
 
-static PyObject *gate_check(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *counter_check(counter_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     return decide(self, args, nargs, true);
 }
 
-static PyObject *gate_peek(gate_object *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *counter_peek(counter_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     return decide(self, args, nargs, false);
 }
@@ -917,7 +917,7 @@ static bool parse_charged(PyObject *value, int64_t *charged_ns)
     return true;
 }
 
-static PyObject *gate_refund(gate_object *self, PyObject *args)
+static PyObject *counter_refund(counter_object *self, PyObject *args)
 {
     PyObject *subject, *units, *charged, *now = Py_None;
     int64_t charged_ns;
@@ -935,7 +935,7 @@ static PyObject *gate_refund(gate_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *gate_owe(gate_object *self, PyObject *args)
+static PyObject *counter_owe(counter_object *self, PyObject *args)
 {
     PyObject *subject, *units, *now = Py_None;
     call c;
@@ -954,7 +954,7 @@ static PyObject *gate_owe(gate_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *gate_grant(gate_object *self, PyObject *args)
+static PyObject *counter_grant(counter_object *self, PyObject *args)
 {
     PyObject *subject, *units, *ttl, *now = Py_None;
     call c;
@@ -977,7 +977,7 @@ static PyObject *gate_grant(gate_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *gate_reset(gate_object *self, PyObject *subject)
+static PyObject *counter_reset(counter_object *self, PyObject *subject)
 {
     call c;
     rk_status status;
@@ -995,11 +995,11 @@ static PyObject *gate_reset(gate_object *self, PyObject *subject)
 }
 
 /* Make a FastCheck; None if the time comes from another clock than the kernel's. */
-static PyObject *gate_fast_check(gate_object *self, PyObject *slow)
+static PyObject *counter_fast_check(counter_object *self, PyObject *slow)
 {
     if (self->table->now != NULL && !self->table->is_real)
         Py_RETURN_NONE;
-    gate_object *fast = (gate_object *)fast_check_type.tp_alloc(&fast_check_type, 0);
+    counter_object *fast = (counter_object *)fast_check_type.tp_alloc(&fast_check_type, 0);
     if (fast == NULL)
         return NULL;
     fast->table = (rk_table_object *)Py_NewRef(self->table);
@@ -1011,44 +1011,44 @@ static PyObject *gate_fast_check(gate_object *self, PyObject *slow)
     return (PyObject *)fast;
 }
 
-static PyObject *fast_check_counted(gate_object *self, PyObject *unused)
+static PyObject *fast_check_counted(counter_object *self, PyObject *unused)
 {
     (void)unused;
     return Py_BuildValue("(LL)", (long long)self->allowed, (long long)self->denied);
 }
 
-static PyMethodDef gate_methods[] = {
-    {"check", (PyCFunction)(void (*)(void))gate_check, METH_FASTCALL,
-     "check($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Gate.check."},
-    {"peek", (PyCFunction)(void (*)(void))gate_peek, METH_FASTCALL,
-     "peek($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Gate.peek."},
-    {"refund", (PyCFunction)gate_refund, METH_VARARGS,
+static PyMethodDef counter_methods[] = {
+    {"check", (PyCFunction)(void (*)(void))counter_check, METH_FASTCALL,
+     "check($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Counter.check."},
+    {"peek", (PyCFunction)(void (*)(void))counter_peek, METH_FASTCALL,
+     "peek($self, subject, cost, now_ns=None, /)\n--\n\nSee decide.store.Counter.peek."},
+    {"refund", (PyCFunction)counter_refund, METH_VARARGS,
      "refund($self, subject, units, charged_ns, now_ns=None, /)\n--\n\nReturn units."},
-    {"owe", (PyCFunction)gate_owe, METH_VARARGS,
+    {"owe", (PyCFunction)counter_owe, METH_VARARGS,
      "owe($self, subject, units, now_ns=None, /)\n--\n\nCharge units; the excess is owed."},
-    {"grant", (PyCFunction)gate_grant, METH_VARARGS,
+    {"grant", (PyCFunction)counter_grant, METH_VARARGS,
      "grant($self, subject, units, ttl_ns, now_ns=None, /)\n--\n\nAdd extra units."},
-    {"reset", (PyCFunction)gate_reset, METH_O, "Forget a subject."},
-    {"fast_check", (PyCFunction)gate_fast_check, METH_O, "See decide.store.Gate.fast_check."},
+    {"reset", (PyCFunction)counter_reset, METH_O, "Forget a subject."},
+    {"fast_check", (PyCFunction)counter_fast_check, METH_O, "See decide.store.Counter.fast_check."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef gate_members[] = {
-    {"limits", T_OBJECT, offsetof(gate_object, limits), READONLY, "The limits, in order."},
+static PyMemberDef counter_members[] = {
+    {"limits", T_OBJECT, offsetof(counter_object, limits), READONLY, "The limits, in order."},
     {NULL, 0, 0, 0, NULL},
 };
 
-PyTypeObject rk_gate_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Gate",
+PyTypeObject rk_counter_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.Counter",
     .tp_doc = "One rule's limits on one table.",
-    .tp_basicsize = sizeof(gate_object),
+    .tp_basicsize = sizeof(counter_object),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = gate_new,
-    .tp_dealloc = (destructor)gate_dealloc,
-    .tp_traverse = (traverseproc)gate_traverse,
-    .tp_clear = (inquiry)gate_clear,
-    .tp_methods = gate_methods,
-    .tp_members = gate_members,
+    .tp_new = counter_new,
+    .tp_dealloc = (destructor)counter_dealloc,
+    .tp_traverse = (traverseproc)counter_traverse,
+    .tp_clear = (inquiry)counter_clear,
+    .tp_methods = counter_methods,
+    .tp_members = counter_members,
 };
 
 static PyMethodDef fast_check_methods[] = {
@@ -1061,12 +1061,12 @@ static PyMethodDef fast_check_methods[] = {
 
 static PyTypeObject fast_check_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ratekeeper.decide.kernel._kernel.FastCheck",
-    .tp_doc = "A gate's check with a plain key.",
-    .tp_basicsize = sizeof(gate_object),
+    .tp_doc = "A counter's check with a plain key.",
+    .tp_basicsize = sizeof(counter_object),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_dealloc = (destructor)gate_dealloc,
-    .tp_traverse = (traverseproc)gate_traverse,
-    .tp_clear = (inquiry)gate_clear,
+    .tp_dealloc = (destructor)counter_dealloc,
+    .tp_traverse = (traverseproc)counter_traverse,
+    .tp_clear = (inquiry)counter_clear,
     .tp_methods = fast_check_methods,
 };
 
@@ -1083,22 +1083,24 @@ typedef struct {
 
 static PyObject *check_at(const charging *c, int at) { return PyTuple_GET_ITEM(c->checks, at); }
 
-static gate_object *gate_at(const charging *c, int at)
+static counter_object *counter_at(const charging *c, int at)
 {
-    return (gate_object *)PyTuple_GET_ITEM(check_at(c, at), 0);
+    return (counter_object *)PyTuple_GET_ITEM(check_at(c, at), 0);
 }
 
 static bool parse_check(charging *c, int at)
 {
     PyObject *check = check_at(c, at);
     if (!PyTuple_Check(check) || PyTuple_GET_SIZE(check) != 3 ||
-        !Py_IS_TYPE(PyTuple_GET_ITEM(check, 0), &rk_gate_type) ||
-        gate_at(c, at)->table != c->table || !PyUnicode_Check(PyTuple_GET_ITEM(check, 1))) {
-        PyErr_SetString(PyExc_TypeError, "a check is a gate of this table, a subject and a cost");
+        !Py_IS_TYPE(PyTuple_GET_ITEM(check, 0), &rk_counter_type) ||
+        counter_at(c, at)->table != c->table || !PyUnicode_Check(PyTuple_GET_ITEM(check, 1))) {
+        PyErr_SetString(PyExc_TypeError,
+                        "a check is a counter of this table, a subject and a cost");
         return false;
     }
-    gate_object *gate = gate_at(c, at);
-    c->charges[at] = (rk_charge){.limits = gate->numbers, .count = gate->count, .status = RK_OK};
+    counter_object *counter = counter_at(c, at);
+    c->charges[at] =
+        (rk_charge){.limits = counter->numbers, .count = counter->count, .status = RK_OK};
     return parse_units(PyTuple_GET_ITEM(check, 2), &c->charges[at].cost);
 }
 
@@ -1116,7 +1118,7 @@ static bool parse_checks(charging *c, PyObject *now)
         const char *bytes = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(check_at(c, i), 1), &length);
         if (bytes == NULL)
             return false;
-        c->charges[i].subject = hash_of(gate_at(c, i), bytes, length);
+        c->charges[i].subject = hash_of(counter_at(c, i), bytes, length);
     }
     return true;
 }
@@ -1183,7 +1185,8 @@ static PyObject *answer_at(const charging *c, int at)
 {
     const rk_charge *charge = &c->charges[at];
     if (charge->status == RK_OK)
-        return rk_make_decision(gate_at(c, at)->limits, gate_at(c, at)->rule, &charge->decision);
+        return rk_make_decision(counter_at(c, at)->limits, counter_at(c, at)->rule,
+                                &charge->decision);
     rk_raise_status(c->table, charge->status);
     return store_error();
 }
@@ -1209,7 +1212,7 @@ static PyObject *check_parsed(charging *c, PyObject *now)
     c->table->waited = false;
     bool decided = parse_checks(c, now) && charge(c, &status, &at);
     if (decided && status == RK_CAPACITY)
-        return raise_capacity(gate_at(c, at), PyTuple_GET_ITEM(check_at(c, at), 2),
+        return raise_capacity(counter_at(c, at), PyTuple_GET_ITEM(check_at(c, at), 2),
                               c->charges[at].decision.speaker);
     if (decided && status == RK_OK) {
         note_charges(c);
@@ -1352,13 +1355,13 @@ static int add_contents(PyObject *module)
         !import_names("ratekeeper.core.model", models, model_places))
         return -1;
     if (PyType_Ready(&decision_type) < 0 || PyType_Ready(&rk_table_type) < 0 ||
-        PyType_Ready(&rk_gate_type) < 0 || PyType_Ready(&fast_check_type) < 0 ||
+        PyType_Ready(&rk_counter_type) < 0 || PyType_Ready(&fast_check_type) < 0 ||
         PyType_Ready(&rk_counted_type) < 0 || PyType_Ready(&rk_request_check_type) < 0 ||
         PyType_Ready(&rk_allowances_type) < 0 || PyType_Ready(&rk_allowance_gate_type) < 0)
         return -1;
     if (PyModule_AddObjectRef(module, "Decision", (PyObject *)&decision_type) < 0 ||
         PyModule_AddObjectRef(module, "Table", (PyObject *)&rk_table_type) < 0 ||
-        PyModule_AddObjectRef(module, "Gate", (PyObject *)&rk_gate_type) < 0 ||
+        PyModule_AddObjectRef(module, "Counter", (PyObject *)&rk_counter_type) < 0 ||
         PyModule_AddObjectRef(module, "FastCheck", (PyObject *)&fast_check_type) < 0 ||
         PyModule_AddObjectRef(module, "Counted", (PyObject *)&rk_counted_type) < 0 ||
         PyModule_AddObjectRef(module, "RequestCheck", (PyObject *)&rk_request_check_type) < 0 ||

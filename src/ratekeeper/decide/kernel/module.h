@@ -1,4 +1,5 @@
-/* Shared by the files of the binding: module.c (quotas), requests_module.c and allowances_module.c. */
+/* Shared by the files of the binding: module.c (quotas), requests_module.c and allowances_module.c.
+ */
 #ifndef RK_MODULE_H
 #define RK_MODULE_H
 
@@ -26,7 +27,7 @@ typedef struct {
     bool closing;
 } rk_table_object;
 
-/* A Gate is one rule's limits on a table, and a FastCheck is its check with a plain key. */
+/* A Counter is one rule's limits on a table, and a FastCheck is its check with a plain key. */
 typedef struct {
     PyObject_HEAD rk_table_object *table;
     PyObject *limits, *rule;
@@ -34,9 +35,9 @@ typedef struct {
     int64_t allowed, denied; /* by a FastCheck; the interpreter's lock protects them */
     int count;
     rk_limit numbers[RK_LIMITS_MAX];
-} rk_gate_object;
+} rk_counter_object;
 
-extern PyTypeObject rk_table_type, rk_gate_type, rk_counted_type, rk_request_check_type;
+extern PyTypeObject rk_table_type, rk_counter_type, rk_counted_type, rk_request_check_type;
 extern PyTypeObject rk_allowances_type, rk_allowance_gate_type;
 
 PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *decided);

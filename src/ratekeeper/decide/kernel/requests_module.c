@@ -47,7 +47,7 @@ static void count(counted_object *counted, bool allowed)
 /* ---- RequestCheck ---- */
 
 typedef struct {
-    rk_gate_object *counter;
+    rk_counter_object *counter;
     PyObject *field;
     counted_object *counted;
     int64_t units;
@@ -67,7 +67,7 @@ static bool read_rule(request_check *self, PyObject *given, rule *into)
 {
     PyObject *counter, *field, *counted;
     long long units;
-    if (!PyArg_ParseTuple(given, "O!ULO!", &rk_gate_type, &counter, &field, &units,
+    if (!PyArg_ParseTuple(given, "O!ULO!", &rk_counter_type, &counter, &field, &units,
                           &rk_counted_type, &counted))
         return false;
     Py_ssize_t length;
@@ -78,7 +78,7 @@ static bool read_rule(request_check *self, PyObject *given, rule *into)
         PyErr_SetString(PyExc_ValueError, "the field or the units of a rule are too long");
         return false;
     }
-    into->counter = (rk_gate_object *)Py_NewRef(counter);
+    into->counter = (rk_counter_object *)Py_NewRef(counter);
     into->field = Py_NewRef(field);
     into->counted = (counted_object *)Py_NewRef(counted);
     into->units = units;
@@ -179,7 +179,7 @@ static bool read_charges(const request_check *self, PyObject *request, rk_charge
         return false;
     for (int i = 0; i < self->count; i++) {
         const rule *rule = &self->rules[i];
-        const rk_gate_object *counter = rule->counter;
+        const rk_counter_object *counter = rule->counter;
         char subject[SUBJECT_MAX];
         size_t length = write_subject(rule, values[i], subject);
         if (length == 0)
@@ -313,7 +313,7 @@ static PyObject *decision_of(request_check *self, PyObject *request, const rk_ch
 {
     rk_decision combined;
     int tightest = combine(self, charges, &combined);
-    const rk_gate_object *counter = self->rules[tightest].counter;
+    const rk_counter_object *counter = self->rules[tightest].counter;
     PyObject *decision = rk_make_decision(counter->limits, counter->rule, &combined);
     PyObject *source = decision ? source_of(self, request, charges, combined.allowed) : NULL;
     if (source == NULL) {

@@ -151,10 +151,10 @@ class KernelStore:
         rule: str,
         consistency: Consistency = "strict",
         across: AcrossRegions | None = None,
-    ) -> _kernel.Gate:
+    ) -> _kernel.Counter:
         require_strict(consistency)
         require_regional(across)
-        return _kernel.Gate(self._table, tuple(limits), rule)
+        return _kernel.Counter(self._table, tuple(limits), rule)
 
     def request_check(
         self,
@@ -170,7 +170,9 @@ class KernelStore:
             # Only this method writes them.
             return cast("_kernel.Counted", counts.setdefault(rule, _kernel.Counted()))
 
-        own = cast("Sequence[tuple[_kernel.Gate, str, int, str]]", rules)  # counters of this store
+        own = cast(
+            "Sequence[tuple[_kernel.Counter, str, int, str]]", rules
+        )  # counters of this store
         parts = tuple(
             [(counter, field, units, counted(rule)) for counter, field, units, rule in own]
         )

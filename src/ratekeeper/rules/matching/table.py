@@ -366,7 +366,7 @@ class _ByNetwork:
             version, number = address
             for length, shift in self._lengths[version].items():
                 # A plain tuple equals a Network.
-                known = self._prefixes.get((version, length, number >> shift))  # type: ignore[call-overload]
+                known = self._prefixes.get((version, length, number >> shift))  # type: ignore[call-overload]  # likewise
                 if known is not None:
                     found += known
 

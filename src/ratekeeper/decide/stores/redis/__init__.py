@@ -12,7 +12,7 @@ Read in this order:
     driver         calls carried out: send, retry, redirect
     denial_cache   checks that need no call
     coalescing     checks that share a call
-    gates, store   the part that a limiter sees
+    counters, store   the part that a limiter sees
     pubsub         messages between processes
     findings, health, audit
                    the part that an operator sees

@@ -37,13 +37,13 @@ from ratekeeper.decide.stores.redis.breakers import BreakerListener
 from ratekeeper.decide.stores.redis.cells import RedisCells
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.config import RedisConfig
-from ratekeeper.decide.stores.redis.denial_cache import DenialCache
-from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
-from ratekeeper.decide.stores.redis.gates import (
+from ratekeeper.decide.stores.redis.counters import (
     JointCheck,
     RedisCounter,
     reporting,
 )
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
+from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
 from ratekeeper.decide.stores.redis.health import (
     RedisHealth,
     count_states,

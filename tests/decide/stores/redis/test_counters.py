@@ -18,8 +18,8 @@ from ratekeeper.core.steps import Call, Steps, run
 from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
+from ratekeeper.decide.stores.redis.counters import JointCheck
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
-from ratekeeper.decide.stores.redis.gates import JointCheck
 from ratekeeper.decide.stores.redis.scripts import (
     CHECK,
     JOINT_CHECK,

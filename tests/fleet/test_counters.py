@@ -15,7 +15,7 @@ from ratekeeper.core.rates import LimitsArgument, limits_of
 from ratekeeper.core.steps import Ask, Call
 from ratekeeper.decide.leasing import Report
 from ratekeeper.decide.store import Answer
-from ratekeeper.fleet.gates import NodeCounter
+from ratekeeper.fleet.counters import NodeCounter
 from ratekeeper.testing import ManualClock
 from tests.answering import AnsweringCounter, Link, in_thread, on_loop
 from tests.fleet.nodes import NodeOfTest, SharedStore
