@@ -102,26 +102,64 @@ def described(decision: Decision) -> Any:
     return [getattr(decision, name) for name in DECISION_FIELDS], denied
 
 
+def limiters(rules: list[dict[str, Any]], clock: ManualClock) -> list[Limiter]:
+    """Return a limiter whose checks are compiled, and one whose checks are not."""
+    rules_in_force = document(rules)
+    return [
+        Limiter.from_rules(rules_in_force, store=store, clock=clock, follow=False)
+        for store in (KernelStore(clock, 1_000), PythonMemoryStore(clock, 1_000))
+    ]
+
+
 @pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
 @given(rules, steps)
 def test_compiled_checks_agree_with_the_path(rules: list[dict[str, Any]], steps: list[Any]) -> None:
     """Decisions, results, charges for a refund, errors, and the counts at the end."""
     clock = ManualClock()
-    rules_in_force = document(rules)
-    compiled, plain = [
-        Limiter.from_rules(rules_in_force, store=store, clock=clock, follow=False)
-        for store in (KernelStore(clock, 1_000), PythonMemoryStore(clock, 1_000))
-    ]
+    compiled, plain = limiters(rules, clock)
     for step in steps:
         if isinstance(step, int):
             clock.advance_ns(step)
         else:
             assert seen(compiled, *step) == seen(plain, *step)
-    assert {k: v for k, v in compiled.counts().items() if any(vars_of(v))} == {
-        k: v for k, v in plain.counts().items() if any(vars_of(v))
-    }
-    left, right = compiled.tally(), plain.tally()
-    assert (left.allowed, left.denied) == (right.allowed, right.denied)
+    assert counted(compiled) == counted(plain)
+
+
+@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+def test_several_rules_are_combined_as_the_path_does(order: tuple[int, ...]) -> None:
+    """The rule with the least room, the longest wait, and all that denied."""
+    rules = [
+        {"by": "user", "limits": ["2/minute"]},
+        {"by": "tenant", "limits": ["3/hour"]},
+        {"by": "ip", "limits": ["4/day", "4/second"]},
+    ]
+    clock = ManualClock()
+    compiled, plain = limiters([rules[at] for at in order], clock)
+    for number in range(30):
+        user, tenant = "abc"[number % 3], "de"[number % 2]
+        request = Request(user=user, tenant=tenant, ip="10.0.0.1", endpoint="/a")
+        assert seen(compiled, "check", request, 1) == seen(plain, "check", request, 1)
+        clock.advance(number)
+    assert counted(compiled) == counted(plain)
+
+
+@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
+@pytest.mark.parametrize("value", ["x", "", "é", "a\x1fb", "x" * 507, "x" * 508, "x" * 600])
+def test_the_kernel_and_the_path_count_under_one_subject(value: str) -> None:
+    """A cost of 1 is compiled, and another one is not: both count the same client."""
+    clock = ManualClock()
+    compiled, plain = limiters([{"by": "user", "limits": ["9/minute"]}], clock)
+    for cost in (1, 2, 1, 3, 1):
+        request = Request(user=value)
+        assert seen(compiled, "check", request, cost) == seen(plain, "check", request, cost)
+
+
+def counted(limiter: Limiter) -> Any:
+    """Return the counts of the rules that have any, and of the checks."""
+    tally = limiter.tally()
+    by_rule = {name: vars_of(counts) for name, counts in limiter.counts().items()}
+    return {name: each for name, each in by_rule.items() if any(each)}, tally.allowed, tally.denied
 
 
 def vars_of(counts: Any) -> list[int]:
