@@ -13,7 +13,7 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import answer, awaited
-from tests.decide.stores.redis.test_gates import ALLOWED, DENIED, ScriptedDriver, joint_check
+from tests.decide.stores.redis.test_counters import ALLOWED, DENIED, ScriptedDriver, joint_check
 
 LIMITS = (Limit(5, per=60),)
 
