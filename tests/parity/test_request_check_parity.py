@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 
 from ratekeeper import Limiter, RatekeeperError, Request
 from ratekeeper.core.model import DECISION_FIELDS, Decision
-from ratekeeper.decide import kernel
 from ratekeeper.decide.stores.memory import PythonMemoryStore
+from ratekeeper.decide.stores.native import KernelStore
 from ratekeeper.limiter.path import charges_in
 from ratekeeper.metrics.tally import REQUESTS
 from ratekeeper.rules.document.reading import document_of
 from ratekeeper.testing import ManualClock
-
-if kernel.BUILT:
-    from ratekeeper.decide.stores.native import KernelStore
 
 FIELDS = ("user", "api_key", "tenant", "ip")
 LIMITS = (
@@ -111,7 +108,6 @@ def limiters(rules: list[dict[str, Any]], clock: ManualClock) -> list[Limiter]:
     ]
 
 
-@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
 @given(rules, steps)
 def test_compiled_checks_agree_with_the_path(rules: list[dict[str, Any]], steps: list[Any]) -> None:
     """Decisions, results, charges for a refund, errors, and the counts at the end."""
@@ -125,7 +121,6 @@ def test_compiled_checks_agree_with_the_path(rules: list[dict[str, Any]], steps:
     assert counted(compiled) == counted(plain)
 
 
-@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
 def test_several_rules_are_combined_as_the_path_does(order: tuple[int, ...]) -> None:
     """The rule with the least room, the longest wait, and all that denied."""
@@ -144,7 +139,6 @@ def test_several_rules_are_combined_as_the_path_does(order: tuple[int, ...]) -> 
     assert counted(compiled) == counted(plain)
 
 
-@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
 @pytest.mark.parametrize("value", ["x", "", "é", "a\x1fb", "x" * 507, "x" * 508, "x" * 600])
 def test_the_kernel_and_the_path_count_under_one_subject(value: str) -> None:
     """A cost of 1 is compiled, and another one is not: both count the same client."""
@@ -166,7 +160,6 @@ def vars_of(counts: Any) -> list[int]:
     return [getattr(counts, name) for name in type(counts).__slots__]
 
 
-@pytest.mark.skipif(not kernel.BUILT, reason="the kernel was not built")
 def test_a_plain_request_is_decided_in_one_call() -> None:
     """Without the Python path."""
     limiter = Limiter.from_rules(document([{"by": "user", "limits": ["9/minute"]}]), follow=False)

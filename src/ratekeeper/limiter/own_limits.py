@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import DEFAULT_NAME, AppliedRule, Consistency, Limits, Request
 from ratekeeper.core.subjects import Key, subject_of, subject_of_request
@@ -17,8 +15,6 @@ from ratekeeper.rules.compiled import (
     RuleCheck,
 )
 from ratekeeper.rules.document.model import Rule
-
-_WHOLE: Final = FACTOR_STEPS
 
 
 class OwnLimits:
@@ -65,7 +61,7 @@ class OwnLimits:
                     cost,
                     self.rule,
                     self._choice,
-                    _WHOLE,
+                    FACTOR_STEPS,
                     self._prepared,
                     subject,
                     cost,

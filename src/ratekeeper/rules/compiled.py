@@ -465,7 +465,8 @@ class CompiledRules:
     def compiled(self, request: Request) -> tuple[Shape, RequestCheck] | None:
         """Return the shape and the compiled check of a request, for a cost of 1.
 
-        None for a request without one.
+        None for a request without one. The look-up of the shape is that of `plan`, written out,
+        because this runs for every request.
         """
         if request.digests is not None:
             return None
