@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratekeeper.rules.document.shapes import Shape, choice, number, seconds, shown
+from ratekeeper.rules.document.shapes import ValueShape, choice, number, seconds, shown
 from ratekeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
 
 SWITCH = choice(("on", "off"))
@@ -31,7 +31,7 @@ PAUSE = seconds("10s", 1, 86_400)
         (PAUSE, "s" * 2_000, 0.0, f'"{"s" * 48}…{"s" * 48}" is not a length of time from 1s to'),
     ],
 )
-def test_one_value(shape: Shape, text: str, value: object, message: str) -> None:
+def test_one_value(shape: ValueShape, text: str, value: object, message: str) -> None:
     """A value of another kind gives a harmless value and one problem."""
     problems = ProblemList("t")
     node = tree_of_yaml(text, problems)

@@ -44,7 +44,8 @@ def check_document(place: DocumentPlace, document: Document) -> None:
         )
     overrides = place.at("overrides")
     ids = {rule.id: None for rule in document.rules}
-    if len(document.overrides) == _size(place, "overrides"):
+    # A rule whose id has a problem may be the one that an override names.
+    if "" not in ids and len(document.overrides) == _size(place, "overrides"):
         for index, override in enumerate(document.overrides):
             if override.rule:
                 fail = overrides.at(index).at("rule").fail

@@ -64,7 +64,7 @@ from ratekeeper.rules.document.shapes import (
     DEFINITIONS,
     Field,
     Json,
-    Shape,
+    ValueShape,
     choice,
     list_of,
     mapping_of,
@@ -169,7 +169,7 @@ def check_owner(subject: str) -> None:
         )
 
 
-def _name(example: str) -> Shape:
+def _name(example: str) -> ValueShape:
     return text(example, NAME_LENGTH_MAX, check=_check_printable, pattern=_PRINTABLE_FORM)
 
 
@@ -273,7 +273,7 @@ _LIMITS_EXAMPLE: Final = ["10/second", "1000/hour burst 200"]
 LIMITS: Final = named(
     "limits",
     "Limits, all of which must allow a request: rates or mappings.",
-    Shape(
+    ValueShape(
         _read_limits,
         {
             "anyOf": [
@@ -319,7 +319,7 @@ def _read_limits_of_one(place: DocumentPlace) -> _LimitsOfOne:
 _LIMITS_OF_ONE: Final = named(
     "limitsOfOne",
     "The limits of a tier or key, alone or with its consistency.",
-    Shape(
+    ValueShape(
         _read_limits_of_one,
         {"anyOf": [LIMITS.schema, _WITH_CONSISTENCY.schema]},
         _WITH_CONSISTENCY.example,
@@ -332,7 +332,7 @@ _LIMITS_OF_ONE: Final = named(
 
 def _limits_by_name(
     example: Json, check_name: Callable[[str], object], names: Json | None = None
-) -> Shape:
+) -> ValueShape:
     """Return the shape of the limits, and of the consistency, of each tier or key."""
     shape = mapping_of(_LIMITS_OF_ONE, example, check_name, names)
 
@@ -357,7 +357,7 @@ _BY_TIER: Final = _limits_by_name({"free": ["100/minute"]}, _check_tier_name, _n
 
 def _patterns(
     example: str, compiled: Callable[[str], object], spelled: Callable[[str], str] = str
-) -> Shape:
+) -> ValueShape:
     """Return the shape of the patterns of one condition."""
     pattern = text(example, PATTERN_LENGTH_MAX, check=compiled)
     shape = replace(pattern, read=lambda place: spelled(pattern.read(place)))
@@ -410,7 +410,7 @@ def _write_cost(held: tuple[int, Mapping[str, int]]) -> int | dict[str, int]:
     return {**costs, **({} if cost == 1 else {"*": cost})} if costs else cost
 
 
-_COST: Final = Shape(
+_COST: Final = ValueShape(
     _read_cost,
     {"anyOf": [_UNITS.schema, _COST_BY_ENDPOINT.schema]},
     _COST_BY_ENDPOINT.example,
@@ -467,7 +467,7 @@ _SCALE: Final = named(
 # fmt: on
 
 
-def _penalty_time(example: str) -> Shape:
+def _penalty_time(example: str) -> ValueShape:
     return seconds(example, 1, PENALTY_S_MAX)
 
 
@@ -592,7 +592,7 @@ class _Owner:
     ip: str = ""
 
 
-def _value(example: str, check: Callable[[str], object] = str) -> Shape:
+def _value(example: str, check: Callable[[str], object] = str) -> ValueShape:
     return text(example, VALUE_LENGTH_MAX, check=check)
 
 
@@ -621,7 +621,7 @@ def _read_time(place: DocumentPlace) -> datetime | None:
     return None
 
 
-_TIME: Final = Shape(
+_TIME: Final = ValueShape(
     _read_time,
     {"type": "string", "format": "date-time"},
     "2026-12-31T23:59:59Z",
@@ -629,7 +629,7 @@ _TIME: Final = Shape(
 )
 
 
-def _remark(example: str) -> Shape:
+def _remark(example: str) -> ValueShape:
     remark = text(example, REASON_LENGTH_MAX)
     return replace(remark, read=lambda place: remark.read(place).strip())
 
@@ -669,12 +669,12 @@ def _read_version(place: DocumentPlace) -> tuple[()]:
     return ()
 
 
-_VERSION: Final = Shape(
+_VERSION: Final = ValueShape(
     _read_version, {"type": "integer", "const": VERSION}, VERSION, lambda _: VERSION
 )
 
 
-def _entries(example: list[str]) -> Shape:
+def _entries(example: list[str]) -> ValueShape:
     """Return the shape of an allow or deny list, of which the irregular globs are bounded."""
     shape = list_of(text(example[0], PATTERN_LENGTH_MAX, check=check_entry), "", example=example)
 

@@ -34,7 +34,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ValueShape:
     """A kind of value: its reader, its JSON Schema with an example, and its writer."""
 
     read: Callable[[DocumentPlace], Any]
@@ -50,7 +50,7 @@ class Field:
     """A field of a mapping: one row of the grammar."""
 
     name: str
-    shape: Shape
+    shape: ValueShape
     meaning: str
     """For the JSON Schema."""
     into: tuple[str, ...] | None = None
@@ -77,7 +77,7 @@ def shown(example: Any) -> str:
     return example if plain else json.dumps(example)
 
 
-def named(name: str, meaning: str, shape: Shape) -> Shape:
+def named(name: str, meaning: str, shape: ValueShape) -> ValueShape:
     """Return the shape with a name in the JSON Schema, by which others refer to it."""
     DEFINITIONS[name] = {"description": meaning, **shape.schema, "examples": [shape.example]}
     return dataclasses.replace(shape, schema={"$ref": f"#/$defs/{name}"})
@@ -98,7 +98,7 @@ def passes(fail: Callable[[str], None], check: Callable[[Any], object], it: Any)
 
 def text(
     example: str, length_max: int, check: Callable[[str], object] = _same, pattern: str = ""
-) -> Shape:
+) -> ValueShape:
     """Return the shape of a text.
 
     `check`    raises ConfigError for a text that is not valid.
@@ -111,10 +111,10 @@ def text(
         return found if found and passes(place.fail, check, found) else ""
 
     schema: Json = {"type": "string", "minLength": 1, "maxLength": length_max}
-    return Shape(read, schema | ({"pattern": pattern} if pattern else {}), example)
+    return ValueShape(read, schema | ({"pattern": pattern} if pattern else {}), example)
 
 
-def choice(words: Sequence[str]) -> Shape:
+def choice(words: Sequence[str]) -> ValueShape:
     """Return the shape of one of some words; the first is the example."""
 
     def read(place: DocumentPlace) -> str:
@@ -128,20 +128,20 @@ def choice(words: Sequence[str]) -> Shape:
             place.fail_kind(f"one of {', '.join(words)}", words[0])
         return words[0]
 
-    return Shape(read, {"enum": list(words)}, words[0])
+    return ValueShape(read, {"enum": list(words)}, words[0])
 
 
-def whole(low: int, high: int, example: int) -> Shape:
+def whole(low: int, high: int, example: int) -> ValueShape:
     """Return the shape of a whole number."""
     hint = shown(example)
-    return Shape(
+    return ValueShape(
         lambda place: place.whole(low, high, hint),
         {"type": "integer", "minimum": low, "maximum": high},
         example,
     )
 
 
-def number(low: float, high: float, example: float) -> Shape:
+def number(low: float, high: float, example: float) -> ValueShape:
     """Return the shape of a number, which is read as a float."""
 
     def read(place: DocumentPlace) -> float:
@@ -152,7 +152,7 @@ def number(low: float, high: float, example: float) -> Shape:
         place.fail_kind(f"a number from {low:g} to {high:g}", shown(example))
         return high
 
-    return Shape(read, {"type": "number", "minimum": low, "maximum": high}, example, plain)
+    return ValueShape(read, {"type": "number", "minimum": low, "maximum": high}, example, plain)
 
 
 def plain(value: float) -> float:
@@ -160,7 +160,7 @@ def plain(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def seconds(example: str, low: float | None = None, high: float = 0.0) -> Shape:
+def seconds(example: str, low: float | None = None, high: float = 0.0) -> ValueShape:
     """Return the shape of a length of time in seconds: a number, or text such as `90s`."""
     what = "a length of time"
     if low is not None:
@@ -179,7 +179,7 @@ def seconds(example: str, low: float | None = None, high: float = 0.0) -> Shape:
         {"type": "number", "minimum": 0},
         {"type": "string", "pattern": "^[0-9._]*\\s*[A-Za-z]+$"},
     ]
-    return Shape(read, {"anyOf": forms}, example, plain)
+    return ValueShape(read, {"anyOf": forms}, example, plain)
 
 
 def _seconds(place: DocumentPlace) -> float | None:
@@ -198,7 +198,7 @@ def _seconds(place: DocumentPlace) -> float | None:
 
 
 def list_of(
-    item: Shape,
+    item: ValueShape,
     what: str,
     *,
     example: list[Any] | None = None,
@@ -207,7 +207,7 @@ def list_of(
     single: bool = True,
     unique: str | None = None,
     unwrap: bool = False,
-) -> Shape:
+) -> ValueShape:
     """Return the shape of a list, which is read as a tuple without the items that have problems.
 
     `what`    the items, in words.
@@ -247,12 +247,12 @@ def list_of(
     many |= {"maxItems": most} if most is not None else {}
     many |= {"uniqueItems": True} if unique == "" else {}
     schema = {"anyOf": [item.schema, many]} if single else many
-    return Shape(read, schema, the_example, write)
+    return ValueShape(read, schema, the_example, write)
 
 
 def mapping_of(
-    value: Shape, example: Json, check_name: Callable[[str], object], names: Json | None = None
-) -> Shape:
+    value: ValueShape, example: Json, check_name: Callable[[str], object], names: Json | None = None
+) -> ValueShape:
     """Return the shape of a mapping whose names the author chooses, which is read as a dict.
 
     `check_name`  raises ConfigError for a name that is not valid, and `names` is its JSON Schema.
@@ -276,7 +276,7 @@ def mapping_of(
         "propertyNames": {**lengths, **(names or {})},
         "additionalProperties": value.schema,
     }
-    return Shape(read, schema, example, write)
+    return ValueShape(read, schema, example, write)
 
 
 def record(
@@ -286,7 +286,7 @@ def record(
     build: Callable[..., Any] | None = None,
     check: Callable[[DocumentPlace, Any], None] | None = None,
     exactly_one: tuple[str, ...] = (),
-) -> Shape:
+) -> ValueShape:
     """Return the shape of a mapping with fixed fields, which is read as an object of a dataclass.
 
     `build`        makes the object; by default the class does.
@@ -294,7 +294,7 @@ def record(
     `exactly_one`  the fields of which there must be one.
     """
     found = _Record(of, example, rows, build or of, check, exactly_one)
-    return Shape(found.read, found.schema(), example, found.write)
+    return ValueShape(found.read, found.schema(), example, found.write)
 
 
 class _Record:
