@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from ratekeeper.rules.document.reading import DocumentError, read
+from ratekeeper.rules.document.reading import DocumentError, from_data, read
 
 LEASED = "limits: 5/s, consistency: leased"
 TWO = "- {{id: a, by: user, limits: 5/s, {}}}\n- {{id: b, by: {}, limits: 5/s}}\n"
@@ -127,3 +129,16 @@ def test_the_other_parts_are_checked_once_a_wrong_part_is_corrected() -> None:
     assert [each.split(" ")[1] for each in problems(text % "7")] == ["rules[1].id:"]
     assert [each.split(" ")[1] for each in problems(text % "c")] == ["overrides[0].rule:"]
     read(text % "b")
+
+
+def test_the_time_of_the_checks_is_linear() -> None:
+    """A client of the admin API could otherwise stop a worker with a long table of assignments."""
+
+    def seconds(count: int) -> float:
+        owners = {f"user:{number}": "pro" for number in range(count)}
+        started = time.process_time()
+        from_data({"version": 1, "tiers": {"pro": "5/s"}, "assign": owners})
+        return time.process_time() - started
+
+    seconds(1_000)
+    assert seconds(40_000) < 40 * max(seconds(4_000), 0.01)

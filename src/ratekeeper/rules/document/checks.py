@@ -27,9 +27,9 @@ WINDOW_COUNTERS: Final = frozenset({"fixed_window", "sliding_window_counter"})
 
 def check_document(place: DocumentPlace, document: Document) -> None:
     """Add the problems between the parts of the document whose root this is."""
-    for owner, tier in document.assign.items():
-        if tier:
-            _check_known(place.at("assign").at(owner).fail, "tier", tier, document.tiers)
+    for owner, at in place.at("assign").children() if document.assign else ():
+        if tier := document.assign.get(owner):
+            _check_known(at.fail, "tier", tier, document.tiers)
     rules = place.at("rules")
     if len(document.rules) != _size(place, "rules"):
         return
@@ -71,8 +71,8 @@ def _check_rule(place: DocumentPlace, rule: Rule, document: Document) -> None:
             "the rule has no limits and the document defines no tiers; "
             'for example limits: ["10/second", "1000/hour burst 200"]'
         )
-    for tier in rule.tiers:
-        _check_known(place.at("tiers").at(tier).fail_name, "tier", tier, document.tiers)
+    for tier, at in place.at("tiers").children() if rule.tiers else ():
+        _check_known(at.fail_name, "tier", tier, document.tiers)
     if rule.scope == "global":
         _check_global(place, rule, document)
     if rule.envoy_quota is not None:

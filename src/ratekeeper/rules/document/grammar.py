@@ -1,9 +1,8 @@
 """The grammar of a rule document: a row for each field, with its shape and its meaning.
 
-The reader, the writer and the JSON Schema follow from the rows (`shapes.py`), and from `model.py`
-the default values. The rows are in the order in which a document is written. Inner mappings are
-first. After the rows of a mapping come the checks between its fields. `checks.py` checks the parts
-with each other.
+The reader, the writer and the JSON Schema follow from the rows (`shapes.py`). The default values
+are those of the classes in `model.py`. The rows are in the order in which a document is written,
+and inner mappings come first. `checks.py` checks the parts with each other.
 
 A shape adds its problems to the place where they are and goes on, so that one run reports all of
 them.
@@ -244,7 +243,7 @@ def _limits_of(place: DocumentPlace) -> Limits:
 def _read_limits(place: DocumentPlace) -> Limits:
     problems_before = place.problem_count
     found: dict[str, Limit] = {}
-    for item in place.items(shown(_LIMITS_EXAMPLE)):
+    for item in place.items(_LIMITS_HINT):
         for limit in _limits_of(item):
             if other := found.get(limit.identity):
                 item.fail(
@@ -254,8 +253,7 @@ def _read_limits(place: DocumentPlace) -> Limits:
             found[limit.identity] = limit
     if place.problem_count == problems_before and not 1 <= len(found) <= LIMITS_MAX:
         place.fail(
-            f"expected 1 to {LIMITS_MAX} limits, found {len(found)}; "
-            f"for example {shown(_LIMITS_EXAMPLE)}"
+            f"expected 1 to {LIMITS_MAX} limits, found {len(found)}; for example {_LIMITS_HINT}"
         )
     return tuple(found.values())
 
@@ -270,6 +268,7 @@ _RATE: Final = named(
 )
 _ONE_LIMIT: Final[Json] = {"anyOf": [_RATE.schema, _LIMIT.schema]}
 _LIMITS_EXAMPLE: Final = ["10/second", "1000/hour burst 200"]
+_LIMITS_HINT: Final = shown(_LIMITS_EXAMPLE)
 LIMITS: Final = named(
     "limits",
     "Limits, all of which must allow a request: rates or mappings.",

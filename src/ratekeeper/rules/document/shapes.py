@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/][\w/ .-]*|[0-9]+[a-z]+")
 _DURATION: Final = re.compile(r"[0-9._]*\s*[A-Za-z]+")
-# The shapes that others refer to, by name.
+# The JSON Schema of each shape that has a name, by which others refer to it.
 DEFINITIONS: Final[dict[str, Json]] = {}
 
 
@@ -121,7 +121,7 @@ def choice(words: Sequence[str]) -> ValueShape:
         node = place.node
         # YAML reads `off` as false. If `off` is one of the words, the author meant the word.
         if node.kind in {"text", "boolean"} and node.text in words:
-            return words[words.index(node.text)]
+            return node.text
         if node.kind == "text":
             place.fail(f"unknown value {quoted(node.text)}; {suggestion(node.text, words)}")
         else:

@@ -511,10 +511,12 @@ class DocumentPlace:
         """Return the place of a key's value or of an item; this place if there is none."""
         if isinstance(name, int):
             return DocumentPlace(self.node.value[name], self._problems, self, name)
+        return next((at for key, at in self.children() if key == name), self)
+
+    def children(self) -> Iterator[tuple[str, DocumentPlace]]:
+        """Yield the keys and values of a mapping as they are in the text; adds no problems."""
         for key, value in self.node.value if self.node.kind == "mapping" else ():
-            if key.text == name:
-                return DocumentPlace(value, self._problems, self, name, key)
-        return self
+            yield key.text, DocumentPlace(value, self._problems, self, key.text, key)
 
     # ------------------------------------------------------------------------------ one value
 
