@@ -389,7 +389,7 @@ _BY: Final = list_of(
     "attributes",
     most=BY_MAX,
     unique="",
-)  # fmt: skip
+)
 _UNITS: Final = whole(0, COST_MAX, 5)
 _COST_BY_ENDPOINT: Final = mapping_of(_UNITS, {"/search": 5, "*": 1}, compile_endpoint)
 
