@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 from ratekeeper import Limiter, Request
 from ratekeeper.cli.main import app
-from ratekeeper.rules.document.reading import read, schema
+from ratekeeper.rules.document.grammar import document_schema
+from ratekeeper.rules.document.reading import read
 from ratekeeper.rules.document.writing import to_yaml
 from tests.cli.stub_service import stub_service
 from tests.redis_servers import Single, running
@@ -307,7 +308,10 @@ def test_the_scope_of_a_rule_is_shown_and_compared() -> None:
     result = run("diff", before, name)
     assert result.exit_code == 1
     assert "+  scope: global" in result.stdout
-    assert json.loads(run("schema").stdout)["$defs"]["scope"]["enum"] == ["region", "global"]
+    assert json.loads(run("schema").stdout)["$defs"]["rule"]["properties"]["scope"]["enum"] == [
+        "region",
+        "global",
+    ]
     rule = explained(name, "--user", "7")["rules"]["all"]
     assert (rule["scope"], rule["across_regions"]) == ("global", "exact")
     assert rule["decision"]["allowed"]
@@ -324,7 +328,7 @@ def test_schema() -> None:
     """It is JSON with and without the option."""
     for arguments in (["schema"], ["schema", "--json"]):
         result = run(*arguments)
-        assert (result.exit_code, json.loads(result.stdout)) == (0, schema())
+        assert (result.exit_code, json.loads(result.stdout)) == (0, document_schema())
 
 
 # ---------------------------------------------------------------------------------- help, pipelines

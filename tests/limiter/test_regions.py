@@ -225,22 +225,6 @@ def test_a_global_rule_without_regions_is_refused_at_the_start() -> None:
         limiter.use(rules)
 
 
-def test_a_window_that_is_too_short_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """For the number of regions that there are."""
-    clock = ManualClock()
-    store, _, _ = two_regions(clock)
-    rules = (
-        "{version: 1, rules: [{id: r, by: user, limits: %s, scope: global, across_regions: exact}]}"
-    )
-    Limiter.from_rules(rules % "9/4s", store=store, on_failure="closed")
-    assert not caplog.records
-    Limiter.from_rules(rules % "9/3s", store=store, on_failure="closed")
-    assert "a window is shorter than 4 s" in caplog.text
-    assert "failure policy" not in caplog.text
-    Limiter.from_rules(rules % "9/4s", store=store)
-    assert "its failure policy is open by default" in caplog.text
-
-
 def test_a_failed_reset_is_an_error(calls: Calls) -> None:
     """The caller hears which region was not reached."""
 

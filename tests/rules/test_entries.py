@@ -52,7 +52,7 @@ def test_an_address_has_one_spelling() -> None:
         ({"until": None}, "no end; write until: 2h"),
         ({"until": NOW}, "is in the past; it is 2030-01-01"),
         ({"until": NOW + timedelta(days=3_661)}, "more than 3,660 days ahead"),
-        ({"id": "user:42"}, "'user:42' is not an id"),
+        ({"id": "user:42"}, '"user:42" is not an id'),
         ({"id": "x" * 65}, "is not an id: at most 64"),
         ({"attribute": "ip", "value": "10.0.0"}, "'10.0.0' is not an address"),
     ],

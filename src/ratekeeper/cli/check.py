@@ -35,7 +35,7 @@ from ratekeeper.cli.service_client import (
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import ALGORITHM_NAMES
 from ratekeeper.core.rates import parse_limits
-from ratekeeper.rules.document.writing import limit_data
+from ratekeeper.rules.document.grammar import limit_data
 
 COUNT_MAX: Final = 100_000
 _HEADINGS: Final = ("RULE", "COUNTS", "LIMIT", "FROM", "LEFT", "WHOLE AGAIN")

@@ -114,8 +114,6 @@ _POSTGRESQL_WRITE: Final = text(
 )
 
 _GLOB: Final = re.compile(r"[?\[]|\*.")
-# Networks with these lengths may cover all addresses together.
-_WIDE_LENGTHS: Final = frozenset(map(str, range(9)))
 _PLAN_ANEW: Final = text("SET LOCAL plan_cache_mode = force_custom_plan")
 _FEED: Final = """
 SELECT kind, key, data, seq, removed FROM ratekeeper_entries
@@ -588,9 +586,8 @@ def _problems(entries: Sequence[Entry], document: Document) -> Iterator[tuple[in
         except (ConfigError, DuplicateId) as error:
             yield at, str(error)
         else:
-            if message := safety.problem(at, entry):
+            if message := safety.problem(entry):
                 yield at, message
-    yield from safety.together()
 
 
 def _check_references(entry: Entry, document: Document) -> None:
@@ -629,31 +626,20 @@ class _ImportSafety:
         self._document = document
         # By the terms of an override, which many overrides share.
         self._by_terms: dict[tuple[str, ...], str] = {}
-        # The wide networks of each list, which may cover all addresses together.
-        self._wide: dict[ListName, list[tuple[int, str]]] = {"allow": [], "deny": []}
 
-    def problem(self, at: int, entry: Entry) -> str:
+    def problem(self, entry: Entry) -> str:
         """Return why an entry is unsafe; empty if it is safe."""
         if entry.kind == "override":
             data = json.loads(entry.data)
             kind = next(iter(data["for"]))
-            terms = kind, *(str(data.get(name)) for name in ("rule", "limits", "multiply"))
+            terms = kind, *(str(data.get(name)) for name in ("rule", "limits"))
             if terms not in self._by_terms and len(self._by_terms) < BATCH_ROWS:
                 self._by_terms[terms] = _message(_unsafe(entry, self._document))
             found = self._by_terms.get(terms)
             return _message(_unsafe(entry, self._document)) if found is None else found
         if entry.kind == "assignment" or not ("*" in entry.data or "/" in entry.data):
             return ""
-        if entry.data.rpartition("/")[2] in _WIDE_LENGTHS:
-            self._wide[entry.kind].append((at, entry.data))
         return _message(_list_findings(entry.kind, [entry.data]))
-
-    def together(self) -> Iterator[tuple[int, str]]:
-        """Yield the findings about networks that cover all addresses together."""
-        for name, wide in self._wide.items():
-            found = _list_findings(name, [data for _, data in wide])
-            if message := _message(tuple(each for each in found if each.where == name)):
-                yield wide[-1][0], message
 
 
 def _message(unsafe: Sequence[SafetyFinding]) -> str:

@@ -38,22 +38,10 @@ FindingCode = Literal[
     "orphaned-tier",
     "no-limits",
     "no-default-tier",
-    "hidden-tier",
-    "short-window",
-    "open-exact",
-    "many-buckets",
     "absent-attribute",
     "unreachable",
 ]
 
-# Findings that are shown but do not reject the change.
-_ADVICE: tuple[FindingCode, ...] = (
-    "hidden-tier",
-    "short-window",
-    "open-exact",
-    "many-buckets",
-    "absent-attribute",
-)
 _SHOWN_CHARACTERS_MAX = 100
 _SHOWN_FINDINGS_MAX = 20
 
@@ -105,7 +93,7 @@ class SafetyFinding:
     @property
     def is_advice(self) -> bool:
         """True if the change is made without `force`."""
-        return self.code in _ADVICE
+        return self.code == "absent-attribute"
 
     def __str__(self) -> str:
         rule = f" (rule {quoted(self.rule)})" if self.rule else ""

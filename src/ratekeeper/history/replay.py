@@ -466,9 +466,7 @@ class _Side:
     ) -> None:
         self._store = open_store("memory://", clock=clock)
         counts = Counts()
-        self._engine = RuleEngine(
-            self._store, document, clock, counts, on_failure=policy, entries=entries
-        )
+        self._engine = RuleEngine(self._store, document, clock, counts, entries=entries)
         self._engine.penalties.is_logged = False
         local = LocalLimits(LocalFallback(), clock)
         self._path = CheckPath(self._store, policy, local, counts, self._engine.penalties)

@@ -263,7 +263,6 @@ class LimiterSetup(LimiterVerbs):
             self._clock,
             self._counts,
             loaded.status.version,
-            self._on_failure,
             entries=loaded.entries,
             regions=self._regions,
         )

@@ -7,16 +7,14 @@ in meanwhile applies to the next call. `limiter/path.py` decides.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import UNLIMITED, Request
-from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.decide.store import (
     NEEDS_AUTHORITY,
     NEEDS_REGIONS,
@@ -36,8 +34,6 @@ from ratekeeper.rules.load import Factor, Loads, SourceFactor
 from ratekeeper.rules.penalties import Penalties
 from ratekeeper.rules.splitting import part_count, part_limits
 
-_log: Final = logging.getLogger("ratekeeper.rules")
-
 
 class RuleEngine:
     """A rule document in force on a store."""
@@ -49,7 +45,6 @@ class RuleEngine:
         clock: Clock,
         counts: Counts,
         version: str = "",
-        on_failure: FailurePolicy = "open",
         *,
         entries: EntryTable | None = None,
         regions: Regions | None = None,
@@ -58,7 +53,6 @@ class RuleEngine:
 
         `clock`       the time by which overrides end and factors are smoothed.
         `counts`      where the limiter counts; those of rules that are gone are forgotten.
-        `on_failure`  the failure policy of rules that have none.
         `entries`     the assignments, overrides and list entries beside the document.
         `regions`     the regions that share rules with `scope: global`.
         """
@@ -67,7 +61,6 @@ class RuleEngine:
         self._store = store
         self._make_counter = store.counter
         self._now_ns = clock.now_ns
-        self._on_failure = on_failure
         self._regions = regions
         self._use_lock = fork_safe(threading.Lock())
         self._factors: dict[str, Factor] = {}
@@ -151,24 +144,13 @@ class RuleEngine:
                 require_shares(regions, part_limits(limits, parts, parts - 1), where)
 
     def _prepare(self, document: Document) -> None:
-        """Prepare the store for rules that nodes or regions share, and log advice about them."""
+        """Prepare the store for rules that nodes or regions share."""
         if isinstance(self._store, FleetStore) and any(document.not_strict()):
             self._store.open_node()  # one that cannot be used is an error at startup
         found = [rule for rule in document.rules if rule.across is not None]
         for rule in found:
             # The first global rule of a process waits for the leader of the region.
             self._make_counter((UNLIMITED,), rule.id, across=rule.across)
-        if self._regions is None or not any(rule.across == "exact" for rule in found):
-            return
-        # Imported here: most documents have no exact rules.
-        from ratekeeper.rules.document.safety import (  # noqa: PLC0415 - see above
-            open_exact,
-            short_windows,
-        )
-
-        short = short_windows(document, len(self._regions.stores))
-        for finding in (*short, *open_exact(document, self._on_failure)):
-            _log.warning("%s", finding)
 
     def factors(self) -> dict[str, float]:
         """Return the factor of its limits, for each rule that follows the load."""

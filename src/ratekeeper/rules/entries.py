@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX
 from ratekeeper.core.rates import UNIT_NS
-from ratekeeper.rules.document.grammar import OVERRIDE_ID, check_owner
+from ratekeeper.rules.document.grammar import check_override_id, check_owner
 from ratekeeper.rules.document.model import Document, Override
 from ratekeeper.rules.document.reading import from_data
 from ratekeeper.rules.document.writing import to_data
@@ -92,11 +92,7 @@ def override_entry(override: Override, now: datetime) -> Entry:
     It needs a reason and an end in the future.
     """
     name = override.id or f"ov_{secrets.token_hex(6)}"
-    if not OVERRIDE_ID.fullmatch(name):
-        raise ConfigError(
-            f"id={show(name)} is not an id: at most 64 letters, digits, dots, - and _, of which "
-            f"the first is a letter or a digit; for example black-friday"
-        )
+    check_override_id(name)
     if not override.reason:
         raise ConfigError('the override has no reason; say why, for example reason: "launch day"')
     if override.until is None:

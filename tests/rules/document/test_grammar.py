@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ratekeeper.core.model import Limit
-from ratekeeper.rules.document import grammar
-from ratekeeper.rules.document.grammar import limits_at, seconds_at
+from ratekeeper.rules.document.grammar import LIMITS as LIMITS_SHAPE
 from ratekeeper.rules.document.model import (
     BY_MAX,
     PATTERNS_MAX,
@@ -21,10 +20,10 @@ from ratekeeper.rules.document.model import (
     Scale,
 )
 from ratekeeper.rules.document.reading import DocumentError, from_data, read
+from ratekeeper.rules.document.shapes import seconds
 from ratekeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
 
 LIMITS = (Limit(5, per=1),)
-LEASED = "limits: 5/s, consistency: leased"
 
 
 def rule(text: str) -> Rule:
@@ -197,44 +196,23 @@ def test_anchors_are_shared_limits() -> None:
     ("text", "problem"),
     [
         ("id: 42", 'id: expected text, but 42 is a number; quote it: "42"'),
-        (
-            "id: ''",
-            "id: expected text of 1 to 128 characters, found none; for example",
-        ),
-        (
-            "id: " + "x" * 129,
-            "id: expected text of 1 to 128 characters, found 129; for",
-        ),
-        ('id: "a\\tb"', 'id: "a\\tb" contains unprintable characters; for example orders'),
+        ('id: "a\\tb"', 'id: "a\\tb" contains unprintable characters; remove them'),
         ("limit: 5/s", 'unknown field "limit"; did you mean "limits"?'),
-        ("by: [user, user]", 'by[1]: "user" occurs twice; remove one'),
+        ("by: [user, user]", 'by[1]: "user" occurs twice; change or remove one'),
         (
             "by: [user name]",
             'by[0]: "user name" is not a valid attribute name: use the letters a to',
         ),
         ("by: [apikey]", 'by[0]: "apikey" must be spelled api_key'),
         ("by: [api-key]", 'by[0]: "api-key" is not a valid attribute name: use the letters a to z'),
-        ("by: {user: 1}", "by: expected text, found a mapping; for example [api_key]"),
-        ("by: 5", 'by: expected text, but 5 is a number; quote it: "5"'),
         (f"by: [{', '.join('abcdefghi')}]", f"by: expected at most {BY_MAX} attributes, found 9"),
         ("match: /a", 'match: "/a" is not a mapping; for example {endpoint: /login}'),
-        ("match: {path: /a}", 'match: unknown field "path"; known: "user", '),
         (
             "match: {endpoint: []}",
-            "match.endpoint: expected 1 to 1,000 patterns, found 0; to match",
+            "match.endpoint: expected 1 to 1,000 patterns, found 0; for ex",
         ),
         ("match: {endpoint: 're:('}", "match.endpoint: "),
-        (
-            "match: {endpoint: {a: b}}",
-            "match.endpoint: expected text, found a mapping; for exa",
-        ),
-        (
-            "match: {method: [GET, NO]}",
-            "match.method[1]: expected text, but NO is a boolean; quote",
-        ),
         ("match: {method: 'GET, POST'}", "match.method: 'GET, POST' is not an HTTP method"),
-        ("match: {user: 42}", "match.user: expected text, but 42 is a number; quote"),
-        ("match: {tier: off}", "match.tier: expected text, but off is a boolean"),
         ("match: {ip: 10.0.0}", "match.ip: network '10.0.0': '10.0.0' is not an address; write it"),
         (
             "match: {ip: 10.0.0.1/8}",
@@ -248,11 +226,6 @@ def test_anchors_are_shared_limits() -> None:
             "match: {attributes: {user: x}}",
             "match.attributes: user is not a custom attribute; write match: {",
         ),
-        (
-            "match: {attributes: {a: 1}}",
-            "match.attributes.a: expected text, but 1 is a number; ",
-        ),
-        ("match: {attributes: x}", 'match.attributes: "x" is not a mapping; for example {region: '),
         ("limits: 5/fortnight", 'limits: "5/fortnight" is not a rate: expected a unit: ms, second'),
         (
             "tiers: {pra: 5/s}",
@@ -260,27 +233,16 @@ def test_anchors_are_shared_limits() -> None:
         ),
         (
             "tiers: [pro]",
-            "tiers: expected a mapping, found a list; for example {pro: [1000/min",
+            "tiers: expected a mapping, found a list; for example {free: [",
         ),
         ("tiers: {pro: []}", "tiers.pro: expected 1 to 16 limits, found 0; for example ["),
-        (
-            "keys: {12: 5/s}",
-            'keys["12"]: expected text, but 12 is a number; quote it',
-        ),
         ("keys: {'[': 5/s}", "keys: "),
         ("cost: -1", "cost: -1 is not a whole number from 0 to 1,000,000; for example 5, or {/sea"),
-        ("cost: 1.5", "cost: 1.5 is not a whole number from 0 to 1,000,000; for example 5, or {"),
-        ("cost: {/a: x}", 'cost["/a"]: "x" is not a whole number from 0 to 1,000,000; for example'),
         ("cost: {'*': 2, /a: 1}", 'cost: "/a" can never match after "*"; put "*" last'),
         ("cost: {'/a/{': 2}", "cost: "),
         (
             "consistency: strong",
             'consistency: unknown value "strong"; known: "strict", "leased", "eventual"',
-        ),
-        ("scope: world", 'scope: unknown value "world"; known: "region", "global"'),
-        (
-            "scope: global\n    across_regions: strict",
-            'across_regions: unknown value "strict"; known: "exact", "eventual"',
         ),
         (
             "across_regions: exact",
@@ -303,45 +265,29 @@ def test_anchors_are_shared_limits() -> None:
             'tier "pro" is leased, which does not work with scope: global',
         ),
         (
-            "tiers: {pro: {limits: 7/s, consistency: weak}}",
-            'tiers.pro.consistency: unknown value "weak"; known: "strict", "leased", "eventual"',
-        ),
-        (
             "keys: {a: {consistency: strict}}",
-            'keys.a: "limits" is missing; for example limits: 100/minute',
+            'keys.a: "limits" is missing; for example limits: ["10/second"',
         ),
-        ("keys: {a: {limits: 7/s, burst: 3}}", 'keys.a: unknown field "burst"'),
-        ("on_failure: opn", 'on_failure: unknown value "opn"; did you mean "open"?'),
         ("on_failure: on", "on_failure: on is not one of open, closed, local; for example open"),
-        ("mode: of", 'mode: unknown value "of"; did you mean "off"?'),
-        ("rollout: 101", "rollout: 101 is not a whole number from 0 to 100; for example 50"),
-        ("rollout: 50%", 'rollout: "50%" is not a whole number from 0 to 100; for example 50'),
-        ("scale: cpu", 'scale: "cpu" is not a mapping; for example {source: cpu, low: 0.7, high'),
-        ("scale: {source: disk, high: 9}", 'scale: "low" is missing; for example low: 100'),
+        (
+            "scale: {source: disk, high: 9}",
+            "scale: disk needs low and high; for example low: 100, high",
+        ),
         ("scale: {source: Disk}", 'scale.source: "Disk" is not the name of a load: use cpu, mem'),
         ("scale: {source: pushed, high: 5}", "scale.high: 5 is not a number from 0 to 1"),
-        ("scale: {source: q, low: -1, high: 5}", "scale.low: -1 is not a number from 0 to 1e+15"),
         ("scale: {source: q, low: 1, high: 1e308}", "scale.high: 1e308 is not a number from 0 to"),
         ("scale: {source: q, low: 1, high: .nan}", "scale.high: .nan is not a number from 0 to"),
         ("scale: {source: q, low: 1, high: .inf}", "scale.high: .inf is not a number from 0 to"),
-        ("scale: {most: 1.6}", "scale.most: 1.6 is not a number from 1 to 1.5; for example 1.5"),
-        ("scale: {most: 0.9}", "scale.most: 0.9 is not a number from 1 to 1.5; for example 1.5"),
         ("scale: {idle: 0.1}", "scale: idle has no effect without most; for example most: 1.5"),
         ("scale: {most: 1.5, idle: 0.7}", "scale: idle (0.7) must be less than low (0.7)"),
         ("scale: {most: 1.5, low: 0}", "scale: idle (0) must be less than low (0)"),
-        ("scale: {stale_after: 0}", "scale.stale_after: stale_after must be from 1 s to 1 day"),
+        ("scale: {stale_after: 0}", "scale.stale_after: 0 is not a length of time from 1s to 1d"),
         ("scale: []", "scale: expected 1 to 8 loads, found 0; for example [{source: cpu, low"),
-        ("scale: [{}, {}]", "scale[1]: the rule follows cpu already; remove one of them"),
-        ("scale: {low: 1.5}", "scale.low: 1.5 is not a number from 0 to 1; for example 0.7"),
-        ("scale: {least: 0}", "scale.least: 0 is not a number from 0.01 to 1; for example 0.2"),
+        ("scale: [{}, {}]", 'scale[1]: "cpu" occurs twice; change or remove one'),
         ("scale: {low: 0.99}", "scale: low (0.99) must be less than high (0.95)"),
-        ("split: 0", "split: 0 is not a whole number from 1 to 64; for example 8"),
-        ("split: 65", "split: 65 is not a whole number from 1 to 64; for example 8"),
-        ("penalty: 10", "penalty: 10 is not a mapping; for example {after: 10, cooldown: 10s"),
-        ("penalty: {after: 0}", "penalty.after: 0 is not a whole number from 1 to 10,000; for"),
         (
             "penalty: {block: 31d}",
-            "penalty.block: block must be from 1 s to 30 days; for example block",
+            'penalty.block: "31d" is not a length of time from 1s to 30d; for',
         ),
         (
             "penalty: {cooldown: 1h, cooldown_max: 1m}",
@@ -349,7 +295,7 @@ def test_anchors_are_shared_limits() -> None:
         ),
         (
             "scale: {smoothing: 2d}",
-            "scale.smoothing: smoothing must be from 0 s to 1 day; for example",
+            'scale.smoothing: "2d" is not a length of time of at most 1d; for',
         ),
     ],
 )
@@ -367,84 +313,8 @@ def test_mistakes_in_a_rule(text: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ("limits: 5/s", "the rule is strict: a part is a lease; write consistency: leased"),
-        ("limits: 5/s, consistency: eventual", "the rule is eventual: a part is a lease"),
-        (f"{LEASED}, mode: shadow", "with mode: an Envoy denies by its part; write mode: enforce"),
-        (f"{LEASED}, split: 2", "with split: the service charges whole parts, not requests"),
-        (f"{LEASED}, penalty: {{after: 3}}", "with penalty: the service sees no denied request"),
-        (f"{LEASED}, scale: {{source: cpu}}", "with scale: parts do not follow the load"),
-        (f"{LEASED}, cost: 2", "with cost: an Envoy counts requests; write cost: 1, or remove"),
-        (f"{LEASED}, cost: {{/a: 2}}", "with cost: an Envoy counts requests; write cost: 1"),
-        ("limits: 5/s, scope: global", "with scope: regions share no parts; write scope: region"),
-        (
-            f"{LEASED}, keys: {{a: {{limits: 7/s, consistency: strict}}}}",
-            'key "a" is strict: a part is a lease; write consistency: leased',
-        ),
-        (
-            f"{LEASED}, tiers: {{pro: {{limits: 7/s, consistency: strict}}}}",
-            'tier "pro" is strict: a part is a lease',
-        ),
-        (
-            "limits: {limit: 5, per: 1s, algorithm: leaky_bucket}, consistency: leased",
-            "the rule: Envoy delays no request, so a leaky_bucket cannot be assigned",
-        ),
-        (
-            "limits: [5/s, 9/m], consistency: leased",
-            "the rule: Envoy has one token bucket for a rate, and these are 2 limits; write one l",
-        ),
-        (
-            "consistency: leased",
-            'tier "two": Envoy has one token bucket for a rate, and these are 2 limits',
-        ),
-    ],
-)
-def test_combinations_that_make_no_sense_with_quotas_of_envoys(fields: str, problem: str) -> None:
-    """Each is one problem at the field, which says why and what to write."""
-    tiers = "{pro: 9/s}" if "limits" in fields else "{pro: 9/s, two: [9/s, 99/m]}"
-    rule_text = f"{{id: r, by: tenant, envoy_quota: rate, {fields}}}"
-    (found,) = problems(f"{{version: 1, tiers: {tiers}, rules: [{rule_text}]}}")
-    assert problem in found
-    assert "rules[0].envoy_quota" in found
-
-
-def test_grants_take_several_limits_and_a_rule_that_is_off_may_have_a_quota() -> None:
-    """The service charges a grant to all limits of the rule together."""
-    for fields in ("limits: [5/s, 9/m], consistency: leased", f"{LEASED}, mode: 'off'"):
-        text = f"{{id: r, by: tenant, envoy_quota: grants, {fields}}}"
-        assert read(f"{{version: 1, rules: [{text}]}}").rules[0].envoy_quota == "grants"
-
-
-@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter"])
-def test_grants_need_a_window_that_is_longer_than_they_last(algorithm: str) -> None:
-    """Otherwise a unit could be spent in the next window. Shares of a rate have no windows."""
-
-    def text(seconds: int, quota: str) -> str:
-        limits = f"{{limit: 5, per: {seconds}s, algorithm: {algorithm}}}"
-        fields = f"id: r, by: tenant, limits: {limits}, consistency: leased, envoy_quota: {quota}"
-        return f"{{version: 1, rules: [{{{fields}}}]}}"
-
-    (found,) = problems(text(9, "grants"))
-    assert "a grant lasts some seconds and ends before the window of a counter" in found
-    assert "at least 10 s; use token_bucket" in found
-    assert read(text(10, "grants")).rules[0].envoy_quota == "grants"
-    assert read(text(1, "rate")).rules[0].envoy_quota == "rate"
-
-
-def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:
-    """A tier of the document has a consistency of its own, and the rule takes its limits."""
-    text = "{version: 1, tiers: {pro: {limits: 9/s, consistency: leased}}, rules: [%s]}"
-    says = 'rules[0]: tier "pro" is leased, which does not work with scope: global'
-    assert says in problems(text % "{id: r, by: user, scope: global}")[0]
-    for fields in ("limits: 5/s", "tiers: {pro: 7/s}"):
-        read(text % f"{{id: r, by: user, scope: global, {fields}}}")
-
-
-@pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("rules: []", 't:1:1: "version" is missing; for example version: 1'),
         ("version: 2", "t:1:10: version: unsupported version 2; write version: 1"),
         ("version: 1.0", "t:1:10: version: unsupported version 1.0; write version: 1"),
         ("version: '1'", 't:1:10: version: unsupported version "1"; write version: 1'),
@@ -453,45 +323,18 @@ def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:
             "t:1:10: version: unsupported version a list; write version: 1",
         ),
         ("version:", "t:1:9: version: unsupported version nothing; write version: 1"),
-        ("[version, 1]", "t:1:1: expected a mapping, found a list; for example version: 1"),
-        ("version 1", 't:1:1: "version 1" is not a mapping; for example version: 1'),
         ("version: 1\nversion: 1", 't:2:1: "version" occurs twice; remove one'),
-        (
-            "version: 1\nrule: []",
-            't:2:1: unknown field "rule"; did you mean "rul',
-        ),
-        (
-            "version: 1\nrules:",
-            "t:2:7: rules: the value is missing; expected a list, for exampl",
-        ),
         (
             "version: 1\nrules: {id: a}",
             "t:2:8: rules: expected a list, found a mapping; for exa",
         ),
         (
-            "version: 1\nrules: [a]",
-            't:2:9: rules[0]: "a" is not a mapping; for example {id: orders',
-        ),
-        (
             "version: 1\nrules: [{id: a, by: user}]",
             "t:2:9: rules[0]: the rule has no limits and the document defines no tiers; for exampl",
         ),
-        ("version: 1\ntiers: {5: 5/s}", 't:2:9: tiers["5"]: expected text, but 5 is a number; '),
         (
             'version: 1\ntiers: {"a\\n": 5/s}',
             't:2:9: tiers: "a\\n" is not a valid tier name: use at',
-        ),
-        (
-            "version: 1\ntiers: [a]",
-            "t:2:8: tiers: expected a mapping, found a list; for exampl",
-        ),
-        (
-            "version: 1\nallow: [42]",
-            "t:2:9: allow[0]: expected text, but 42 is a number; ",
-        ),
-        (
-            "version: 1\nallow: {a: b}",
-            "t:2:8: allow: expected text, found a mapping; for exampl",
         ),
         ("version: 1\ndeny: ['ip:10.0.0']", "t:2:8: deny[0]: entry 'ip:10.0.0': network '10.0.0'"),
         (
@@ -510,14 +353,6 @@ def test_a_global_rule_does_not_use_tiers_that_a_node_decides() -> None:
             "version: 1\nassign: {'user:1': pro}",
             't:2:20: assign["user:1"]: there is no tier "pro" in this document; none are defined',
         ),
-        (
-            "version: 1\n$schema: 5",
-            't:2:10: ["$schema"]: expected text, but 5 is a number; ',
-        ),
-        (
-            "version: 1\noverrides: {}",
-            "t:2:12: overrides: expected a list, found a mapping; fo",
-        ),
     ],
 )
 def test_mistakes_at_the_top(text: str, problem: str) -> None:
@@ -528,32 +363,20 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{multiply: 2}", ': "for" is missing; for example for: {user: alice}'),
         (
             "{for: {}, multiply: 2}",
-            ".for: an override names one user, api_key, tenant or ip; for exam",
+            ".for: expected exactly one of user, api_key, tenant or ip; for",
         ),
-        ("{for: {user: a, tenant: b}, multiply: 2}", ".for: an override names one user, api_key"),
+        ("{for: {user: a, tenant: b}, multiply: 2}", ".for: expected exactly one of user, api_key"),
         ("{for: {ip: a}, multiply: 2}", ".for.ip: network 'a': 'a' is not an address; "),
-        ("{for: {tier: a}, multiply: 2}", '.for: unknown field "tier"; known: "user"'),
         ("{id: 'a:b', for: {user: a}, multiply: 2}", '.id: "a:b" is not an id: at most 64 '),
-        ("{for: alice, multiply: 2}", '.for: "alice" is not a mapping; for example {user: alice}'),
-        ("{for: {user: 42}, multiply: 2}", ".for.user: expected text, but 42 is a number; "),
         (
             "{for: {user: a}}",
-            ": an override needs either limits or multiply, not both; for example multiply: 2",
+            ": expected exactly one of limits or multiply; for example {for: ",
         ),
         (
             "{for: {user: a}, limits: 5/s, multiply: 2}",
-            ": an override needs either limits or multi",
-        ),
-        (
-            "{for: {user: a}, multiply: 0}",
-            ".multiply: 0 is not a number from 0.001 to 1000; for ex",
-        ),
-        (
-            "{for: {user: a}, multiply: 2x}",
-            '.multiply: "2x" is not a number from 0.001 to 1000; fo',
+            ": expected exactly one of limits or multi",
         ),
         (
             "{for: {user: a}, multiply: 2, rule: s}",
@@ -579,8 +402,6 @@ def test_mistakes_at_the_top(text: str, problem: str) -> None:
             "{for: {user: a}, multiply: 2, until: '0001-01-01T00:00:00+14:00'}",
             '.until: "0001-01-01T00:00:00+14:00" is not a time with a time zone; for example',
         ),
-        ("{for: {user: a}, multiply: 2, reason: 5}", ".reason: expected text, but 5 is a number; "),
-        ("{for: {user: a}, multiply: 2, note: x}", ': unknown field "note"; kn'),
     ],
 )
 def test_mistakes_in_an_override(text: str, problem: str) -> None:
@@ -594,9 +415,7 @@ def test_mistakes_in_an_override(text: str, problem: str) -> None:
 def test_ids_are_unique() -> None:
     """The second rule with an id is reported."""
     text = "version: 1\nrules:\n- {id: a, by: user, limits: 5/s}\n- {by: ip, limits: 5/s, id: a}\n"
-    assert problems(text) == [
-        't:4:29: rules[1].id: "a" is already the id of an earlier rule; choose another id'
-    ]
+    assert problems(text) == ['t:4:29: rules[1].id: "a" occurs twice; change or remove one']
 
 
 @pytest.mark.parametrize("name", ["(deny)", "limit:emails", "envoy.descriptor"])
@@ -632,7 +451,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     ]
 
 
-def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_and_patterns_are_bounded() -> None:
     """The maximum is accepted, and one more is rejected."""
     one = {"id": "a", "by": "user", "limits": "5/s"}
 
@@ -642,11 +461,9 @@ def test_rules_and_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert from_data(conditions(PATTERNS_MAX))
     with pytest.raises(DocumentError, match="expected 1 to 1,000 patterns, found 1,001"):
         from_data(conditions(PATTERNS_MAX + 1))
-    assert RULES_MAX == 20_000
-    monkeypatch.setattr(grammar, "RULES_MAX", 2)
-    rules = [one | {"id": str(n)} for n in range(3)]
-    assert from_data({"version": 1, "rules": rules[:2]})
-    with pytest.raises(DocumentError, match="expected at most 2 rules, found 3"):
+    rules = [one | {"id": str(n)} for n in range(RULES_MAX + 1)]
+    assert len(from_data({"version": 1, "rules": rules[1:]}).rules) == RULES_MAX
+    with pytest.raises(DocumentError, match="expected at most 20,000 rules, found 20,001"):
         from_data({"version": 1, "rules": rules})
 
 
@@ -699,7 +516,7 @@ def at(text: str) -> tuple[DocumentPlace, ProblemList]:
 def test_limits(text: str, limits: list[Limit]) -> None:
     """Limits are a rate, several rates, a mapping, or a list of these."""
     place, problems = at(text)
-    assert limits_at(place) == tuple(limits)
+    assert LIMITS_SHAPE.read(place) == tuple(limits)
     assert not problems.found
 
 
@@ -713,12 +530,10 @@ def test_limits(text: str, limits: list[Limit]) -> None:
                 'day, week, month or year at character 4; for example "10/second"'
             ),
         ),
-        ("[1/s, 0/s]", 't:1:7: [1]: "0/s" is not a rate: limit=0 is not a whole number from 1 to'),
         ("100", 't:1:1: 100 is not a rate; for example "10/second"'),
         ("[[1/s]]", 't:1:2: [0]: a list is not a rate; for example "10/second"'),
         ("[~]", 't:1:2: [0]: ~ is not a rate; for example "10/second"'),
         ("[]", "t:1:1: expected 1 to 16 limits, found 0; for example ["),
-        ("~", "t:1:1: the value is missing; expected a list, for example ["),
         (
             "[" + ", ".join(f"1/{n}s" for n in range(1, 18)) + "]",
             "t:1:1: expected 1 to 16 limits, ",
@@ -731,39 +546,11 @@ def test_limits(text: str, limits: list[Limit]) -> None:
             ),
         ),
         ("5/s; 10/s", "t:1:1: 5/second and 10/second would share"),
-        ("{limit: 5}", 't:1:1: "per" is missing; for example per: 1m'),
-        ("{per: 5}", 't:1:1: "limit" is missing; for example limit: 10'),
-        (
-            "{limit: 5, per: 1m, bust: 3}",
-            't:1:21: unknown field "bust"; did you',
-        ),
-        ("{limit: 0, per: 1m}", "t:1:9: limit: 0 is not a whole number from 1 to 1,000,000,000; "),
-        (
-            "{limit: 5.5, per: 1m}",
-            "t:1:9: limit: 5.5 is not a whole number from 1 to 1,000,000,000",
-        ),
-        (
-            '{limit: "5", per: 1m}',
-            't:1:9: limit: "5" is not a whole number from 1 to 1,000,000,000',
-        ),
         (
             "{limit: 5, per: 1x}",
             't:1:17: per: "1x" is not a length of time; for example 60 (seconds)',
         ),
-        ('{limit: 5, per: "60"}', 't:1:17: per: "60" is not a length of time; for example 60 (sec'),
-        ("{limit: 5, per: 1m; 5/s}", 't:1:17: per: "1m; 5/s" is not a length of time; for example'),
-        (
-            "{limit: 5, per: -1}",
-            "t:1:17: per: -1 is not a length of time; for example 60 (seconds)",
-        ),
         ("{limit: 5, per: 0}", "t:1:17: per: per=0 is not between 1 ms and 366 days; for example"),
-        ("{limit: 5, per: 400d}", 't:1:17: per: "400d" is not a length of time; for example 60 (s'),
-        ("{limit: 5, per: 1m, algorithm: log}", 't:1:32: algorithm: unknown value "log"; '),
-        ("{limit: 5, per: 1m, burst: -1}", "t:1:28: burst: -1 is not a whole number from 0 to 1,"),
-        (
-            "{limit: 5, per: 1m, refill_every: often}",
-            't:1:35: refill_every: "often" is not a length of time; for example 60 (seconds)',
-        ),
         (
             "{limit: 5, per: 1m, refill_every: 2m}",
             "t:1:35: refill_every: refill_every=120 adds more units at once than the capacity",
@@ -772,7 +559,6 @@ def test_limits(text: str, limits: list[Limit]) -> None:
             "{limit: 5, per: 1m, algorithm: fixed_window, refill_every: 1s}",
             "t:1:60: refill_every: refill_every=1 is for token_bucket only",
         ),
-        ("{limit: 5, per: 1m, name: 7}", "t:1:27: name: expected text, but 7 is a number; "),
         (
             "{limit: 5, per: 1m, capacity: 3, burst: 9}",
             "t:1:1: give burst=9 or capacity=3, not both",
@@ -780,10 +566,6 @@ def test_limits(text: str, limits: list[Limit]) -> None:
         (
             "{limit: 5, per: 1m, algorithm: fixed_window, burst: 9}",
             "t:1:1: fixed_window has no burst or capacity: it counts in a window; raise limit",
-        ),
-        (
-            "{limit: 2_000_000, per: 1m, algorithm: sliding_window_log}",
-            "t:1:9: limit: limit=2000000 is not a whole number from 1 to 1,000,000",
         ),
         (
             "{limit: 1, per: 366d, capacity: 1000}",
@@ -794,14 +576,14 @@ def test_limits(text: str, limits: list[Limit]) -> None:
 def test_mistakes_in_limits(text: str, problem: str) -> None:
     """Each mistake gives one problem with its place and the expected value."""
     place, problems = at(text)
-    limits_at(place)
+    LIMITS_SHAPE.read(place)
     assert [str(found)[: len(problem)] for found in problems.found] == [problem]
 
 
 def test_every_mistake_in_a_limit_is_reported() -> None:
     """A limit with two mistakes gives two problems."""
     place, problems = at("{limit: 0, per: x1, algorithm: a, burst: b, capacity: 0, name: 1}")
-    assert limits_at(place) == ()
+    assert LIMITS_SHAPE.read(place) == ()
     assert [found.where for found in problems.found] == [
         "limit",
         "per",
@@ -813,7 +595,7 @@ def test_every_mistake_in_a_limit_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    ("text", "expected"),
     [
         ("60", 60),
         ("0", 0),
@@ -824,38 +606,8 @@ def test_every_mistake_in_a_limit_is_reported() -> None:
         ("2 H", 7200),
     ],
 )
-def test_lengths_of_time(text: str, seconds: float) -> None:
+def test_lengths_of_time(text: str, expected: float) -> None:
     """A number is in seconds; text names its unit."""
     place, problems = at(text)
-    assert seconds_at(place) == seconds
+    assert seconds("1m").read(place) == expected
     assert not problems.found
-
-
-TWO = "- {{id: a, by: user, limits: 5/s, {}}}\n- {{id: b, by: {}, limits: 5/s}}\n"
-
-
-def test_a_rule_replaces_the_next_one() -> None:
-    """The rule that is replaced stands directly after it and counts by the same."""
-    found = read("version: 1\nrules:\n" + TWO.format("replaces: b", "user"))
-    assert [rule.replaces for rule in found.rules] == ["b", None]
-
-
-@pytest.mark.parametrize(
-    ("rules", "problem"),
-    [
-        (TWO.format("replaces: c", "user"), 'there is no rule "c"; '),
-        (TWO.format("replaces: a", "user"), '"a" takes the place of "a", so it must stand'),
-        (
-            TWO.format("replaces: c", "user") + "- {id: c, by: user, limits: 5/s}\n",
-            '"a" takes the place of "c", so it must stand directly before it; move it there',
-        ),
-        (
-            TWO.format("replaces: b", "[ip, user]"),
-            '"a" counts by [user] and "b" by [ip, user]; rules that count by different attributes',
-        ),
-    ],
-)
-def test_a_rule_that_cannot_replace_another(rules: str, problem: str) -> None:
-    """The problem says which rule, and where it must stand."""
-    (found,) = problems(f"version: 1\nrules:\n{rules}")
-    assert found.startswith(f"t:3:3: rules[0]: replaces: {problem}")

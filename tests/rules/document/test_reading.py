@@ -23,7 +23,6 @@ from ratekeeper.rules.document.reading import (
     from_data,
     read,
     read_file,
-    schema,
 )
 from ratekeeper.rules.document.tree import PROBLEMS_MAX, DocumentProblem
 from tests.rules.documents import Data, documents
@@ -186,11 +185,6 @@ def test_read_rejects_a_path() -> None:
     path: Any = EXAMPLE
     with pytest.raises(DocumentError, match=r"to read a file, use read_file\(\)"):
         read(path)
-
-
-def test_the_schema_is_installed() -> None:
-    """The schema is part of the package."""
-    assert schema()["title"] == "Ratekeeper rule document"
 
 
 # --------------------------------------------------------------------------------------- any input

@@ -10,7 +10,6 @@ from hypothesis import given
 
 from ratekeeper.core.errors import SafetyFinding
 from ratekeeper.core.model import Limit
-from ratekeeper.rules.document import safety
 from ratekeeper.rules.document.model import Document, Match, Rule
 from ratekeeper.rules.document.reading import from_data, read, read_file
 from ratekeeper.rules.document.safety import FINDINGS_MAX, findings, new_findings
@@ -51,10 +50,6 @@ def test_the_example_is_safe() -> None:
         ("[0.0.0.0/0]", ["[0]"]),
         ("['ip:::/0']", ["[0]"]),
         ("['::ffff:0:0/96']", ["[0]"]),
-        ("[0.0.0.0/1, 128.0.0.0/1]", [""]),
-        ("[0.0.0.0/1, 128.0.0.0/2, 192.0.0.0/2]", [""]),
-        ("[0.0.0.0/1, 128.0.0.0/2]", []),
-        ("['::/1', '8000::/1']", [""]),
         (
             "['user:sk_*', 'user:*sk', 'api_key:a:*', 'user:??', 10.0.0.0/8, 'user:::/0']",
             [],
@@ -62,7 +57,7 @@ def test_the_example_is_safe() -> None:
     ],
 )
 def test_entries_that_match_everyone(entries: str, places: list[str]) -> None:
-    """Entries on either list are found, also networks that cover all addresses together."""
+    """Entries on either list are found."""
     assert found(f"deny: {entries}") == [("denies-all", f"deny{place}") for place in places]
     assert found(f"allow: {entries}") == [("allows-all", f"allow{place}") for place in places]
 
@@ -121,11 +116,9 @@ def test_tiers_that_apply_are_checked() -> None:
     [
         ("limits: 2/s", True),
         ("limits: 3/s", False),
-        ("multiply: 0.5", True),  # 2 of 5 are left
-        ("multiply: 0.6", False),
+        ("multiply: 0.5", False),  # of limits that may depend on the client's tier
         ("rule: r, limits: 2/s", True),
         ("rule: cheap, limits: 2/s", False),
-        ("rule: cheap, multiply: 0.01", False),  # never below one
         ("rule: idle, limits: 2/s", False),
     ],
 )
@@ -137,20 +130,6 @@ def test_overrides_under_which_nothing_fits(override: str, is_found: bool) -> No
     )
     expected = [("never-fits", "overrides[0]")] if is_found else []
     assert found(f"rules: [{rules}], overrides: [{{for: {{user: a}}, {override}}}]") == expected
-
-
-def test_an_override_is_compared_with_the_widest_limits() -> None:
-    """The client's tier is unknown, so the widest limits count."""
-    tiers = "tiers: {default: 10/s, pro: 1000/s}"
-    override = "overrides: [{for: {user: a}, multiply: 0.1}]"
-    assert found(f"{tiers}, rules: [{{id: r, by: user, cost: 5}}], {override}") == []
-    document = Document(
-        rules=(Rule(id="r", by=("user",), cost=5, keys={"a": ()}),),
-        overrides=from_data(
-            {"version": 1, "overrides": [{"for": {"user": "a"}, "multiply": 2}]}
-        ).overrides,
-    )
-    assert "never-fits" not in {it.code for it in findings(document)}
 
 
 @pytest.mark.parametrize(
@@ -266,80 +245,6 @@ def test_tiers_and_rules_without_limits(document: Document, places: list[str]) -
 def test_requests_without_a_tier_need_limits(text: str, is_found: bool) -> None:
     """A rule with the limits of tiers does not limit requests without a tier, except by default."""
     assert found(text) == ([("no-default-tier", "rules[0]")] if is_found else [])
-
-
-@pytest.mark.parametrize(
-    ("rules", "hidden"),
-    [
-        ("{id: a, by: user, limits: 5/s}", ["tiers.default", "tiers.pro"]),
-        ("{id: a, by: user, limits: 5/s, mode: shadow}", ["tiers.default", "tiers.pro"]),
-        ("{id: a, by: user, limits: 5/s, mode: 'off'}", []),
-        ("{id: a, by: user, limits: 5/s, tiers: {pro: 9/s}}", ["tiers.default"]),
-        ("{id: a, by: user, limits: 5/s, match: {tier: p*}}", ["tiers.default"]),
-        ("{id: a, by: user, limits: 5/s}, {id: b, by: ip}", []),
-        ("{id: a, by: user, limits: 5/s}, {id: b, by: ip, limits: 5/s, tiers: {pro: 9/s}}", None),
-    ],
-)
-def test_tiers_that_the_limits_of_rules_hide(rules: str, hidden: list[str] | None) -> None:
-    """A tier that no rule uses is advice: it rejects no change, so a tier can be added first."""
-    document = read(f"{{version: 1, tiers: {{default: 5/s, pro: 9/s}}, rules: [{rules}]}}")
-    advice = [each for each in findings(document) if each.code == "hidden-tier"]
-    assert [each.where for each in advice] == (["tiers.default"] if hidden is None else hidden)
-    assert all(each.is_advice for each in advice)
-    assert new_findings(document, None) == ()
-    assert not any("force" in str(each) for each in advice)
-
-
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ("limits: 5/s, scope: global, across_regions: exact", ["rules[0].limits"]),
-        ("limits: [5/minute, 9/3s], scope: global, across_regions: exact", ["rules[0].limits"]),
-        ("limits: 5/m, keys: {a: 7/s}, scope: global, across_regions: exact", ["rules[0].keys.a"]),
-        ("limits: 5/4s, scope: global, across_regions: exact", []),
-        ("limits: 5/s, scope: global", []),
-        ("limits: 5/s", []),
-        ("limits: 5/s, scope: global, across_regions: exact, mode: 'off'", []),
-    ],
-)
-def test_windows_that_are_too_short_for_regions(fields: str, where: list[str]) -> None:
-    """It is advice: such a rule delivers little beyond the shares, and is never exceeded."""
-    document = read(f"{{version: 1, rules: [{{id: a, by: user, on_failure: local, {fields}}}]}}")
-    advice = findings(document)
-    assert [each.where for each in advice] == where
-    assert all(each.code == "short-window" and each.is_advice for each in advice)
-    assert all("scope: region" in each.remedy for each in advice)
-    assert new_findings(document, None) == ()
-
-
-EXACT = "scope: global, across_regions: exact"
-
-
-@pytest.mark.parametrize(
-    ("fields", "default", "what"),
-    [
-        (EXACT, "open", ["its failure policy is open by default"]),
-        (f"{EXACT}, on_failure: open", "closed", ["its failure policy is open"]),
-        (f"{EXACT}, mode: shadow", "open", ["its failure policy is open by default"]),
-        (EXACT, "closed", []),
-        (EXACT, "raise", []),
-        (f"{EXACT}, on_failure: closed", "open", []),
-        (f"{EXACT}, on_failure: local", "open", []),
-        (f"{EXACT}, mode: 'off'", "open", []),
-        ("scope: global", "open", []),
-        ("on_failure: open", "open", []),
-    ],
-)
-def test_exact_rules_that_admit_without_counting(
-    fields: str, default: str, what: list[str]
-) -> None:
-    """It is advice: an author may prefer requests over the limit to none."""
-    document = read(f"{{version: 1, rules: [{{id: a, by: user, limits: 5/m, {fields}}}]}}")
-    found = list(safety.advice(document, default))
-    assert [(each.what, each.where) for each in found] == [(text, "rules[0]") for text in what]
-    assert all(each.code == "open-exact" and each.is_advice for each in found)
-    assert all("on_failure: closed" in each.remedy for each in found)
-    assert new_findings(document, None) == ()
 
 
 # --------------------------------------------------------------------------------------- reaching
@@ -462,22 +367,3 @@ def test_a_document_has_the_same_findings_as_a_change_of_itself() -> None:
     """A finding that was forced is found again by `findings`."""
     document: Any = read("{version: 1, allow: ['user:*']}")
     assert findings(document, document) == findings(document)
-
-
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ("by: [tenant, ip]", ["rules[0].by"]),
-        ("by: user, mode: 'off'", []),
-        ("by: [tenant, tier, plan]", []),
-        ("by: []", []),
-    ],
-)
-def test_rules_with_too_many_subjects_for_envoys(fields: str, where: list[str]) -> None:
-    """It is advice: such a rule works while its subjects are few."""
-    rule = f"{{id: a, limits: 5/s, consistency: leased, envoy_quota: rate, {fields}}}"
-    found = findings(read(f"{{version: 1, rules: [{rule}]}}"))
-    assert [each.where for each in found] == where
-    assert all(each.code == "many-buckets" and each.is_advice for each in found)
-    plain = rule.replace("envoy_quota: rate, ", "")
-    assert findings(read(f"{{version: 1, rules: [{plain}]}}")) == ()

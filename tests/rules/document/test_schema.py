@@ -1,11 +1,14 @@
-"""The published JSON Schema is valid and agrees with the reader."""
+"""Every row of the grammar: the reader, the writer, the JSON Schema and the reference agree on it.
+
+The tests walk through the fields of the JSON Schema, which has one for each row of the tables in
+`grammar.py`. Each record of the grammar has a place in a valid document, where values are tried.
+"""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator
-from dataclasses import astuple
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,198 +16,200 @@ import pytest
 from hypothesis import given
 from jsonschema import Draft202012Validator
 
-from ratekeeper.core.model import (
-    ALGORITHM_NAMES,
-    CONSISTENCIES,
-    NAME_LENGTH_MAX,
-    REQUEST_FIELDS,
-    UNITS_MAX,
-)
-from ratekeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX
-from ratekeeper.regions.settings import ACROSS_REGIONS, SCOPES
-from ratekeeper.rules.document import grammar
-from ratekeeper.rules.document.model import (
-    BY_MAX,
-    COST_MAX,
-    ENVOY_QUOTAS,
-    MODES,
-    ON_FAILURES,
-    PATTERNS_MAX,
-    RULES_MAX,
-    SHARE_SOURCES,
-    PenaltySettings,
-    Scale,
-)
-from ratekeeper.rules.document.reading import DocumentError, from_data, read_file, schema
+from ratekeeper.rules.document.grammar import document_schema
+from ratekeeper.rules.document.model import Override, PenaltySettings, Rule, Scale
+from ratekeeper.rules.document.reading import DocumentError, from_data, read_file
 from ratekeeper.rules.document.tree import DocumentNode, ProblemList, tree_of_yaml
 from ratekeeper.rules.document.writing import to_data
 from tests.rules.documents import Data, documents
 
-EXAMPLE = Path(__file__).parents[3] / "examples/limits.yaml"
-SCHEMA = schema()
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/limits.yaml"
+REFERENCE = ROOT / "docs/rules.md"
+SCHEMA = document_schema()
 DEFS = SCHEMA["$defs"]
 VALIDATOR = Draft202012Validator(SCHEMA)
 
-GOOD: Data = {
+# A valid document with every record of the grammar, and the places of the records in it.
+VALID: Data = {
     "version": 1,
-    "tiers": {"pro": ["5/s"]},
+    "tiers": {"pro": {"limits": ["5/s"], "consistency": "strict"}, "free": "1/s"},
     "rules": [
         {
-            "id": "a",
-            "match": {"endpoint": "/a", "attributes": {"region": "eu"}},
+            "id": "orders",
+            "match": {"endpoint": "/a"},
             "by": ["user"],
-            "limits": ["5/s", {"limit": 5, "per": "1m", "algorithm": "fixed_window"}],
-            "tiers": {"pro": "7/s"},
-            "keys": {"k": "9/s"},
-            "cost": {"/a": 5},
-            "mode": "off",
-            "scale": {"source": "cpu", "low": 0.5},
-            "split": 2,
-            "penalty": {"after": 3, "cooldown": "10s"},
+            "limits": {"limit": 5, "per": "1m"},
+            "scale": {"source": "cpu", "most": 1.5},
+            "penalty": {"after": 3},
         },
-        {"id": "b", "by": []},
+        {"id": "api", "by": ["user"], "limits": "5/s"},
     ],
-    "assign": {"user:1": "pro"},
-    "allow": ["api_key:sk_*"],
-    "overrides": [{"for": {"user": "1"}, "multiply": 2, "until": "2026-12-31T23:59:59Z"}],
+    "overrides": [{"for": {"user": "1"}, "multiply": 2}],
 }
+PLACES: dict[tuple[str | int, ...], Data] = {
+    (): SCHEMA,
+    ("tiers", "pro"): DEFS["limitsOfOne"]["anyOf"][1],
+    ("rules", 0): DEFS["rule"],
+    ("rules", 0, "match"): DEFS["match"],
+    ("rules", 0, "limits"): DEFS["limit"],
+    ("rules", 0, "scale"): DEFS["scale"],
+    ("rules", 0, "penalty"): DEFS["penalty"],
+    ("overrides", 0): DEFS["override"],
+    ("overrides", 0, "for"): DEFS["override"]["properties"]["for"],
+}
+FIELDS = [(place, name) for place, each in PLACES.items() for name in each["properties"]]
+# What a field needs beside it.
+BESIDE: dict[str, Data] = {
+    "across_regions": {"scope": "global"},
+    "envoy_quota": {"consistency": "leased", "scale": [], "penalty": None},
+    "refill_every": {"limit": 60},
+}
+WRONG: tuple[Any, ...] = (
+    *(None, True, -1, 0.5, 10**12, "", "\0", "no such word", "x" * 20_000),
+    *([], [None], {}, {"surprise": 1}, {"": []}, [[]] * 2_000),
+)
 
 
-def accepted(data: Any) -> bool:
-    return bool(VALIDATOR.is_valid(data))
-
-
-def read(data: Any) -> bool:
+def problems_of(data: Any) -> list[Any]:
     try:
         from_data(data)
-    except DocumentError:
-        return False
-    return True
+    except DocumentError as error:
+        return list(error.problems)
+    return []
 
 
-def parts(node: Any, path: str = "#") -> Iterator[tuple[str, Data]]:
-    """Return every schema inside the schema."""
-    if isinstance(node, dict):
-        if "examples" in node or "type" in node or "properties" in node or "$ref" in node:
-            yield path, node
-        for name, inner in node.items():
-            if name not in {"examples", "enum", "const", "default"}:
-                yield from parts(inner, f"{path}/{name}")
-    elif isinstance(node, list):
-        for place, inner in enumerate(node):
-            yield from parts(inner, f"{path}/{place}")
+def path_of(place: tuple[str | int, ...]) -> str:
+    return "".join(f"[{it}]" if isinstance(it, int) else f".{it}" for it in place).lstrip(".")
 
 
-# ---------------------------------------------------------------------------------- in itself
+def field_schema(place: tuple[str | int, ...], name: str) -> Data:
+    """Return the schema of a field, with the definition that it refers to."""
+    schema: Data = PLACES[place]["properties"][name]
+    if "$ref" in schema:
+        schema = DEFS[schema["$ref"].rpartition("/")[2]] | schema
+    return schema
+
+
+def with_value(place: tuple[str | int, ...], name: str, value: Any) -> Data:
+    """Return the valid document with another value of one field."""
+    data: Any = copy.deepcopy(VALID)
+    record = data
+    for step in place:
+        record = record[step]
+    if place[-1:] == ("for",):
+        record.clear()
+    if name == "limits" and place == ("overrides", 0):
+        del record["multiply"]
+    for other, beside in BESIDE.get(name, {}).items():
+        if beside in (None, []):
+            del record[other]
+        else:
+            record[other] = beside
+    record[name] = value
+    return data
+
+
+def test_every_record_of_the_grammar_is_tried_here() -> None:
+    """A record that is added needs a place above."""
+    closed = str(SCHEMA).count("'additionalProperties': False")
+    assert closed == len(PLACES)
+    assert not problems_of(VALID)
 
 
 def test_the_schema_is_valid() -> None:
-    """It follows the rules of its draft."""
+    """It follows the rules of its draft, and has no field without a description."""
     Draft202012Validator.check_schema(SCHEMA)
-    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    for place, name in FIELDS:
+        assert PLACES[place]["properties"][name]["description"].endswith(".")
 
 
-def test_unknown_fields_are_rejected() -> None:
-    """Every object with fixed fields rejects others, so that editors mark a misspelt field."""
-    closed = [path for path, part in parts(SCHEMA) if part.get("additionalProperties") is False]
-    opened = [
-        path
-        for path, part in parts(SCHEMA)
-        if part.get("type") == "object" and "additionalProperties" not in part
-    ]
-    assert len(closed) == 9
-    assert not opened
+@pytest.mark.parametrize(("place", "name"), FIELDS)
+def test_the_example_of_a_field_is_valid(place: tuple[str | int, ...], name: str) -> None:
+    """Reader and schema accept it, and it is written so that it reads back equal."""
+    schema = field_schema(place, name)
+    for example in schema.get("examples") or schema.get("enum") or [schema["const"]]:
+        data = with_value(place, name, example)
+        assert problems_of(data) == []
+        assert VALIDATOR.is_valid(data), next(VALIDATOR.iter_errors(data)).message
+        document = from_data(data)
+        assert from_data(to_data(document)) == document
 
 
-def test_everything_is_described() -> None:
-    """Each field has a description for editors, directly or by reference."""
-    missing = [
-        f"{path}/{name}"
-        for path, part in parts(SCHEMA)
-        for name, inner in part.get("properties", {}).items()
-        if "/then" not in path
-        and "/if" not in path
-        and isinstance(inner, dict)
-        and "description" not in inner
-        and "description" not in DEFS[inner.get("$ref", "/pattern").rpartition("/")[2]]
-    ]
-    assert [path.rpartition("/for/")[2] for path in missing] == ["user", "api_key", "tenant"]
+@pytest.mark.parametrize(("place", "name"), FIELDS)
+def test_wrong_values_of_a_field(place: tuple[str | int, ...], name: str) -> None:
+    """The schema rejects none that the reader accepts. Each problem names its place and a remedy.
+
+    A problem is in the record or below it, and its message gives an example or the known words.
+    """
+    rejected = 0
+    for wrong in WRONG:
+        data = with_value(place, name, wrong)
+        found = problems_of(data)
+        if not VALIDATOR.is_valid(data):
+            assert found, f"only the schema rejects {str(wrong)[:40]}"
+        for problem in found:
+            assert problem.where.startswith(path_of(place))
+            assert re.search(
+                r"for example|known:|did you mean|quote it|; (write|use|remove|change|put)|"
+                r"in this document|must ",
+                problem.message,
+            ), problem
+        rejected += bool(found)
+    assert rejected >= 7
 
 
-def test_every_example_is_valid() -> None:
-    """The part of the schema that has an example accepts it."""
-    tried = 0
-    for path, part in parts(SCHEMA):
-        for example in part.get("examples", []):
-            inner = Draft202012Validator({**part, "$defs": DEFS})
-            assert inner.is_valid(example), f"{path}: {example}"
-            tried += 1
-    assert tried > 30
+@pytest.mark.parametrize(("place", "name"), FIELDS)
+def test_a_misspelt_field_is_named_with_the_one_that_was_meant(
+    place: tuple[str | int, ...], name: str
+) -> None:
+    """Reader and schema reject it, the reader at the name."""
+    wrong = f"{name}z"
+    data = with_value(place, name, 1)
+    record: Any = data
+    for step in place:
+        record = record[step]
+    record[wrong] = record.pop(name)
+    assert not VALIDATOR.is_valid(data)
+    messages = [each.message for each in problems_of(data) if each.where == path_of(place)]
+    known = PLACES[place]["properties"]
+    meant = [each for each in messages if each.startswith(f'unknown field "{wrong}"; ')]
+    assert any(f'"{each}"' in meant[0] for each in known if each[0] == name[0])
 
 
-# ------------------------------------------------------------------------- agreement with the code
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(place, name) for place, each in PLACES.items() for name in each["required"]],
+)
+def test_a_missing_field(place: tuple[str | int, ...], name: str) -> None:
+    """Reader and schema require the same fields."""
+    data = with_value(place, name, 1)
+    record: Any = data
+    for step in place:
+        record = record[step]
+    del record[name]
+    assert not VALIDATOR.is_valid(data)
+    (problem,) = (each for each in problems_of(data) if each.where == path_of(place))
+    assert problem.message.startswith(f'"{name}" is missing; for example {name}: ')
 
 
-def test_the_fields_are_those_of_the_grammar() -> None:
-    """A field that is added to only one of them fails here."""
-    rule = DEFS["rule"]["properties"]
-    assert set(SCHEMA["properties"]) == set(grammar._TOP)
-    assert set(rule) == set(grammar._RULE)
-    assert set(DEFS["match"]["properties"]) == {*REQUEST_FIELDS, "attributes"}
-    assert set(DEFS["limit"]["properties"]) == set(grammar._LIMIT)
-    assert set(DEFS["scale"]["properties"]) == set(grammar._SCALE)
-    assert set(DEFS["penalty"]["properties"]) == set(grammar._PENALTY)
-    assert set(DEFS["override"]["properties"]) == set(grammar._OVERRIDE)
-    assert set(DEFS["override"]["properties"]["for"]["properties"]) == set(grammar._OVERRIDE_OWNERS)
-    forbidden = DEFS["match"]["properties"]["attributes"]["propertyNames"]["not"]["enum"]
-    assert set(forbidden) == set(REQUEST_FIELDS)
-
-
-def test_the_choices_are_those_of_the_code() -> None:
-    """Every choice and its default agree."""
-    rule, scale = DEFS["rule"]["properties"], DEFS["scale"]["properties"]
-    assert tuple(DEFS["limit"]["properties"]["algorithm"]["enum"]) == ALGORITHM_NAMES
-    assert tuple(rule["mode"]["enum"]) == MODES
-    assert tuple(DEFS["consistency"]["enum"]) == CONSISTENCIES
-    assert tuple(DEFS["scope"]["enum"]) == SCOPES
-    assert tuple(DEFS["acrossRegions"]["enum"]) == ACROSS_REGIONS
-    assert tuple(rule["on_failure"]["enum"]) == ON_FAILURES
-    assert tuple(rule["envoy_quota"]["enum"]) == ENVOY_QUOTAS
-    shares = DEFS["scale"]["if"]["properties"]["source"]["enum"]
-    assert tuple(shares) == SHARE_SOURCES
-    usual = Scale()
-    assert [scale[name].get("default") for name in grammar._SCALE] == list(astuple(usual))
-    penalty = DEFS["penalty"]["properties"]
-    assert [penalty[name]["default"] for name in grammar._PENALTY] == list(
-        astuple(PenaltySettings())
-    )
-
-
-def test_the_bounds_are_those_of_the_code() -> None:
-    """Every number that occurs in both agrees."""
-    rule, override = DEFS["rule"]["properties"], DEFS["override"]["properties"]
-    limit = DEFS["limit"]["properties"]
-    assert SCHEMA["properties"]["version"]["const"] == grammar.VERSION
-    assert SCHEMA["properties"]["rules"]["maxItems"] == RULES_MAX
-    assert DEFS["name"]["maxLength"] == DEFS["attributeName"]["maxLength"] == NAME_LENGTH_MAX
-    assert DEFS["rate"]["maxLength"] == TEXT_LENGTH_MAX
-    assert DEFS["limits"]["anyOf"][2]["maxItems"] == LIMITS_MAX
-    assert DEFS["patterns"]["anyOf"][1]["maxItems"] == PATTERNS_MAX
-    assert DEFS["pattern"]["maxLength"] == grammar.PATTERN_LENGTH_MAX
-    assert DEFS["units"]["maximum"] == COST_MAX
-    assert DEFS["value"]["maxLength"] == grammar.VALUE_LENGTH_MAX
-    assert DEFS["remark"]["maxLength"] == grammar.REASON_LENGTH_MAX
-    assert rule["by"]["anyOf"][1]["maxItems"] == BY_MAX
-    assert override["multiply"]["minimum"] == grammar.MULTIPLY_MIN
-    assert override["multiply"]["maximum"] == grammar.MULTIPLY_MAX
-    assert {limit[name]["maximum"] for name in ("limit", "burst", "capacity")} == {UNITS_MAX}
+def test_fields_of_the_values_have_rows() -> None:
+    """A field that is added to a class only would be lost when a document is written."""
+    for of, name in ((Scale, "scale"), (PenaltySettings, "penalty"), (Override, "override")):
+        rows = DEFS[name]["properties"].keys()
+        names = {each.name.removesuffix("_s") for each in dataclasses.fields(of)}
+        assert names - {"attribute", "value"} == rows - {"for"}
+    names = {each.name for each in dataclasses.fields(Rule)}
+    assert names - DEFS["rule"]["properties"].keys() == {
+        *("tier_consistency", "key_consistency", "costs"),
+    }
 
 
 @given(documents())
 def test_readable_documents_are_accepted(data: Data) -> None:
     """As they were written, and in the canonical form."""
-    assert accepted(data), next(VALIDATOR.iter_errors(data)).message
-    assert accepted(to_data(from_data(data)))
+    assert VALIDATOR.is_valid(data), next(VALIDATOR.iter_errors(data)).message
+    assert VALIDATOR.is_valid(to_data(from_data(data)))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,7 @@ def test_rate_strings_are_accepted(rate: str) -> None:
     """The separators, and the options of a rate in any order."""
     data = {"version": 1, "rules": [{"id": "a", "by": [], "limits": rate}]}
     assert from_data(data).rules[0].limits
-    assert accepted(data)
+    assert VALIDATOR.is_valid(data)
 
 
 def test_the_example_is_accepted() -> None:
@@ -235,165 +240,44 @@ def test_the_example_is_accepted() -> None:
 
     tree = tree_of_yaml(EXAMPLE.read_text("utf-8"), ProblemList("t"))
     assert tree is not None
-    assert accepted(plain(tree)), next(VALIDATOR.iter_errors(plain(tree))).message
-    assert accepted(to_data(read_file(EXAMPLE)))
+    assert VALIDATOR.is_valid(plain(tree)), next(VALIDATOR.iter_errors(plain(tree))).message
+    assert VALIDATOR.is_valid(to_data(read_file(EXAMPLE)))
 
 
-RULE = ("rules", 0)
-FIRST_LIMIT = ("rules", 0, "limits", 1)
+# ----------------------------------------------------------------------------------- the reference
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong"),
+    ("heading", "place"),
     [
-        ((), []),
-        ((), None),
-        (("version",), 2),
-        (("version",), "1"),
-        (("version",), None),
-        (("rulez",), []),
-        (("tiers",), ["pro"]),
-        (("tiers", "pro"), []),
-        (("tiers", "pro"), 5),
-        (("tiers", "pro"), None),
-        (("tiers", ""), "5/s"),
-        (("tiers", "x" * 129), "5/s"),
-        (("rules",), {}),
-        (("rules",), None),
-        (RULE, "a"),
-        (RULE, {"by": [], "limits": "5/s"}),
-        (RULE, {"id": "c", "limits": "5/s"}),
-        ((*RULE, "name"), "a"),
-        ((*RULE, "id"), 5),
-        ((*RULE, "id"), ""),
-        ((*RULE, "id"), "x" * 129),
-        ((*RULE, "id"), "a\nb"),
-        ((*RULE, "match"), "/a"),
-        ((*RULE, "match"), {"path": "/a"}),
-        ((*RULE, "match", "endpoint"), []),
-        ((*RULE, "match", "endpoint"), ""),
-        ((*RULE, "match", "endpoint"), {"a": "b"}),
-        ((*RULE, "match", "user"), 42),
-        ((*RULE, "match", "user"), ["a"] * 1_001),
-        ((*RULE, "match", "method"), [True]),
-        ((*RULE, "match", "attributes"), ["region"]),
-        ((*RULE, "match", "attributes", "a-b"), "x"),
-        ((*RULE, "match", "attributes", "user"), "x"),
-        ((*RULE, "match", "attributes", "region"), 5),
-        ((*RULE, "by"), None),
-        ((*RULE, "by"), {"user": 1}),
-        ((*RULE, "by"), ["user", "user"]),
-        ((*RULE, "by"), ["user", "ip"]),  # it has keys
-        ((*RULE, "by"), []),
-        ((*RULE, "by"), ["a b"]),
-        (("rules", 1, "by"), list("abcdefghi")),
-        ((*RULE, "limits"), []),
-        ((*RULE, "limits"), 5),
-        ((*RULE, "limits"), [[]]),
-        ((*RULE, "limits"), "5"),
-        ((*RULE, "limits"), "5/"),
-        ((*RULE, "limits"), "/s"),
-        ((*RULE, "limits"), "5/s burst"),
-        ((*RULE, "limits"), "5/s,"),
-        ((*RULE, "limits"), "5/s moving"),
-        ((*RULE, "limits"), "5 in a minute"),
-        ((*RULE, "limits"), "5 in any minute burst 2"),
-        ((*RULE, "limits"), "1/s refill a" * 60 + "!"),  # in no exponential time
-        ((*RULE, "limits"), [f"1/{n}s" for n in range(1, 18)]),
-        (FIRST_LIMIT, {"limit": 5}),
-        (FIRST_LIMIT, {"per": 5}),
-        ((*FIRST_LIMIT, "limit"), 0),
-        ((*FIRST_LIMIT, "limit"), 1.5),
-        ((*FIRST_LIMIT, "limit"), "5"),
-        ((*FIRST_LIMIT, "limit"), True),
-        ((*FIRST_LIMIT, "limit"), 10**9 + 1),
-        ((*FIRST_LIMIT, "per"), "60"),
-        ((*FIRST_LIMIT, "per"), -1),
-        ((*FIRST_LIMIT, "per"), None),
-        ((*FIRST_LIMIT, "algorithm"), "log"),
-        ((*FIRST_LIMIT, "burst"), 5),  # it counts in a window
-        ((*FIRST_LIMIT, "capacity"), 5),
-        ((*FIRST_LIMIT, "name"), 5),
-        ((*FIRST_LIMIT, "bust"), 5),
-        ((*RULE, "keys"), ["k"]),
-        ((*RULE, "keys", ""), "5/s"),
-        ((*RULE, "cost"), -1),
-        ((*RULE, "cost"), 1.5),
-        ((*RULE, "cost"), "5"),
-        ((*RULE, "cost"), 1_000_001),
-        ((*RULE, "cost", "/b"), -1),
-        ((*RULE, "cost", "/b"), [5]),
-        ((*RULE, "consistency"), "strong"),
-        ((*RULE, "scope"), "world"),
-        ((*RULE, "scope"), True),
-        ((*RULE, "across_regions"), "exact"),  # of a rule of one region
-        ((*RULE, "envoy_quota"), "rate"),  # of a rule with costs, a scale and a penalty
-        ((*RULE, "envoy_quota"), "shares"),
-        ((*RULE, "on_failure"), None),
-        ((*RULE, "mode"), False),
-        ((*RULE, "mode"), "OFF"),
-        ((*RULE, "rollout"), 101),
-        ((*RULE, "rollout"), 0.5),
-        ((*RULE, "rollout"), "50%"),
-        ((*RULE, "scale"), "cpu"),
-        ((*RULE, "scale", "source"), "Disk"),
-        ((*RULE, "scale", "most"), 1.6),
-        ((*RULE, "scale", "idle"), 2),
-        ((*RULE, "scale", "stale_after"), "late!"),
-        ((*RULE, "scale"), [{"source": "disk"}]),
-        ((*RULE, "scale", "low"), 1.1),
-        ((*RULE, "scale", "least"), 0),
-        ((*RULE, "scale", "smoothing"), "fast!"),
-        ((*RULE, "scale", "top"), 1),
-        ((*RULE, "split"), 0),
-        ((*RULE, "penalty"), 10),
-        ((*RULE, "penalty", "after"), 0),
-        ((*RULE, "penalty", "within"), "soon!"),
-        ((*RULE, "penalty", "top"), 1),
-        (("assign",), ["user:1"]),
-        (("assign", "42"), "pro"),
-        (("assign", "user:"), "pro"),
-        (("assign", "user:2"), 5),
-        (("allow",), {"a": "b"}),
-        (("allow",), [5]),
-        (("allow",), [""]),
-        (("deny",), None),
-        (("overrides",), {}),
-        (("overrides", 0), {"for": {"user": "1"}}),
-        (("overrides", 0), {"multiply": 2}),
-        (("overrides", 0, "limits"), "5/s"),
-        (("overrides", 0, "multiply"), 0),
-        (("overrides", 0, "multiply"), "2"),
-        (("overrides", 0, "for"), {}),
-        (("overrides", 0, "for"), {"tier": "1"}),
-        (("overrides", 0, "for", "tenant"), "a"),
-        (("overrides", 0, "for"), {"user": 42}),
-        (("overrides", 0, "until"), 5),
-        (("overrides", 0, "reason"), 5),
-        (("overrides", 0, "note"), "x"),
-        (("tiers",), {}),  # a rule has no limits
+        ("## The document", ()),
+        ("### A rule", ("rules", 0)),
+        ("### Match", ("rules", 0, "match")),
+        ("### Limits", ("rules", 0, "limits")),
+        ("### Scale", ("rules", 0, "scale")),
+        ("## Penalties for clients that do not wait", ("rules", 0, "penalty")),
+        ("### Overrides", ("overrides", 0)),
     ],
-    ids=lambda part: json.dumps(part)[:60],
 )
-def test_both_reject_structural_mistakes(path: tuple[Any, ...], wrong: Any) -> None:
-    """Schema and reader reject a valid document with one mistake."""
-    data: Any = copy.deepcopy(GOOD)
-    assert accepted(data)
-    assert read(data)
-    if path:
-        inner = data
-        for name in path[:-1]:
-            inner = inner[name]
-        inner[path[-1]] = wrong
-    else:
-        data = wrong
-    assert not accepted(data)
-    assert not read(data)
-
-
-@pytest.mark.parametrize("name", ["version"])
-def test_both_reject_missing_fields(name: str) -> None:
-    """Schema and reader require the same fields."""
-    data = {key: value for key, value in GOOD.items() if key != name}
-    assert not accepted(data)
-    assert not read(data)
+def test_the_reference_has_a_row_for_each_field(heading: str, place: tuple[str | int, ...]) -> None:
+    """And the default value in it, if it is a value."""
+    section = REFERENCE.read_text("utf-8").partition(f"\n{heading}\n")[2]
+    table = re.search(r"\n\| (?:key|condition) .*\n\|[-|]*\n((?:\|.*\n)*)", section)
+    assert table is not None
+    documented: dict[str, str] = {}
+    for line in table[1].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        names = re.findall(r"`([a-z_]+)`", cells[0])
+        usual = cells[1].split(", ") if len(names) > 1 else [cells[1]]
+        documented |= dict(zip(names, usual * len(names), strict=False))
+    properties = PLACES[place]["properties"]
+    assert documented.keys() == properties.keys() - {"$schema"}
+    for name, schema in properties.items():
+        if name in PLACES[place]["required"] and place[-1:] != ("match",):
+            assert documented[name] == "required"
+        elif "default" in schema:
+            shown = documented[name].strip("`")
+            units = {"s": 1, "m": 60, "h": 3600}
+            count = re.fullmatch(r"([0-9]+)([smh])", shown)
+            seconds = str(int(count[1]) * units[count[2]]) if count else shown
+            assert seconds == str(schema["default"]), name

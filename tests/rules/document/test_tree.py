@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError, quoted
 from ratekeeper.rules.document import tree as module
+from ratekeeper.rules.document.shapes import number
 from ratekeeper.rules.document.tree import (
     DEPTH_MAX,
     PROBLEMS_MAX,
@@ -402,27 +403,6 @@ def of(data: object) -> tuple[DocumentPlace, ProblemList]:
         (lambda it: it.text("x", 9), "~", "", "the value is missing; expected text, for exam"),
         (lambda it: it.text("x", 9), "[a]", "", "expected text, found a list; for example x"),
         (lambda it: it.text("x", 9), "{a: b}", "", "expected text, found a mapping; for"),
-        (
-            lambda it: it.line("x", 9),
-            '"a\\nb"',
-            "",
-            '"a\\nb" contains unprintable characters',
-        ),
-        (lambda it: it.choice(("on", "off")), "off", "off", ""),
-        (lambda it: it.choice(("on", "off")), '"off"', "off", ""),
-        (
-            lambda it: it.choice(("on", "off")),
-            "of",
-            "on",
-            'unknown value "of"; did you mean "off"?',
-        ),
-        (lambda it: it.choice(("on", "off")), "5", "on", "5 is not one of on, off; for example on"),
-        (
-            lambda it: it.choice(("on", "off")),
-            "yes",
-            "on",
-            "yes is not one of on, off; for example",
-        ),
         (lambda it: it.whole(0, 100, "50"), "100", 100, ""),
         (
             lambda it: it.whole(0, 100, "50"),
@@ -434,14 +414,6 @@ def of(data: object) -> tuple[DocumentPlace, ProblemList]:
         (lambda it: it.whole(0, 100, "50"), "017", 0, "017 is not a whole number from 0 to 100"),
         (lambda it: it.whole(0, 100, "50"), '"5"', 0, '"5" is not a whole number from 0 to 100'),
         (lambda it: it.whole(0, 100, "50"), "true", 0, "true is not a whole number from 0 to 100"),
-        (lambda it: it.number(0, 1, "0.5"), "1", 1.0, ""),
-        (
-            lambda it: it.number(0, 1, "0.5"),
-            "1.5",
-            1,
-            "1.5 is not a number from 0 to 1; for example",
-        ),
-        (lambda it: it.number(0, 1, "0.5"), ".nan", 1, ".nan is not a number from 0 to 1; for"),
     ],
 )
 def test_one_value(
@@ -475,7 +447,7 @@ def test_numbers_of_data() -> None:
     for data in (True, float("nan"), float("inf"), 10**5_000, "1"):
         place, problems = of(data)
         assert place.whole(0, 100, "50") == 0
-        assert place.number(0, 100, "50") == 100
+        assert number(0, 100, 50).read(place) == 100
         assert len(problems.found) == 2
 
 
@@ -495,16 +467,6 @@ def test_keys_of_a_mapping() -> None:
         't:2:1: ["42"]: expected text, but 42 is a number; quote it: "42"',
         't:3:1: "a" occurs twice; remove one',
         't:4:1: [""]: expected text, found a list; for example {a: 1}',
-    ]
-
-
-def test_unknown_fields_are_reported() -> None:
-    """Each with a similar field, or with all known fields."""
-    place, problems = at("limit: 1\ncolour: 2\nid: 3\n")
-    assert list(place.fields(("id", "limits"), "{id: a}")) == ["id"]
-    assert [problem.message for problem in problems.found] == [
-        'unknown field "limit"; did you mean "limits"?',
-        'unknown field "colour"; known: "id", "limits"',
     ]
 
 

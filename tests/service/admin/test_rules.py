@@ -262,7 +262,6 @@ async def test_a_document_is_validated_without_being_applied(admin: Admin) -> No
     advice = same.pop("findings")
     assert same == {"valid": True, "safe": True, "problems": [], "diff": ""}
     assert [(each["code"], each["where"], each["is_advice"]) for each in advice] == [
-        ("hidden-tier", "tiers.free", True),
         ("absent-attribute", "rules[0].by", True),
     ]
     unsafe = (
@@ -271,7 +270,6 @@ async def test_a_document_is_validated_without_being_applied(admin: Admin) -> No
     assert (unsafe["valid"], unsafe["safe"]) == (True, False)
     assert [(each["code"], each["line"]) for each in unsafe["findings"]] == [
         ("denies-all", 10),
-        ("hidden-tier", 3),
         ("absent-attribute", 5),
     ]
     assert "--- v1\n+++ <body>\n" in unsafe["diff"]

@@ -92,8 +92,9 @@ async def test_a_finding_is_shown_at_its_line(console: ConsoleClient) -> None:
     found = await part(console, "check", UNSAFE)
     assert 'data-line="7" data-severity="warning"' in found
     assert "Valid, but unsafe: 1 finding" in found
-    advice = await part(console, "check", "version: 1\ntiers: {gold: 1/s}\n" + UNSAFE[11:])
-    assert 'data-line="2" data-severity="info"' in advice
+    users = "- {id: users, by: user, limits: 5/s}\n- {id: clients, by: ip, limits: 5/s}\n"
+    advice = await part(console, "check", f"version: 1\nrules:\n{users}")
+    assert 'data-line="3" data-severity="info"' in advice
 
 
 async def test_the_difference_to_the_rules_in_force(console: ConsoleClient) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from ratekeeper.rules.document.reading import schema
+from ratekeeper.rules.document.grammar import document_schema
 from ratekeeper.service.http import openapi
 from ratekeeper.service.http.checks import CheckBody
 
@@ -62,9 +62,11 @@ def test_a_schema_accepts_the_bodies_that_the_struct_accepts(body: dict[str, Any
 def test_rule_documents_are_described_by_their_own_schema() -> None:
     """Each definition is a component, and both schemas accept the same documents."""
     parts = openapi.rule_schemas()
-    assert {f"Rules{name[0].upper()}{name[1:]}" for name in schema()["$defs"]} < parts.keys()
+    assert {
+        f"Rules{name[0].upper()}{name[1:]}" for name in document_schema()["$defs"]
+    } < parts.keys()
     whole = {"$ref": "#/components/schemas/RulesDocument", "components": {"schemas": parts}}
-    theirs, ours = Draft202012Validator(schema()), Draft202012Validator(whole)
+    theirs, ours = Draft202012Validator(document_schema()), Draft202012Validator(whole)
     for data in (
         {"version": 1},
         {"version": 2},

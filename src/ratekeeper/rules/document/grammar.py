@@ -1,18 +1,21 @@
-"""The grammar of a rule document: which fields it has and which values they take.
+"""The grammar of a rule document: a row for each field, with its shape and its meaning.
 
-The functions follow the document's structure from the top down, limits first because every level
-uses them. Each function adds its problems to the place where they are and goes on, so that one run
-reports all of them. `model.py` explains the values. `rules.schema.json` states the same grammar for
-editors.
+The reader, the writer and the JSON Schema follow from the rows (`shapes.py`). The default values
+are those of the classes in `model.py`. The rows are in the order in which a document is written,
+and inner mappings come first. `checks.py` checks the parts with each other.
+
+A shape adds its problems to the place where they are and goes on, so that one run reports all of
+them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, TypeVar, get_args
+from typing import Any, Final, cast, get_args
 
 from ratekeeper.core.errors import ConfigError, RateSyntaxError, quoted
 from ratekeeper.core.model import (
@@ -24,10 +27,12 @@ from ratekeeper.core.model import (
     Consistency,
     Limit,
     Limits,
+    duration_text,
     request_field_like,
 )
-from ratekeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limit, parse_limits
+from ratekeeper.core.rates import LIMITS_MAX, TEXT_LENGTH_MAX, parse_limits
 from ratekeeper.regions.settings import ACROSS_REGIONS, SCOPES
+from ratekeeper.rules.document.checks import check_document
 from ratekeeper.rules.document.model import (
     BY_MAX,
     COOLDOWNS_MAX,
@@ -41,14 +46,12 @@ from ratekeeper.rules.document.model import (
     PATTERNS_MAX,
     PENALTY_COUNT_MAX,
     PENALTY_S_MAX,
-    PUSHED_SOURCES_MAX,
     RESERVED_NAMES,
     RULES_MAX,
     SCALES_MAX,
     SHARE_SOURCES,
     SPLIT_MAX,
     Document,
-    EnvoyQuota,
     Match,
     Override,
     OverrideOwner,
@@ -56,7 +59,24 @@ from ratekeeper.rules.document.model import (
     Rule,
     Scale,
 )
-from ratekeeper.rules.document.tree import DocumentPlace, suggestion
+from ratekeeper.rules.document.shapes import (
+    DEFINITIONS,
+    Field,
+    Json,
+    ValueShape,
+    choice,
+    list_of,
+    mapping_of,
+    named,
+    number,
+    passes,
+    record,
+    seconds,
+    shown,
+    text,
+    whole,
+)
+from ratekeeper.rules.document.tree import DocumentPlace
 from ratekeeper.rules.matching.lists import IRREGULAR_GLOBS_MAX, Lists, check_entry
 from ratekeeper.rules.matching.patterns import (
     compile_endpoint,
@@ -65,17 +85,165 @@ from ratekeeper.rules.matching.patterns import (
     compile_network,
 )
 
-EXAMPLE_LIMITS: Final = '["10/second", "1000/hour burst 200"]'
+VERSION: Final = 1
+PATTERN_LENGTH_MAX: Final = 1_100  # `patterns.py` has a lower maximum for each kind of pattern
+VALUE_LENGTH_MAX: Final = 512  # of a user, API key or tenant: the maximum length of a key
+REASON_LENGTH_MAX: Final = 1_000
+DAY_S: Final = 86_400.0
 
-_LIMIT: Final = ("limit", "per", "algorithm", "burst", "capacity", "name", "refill_every")
-_DURATION: Final = re.compile(r"[0-9._]*\s*[A-Za-z]+")
+_PRINTABLE_FORM: Final = r"^[^\x00-\x1f\x7f]*$"
+_ATTRIBUTE_FORM: Final = "^[A-Za-z_][A-Za-z0-9_]*$"
+_SOURCE_FORM: Final = "^[a-z][a-z0-9_]{0,63}$"
+# No colon: in a URL, `user:42` names a subject and not an id.
+_OVERRIDE_ID: Final = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+_WILDCARD_INSIDE: Final = re.compile(r"[?\[]|\*.")
 
 
-def limits_at(place: DocumentPlace) -> Limits:
-    """Return one or several limits, each a rate or a mapping; no two of them share a counter."""
+# ----------------------------------------------------------------------------------------- names
+
+
+def _check_printable(name: str) -> None:
+    if not name.isprintable():
+        raise ConfigError(f"{quoted(name)} contains unprintable characters; remove them")
+
+
+def _check_tier_name(name: str) -> None:
+    if len(name) > NAME_LENGTH_MAX or not name.isprintable():
+        raise ConfigError(
+            f"{quoted(name)} is not a valid tier name: use at most {NAME_LENGTH_MAX} printable "
+            f"characters; for example pro"
+        )
+
+
+def _check_rule_id(name: str) -> None:
+    _check_printable(name)
+    if name.startswith(RESERVED_NAMES):
+        raise ConfigError(
+            f"{quoted(name)} begins like the name of a list, such as (deny), or of limits that "
+            f"come with a call, such as limit:emails; choose another id"
+        )
+
+
+def _check_attribute(name: str) -> None:
+    if not re.fullmatch(_ATTRIBUTE_FORM, name):
+        raise ConfigError(
+            f"{quoted(name)} is not a valid attribute name: use the letters a to z, digits and _; "
+            f"for example region"
+        )
+    if (meant := request_field_like(name) or name) != name:
+        # As an attribute that no request has, it would count all clients together.
+        raise ConfigError(f"{quoted(name)} must be spelled {meant}")
+
+
+def _check_custom(name: str) -> None:
+    _check_attribute(name)
+    if name in REQUEST_FIELDS:
+        raise ConfigError(f"{name} is not a custom attribute; write match: {{{name}: …}}")
+
+
+def _check_source(name: str) -> None:
+    if not re.fullmatch(_SOURCE_FORM, name):
+        raise ConfigError(
+            f"{quoted(name)} is not the name of a load: use cpu, memory, pushed, or a name of "
+            f"lower-case letters, digits and _ with at most 64 characters; for example queue_depth"
+        )
+
+
+def check_override_id(name: str) -> None:
+    """Raise ConfigError unless the text can be the id of an override."""
+    if not re.fullmatch(_OVERRIDE_ID, name):
+        raise ConfigError(
+            f"{quoted(name)} is not an id: at most 64 letters, digits, dots, - and _, of which "
+            f"the first is a letter or a digit; for example black-friday"
+        )
+
+
+def check_owner(subject: str) -> None:
+    """Raise ConfigError unless the text names a user, API key or tenant."""
+    prefix, _, value = subject.partition(":")
+    if prefix not in OWNERS or not 1 <= len(value) <= VALUE_LENGTH_MAX:
+        raise ConfigError(
+            f"{quoted(subject)} does not name a user, API key or tenant; "
+            f'write "user:42", "api_key:sk_1" or "tenant:acme"'
+        )
+
+
+def _name(example: str) -> ValueShape:
+    return text(example, NAME_LENGTH_MAX, check=_check_printable, pattern=_PRINTABLE_FORM)
+
+
+# ---------------------------------------------------------------------------------------- limits
+
+# Rules share their rates: a document of 20,000 rules has a few dozen different ones.
+_parsed: Final = lru_cache(maxsize=1_024)(parse_limits)
+
+# fmt: off
+_IN_FULL: Final = record(
+    Limit, {"limit": 10, "per": "1m"},
+    Field("limit", whole(1, UNITS_MAX, 10), "The number of units.", required=True),
+    Field("per", seconds("1m"), "The window, from 1 ms to 366 days.", required=True),
+    Field("algorithm", choice(ALGORITHM_NAMES),
+          "token_bucket: a steady rate with bursts. leaky_bucket: requests are delayed and evenly "
+          "spaced. sliding_window_log: exact in every window. sliding_window_counter: nearly "
+          "exact, in little memory. fixed_window: aligned windows."),
+    Field("burst", whole(0, UNITS_MAX, 20), "Units above the limit that a bucket can hold."),
+    Field("capacity", whole(1, UNITS_MAX, 30), "All units that a bucket holds, instead of burst."),
+    Field("refill_every", seconds("1s"),
+          "Of a token_bucket: the units of this time are added at once, at its end."),
+    Field("name", _name("logins"),
+          "Distinguishes limits with the same algorithm and window; counts are stored under it."),
+)
+# fmt: on
+_RATE_FORM: Final = (
+    r"^\s*[0-9][0-9_]*\s*(/|[Pp][Ee][Rr]|[Ii][Nn]\s+[Aa][Nn][Yy])\s*[0-9_.]*\s*[A-Za-z]+"
+)
+
+
+def limit_data(limit: Limit) -> str | Json:
+    """Return a limit as a rate or, if a rate cannot express it, as a mapping.
+
+    >>> limit_data(Limit(1000, per=60, burst=200))
+    '1000/minute burst 200'
+    >>> limit_data(Limit(5, per=60, algorithm="sliding_window_log"))
+    '5 in any minute'
+    >>> limit_data(Limit(5, per=90, name="logins"))
+    {'limit': 5, 'per': '90s', 'algorithm': 'token_bucket', 'name': 'logins'}
+    """
+    if not limit.name:
+        return str(limit)
+    # A burst cannot express a capacity below the limit.
+    room = {"burst": limit.burst} if limit.burst else {"capacity": limit.capacity}
+    return {
+        "limit": limit.limit,
+        "per": duration_text(limit.window_ns),
+        "algorithm": limit.algorithm,
+        **(room if limit.capacity != limit.limit else {}),
+        "name": limit.name,
+        **({"refill_every": duration_text(limit.refill_step_ns)} if limit.refill_every else {}),
+    }
+
+
+def _limits_of(place: DocumentPlace) -> Limits:
+    """Return the limits of a rate, which may be several, or of a mapping."""
+    if place.node.kind == "mapping":
+        limit = _IN_FULL.read(place)
+        return (limit,) if limit is not None else ()
+    if place.node.kind != "text":
+        place.fail(f'{place.shown} is not a rate; for example "10/second"')
+        return ()
+    rate = place.text('"10/second"', TEXT_LENGTH_MAX)
+    try:
+        return _parsed(rate) if rate else ()
+    except RateSyntaxError as error:
+        at = f"at character {error.position + 1}"
+        place.fail(f'{quoted(rate)} is not a rate: {error.problem} {at}; for example "10/second"')
+    return ()
+
+
+def _read_limits(place: DocumentPlace) -> Limits:
     problems_before = place.problem_count
     found: dict[str, Limit] = {}
-    for item in place.items(EXAMPLE_LIMITS):
+    for item in place.items(_LIMITS_HINT):
         for limit in _limits_of(item):
             if other := found.get(limit.identity):
                 item.fail(
@@ -85,700 +253,483 @@ def limits_at(place: DocumentPlace) -> Limits:
             found[limit.identity] = limit
     if place.problem_count == problems_before and not 1 <= len(found) <= LIMITS_MAX:
         place.fail(
-            f"expected 1 to {LIMITS_MAX} limits, found {len(found)}; for example {EXAMPLE_LIMITS}"
+            f"expected 1 to {LIMITS_MAX} limits, found {len(found)}; for example {_LIMITS_HINT}"
         )
     return tuple(found.values())
 
 
-def _limits_of(place: DocumentPlace) -> Limits:
-    if place.node.kind == "mapping":
-        return _in_full(place)
-    if place.node.kind != "text":
-        place.fail(f'{place.shown} is not a rate; for example "10/second"')
-        return ()
-    text = place.text('"10/second"', TEXT_LENGTH_MAX)
-    try:
-        return _parsed(text) if text else ()
-    except RateSyntaxError as error:
-        at = f"at character {error.position + 1}"
-        place.fail(f'{quoted(text)} is not a rate: {error.problem} {at}; for example "10/second"')
-    return ()
-
-
-# Rules share their rates: a document of 20,000 rules has a few dozen different ones.
-_parsed: Final = lru_cache(maxsize=1_024)(parse_limits)
-
-
-def _in_full(place: DocumentPlace) -> Limits:
-    problems_before = place.problem_count
-    found = place.fields(_LIMIT, "{limit: 10, per: 1m}")
-    if not place.require(found, ("limit", "10"), ("per", "1m")):
-        return ()
-    limit = found["limit"].whole(1, UNITS_MAX, "10")
-    per = seconds_at(found["per"])
-    algorithm = found["algorithm"].choice(ALGORITHM_NAMES) if "algorithm" in found else None
-    burst = found["burst"].whole(0, UNITS_MAX, "20") if "burst" in found else 0
-    capacity = found["capacity"].whole(1, UNITS_MAX, "30") if "capacity" in found else 0
-    name = found["name"].line("logins", NAME_LENGTH_MAX) if "name" in found else ""
-    every = seconds_at(found["refill_every"]) if "refill_every" in found else 0
-    if place.problem_count > problems_before:
-        return ()
-    try:
-        return (Limit(limit, per, algorithm or "token_bucket", burst, capacity, name, every),)
-    except ConfigError as error:
-        # The message starts with the name of the wrong field, if only one is wrong.
-        found.get(str(error).partition("=")[0], place).fail(str(error))
-    return ()
-
-
-def seconds_at(place: DocumentPlace) -> float:
-    """Return a duration in seconds: from a number of seconds, or text such as `90s` or `1.5h`."""
-    node = place.node
-    if node.kind == "number" and isinstance(node.value, int | float) and node.value >= 0:
-        return node.value
-    if node.kind == "text" and _DURATION.fullmatch(node.value):
-        try:
-            return parse_limit(f"1/{node.value}").window
-        except RateSyntaxError:
-            pass
-    example = '60 (seconds), "90s", "1m" or "1h"'
-    place.fail(f"{place.shown} is not a length of time; for example {example}")
-    return 0.0
-
-
-VERSION: Final = 1
-PATTERN_LENGTH_MAX: Final = 1_100  # `patterns.py` has a lower maximum for each kind of pattern
-VALUE_LENGTH_MAX: Final = 512  # of a user, API key or tenant: the maximum length of a key
-REASON_LENGTH_MAX: Final = 1_000
-MULTIPLY_MIN: Final = 0.001
-MULTIPLY_MAX: Final = 1_000.0
-SMOOTHING_S_MAX: Final = 86_400.0
-# The shortest window of a counter that Envoys get grants of.
-GRANT_S: Final = 10
-WINDOW_COUNTERS: Final = frozenset({"fixed_window", "sliding_window_counter"})
-STALE_S_MIN: Final = 1.0
-STALE_S_MAX: Final = 86_400.0
-
-# Editors read `$schema` in JSON documents.
-_TOP: Final = ("version", "tiers", "rules", "assign", "allow", "deny", "overrides", "$schema")
-_RULE: Final = (
-    *("id", "match", "by", "limits", "tiers", "keys", "cost"),
-    *("consistency", "scope", "across_regions", "on_failure", "mode", "replaces", "rollout"),
-    *("scale", "split", "penalty", "envoy_quota"),
+_LIMIT: Final = named("limit", "A limit as a mapping.", _IN_FULL)
+_RATE: Final = named(
+    "rate",
+    "Rates: units per time, with an optional burst, capacity, refill step or algorithm; or units "
+    "`in any` time, which no window of that length exceeds; separate several by `;`, `,` or `|`. "
+    "Units of time: ms, second (s), minute (m), hour (h), day (d), week (w), month, year.",
+    text("10/second; 1000/day burst 200", TEXT_LENGTH_MAX, pattern=_RATE_FORM),
 )
-_SCALE: Final = (*("source", "low", "high", "least", "smoothing", "most", "idle", "stale_after"),)
-_PENALTY: Final = (
-    *("after", "within", "cooldown", "cooldown_max", "block_after", "block", "decay"),
+_ONE_LIMIT: Final[Json] = {"anyOf": [_RATE.schema, _LIMIT.schema]}
+_LIMITS_EXAMPLE: Final = ["10/second", "1000/hour burst 200"]
+_LIMITS_HINT: Final = shown(_LIMITS_EXAMPLE)
+LIMITS: Final = named(
+    "limits",
+    "Limits, all of which must allow a request: rates or mappings.",
+    ValueShape(
+        _read_limits,
+        {
+            "anyOf": [
+                *_ONE_LIMIT["anyOf"],
+                {"type": "array", "minItems": 1, "maxItems": LIMITS_MAX, "items": _ONE_LIMIT},
+            ]
+        },
+        _LIMITS_EXAMPLE,
+        lambda limits: [limit_data(limit) for limit in limits],
+    ),
 )
-_LIMITS_IN_FULL: Final = ("limits", "consistency")
-_OVERRIDE: Final = ("id", "for", "rule", "limits", "multiply", "until", "reason", "author")
-_OVERRIDE_OWNERS: Final[tuple[OverrideOwner, ...]] = get_args(OverrideOwner)
-# No colon: in a URL, `user:42` names a subject and not an id.
-OVERRIDE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-_ATTRIBUTE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LOAD_SOURCE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_EXAMPLE_SCALE: Final = "{source: cpu, low: 0.7, high: 0.95, least: 0.2}"
-_WILDCARD_INSIDE: Final = re.compile(r"[?\[]|\*.")
-_EXAMPLE_RULE: Final = "{id: orders, by: [api_key], limits: [10/second]}"
-
-_Word = TypeVar("_Word", bound=str)
-_Usual = TypeVar("_Usual")
-_Any = TypeVar("_Any")
 
 
-def document_at(place: DocumentPlace) -> Document:
-    """Return the document whose root this is; add its problems."""
-    found = place.fields(_TOP, "version: 1")
-    if place.require(found, ("version", "1")):
-        _check_version(found["version"])
-    if "$schema" in found:
-        found["$schema"].text("rules.schema.json", PATTERN_LENGTH_MAX)
-    tiers, tier_consistency = _limits_by_name(
-        found.get("tiers"), "{free: [100/minute]}", _check_tier_name
-    )
-    rules = _rules(found.get("rules"), tiers, tier_consistency)
-    return Document(
-        rules=rules,
-        tiers=tiers,
-        tier_consistency=tier_consistency,
-        assign=_assign(found.get("assign"), tiers),
-        allow=_entries(found.get("allow")),
-        deny=_entries(found.get("deny")),
-        overrides=_overrides(found.get("overrides"), {rule.id: rule for rule in rules if rule.id}),
-    )
+@dataclass(frozen=True, slots=True)
+class _LimitsOfOne:
+    """The limits of a tier or key, and its consistency if it has its own."""
+
+    limits: Limits = ()
+    consistency: Consistency | None = None
 
 
-def _check_version(place: DocumentPlace) -> None:
-    node = place.node
-    if node.kind != "number" or not isinstance(node.value, int) or node.value != VERSION:
-        place.fail(f"unsupported version {place.shown}; write version: {VERSION}")
+# fmt: off
+_CONSISTENCY: Final = Field(
+    "consistency", choice(CONSISTENCIES),
+    "Who decides a check if several nodes share a Redis. strict: Redis, on every check. leased: "
+    "the node, from units that it takes in advance; never over the limit. eventual: the node while "
+    "the subject is far from its limit; it reports afterwards.",
+)
+_WITH_CONSISTENCY: Final = record(
+    _LimitsOfOne, {"limits": "100/minute", "consistency": "strict"},
+    Field("limits", LIMITS, "The limits.", required=True),
+    _CONSISTENCY,
+)
+# fmt: on
 
 
-def _check_tier_name(place: DocumentPlace, name: str) -> None:
-    if len(name) > NAME_LENGTH_MAX or not name.isprintable():
-        place.fail_name(
-            f"{quoted(name)} is not a valid tier name: use at most {NAME_LENGTH_MAX} printable "
-            f"characters; for example pro"
-        )
+def _read_limits_of_one(place: DocumentPlace) -> _LimitsOfOne:
+    if place.has("limits") or place.has("consistency"):
+        return _WITH_CONSISTENCY.read(place) or _LimitsOfOne()
+    return _LimitsOfOne(LIMITS.read(place))
+
+
+_LIMITS_OF_ONE: Final = named(
+    "limitsOfOne",
+    "The limits of a tier or key, alone or with its consistency.",
+    ValueShape(
+        _read_limits_of_one,
+        {"anyOf": [LIMITS.schema, _WITH_CONSISTENCY.schema]},
+        _WITH_CONSISTENCY.example,
+        lambda one: (_WITH_CONSISTENCY if one.consistency else LIMITS).write(
+            one if one.consistency else one.limits
+        ),
+    ),
+)
 
 
 def _limits_by_name(
-    place: DocumentPlace | None, example: str, check_name: Callable[[DocumentPlace, str], object]
-) -> tuple[dict[str, Limits], dict[str, Consistency]]:
-    """Return the limits of each tier or key, and the consistency of those that have their own.
+    example: Json, check_name: Callable[[str], object], names: Json | None = None
+) -> ValueShape:
+    """Return the shape of the limits, and of the consistency, of each tier or key."""
+    shape = mapping_of(_LIMITS_OF_ONE, example, check_name, names)
 
-    An entry is the limits alone, or a mapping: `{limits: 100/minute, consistency: strict}`.
-    """
-    limits: dict[str, Limits] = {}
-    consistency: dict[str, Consistency] = {}
-    for name, at in (place.entries(example) if place is not None else {}).items():
-        check_name(at, name)
-        fields = {"limits": at}
-        if at.node.kind == "mapping" and any(
-            key.text in _LIMITS_IN_FULL for key, _ in at.node.value
-        ):
-            fields = at.fields(_LIMITS_IN_FULL, "{limits: 100/minute, consistency: strict}")
-            at.require(fields, ("limits", "100/minute"))
-        limits[name] = limits_at(fields["limits"]) if "limits" in fields else ()
-        if "consistency" in fields:
-            consistency[name] = fields["consistency"].choice(CONSISTENCIES)
-    return limits, consistency
+    def read(place: DocumentPlace) -> tuple[dict[str, Limits], dict[str, Consistency]]:
+        found: dict[str, _LimitsOfOne] = shape.read(place)
+        own = {name: one.consistency for name, one in found.items() if one.consistency}
+        return {name: one.limits for name, one in found.items()}, own
+
+    def write(held: tuple[dict[str, Limits], dict[str, Consistency]]) -> Json:
+        limits, own = held
+        one = {name: _LimitsOfOne(each, own.get(name)) for name, each in limits.items()}
+        return cast("Json", shape.write(one))
+
+    return replace(shape, read=read, write=write)
 
 
-def _assign(place: DocumentPlace | None, tiers: Collection[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if place is None:
-        return found
-    for owner, at_tier in place.entries('{"user:42": pro}').items():
-        _compiles(at_tier.fail_name, check_owner, owner)
-        found[owner] = _known(at_tier, "tier", tiers)
-    return found
+_BY_TIER: Final = _limits_by_name({"free": ["100/minute"]}, _check_tier_name, _name("free").schema)
 
 
-def check_owner(text: str) -> None:
-    """Raise ConfigError unless the text names a user, API key or tenant."""
-    prefix, _, value = text.partition(":")
-    if prefix not in OWNERS or not 1 <= len(value) <= VALUE_LENGTH_MAX:
-        raise ConfigError(
-            f"{quoted(text)} does not name a user, API key or tenant; "
-            f'write "user:42", "api_key:sk_1" or "tenant:acme"'
-        )
+# -------------------------------------------------------------------------------------- requests
 
 
-def _known(place: DocumentPlace, what: str, known: Collection[str]) -> str:
-    """Return a name that the document must define elsewhere."""
-    name = place.text(next(iter(known), "orders"), NAME_LENGTH_MAX)
-    if name and name not in known:
-        place.fail(f"there is no {what} {quoted(name)} in this document; {suggestion(name, known)}")
-    return name
+def _patterns(
+    example: str, compiled: Callable[[str], object], spelled: Callable[[str], str] = str
+) -> ValueShape:
+    """Return the shape of the patterns of one condition."""
+    pattern = text(example, PATTERN_LENGTH_MAX, check=compiled)
+    shape = replace(pattern, read=lambda place: spelled(pattern.read(place)))
+    return list_of(shape, "patterns", least=1, most=PATTERNS_MAX, unwrap=True)
 
 
-def _entries(place: DocumentPlace | None) -> tuple[str, ...]:
-    """Return the entries of an allow or deny list."""
-    if place is None:
-        return ()
+_GLOBS: Final = "exact or with * ? [abc]"
+# fmt: off
+_MATCH: Final = named(
+    "match", "The requests that meet all of these conditions; without conditions, all requests.",
+    record(
+        Match, {"endpoint": "/login"},
+        Field("user", _patterns("bot-*", compile_glob), f"Users, {_GLOBS}."),
+        Field("api_key", _patterns("sk_test_*", compile_glob), f"API keys, {_GLOBS}."),
+        Field("ip", _patterns("10.0.0.0/8", compile_network), "Addresses and networks."),
+        Field("tenant", _patterns("acme", compile_glob), f"Tenants, {_GLOBS}."),
+        Field("tier", _patterns("free", compile_glob), f"Tiers, {_GLOBS}."),
+        Field("endpoint", _patterns("/v1/orders/*", compile_endpoint),
+              "Paths: exact, route templates, globs, or re: followed by an RE2 pattern."),
+        Field("method", _patterns("POST", compile_method, str.upper), "HTTP methods, in any case."),
+        Field("attributes",
+              mapping_of(_patterns("eu-*", compile_glob), {"region": "eu-*"}, _check_custom,
+                         {"pattern": _ATTRIBUTE_FORM, "not": {"enum": list(REQUEST_FIELDS)}}),
+              f"Other attributes of a request, {_GLOBS}."),
+    ),
+)
+# fmt: on
+_BY: Final = list_of(
+    text("api_key", NAME_LENGTH_MAX, check=_check_attribute, pattern=_ATTRIBUTE_FORM),
+    "attributes",
+    most=BY_MAX,
+    unique="",
+)
+_UNITS: Final = whole(0, COST_MAX, 5)
+_COST_BY_ENDPOINT: Final = mapping_of(_UNITS, {"/search": 5, "*": 1}, compile_endpoint)
+
+
+def _read_cost(place: DocumentPlace) -> tuple[int, dict[str, int]]:
+    """Return the cost of a request (`*`, or a plain number), and the costs at some endpoints."""
+    if place.node.kind != "mapping":
+        return place.whole(0, COST_MAX, f"5, or {shown(_COST_BY_ENDPOINT.example)}"), {}
+    costs: dict[str, int] = _COST_BY_ENDPOINT.read(place)
+    if "*" in costs and (last := list(costs)[-1]) != "*":
+        place.at(last).fail_name(f'{quoted(last)} can never match after "*"; put "*" last')
+    return costs.pop("*", 1), costs
+
+
+def _write_cost(held: tuple[int, Mapping[str, int]]) -> int | dict[str, int]:
+    cost, costs = held
+    return {**costs, **({} if cost == 1 else {"*": cost})} if costs else cost
+
+
+_COST: Final = ValueShape(
+    _read_cost,
+    {"anyOf": [_UNITS.schema, _COST_BY_ENDPOINT.schema]},
+    _COST_BY_ENDPOINT.example,
+    _write_cost,
+)
+
+
+# ------------------------------------------------------------------------- scales and penalties
+
+
+def _check_scale(place: DocumentPlace, scale: Scale) -> None:
     problems_before = place.problem_count
-    found = [
-        text
-        for item, text in place.each_text('["api_key:sk_internal_*"]', PATTERN_LENGTH_MAX)
-        if _compiles(item.fail, check_entry, text)
-    ]
-    globs = [text for text in found if _WILDCARD_INSIDE.search(text)]
-    if len(globs) > IRREGULAR_GLOBS_MAX and place.problem_count == problems_before:
-        _compiles(place.fail, Lists.compile, globs)
-    return tuple(found)
+    if scale.source in SHARE_SOURCES:
+        for name, example in (("low", 0.7), ("high", 0.95), ("idle", 0.3)):
+            if place.has(name):
+                number(0, 1, example).read(place.at(name))
+    elif not (place.has("low") and place.has("high")):
+        place.fail(f"{scale.source} needs low and high; for example low: 100, high: 5000")
+    if place.problem_count > problems_before:
+        return
+    if scale.low >= scale.high:
+        place.fail(f"low ({scale.low:g}) must be less than high ({scale.high:g})")
+    elif scale.idle is not None and scale.most == 1:
+        place.fail(f"idle has no effect without most; for example most: {FACTOR_MAX}")
+    elif scale.most > 1 and scale.idle_load >= scale.low:
+        place.fail(f"idle ({scale.idle_load:g}) must be less than low ({scale.low:g})")
+
+
+# fmt: off
+_SCALE: Final = named(
+    "scale",
+    "Limits that follow one load: multiplied by `most` up to `idle`, by 1 at `low`, and by `least` "
+    "from `high` on.",
+    record(
+        Scale, {"source": "cpu", "low": 0.7, "high": 0.95, "least": 0.2},
+        Field("source", text("cpu", NAME_LENGTH_MAX, check=_check_source, pattern=_SOURCE_FORM),
+              "`cpu` or `memory`, or the name of a number that the protected system pushes; "
+              "`pushed` is from 0 to 1."),
+        Field("low", number(0, LOAD_MAX, 0.7), "The load at which the base limits apply."),
+        Field("high", number(0, LOAD_MAX, 0.95),
+              "The load from which on the share `least` applies; more than `low`."),
+        Field("least", number(0.01, 1, 0.2), "The share of the limits that always remains."),
+        Field("smoothing", seconds("10s", 0, DAY_S),
+              "The time in which two thirds of a change take effect.", ("smoothing_s",)),
+        Field("most", number(1, FACTOR_MAX, FACTOR_MAX), "The factor at the load `idle` or less."),
+        Field("idle", number(0, LOAD_MAX, 0.3),
+              "The load up to which `most` applies, less than `low`; by default half of it."),
+        Field("stale_after", seconds("30s", 1, DAY_S),
+              "The age from which on a load counts as unknown, and the base limits apply.",
+              ("stale_after_s",)),
+        check=_check_scale,
+    ),
+)
+# fmt: on
+
+
+def _penalty_time(example: str) -> ValueShape:
+    return seconds(example, 1, PENALTY_S_MAX)
+
+
+def _penalty_settings(**found: Any) -> PenaltySettings:
+    """Return the settings, in which the first cool-down may raise the default maximum."""
+    settings = PenaltySettings(**found)
+    longest_s = max(settings.cooldown_max_s, settings.cooldown_s)
+    return settings if "cooldown_max_s" in found else replace(settings, cooldown_max_s=longest_s)
+
+
+def _check_penalty(place: DocumentPlace, settings: PenaltySettings) -> None:
+    first_s, longest_s = settings.cooldown_s, settings.cooldown_max_s
+    if first_s > longest_s:
+        place.fail(f"cooldown ({first_s:g} s) must not exceed cooldown_max ({longest_s:g} s)")
+
+
+# fmt: off
+_PENALTY: Final = named(
+    "penalty",
+    "Cool-downs for clients that keep sending after a denial. Each is twice as long as the one "
+    "before, and after some of them the client is blocked.",
+    record(
+        PenaltySettings, {"after": 10, "cooldown": "10s", "block": "1h"},
+        Field("after", whole(1, PENALTY_COUNT_MAX, 10),
+              "The number of requests that did not wait which starts a cool-down."),
+        Field("within", _penalty_time("1m"),
+              "The time in which these requests are counted.", ("within_s",)),
+        Field("cooldown", _penalty_time("10s"),
+              "The length of the first cool-down.", ("cooldown_s",)),
+        Field("cooldown_max", _penalty_time("10m"),
+              "The maximum length of a cool-down.", ("cooldown_max_s",)),
+        Field("block_after", whole(1, COOLDOWNS_MAX, 5),
+              "The number of cool-downs after which the client is blocked."),
+        Field("block", _penalty_time("1h"), "The length of a block.", ("block_s",)),
+        Field("decay", _penalty_time("1h"),
+              "The time after which one cool-down is forgotten.", ("decay_s",)),
+        build=_penalty_settings, check=_check_penalty,
+    ),
+)
+# fmt: on
 
 
 # ----------------------------------------------------------------------------------------- rules
 
 
-def _rules(
-    place: DocumentPlace | None,
-    tiers: Mapping[str, Limits],
-    tier_consistency: Mapping[str, Consistency],
-) -> tuple[Rule, ...]:
-    if place is None:
-        return ()
-    items = place.items(f"[{_EXAMPLE_RULE}]", single=False)
-    if len(items) > RULES_MAX:
-        place.fail(f"expected at most {RULES_MAX:,} rules, found {len(items):,}; remove some")
-        return ()
-    rules: dict[str, Rule] = {}
-    for item in items:
-        rule = _rule(item, tiers, tier_consistency, rules)
-        rules[rule.id] = rule
-    pushed = {scale.source for rule in rules.values() for scale in rule.scale} - {*SHARE_SOURCES}
-    if len(pushed) > PUSHED_SOURCES_MAX:
-        place.fail(
-            f"expected at most {PUSHED_SOURCES_MAX} pushed sources of load, found {len(pushed)}; "
-            f"let several rules follow the same source"
+def _check_rule(place: DocumentPlace, rule: Rule) -> None:
+    if rule.keys and len(rule.by) != 1:
+        place.at("keys").fail(
+            "keys needs a rule that counts by one attribute, for example by: [api_key]"
         )
-    found = tuple(rules.values())
-    if any(rule.replaces is not None for rule in found) and len(found) == len(items):
-        _check_places(items, found)
-    return found
-
-
-def _check_places(items: Sequence[DocumentPlace], rules: Sequence[Rule]) -> None:
-    """Check that a rule stands before the rule that it replaces, and counts by the same."""
-    ids = {rule.id for rule in rules}
-    for item, rule, after in zip(items, rules, [*rules[1:], None], strict=True):
-        name = rule.replaces
-        if name is None:
-            continue
-        if name not in ids:
-            item.fail(f"replaces: there is no rule {quoted(name)}; {suggestion(name, ids)}")
-        elif after is None or after.id != name:
-            item.fail(
-                f"replaces: {quoted(rule.id)} takes the place of {quoted(name)}, so it must stand "
-                f"directly before it; move it there"
-            )
-        elif after.by != rule.by:
-            item.fail(
-                f"replaces: {quoted(rule.id)} counts by [{', '.join(rule.by)}] and {quoted(name)} "
-                f"by [{', '.join(after.by)}]; rules that count by different attributes both apply, "
-                f"so write the same by, or remove replaces"
-            )
-
-
-def _rule(
-    place: DocumentPlace,
-    tiers: Mapping[str, Limits],
-    tier_consistency_of: Mapping[str, Consistency],
-    taken: Collection[str],
-) -> Rule:
-    found = place.fields(_RULE, _EXAMPLE_RULE)
-    place.require(found, ("id", "orders"), ("by", "[api_key]"))
-    if place.node.kind == "mapping" and "limits" not in found and not tiers:
-        place.fail(
-            f"the rule has no limits and the document defines no tiers; "
-            f"for example limits: {EXAMPLE_LIMITS}"
+    if rule.scope != "global" and place.has("across_regions"):
+        place.at("across_regions").fail(
+            "across_regions has no effect on a rule of one region; write scope: global too, "
+            "or remove it"
         )
-    cost, costs = _cost(found.get("cost"))
-    rule_tiers, tier_consistency = _limits_by_name(
-        found.get("tiers"),
-        "{pro: [1000/minute]}",
-        lambda place, name: _check_known_tier(place, name, tiers),
-    )
-    keys, key_consistency = _keys(found)
-    rule = Rule(
-        id=_id(found["id"], taken) if "id" in found else "",
-        match=_match(found["match"]) if "match" in found else Match(),
-        by=_by(found["by"]) if "by" in found else (),
-        limits=limits_at(found["limits"]) if "limits" in found else (),
-        tiers=rule_tiers,
-        keys=keys,
-        tier_consistency=tier_consistency,
-        key_consistency=key_consistency,
-        cost=cost,
-        costs=costs,
-        consistency=_choice(found, "consistency", CONSISTENCIES, "strict"),
-        scope=_choice(found, "scope", SCOPES, "region"),
-        across_regions=_choice(found, "across_regions", ACROSS_REGIONS, None),
-        on_failure=_choice(found, "on_failure", ON_FAILURES, None),
-        mode=_choice(found, "mode", MODES, "enforce"),
-        replaces=found["replaces"].line("api", NAME_LENGTH_MAX) if "replaces" in found else None,
-        rollout=found["rollout"].whole(0, 100, "50") if "rollout" in found else 100,
-        scale=_scales(found["scale"]) if "scale" in found else (),
-        split=found["split"].whole(1, SPLIT_MAX, "8") if "split" in found else 1,
-        penalty=_penalty(found["penalty"]) if "penalty" in found else None,
-        envoy_quota=_choice(found, "envoy_quota", ENVOY_QUOTAS, None),
-    )
-    _check_scope(place, found, rule, tier_consistency_of)
-    if rule.envoy_quota is not None:
-        _check_envoy_quota(found, rule, tiers, tier_consistency_of)
-    return rule
 
 
-def _check_scope(
-    place: DocumentPlace,
-    found: dict[str, DocumentPlace],
-    rule: Rule,
-    tier_consistency: Mapping[str, Consistency],
-) -> None:
-    """Check that the scope of a rule makes sense with its other fields."""
-    if rule.scope != "global":
-        if "across_regions" in found:
-            found["across_regions"].fail(
-                "across_regions has no effect on a rule of one region; write scope: global too, "
-                "or remove it"
-            )
-        return
-    remedy = "the region's Redis decides every check of a global rule; write consistency: strict"
-    if rule.consistency != "strict":
-        found["consistency"].fail(
-            f"{rule.consistency} does not work with scope: global: {remedy}, or scope: region"
-        )
-    tiers = {} if rule.limits else tier_consistency
-    for what, name, each in (
-        *(("tier", *item) for item in rule.tier_consistency.items()),
-        *(("key", *item) for item in rule.key_consistency.items()),
-        *(("tier", *item) for item in tiers.items() if item[0] not in rule.tiers),
-    ):
-        if each != "strict":
-            place.fail(
-                f"{what} {quoted(name)} is {each}, which does not work with scope: global: {remedy}"
-            )
-
-
-def _check_envoy_quota(
-    found: dict[str, DocumentPlace],
-    rule: Rule,
-    tiers: Mapping[str, Limits],
-    tier_consistency: Mapping[str, Consistency],
-) -> None:
-    """Check that Envoys can decide by parts of the rule's limits."""
-    place = found["envoy_quota"]
-    for name, conflicts, why in (
-        ("scope", rule.scope == "global", "regions share no parts; write scope: region"),
-        ("mode", rule.mode == "shadow", "an Envoy denies by its part; write mode: enforce"),
-        ("split", rule.split > 1, "the service charges whole parts, not requests; remove split"),
-        ("penalty", rule.penalty is not None, "the service sees no denied request; remove penalty"),
-        ("scale", bool(rule.scale), "parts do not follow the load; remove scale"),
-        ("cost", rule.cost != 1 or bool(rule.costs), "an Envoy counts requests; write cost: 1"),
-    ):
-        if conflicts:
-            place.fail(f"envoy_quota does not work with {name}: {why}, or remove envoy_quota")
-    used = {} if rule.limits else {k: v for k, v in tiers.items() if k not in rule.tiers}
-    sets: list[tuple[str, Limits, Consistency]] = [
-        *([("the rule", rule.limits, rule.consistency)] if rule.limits else []),
-        *(
-            (f"{what} {quoted(name)}", limits, consistency.get(name, rule.consistency))
-            for what, by_name, consistency in (
-                ("tier", used, tier_consistency),
-                ("tier", rule.tiers, rule.tier_consistency),
-                ("key", rule.keys, rule.key_consistency),
-            )
-            for name, limits in by_name.items()
-        ),
-    ]
-    for what, limits, consistency in sets:
-        if consistency != "leased" and rule.scope != "global":
-            place.fail(f"{what} is {consistency}: a part is a lease; write consistency: leased")
-        elif problem := why_not_assigned(rule.envoy_quota or "rate", limits):
-            place.fail(f"{what}: {problem}")
-
-
-def why_not_assigned(quota: EnvoyQuota, limits: Limits) -> str:
-    """Return why Envoys cannot get parts of these limits, in words; empty if they can."""
-    if any(limit.algorithm == "leaky_bucket" for limit in limits):
-        return "Envoy delays no request, so a leaky_bucket cannot be assigned; use token_bucket"
-    if quota == "rate" and len(limits) > 1:
-        return (
-            f"Envoy has one token bucket for a rate, and these are {len(limits)} limits; "
-            f"write one limit, or envoy_quota: grants"
-        )
-    windows = [each for each in limits if each.algorithm in WINDOW_COUNTERS]
-    if quota == "grants" and min((each.window for each in windows), default=GRANT_S) < GRANT_S:
-        return (
-            f"a grant lasts some seconds and ends before the window of a counter, which needs at "
-            f"least {GRANT_S} s; use token_bucket, or a longer window"
-        )
-    return ""
-
-
-def _id(place: DocumentPlace, taken: Collection[str]) -> str:
-    name = place.line("orders", NAME_LENGTH_MAX)
-    if name and name in taken:
-        place.fail(f"{quoted(name)} is already the id of an earlier rule; choose another id")
-    if name.startswith(RESERVED_NAMES):
-        place.fail(
-            f"{quoted(name)} begins like the name of a list, such as (deny), or of limits that "
-            f"come with a call, such as limit:emails; choose another id"
-        )
-    return name
-
-
-def _choice(
-    found: dict[str, DocumentPlace], name: str, words: Sequence[_Word], usual: _Usual
-) -> _Word | _Usual:
-    return found[name].choice(words) if name in found else usual
-
-
-def _check_known_tier(place: DocumentPlace, name: str, tiers: Collection[str]) -> None:
-    if name not in tiers:
-        hint = suggestion(name, tiers)
-        place.fail_name(f"there is no tier {quoted(name)} in this document; {hint}")
-
-
-def _by(place: DocumentPlace) -> tuple[str, ...]:
-    names: list[str] = []
-    for item, name in place.each_text("[api_key]", NAME_LENGTH_MAX):
-        _check_attribute(item.fail, name)
-        if name in names:
-            item.fail(f"{quoted(name)} occurs twice; remove one")
-        names.append(name)
-    if len(names) > BY_MAX:
-        place.fail(f"expected at most {BY_MAX} attributes, found {len(names)}; remove some")
-    return tuple(names)
-
-
-def _check_attribute(fail: Callable[[str], None], name: str) -> None:
-    if not _ATTRIBUTE.fullmatch(name):
-        fail(
-            f"{quoted(name)} is not a valid attribute name: use the letters a to z, digits and _; "
-            f"for example region"
-        )
-    elif (meant := request_field_like(name) or name) != name:
-        # As an attribute that no request has, it would count all clients together.
-        fail(f"{quoted(name)} must be spelled {meant}")
-
-
-def _match(place: DocumentPlace) -> Match:
-    found = place.fields((*REQUEST_FIELDS, "attributes"), "{endpoint: /login}")
-    conditions = {name: _patterns(at, name) for name, at in found.items() if name != "attributes"}
-    attributes: dict[str, tuple[str, ...]] = {}
-    if "attributes" in found:
-        for name, at in found["attributes"].entries("{region: eu-*}").items():
-            _check_attribute(at.fail_name, name)
-            if name in REQUEST_FIELDS:
-                at.fail_name(f"{name} is not a custom attribute; write match: {{{name}: …}}")
-            attributes[name] = _patterns(at, "")
-    return Match(**conditions, attributes=attributes)
-
-
-def _patterns(place: DocumentPlace, name: str) -> tuple[str, ...]:
-    """Return the patterns of one condition, without those that do not compile."""
-    if place.node.kind == "list" and not 1 <= len(place.node.value) <= PATTERNS_MAX:
-        place.fail(
-            f"expected 1 to {PATTERNS_MAX:,} patterns, found {len(place.node.value):,}; "
-            f"to match everything, remove the condition"
-        )
-        return ()
-    example, compiled = _CONDITIONS.get(name, ('"eu-*"', compile_glob))
-    return tuple(
-        text.upper() if name == "method" else text
-        for item, text in place.each_text(example, PATTERN_LENGTH_MAX)
-        if _compiles(item.fail, compiled, text)
-    )
-
-
-def _compiles(fail: Callable[[str], None], compiled: Callable[[_Any], object], it: _Any) -> bool:
-    """Return whether it compiles; if not, report the error with `fail`."""
-    try:
-        compiled(it)
-    except ConfigError as error:
-        fail(str(error))
-        return False
-    return True
-
-
-_CONDITIONS: Final[dict[str, tuple[str, Callable[[str], object]]]] = {
-    "endpoint": ('"/v1/orders/*"', compile_endpoint),
-    "method": ("[GET, POST]", compile_method),
-    "ip": ('"10.0.0.0/8"', compile_network),
-}
-
-
-def _keys(
-    found: dict[str, DocumentPlace],
-) -> tuple[dict[str, Limits], dict[str, Consistency]]:
-    place = found.get("keys")
-    counted = found["by"].node if "by" in found else None
-    if place is not None and counted and counted.kind == "list" and len(counted.value) != 1:
-        place.fail("keys needs a rule that counts by one attribute, for example by: [api_key]")
-    return _limits_by_name(
-        place,
-        "{sk_vip_*: [1000/minute]}",
-        lambda place, key: _compiles(place.fail_name, compile_glob, key),
-    )
-
-
-def _cost(place: DocumentPlace | None) -> tuple[int, dict[str, int]]:
-    """Return the cost of a request (`*`, or a plain number), and the costs at some endpoints."""
-    if place is None:
-        return 1, {}
-    if place.node.kind != "mapping":
-        return place.whole(0, COST_MAX, "5, or {/search: 5}"), {}
-    costs: dict[str, int] = {}
-    for pattern, at_cost in place.entries("{/search: 5}").items():
-        if "*" in costs:
-            at_cost.fail_name(f'{quoted(pattern)} can never match after "*"; put "*" last')
-        _compiles(at_cost.fail_name, compile_endpoint, pattern)
-        costs[pattern] = at_cost.whole(0, COST_MAX, "5")
-    return costs.pop("*", 1), costs
-
-
-def _scales(place: DocumentPlace) -> tuple[Scale, ...]:
-    """Return the loads that a rule follows, each source once."""
-    found: dict[str, Scale] = {}
-    items = place.items(_EXAMPLE_SCALE)
-    if place.node.kind == "list" and not 1 <= len(items) <= SCALES_MAX:
-        place.fail(
-            f"expected 1 to {SCALES_MAX} loads, found {len(items)}; for example [{_EXAMPLE_SCALE}]"
-        )
-    for item in items:
-        scale = _scale(item)
-        if scale.source in found:
-            item.fail(f"the rule follows {scale.source} already; remove one of them")
-        found[scale.source] = scale
-    return tuple(found.values())
-
-
-def _scale(place: DocumentPlace) -> Scale:
-    problems_before = place.problem_count
-    found = place.fields(_SCALE, _EXAMPLE_SCALE)
-    usual = Scale()
-    source = _load_source(found["source"]) if "source" in found else usual.source
-    load_max = 1.0
-    if source not in SHARE_SOURCES:
-        load_max = LOAD_MAX
-        place.require(found, ("low", "100"), ("high", "5000"))
-
-    def number(name: str, usual: float, low: float, high: float, example: str) -> float:
-        return found[name].number(low, high, example) if name in found else usual
-
-    low = number("low", usual.low, 0.0, load_max, "0.7" if load_max == 1 else "100")
-    high = number("high", usual.high, 0.0, load_max, "0.95" if load_max == 1 else "5000")
-    idle = number("idle", low / 2, 0.0, load_max, "0.3" if load_max == 1 else "10")
-    most = number("most", usual.most, 1.0, FACTOR_MAX, str(FACTOR_MAX))
-    if place.problem_count == problems_before:
-        if low >= high:
-            place.fail(f"low ({low:g}) must be less than high ({high:g})")
-        elif "idle" in found and most == 1:
-            place.fail(f"idle has no effect without most; for example most: {FACTOR_MAX}")
-        elif most > 1 and idle >= low:
-            place.fail(f"idle ({idle:g}) must be less than low ({low:g})")
-    return Scale(
-        source=source,
-        low=low,
-        high=high,
-        least=number("least", usual.least, 0.01, 1.0, str(usual.least)),
-        smoothing_s=_scale_s(found, "smoothing", usual.smoothing_s, 0.0, SMOOTHING_S_MAX),
-        most=most,
-        idle=idle if "idle" in found else None,
-        stale_after_s=_scale_s(found, "stale_after", usual.stale_after_s, STALE_S_MIN, STALE_S_MAX),
-    )
-
-
-def _load_source(place: DocumentPlace) -> str:
-    name = place.text("queue_depth", NAME_LENGTH_MAX)
-    if name and not _LOAD_SOURCE.fullmatch(name):
-        place.fail(
-            f"{quoted(name)} is not the name of a load: use cpu, memory, pushed, or a name of "
-            f"lower-case letters, digits and _ with at most 64 characters; for example queue_depth"
-        )
-        return Scale().source
-    return name or Scale().source
-
-
-def _scale_s(
-    found: dict[str, DocumentPlace], name: str, usual_s: float, least_s: float, most_s: float
-) -> float:
-    if name not in found:
-        return usual_s
-    seconds = seconds_at(found[name])
-    if not least_s <= seconds <= most_s:
-        found[name].fail(f"{name} must be from {least_s:g} s to 1 day; for example {usual_s:g}s")
-    return seconds
-
-
-def _penalty(place: DocumentPlace) -> PenaltySettings:
-    problems_before = place.problem_count
-    found = place.fields(_PENALTY, "{after: 10, cooldown: 10s, block: 1h}")
-    usual = PenaltySettings()
-
-    def count(name: str, usual: int, most: int) -> int:
-        return found[name].whole(1, most, str(usual)) if name in found else usual
-
-    def seconds(name: str, usual_s: float) -> float:
-        return _penalty_s(found[name], name) if name in found else usual_s
-
-    cooldown_s = seconds("cooldown", usual.cooldown_s)
-    longest_s = seconds("cooldown_max", max(usual.cooldown_max_s, cooldown_s))
-    if cooldown_s > longest_s and place.problem_count == problems_before:
-        place.fail(f"cooldown ({cooldown_s:g} s) must not exceed cooldown_max ({longest_s:g} s)")
-    return PenaltySettings(
-        after=count("after", usual.after, PENALTY_COUNT_MAX),
-        within_s=seconds("within", usual.within_s),
-        cooldown_s=cooldown_s,
-        cooldown_max_s=longest_s,
-        block_after=count("block_after", usual.block_after, COOLDOWNS_MAX),
-        block_s=seconds("block", usual.block_s),
-        decay_s=seconds("decay", usual.decay_s),
-    )
-
-
-def _penalty_s(place: DocumentPlace, name: str) -> float:
-    seconds = seconds_at(place)
-    if not 1 <= seconds <= PENALTY_S_MAX:
-        place.fail(f"{name} must be from 1 s to 30 days; for example {name}: 1m")
-    return seconds
+# fmt: off
+_RULE: Final = named(
+    "rule", "Which requests get which limits.",
+    record(
+        Rule, {"id": "orders", "by": ["api_key"], "limits": ["10/second"]},
+        Field("id", text("orders", NAME_LENGTH_MAX, check=_check_rule_id, pattern=_PRINTABLE_FORM),
+              "The rule's name, which must be unique.", required=True),
+        Field("match", _MATCH, "The requests that the rule applies to; by default all."),
+        Field("by", _BY, "The attributes that are counted separately; []: all requests together.",
+              required=True),
+        Field("limits", LIMITS, "The limits. Without them, the document's tiers apply."),
+        Field("tiers", _BY_TIER, "Limits of some tiers of this document, instead of `limits`.",
+              ("tiers", "tier_consistency")),
+        Field("keys", _limits_by_name({"sk_vip_*": ["1000/minute"]}, compile_glob),
+              f"Limits of some keys ({_GLOBS}), instead of `limits` and `tiers`; for a rule that "
+              f"counts by one attribute.", ("keys", "key_consistency")),
+        Field("cost", _COST,
+              "Units for each unit of the request's cost; or by endpoint, where the first that "
+              "matches applies and * is for all others.", ("cost", "costs")),
+        _CONSISTENCY,
+        Field("scope", choice(SCOPES),
+              "region: the limits count in each region by itself. global: in all regions together; "
+              "such a rule is strict."),
+        Field("across_regions", choice(ACROSS_REGIONS),
+              "Of a global rule. exact: never over the limits. eventual: a region that is cut off "
+              "goes on alone. By default eventual."),
+        Field("on_failure", choice(ON_FAILURES),
+              "If the store cannot decide: open: requests are allowed. closed: requests are "
+              "rejected. local: this machine's own counts decide. By default the limiter's."),
+        Field("mode", choice(MODES),
+              "enforce: the rule applies. shadow: decided and recorded, but never denies. off: "
+              "ignored."),
+        Field("replaces", _name("api"),
+              "The id of the next rule, whose place this rule takes when it is enforced."),
+        Field("rollout", whole(0, 100, 50),
+              "The percentage of subjects that the rule applies to."),
+        Field("split", whole(1, SPLIT_MAX, 8),
+              "The number of parts that each subject's limits are stored in, for subjects that are "
+              "too busy for one key of the store."),
+        Field("envoy_quota", choice(ENVOY_QUOTAS),
+              "Experimental: Envoys get parts of the limits in advance. rate: shares of the rate. "
+              "grants: finite units, never over the limits."),
+        Field("scale",
+              list_of(_SCALE, "loads", least=1, most=SCALES_MAX, unique="source", unwrap=True),
+              "The loads that the limits follow; the smallest factor applies."),
+        Field("penalty", _PENALTY, "Cool-downs for clients that keep sending after a denial."),
+        check=_check_rule,
+    ),
+)
+# fmt: on
 
 
 # ------------------------------------------------------------------------------------- overrides
 
-
-def _overrides(place: DocumentPlace | None, rules: Collection[str]) -> tuple[Override, ...]:
-    if place is None:
-        return ()
-    example = "[{for: {user: alice}, multiply: 2}]"
-    taken: set[str] = set()
-    return tuple(_override(item, rules, taken) for item in place.items(example, single=False))
+_OWNER_NAMES: Final[tuple[OverrideOwner, ...]] = get_args(OverrideOwner)
 
 
-def _override(place: DocumentPlace, rules: Collection[str], taken: set[str]) -> Override:
-    found = place.fields(_OVERRIDE, "{for: {user: alice}, multiply: 2}")
-    place.require(found, ("for", "{user: alice}"))
-    if place.node.kind == "mapping" and ("limits" in found) == ("multiply" in found):
-        place.fail("an override needs either limits or multiply, not both; for example multiply: 2")
-    attribute, value = _owner(found["for"]) if "for" in found else ("user", "")
-    return Override(
-        attribute=attribute,
-        value=value,
-        rule=_known(found["rule"], "rule", rules) if "rule" in found else None,
-        limits=limits_at(found["limits"]) if "limits" in found else (),
-        multiply=_multiply(found.get("multiply")),
-        until=_time(found["until"]) if "until" in found else None,
-        reason=_remark(found.get("reason")),
-        author=_remark(found.get("author")),
-        id=_override_id(found["id"], taken) if "id" in found else "",
-    )
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The fields of `for`, of which one is given."""
+
+    user: str = ""
+    api_key: str = ""
+    tenant: str = ""
+    ip: str = ""
 
 
-def _override_id(place: DocumentPlace, taken: set[str]) -> str:
-    name = place.text("black-friday", NAME_LENGTH_MAX)
-    if name and not OVERRIDE_ID.fullmatch(name):
-        place.fail(
-            f"{quoted(name)} is not an id: at most 64 letters, digits, dots, - and _, of which "
-            f"the first is a letter or a digit; for example black-friday"
-        )
-    if name in taken:
-        place.fail(f"{quoted(name)} is already the id of an earlier override; choose another id")
-    taken.add(name)
-    return name
+def _value(example: str, check: Callable[[str], object] = str) -> ValueShape:
+    return text(example, VALUE_LENGTH_MAX, check=check)
 
 
-def _multiply(place: DocumentPlace | None) -> float | None:
-    return None if place is None else place.number(MULTIPLY_MIN, MULTIPLY_MAX, "2")
+_OWNER_RECORD: Final = record(
+    _Owner,
+    {"user": "alice"},
+    Field("user", _value("alice"), "A user."),
+    Field("api_key", _value("sk_1"), "An API key."),
+    Field("tenant", _value("acme"), "A tenant."),
+    Field("ip", _value("192.0.2.7", compile_network), "An address or a network."),
+    build=lambda **found: next(iter(found.items()), None),
+    exactly_one=_OWNER_NAMES,
+)
+_OWNER: Final = replace(_OWNER_RECORD, write=lambda held: {held[0]: held[1]})
 
 
-def _owner(place: DocumentPlace) -> tuple[OverrideOwner, str]:
-    found = place.fields(_OVERRIDE_OWNERS, "{user: alice}")
-    if place.node.kind == "mapping" and len(place.node.value) != 1:
-        place.fail("an override names one user, api_key, tenant or ip; for example {user: alice}")
-    for attribute in _OVERRIDE_OWNERS:
-        if attribute in found:
-            value = found[attribute].text("alice", VALUE_LENGTH_MAX)
-            if attribute == "ip" and value:
-                _compiles(found[attribute].fail, compile_network, value)
-            return attribute, value
-    return "user", ""
-
-
-def _remark(place: DocumentPlace | None) -> str:
-    return "" if place is None else place.text("launch day", REASON_LENGTH_MAX).strip()
-
-
-def _time(place: DocumentPlace) -> datetime | None:
+def _read_time(place: DocumentPlace) -> datetime | None:
     node = place.node
-    example = "2026-12-31T23:59:59Z"
     try:
         time = node.value if isinstance(node.value, datetime) else datetime.fromisoformat(node.text)
         if node.kind in {"text", "time"} and time.tzinfo is not None:
             return time.astimezone(UTC)
     except (ValueError, OverflowError):
         pass
-    place.fail(f"{place.shown} is not a time with a time zone; for example {example}")
+    place.fail(f"{place.shown} is not a time with a time zone; for example 2026-12-31T23:59:59Z")
     return None
+
+
+_TIME: Final = ValueShape(
+    _read_time,
+    {"type": "string", "format": "date-time"},
+    "2026-12-31T23:59:59Z",
+    lambda until: until.isoformat().replace("+00:00", "Z"),
+)
+
+
+def _remark(example: str) -> ValueShape:
+    remark = text(example, REASON_LENGTH_MAX)
+    return replace(remark, read=lambda place: remark.read(place).strip())
+
+
+# fmt: off
+_OVERRIDE: Final = named(
+    "override",
+    "Other limits for one user, API key, tenant or address: `limits`, or a factor for the rule's.",
+    record(
+        Override, {"for": {"user": "alice"}, "multiply": 2},
+        Field("id", text("black-friday", NAME_LENGTH_MAX, check=check_override_id,
+                         pattern=_OVERRIDE_ID),
+              "The name by which the override is removed; unique in the document."),
+        Field("for", _OWNER, "The user, API key, tenant or address.", ("attribute", "value"),
+              required=True),
+        Field("rule", text("orders", NAME_LENGTH_MAX),
+              "The id of the rule that it changes; without it, every rule that counts by the kind "
+              "of the subject."),
+        Field("limits", LIMITS, "The limits instead of the rule's."),
+        Field("multiply", number(0.001, 1_000, 2), "The factor for the rule's limits."),
+        Field("until", _TIME, "The time, with a zone, at which it expires; without it, never."),
+        Field("reason", _remark("launch day"), "The reason, for later readers."),
+        Field("author", _remark("ann"), "The author of the override."),
+        exactly_one=("limits", "multiply"),
+    ),
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------------------------- the document
+
+
+def _read_version(place: DocumentPlace) -> tuple[()]:
+    node = place.node
+    if node.kind != "number" or not isinstance(node.value, int) or node.value != VERSION:
+        place.fail(f"unsupported version {place.shown}; write version: {VERSION}")
+    return ()
+
+
+_VERSION: Final = ValueShape(
+    _read_version, {"type": "integer", "const": VERSION}, VERSION, lambda _: VERSION
+)
+
+
+def _entries(example: list[str]) -> ValueShape:
+    """Return the shape of an allow or deny list, of which the irregular globs are bounded."""
+    shape = list_of(text(example[0], PATTERN_LENGTH_MAX, check=check_entry), "", example=example)
+
+    def read(place: DocumentPlace) -> tuple[str, ...]:
+        problems_before = place.problem_count
+        found: tuple[str, ...] = shape.read(place)
+        globs = [each for each in found if _WILDCARD_INSIDE.search(each)]
+        if len(globs) > IRREGULAR_GLOBS_MAX and place.problem_count == problems_before:
+            passes(place.fail, Lists.compile, globs)
+        return found
+
+    return replace(shape, read=read)
+
+
+# fmt: off
+_DOCUMENT: Final = record(
+    Document, {"version": 1},
+    Field("$schema", text("rules.schema.json", PATTERN_LENGTH_MAX), "For editors.", ()),
+    Field("version", _VERSION, "The version of the document's format.", (), required=True),
+    Field("tiers", _BY_TIER, "Limits by tier, for rules without limits.",
+          ("tiers", "tier_consistency")),
+    Field("rules", list_of(_RULE, "rules", most=RULES_MAX, single=False, unique="id"),
+          "For each distinct `by`, the first rule that matches a request applies. Rules that count "
+          "by different attributes all apply, and all must allow the request."),
+    Field("assign", mapping_of(text("pro", NAME_LENGTH_MAX), {"user:42": "pro"}, check_owner,
+                               {"pattern": f"^({'|'.join(OWNERS)}):"}),
+          "The tiers of users, API keys and tenants, for requests that name no tier."),
+    Field("allow", _entries(["api_key:sk_internal_*", "10.0.0.0/8"]),
+          f"Never limited: keys or users ({_GLOBS}), addresses, networks. `deny` goes before it."),
+    Field("deny", _entries(["api_key:sk_revoked_*", "user:42"]),
+          f"Always denied: keys or users ({_GLOBS}), addresses, networks."),
+    Field("overrides", list_of(_OVERRIDE, "overrides", single=False, unique="id"),
+          "Other limits for one user, API key, tenant or address, optionally until a time."),
+)
+# fmt: on
+
+
+def document_at(place: DocumentPlace) -> Document:
+    """Return the document whose root this is; add its problems."""
+    document: Document = _DOCUMENT.read(place) or Document()
+    check_document(place, document)
+    return document
+
+
+def document_data(document: Document) -> Json:
+    """Return the document as plain data."""
+    return cast("Json", _DOCUMENT.write(document))
+
+
+def document_schema() -> Json:
+    """Return the JSON Schema (draft 2020-12) of a rule document."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:ratekeeper:rules:{VERSION}",
+        "title": "Ratekeeper rule document",
+        "description": "All rules of a service, with its tiers, lists and overrides.",
+        **_DOCUMENT.schema,
+        "$defs": DEFINITIONS,
+    }

@@ -9,17 +9,15 @@
         limits: [10/second, 100/minute burst 50]
 
 `tree.py` turns the text into a tree and `grammar.py` the tree into a `Document`. `model.py`
-explains the values. Editors use the JSON Schema that `schema` returns.
+explains the values. The writer is `writing.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn
 
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.rules.document.grammar import document_at
@@ -98,12 +96,6 @@ def from_data(data: Mapping[str, Any], source: str = "<data>") -> Document:
     ('api_key:sk_revoked_*',)
     """
     return _read(source, lambda problems: tree_of_data(data, problems))
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a rule document."""
-    text = resources.files(__package__).joinpath("rules.schema.json").read_text("utf-8")
-    return cast("dict[str, Any]", json.loads(text))
 
 
 def _reject(source: str, message: str) -> NoReturn:

@@ -2,10 +2,8 @@
 
 A finding is not an error: the document could be used. But a document that denies everyone, exempts
 everyone, stops enforcing, leaves a tier without limits or contains a rule that never matches is
-rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A tier
-that no rule uses is only advice: an author may add it before the rule that uses it. So is an exact
-global rule whose window is too short for regions to share it well, or that admits without counting
-while it cannot be decided, and a rule under which anonymous clients may share one count.
+rejected unless the author forces it. Each finding has its subject, the reason and a remedy. A rule
+under which anonymous clients may share one count is only advice.
 
 Harmless documents are never reported. Numbers are rounded in the rule's favour.
 """
@@ -14,12 +12,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import chain, islice
-from math import ceil, floor
+from math import ceil
 from typing import Final
 
-from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
 from ratekeeper.core.model import Limit, Limits
 from ratekeeper.rules.document.model import (
@@ -27,7 +23,6 @@ from ratekeeper.rules.document.model import (
     OWNERS,
     Document,
     Match,
-    Override,
     Rule,
     override_changes,
 )
@@ -35,14 +30,6 @@ from ratekeeper.rules.document.tree import below
 from ratekeeper.rules.matching.patterns import Network, compile_glob, compile_network
 
 FINDINGS_MAX: Final = 1_000
-# The least number of regions that share a global rule.
-REGIONS_MIN: Final = 2
-# An exact limit with a shorter window than this for each region delivers little beyond the shares.
-EXACT_NS_PER_REGION: Final = 2 * NS_PER_SECOND
-# Networks with a prefix this short are combined, to see whether together they cover all addresses.
-_WIDE_BITS: Final = 8
-# Fields that usually have more values than an Envoy should have buckets.
-_MANY_VALUES: Final = frozenset({"user", "api_key", "ip", "endpoint"})
 
 
 def findings(document: Document, before: Document | None = None) -> tuple[SafetyFinding, ...]:
@@ -84,7 +71,6 @@ def _everyone(document: Document) -> Iterator[SafetyFinding]:
     )
     for code, name, entries, outcome in lists:
         remedy = f'use a narrower entry, for example {name}: ["api_key:sk_internal_*"]'
-        wide: set[Network] = set()
         for place, text in enumerate(entries):
             network = _network(text)
             who = _everyone_with(text)
@@ -94,12 +80,6 @@ def _everyone(document: Document) -> Iterator[SafetyFinding]:
                 yield SafetyFinding(
                     code, below(name, place), quoted(text), f"{who} {outcome}", remedy
                 )
-            elif network is not None and network.prefix_length <= _WIDE_BITS:
-                wide.add(network)
-        for version in (4, 6):
-            if _all_inside(Network(version, 0, 0), wide):
-                what = f"its networks cover all of IPv{version}"
-                yield SafetyFinding(code, name, what, f"every address {outcome}", remedy)
 
 
 def _everyone_with(entry: str) -> str:
@@ -116,15 +96,6 @@ def _network(entry: str) -> Network | None:
         return compile_network(entry.removeprefix("ip:"))
     except ConfigError:
         return None  # a key that contains a slash
-
-
-def _all_inside(block: Network, networks: set[Network]) -> bool:
-    if block in networks:
-        return True
-    version, length, prefix = block
-    return length < _WIDE_BITS and all(
-        _all_inside(Network(version, length + 1, 2 * prefix + bit), networks) for bit in (0, 1)
-    )
 
 
 # ------------------------------------------------------------------------ costs that never fit
@@ -191,47 +162,26 @@ def _override_changes_nothing(document: Document) -> Iterator[SafetyFinding]:
 
 
 def _override_never_fits(document: Document) -> Iterator[SafetyFinding]:
-    """Find overrides under which an enforced rule could never allow its usual cost."""
-    in_force = [rule for rule in document.rules if _in_force(rule) and rule.cost]
-    room = {rule.id: _room(document, rule) for rule in in_force}
-    # Of the rules that an override changes, by its kind and the rule that it names: the dearest
-    # one, and the one with the least room.
-    worst: dict[tuple[str, str | None], tuple[Rule | None, Rule | None]] = {}
+    """Find overrides with limits that an enforced rule's usual cost could never fit."""
+    # By the kind and the rule that an override names: the dearest of the rules that it changes.
+    dearest: dict[tuple[str, str | None], Rule | None] = {}
     for place, override in enumerate(document.overrides):
-        key = override.attribute, override.rule
-        if key not in worst:
-            changed = [rule for rule in in_force if override_changes(rule, *key)]
-            worst[key] = (
-                max(changed, key=lambda rule: rule.cost, default=None),
-                min(
-                    (rule for rule in changed if room[rule.id]),
-                    key=lambda rule: Fraction(room[rule.id], rule.cost),
-                    default=None,
-                ),
-            )
-        rule = worst[key][0 if override.limits else 1]
-        if rule is None:
+        if not override.limits:
             continue
-        left = _left(override, room[rule.id])
-        if left < rule.cost:
+        key = override.attribute, override.rule
+        if key not in dearest:
+            changed = (
+                rule for rule in document.rules if _in_force(rule) and override_changes(rule, *key)
+            )
+            dearest[key] = max(changed, key=lambda rule: rule.cost, default=None)
+        rule = dearest[key]
+        left = min(limit.capacity for limit in override.limits)
+        if rule is not None and left < rule.cost:
             who = f"{override.attribute} {quoted(override.value)}"
             what = f"{who} gets at most {left:,}"
             why = f"each request costs {rule.cost:,}, so every request is denied"
             where = below("overrides", place)
             yield SafetyFinding("never-fits", where, what, why, _raise_to(rule.cost), rule.id)
-
-
-def _room(document: Document, rule: Rule) -> int:
-    """Return the highest cost that fits the widest limits: the client's tier is not known here."""
-    sets = (limits for _, limits in limit_sets(document, "", rule) if limits)
-    return max((min(limit.capacity for limit in limits) for limits in sets), default=0)
-
-
-def _left(override: Override, room: int) -> int:
-    """Return the highest cost that fits under an override."""
-    if override.limits:
-        return min(limit.capacity for limit in override.limits)
-    return max(1, floor((override.multiply or 1) * room))
 
 
 # ------------------------------------------------------------------------------- modes and tiers
@@ -311,25 +261,12 @@ def _no_default_tier(document: Document) -> Iterator[SafetyFinding]:
         )
 
 
-def advice(document: Document, on_failure: str = "open") -> Iterator[SafetyFinding]:
-    """Yield the findings that do not reject a change.
-
-    `on_failure` is the failure policy of rules that have none, if it is known.
-    """
-    return chain(
-        _hidden_tiers(document),
-        short_windows(document, REGIONS_MIN),
-        open_exact(document, on_failure),
-        _many_buckets(document),
-        _absent_attributes(document),
-    )
-
-
-def _absent_attributes(document: Document) -> Iterator[SafetyFinding]:
+def advice(document: Document) -> Iterator[SafetyFinding]:
     """Find rules for all requests that count by an attribute that some requests lack.
 
-    Only the program that checks knows which requests have a user, API key or tenant. A document
-    with an enforced rule by `ip` alone expects clients without them.
+    These findings do not reject a change. Only the program that checks knows which requests have a
+    user, API key or tenant. A document with an enforced rule by `ip` alone expects clients without
+    them.
     """
     if not any(rule.by == ("ip",) and _in_force(rule) for rule in document.rules):
         return
@@ -346,81 +283,6 @@ def _absent_attributes(document: Document) -> Iterator[SafetyFinding]:
                     f'write match: {{{name}: "*"}}, and limit the other requests by ip',
                     rule.id,
                 )
-
-
-def _many_buckets(document: Document) -> Iterator[SafetyFinding]:
-    """Find rules whose subjects are too many for Envoys, each of which keeps a bucket for each."""
-    for place, rule in enumerate(document.rules):
-        many = [name for name in rule.by if name in _MANY_VALUES]
-        if rule.envoy_quota is not None and rule.mode != "off" and many:
-            yield SafetyFinding(
-                "many-buckets",
-                below(below("rules", place), "by"),
-                f"it counts by {many[0]}",
-                "an Envoy keeps a bucket for each subject; above 2,000 buckets, the failure policy "
-                "of the rule answers",
-                "count by a tenant, plan or service, or remove envoy_quota",
-                rule.id,
-            )
-
-
-def _hidden_tiers(document: Document) -> Iterator[SafetyFinding]:
-    """Find tiers that no rule uses, because every rule has limits of its own."""
-    rules = [rule for rule in document.rules if rule.mode != "off"]
-    if not rules or not all(rule.limits for rule in rules):
-        return
-    patterns = [compile_glob(text) for text in {text for rule in rules for text in rule.match.tier}]
-    used = {tier for rule in rules for tier in rule.tiers}
-    hiding = quoted(rules[0].id)
-    others = f" and {len(rules) - 1:,} more" if len(rules) > 1 else ""
-    for tier in document.tiers:
-        if tier in used or any(pattern.matches(tier) for pattern in patterns):
-            continue
-        yield SafetyFinding(
-            "hidden-tier",
-            below("tiers", tier),
-            "no rule uses it",
-            f"the limits of rule {hiding}{others} apply to every tier and hide the limits here",
-            f"remove `limits` from rule {hiding}, give it tiers: {{{tier}: …}}, or remove the tier",
-        )
-
-
-def short_windows(document: Document, regions: int) -> Iterator[SafetyFinding]:
-    """Find exact global rules whose windows are too short for this number of regions."""
-    least_ns = regions * EXACT_NS_PER_REGION
-    for place, rule in enumerate(document.rules):
-        if rule.across != "exact" or rule.mode == "off":
-            continue
-        for where, limits in limit_sets(document, below("rules", place), rule):
-            if any(limit.window_ns < least_ns for limit in limits):
-                yield SafetyFinding(
-                    "short-window",
-                    where,
-                    f"a window is shorter than {least_ns // NS_PER_SECOND} s",
-                    f"a region needs about 2 s to learn the units that another has admitted, so "
-                    f"each of {regions} or more regions gets little beyond its share",
-                    "write scope: region with a part of the limit, across_regions: eventual, or a "
-                    "longer window",
-                    rule.id,
-                )
-
-
-def open_exact(document: Document, on_failure: str) -> Iterator[SafetyFinding]:
-    """Find exact global rules that admit without counting while their region cannot decide."""
-    for place, rule in enumerate(document.rules):
-        if rule.across != "exact" or rule.mode == "off":
-            continue
-        if (rule.on_failure or on_failure) == "open":
-            yield SafetyFinding(
-                "open-exact",
-                below("rules", place),
-                f"its failure policy is open{'' if rule.on_failure else ' by default'}",
-                "while the region has no share (it starts, or was removed) or its Redis fails, it "
-                "admits every request without counting, so the limit is exceeded",
-                "write on_failure: closed, or on_failure: local, which limits by the region's "
-                "share",
-                rule.id,
-            )
 
 
 def _unreachable(document: Document) -> Iterator[SafetyFinding]:

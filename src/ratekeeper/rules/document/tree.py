@@ -21,11 +21,11 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from itertools import islice
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from ratekeeper.core.errors import ConfigError, quoted, show
 
@@ -399,7 +399,7 @@ _WORD_LENGTH_MAX: Final = 64
 _WORDS_MAX: Final = 200
 _SHOWN_MAX: Final = 12
 # YAML's own maximum for a key.
-_NAME_LENGTH_MAX: Final = 1_024
+KEY_LENGTH_MAX: Final = 1_024
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _KIND_NAMES: Final[dict[Kind, str]] = {
@@ -413,7 +413,6 @@ _KIND_NAMES: Final[dict[Kind, str]] = {
     "merge": "a merge key",
     "other": "not plain text",
 }
-_Word = TypeVar("_Word", bound=str)
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
@@ -494,7 +493,8 @@ class DocumentPlace:
         key = self._key or self.node
         self._problems.add(key.line, key.column, self._above.where if self._above else "", message)
 
-    def _wrong_kind(self, wanted: str, example: str) -> None:
+    def fail_kind(self, wanted: str, example: str) -> None:
+        """Add the problem that the value is of another kind, or outside of its bounds."""
         found = self.node
         if found.kind == "nothing":
             self.fail(f"the value is missing; expected {wanted}, for example {example}")
@@ -503,6 +503,21 @@ class DocumentPlace:
         else:
             self.fail(f"{self.shown} is not {wanted}; for example {example}")
 
+    def has(self, name: str) -> bool:
+        """Return whether the value is a mapping with this key."""
+        return self.node.kind == "mapping" and any(key.text == name for key, _ in self.node.value)
+
+    def at(self, name: str | int) -> DocumentPlace:
+        """Return the place of a key's value or of an item; this place if there is none."""
+        if isinstance(name, int):
+            return DocumentPlace(self.node.value[name], self._problems, self, name)
+        return next((at for key, at in self.children() if key == name), self)
+
+    def children(self) -> Iterator[tuple[str, DocumentPlace]]:
+        """Yield the keys and values of a mapping as they are in the text; adds no problems."""
+        for key, value in self.node.value if self.node.kind == "mapping" else ():
+            yield key.text, DocumentPlace(value, self._problems, self, key.text, key)
+
     # ------------------------------------------------------------------------------ one value
 
     def text(self, example: str, length_max: int) -> str:
@@ -510,7 +525,7 @@ class DocumentPlace:
         node = self.node
         if node.kind != "text":
             if node.kind in {"mapping", "list", "nothing"}:
-                self._wrong_kind("text", example)
+                self.fail_kind("text", example)
             else:
                 self.fail(
                     f"expected text, but {self.shown} is {_KIND_NAMES[node.kind]}; "
@@ -530,44 +545,13 @@ class DocumentPlace:
             return ""
         return text
 
-    def line(self, example: str, length_max: int) -> str:
-        """Return the text, all of it printable."""
-        text = self.text(example, length_max)
-        if not text.isprintable():
-            self.fail(f"{quoted(text)} contains unprintable characters; for example {example}")
-            return ""
-        return text
-
-    def choice(self, words: Sequence[_Word]) -> _Word:
-        """Return one of these words; the first one after a problem."""
-        node = self.node
-        # YAML reads `off` as false. If `off` is one of the words, the author meant the word.
-        text = node.text if node.kind in {"text", "boolean"} else ""
-        for word in words:
-            if word == text:
-                return word
-        if node.kind == "text":
-            self.fail(f"unknown value {quoted(text)}; {suggestion(text, words)}")
-        else:
-            self._wrong_kind(f"one of {', '.join(words)}", words[0])
-        return words[0]
-
     def whole(self, low: int, high: int, example: str) -> int:
         """Return a whole number from `low` to `high`; `low` after a problem."""
         value = self.node.value
         if self.node.kind == "number" and isinstance(value, int) and low <= value <= high:
             return int(value)
-        self._wrong_kind(f"a whole number from {low:,} to {high:,}", example)
+        self.fail_kind(f"a whole number from {low:,} to {high:,}", example)
         return low
-
-    def number(self, low: float, high: float, example: str) -> float:
-        """Return a number from `low` to `high`; `high` after a problem."""
-        value = self.node.value
-        is_number = self.node.kind == "number" and isinstance(value, int | float)
-        if is_number and low <= value <= high:  # excludes infinity and NaN
-            return float(value)
-        self._wrong_kind(f"a number from {low:g} to {high:g}", example)
-        return high
 
     # --------------------------------------------------------------------------- many values
 
@@ -579,20 +563,18 @@ class DocumentPlace:
                 for index, item in enumerate(self.node.value)
             ]
         if self.node.kind == "nothing" or not single:
-            self._wrong_kind("a list", example)
+            self.fail_kind("a list", example)
             return []
         return [self]
 
     def entries(self, example: str) -> dict[str, DocumentPlace]:
         """Return the values of a mapping by their keys, which must be text and unique."""
         if self.node.kind != "mapping":
-            self._wrong_kind("a mapping", example)
+            self.fail_kind("a mapping", example)
             return {}
         found: dict[str, DocumentPlace] = {}
         for key, value in self.node.value:
-            name = DocumentPlace(key, self._problems, self, key.text).text(
-                example, _NAME_LENGTH_MAX
-            )
+            name = DocumentPlace(key, self._problems, self, key.text).text(example, KEY_LENGTH_MAX)
             place = DocumentPlace(value, self._problems, self, name, key)
             if name in found:
                 place.fail_name(f"{quoted(name)} occurs twice; remove one")
@@ -600,27 +582,14 @@ class DocumentPlace:
                 found[name] = place
         return found
 
-    def fields(self, known: Sequence[str], example: str) -> dict[str, DocumentPlace]:
-        """Return the fields of a mapping that may have these fields and no others."""
-        found = self.entries(example)
-        for name in [name for name in found if name not in known]:
-            found.pop(name).fail_name(f"unknown field {quoted(name)}; {suggestion(name, known)}")
-        return found
-
     def require(self, found: dict[str, DocumentPlace], *examples: tuple[str, str]) -> bool:
         """Return whether a mapping has all these fields; add a problem for each missing one."""
         missing = [(name, example) for name, example in examples if name not in found]
-        # If the value is not a mapping, `fields` has already added a problem.
+        # If the value is not a mapping, `entries` has already added a problem.
         if self.node.kind == "mapping":
             for name, example in missing:
                 self.fail(f"{quoted(name)} is missing; for example {name}: {example}")
         return not missing
-
-    def each_text(self, example: str, length_max: int) -> Iterator[tuple[DocumentPlace, str]]:
-        """Yield the texts of a list or of a single value, without those that have a problem."""
-        for item in self.items(example):
-            if text := item.text(example, length_max):
-                yield item, text
 
 
 def _cut(text: str) -> str:

@@ -265,7 +265,7 @@ def _validated(text: str, found: CurrentRules, limiter: AsyncLimiter) -> Validat
         return ValidationOut(valid=False, safe=False, problems=[unusable], findings=[], diff="")
     before = None if found.number == 0 else found.document
     unsafe = new_findings(document, before)
-    shown = [*unsafe, *advice(document, limiter.on_failure)][:LISTED_MAX]
+    shown = [*unsafe, *advice(document)][:LISTED_MAX]
     positions = DocumentPositions(text if shown else "")
     names = found.etag.strip('"') if before else "no version", "<body>"
     old = DocumentText(found.yaml(), to_yaml(found.document)) if before else DocumentText("", "")

@@ -25,7 +25,7 @@ from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import UNITS_MAX
 from ratekeeper.decide.failure import FailurePolicy
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck
-from ratekeeper.rules.document.grammar import why_not_assigned
+from ratekeeper.rules.document.checks import why_not_assigned
 from ratekeeper.rules.document.model import EnvoyQuota
 from ratekeeper.service.envoy.protocol.messages import (
     BucketId,

@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.model import UNITS_MAX, Limit
 from ratekeeper.core.steps import Call, Steps
-from ratekeeper.rules.document.grammar import WINDOW_COUNTERS
+from ratekeeper.rules.document.checks import WINDOW_COUNTERS
 from ratekeeper.service.envoy.shares import DELIVERY_NS, DEMAND_NS_MIN, SEND_NS_MAX
 
 TTL_S: Final = 12

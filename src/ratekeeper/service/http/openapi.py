@@ -3,7 +3,7 @@
 FastAPI describes the admin API. The raw ASGI endpoints are listed here, one `_Operation` each.
 Their schemas are generated from the msgspec structs that decode their bodies and encode their
 replies, and a test compares the document with the running service. The schema of a rule document
-(`rules/document/rules.schema.json`) is in the components, one entry for each of its definitions.
+(`rules/document/grammar.py`) is in the components, one entry for each of its definitions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from ratekeeper.core.model import REQUEST_FIELDS
-from ratekeeper.rules.document.reading import schema
+from ratekeeper.rules.document.grammar import document_schema
 from ratekeeper.service.admin.operations import RULES
 from ratekeeper.service.admin.problems import ProblemOut
 from ratekeeper.service.http.call_limits import LimitBody
@@ -160,7 +160,7 @@ def problem_schemas() -> Json:
 
 def rule_schemas() -> Json:
     """Return the schema of a rule document as components that refer to each other."""
-    whole = schema()
+    whole = document_schema()
     definitions: Json = whole.pop("$defs")
     for name in ("$schema", "$id"):
         whole.pop(name)
