@@ -53,7 +53,7 @@ from ratekeeper.decide.failure import (
     decision_on_failure,
     uncounted_of,
 )
-from ratekeeper.decide.store import Answer, Store
+from ratekeeper.decide.store import Answer, Charge, Store
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
 from ratekeeper.regions.settings import Regions, limits_of_region
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck, at_step, highest_step
@@ -136,7 +136,7 @@ class CheckPath:
     def decide(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self._penalties.counters:
+        if plan.shadowed or (self._penalties.counters and _has_penalty(checks)):
             return run(self.deciding([(plan, key)]))[0]
         if not checks:
             return self._without_limits(plan), ()
@@ -160,7 +160,7 @@ class CheckPath:
     async def decide_async(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self._penalties.counters:
+        if plan.shadowed or (self._penalties.counters and _has_penalty(checks)):
             return (await run_async(self.deciding([(plan, key)])))[0]
         if not checks:
             return self._without_limits(plan), ()
@@ -185,29 +185,29 @@ class CheckPath:
 
     def deciding(self, planned: Sequence[Planned]) -> Steps[list[Decided]]:
         """Decide requests with any rules together: if one of them is denied, none is charged."""
-        barred, failures = yield from self._penalty_denials(planned)
         checks = [check for plan, _ in planned for check in plan.enforced]
         shadowed = [check for plan, _ in planned for check in plan.shadowed]
+        barred, looks = self._penalties.standing(checks)
+        answers: list[Answer] = []
         shadow_answers: Sequence[RuleAnswer] | None = None
-        waited = False
-        is_barred = any(denial is not None for denial in barred)  # a denial is false
-        if is_barred or any(plan.verdict == "deny" for plan, _ in planned):
-            decisions = yield from self._denied_together(planned, barred)
-        else:
+        is_denied = bool(barred) or any(plan.verdict == "deny" for plan, _ in planned)
+        if not is_denied:
             try:
-                answers, shadow_answers = yield from self._answers(checks, failures, shadowed)
+                answers, barred, shadow_answers = yield from self._answers(checks, looks, shadowed)
             except CapacityError as error:
                 answers = yield from self._scaled_down_answers(checks, error)
+        if is_denied or barred:
+            decisions = yield from self._denied_together(planned, barred)
+        else:
             decisions = yield from self._decisions(planned, answers)
-            waited = _has(StoreTimeout, answers)
-        if self._penalties.counters:
-            for (plan, _), decision in zip(planned, decisions, strict=True):
-                yield from self._penalties.penalise(plan, decision)
+        for (plan, _), decision in zip(planned, decisions, strict=True):
+            yield from self._penalties.penalise(plan.enforced, decision)
         if not shadowed:
             return [(decision, ()) for decision in decisions]
         if shadow_answers is None:
             # A request that has waited until the deadline does not wait again for rules that
             # cannot deny it.
+            waited = _has(StoreTimeout, answers)
             shadow_answers = (
                 [] if waited else (yield Together([_check_call(each) for each in shadowed]))
             )
@@ -223,93 +223,62 @@ class CheckPath:
             answers = yield from self._scaled_down_answers(plan.enforced, error)
         return (yield from self._decisions([(plan, key)], answers))[0]
 
-    def _penalty_denials(
-        self, planned: Sequence[Planned]
-    ) -> Steps[tuple[list[Decision | None], Mapping[int, StoreError]]]:
-        """Return the denial of each request by a cool-down, and the rules that fail.
-
-        The rules are those of all requests, by position; see Penalties.denial.
-        """
-        barred: list[Decision | None] = []
-        failures: dict[int, StoreError] = {}
-        if not self._penalties.counters:
-            return barred, failures
-        place = 0
-        for plan, _ in planned:
-            found, failed = yield from self._penalties.denial(plan)
-            barred.append(found and found[1])
-            if found is not None:
-                self._counts.of(found[0].rule.id).penalty_denied += 1
-            failures |= {place + at: error for at, error in self._failures_of(plan, failed).items()}
-            place += len(plan.enforced)
-        return barred, failures
-
-    def _failures_of(
-        self, plan: CheckPlan, failures: Mapping[int, StoreError]
-    ) -> Mapping[int, StoreError]:
-        """Return the rules that fail if these cool-downs cannot be read.
-
-        All of them after a timeout of a store on one server: a request waits for it only once.
-        """
-        if not self._store.is_sharded:
-            for error in failures.values():
-                if isinstance(error, StoreTimeout):
-                    return dict.fromkeys(range(len(plan.enforced)), error)
-        return failures
-
     def _denied_together(
-        self, planned: Sequence[Planned], barred: Sequence[Decision | None]
+        self, planned: Sequence[Planned], barred: Mapping[int, Decision]
     ) -> Steps[list[Decision]]:
-        """Return the decisions on requests of which a penalty or a list denies one."""
-        decisions = []
-        for at, (plan, key) in enumerate(planned):
+        """Return the decisions on requests of which a penalty or a list denies one.
+
+        `barred` are the denials by penalties, by the positions of their rules.
+        """
+        decisions: list[Decision] = []
+        place = 0
+        for plan, key in planned:
+            own = range(place, place + len(plan.enforced))
+            place += len(own)
+            decision = next((barred[at] for at in own if at in barred), None)
             if not plan.enforced:
                 decisions.append(self._without_limits(plan))
                 continue
-            decision = barred[at] if barred else None
-            if decision is None:
+            if decision is not None:
+                self._counts.of(decision.rule).penalty_denied += 1
+            else:
                 decision = yield from self.peeking(plan, key)
             self._count_check(decision, plan.enforced)
             decisions.append(decision)
         return decisions
 
     def _answers(
-        self, checks: RuleChecks, failures: Mapping[int, StoreError], shadowed: RuleChecks
-    ) -> Steps[tuple[list[Answer], Sequence[RuleAnswer] | None]]:
-        """Charge the rules, all or none; return their answers, and those of shadow rules if known.
+        self, checks: RuleChecks, looks: Mapping[int, Charge], shadowed: RuleChecks
+    ) -> Steps[tuple[list[Answer], dict[int, Decision], Sequence[RuleAnswer] | None]]:
+        """Charge the rules, all or none, and look at cool-downs in the same step.
 
-        `failures` are the rules that the store could not decide before, by position. They are not
-        checked again. Raises CapacityError; nothing is charged then.
+        Returns the answers, the denials by cool-downs by position, and the answers of shadow rules
+        if they are known. `looks` are the charges of the cool-downs, by the positions of their
+        rules. Raises CapacityError; nothing is charged then.
         """
-        for at, failure in failures.items():
-            if self._policy(checks[at]) not in OPTIONAL_POLICIES:
-                return [failure] * len(checks), None  # the request ends here
-        undecided = [check for at, check in enumerate(checks) if at not in failures]
-        if not undecided:
-            return _merged([], failures), None
-        if len(undecided) == 1:
-            call = _check_call(undecided[0])
-        else:
-            may_fail = _MayFail(self.on_failure, undecided)
-            call = Call(self._check_together, _charges(undecided), may_fail)
-        if not shadowed:
-            try:
-                answer = yield call
-            except StoreError as error:
-                answer = error
-            return _merged(_answers_in(answer, undecided), failures), None
-        # A caller that is cancelled while it waits for a shadow rule has spent nothing.
-        batch = Together([call, *map(_check_call, shadowed)], completes=True)
-        answer, *shadow_answers = yield batch
-        if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-            raise answer
-        found = _answers_in(answer, undecided)
-        if batch.cancelled:
-            charged = passes(dict(enumerate(found)), _MayFail(self.on_failure, undecided))
-            if charged:
-                yield from returning(_charges(undecided), found)
+        if not checks:
+            return [], {}, None
+        asked_ns = self._penalties.now_ns()
+        charges = [*_charges(checks), *looks.values()]
+        may_fail = _MayFail(self.on_failure, [*checks, *[checks[at] for at in looks]])
+        call = _check_call(checks[0])
+        if len(charges) > 1:
+            call = Call(self._check_together, charges, may_fail)
+        answer, shadow_answers, cancelled = yield from _asked_with(call, shadowed)
+        found = answer if isinstance(answer, list) else [answer] * len(charges)
+        answers, barred = found[: len(checks)], {}
+        for at, look in zip(looks, found[len(checks) :], strict=True):
+            if not isinstance(look, StoreError):
+                denial = self._penalties.learn(checks[at], look, _retry_ns(answers[at]), asked_ns)
+                if denial is not None:
+                    barred[at] = denial
+            elif at not in may_fail:
+                answers[at] = look
+        if (cancelled or barred) and passes(dict(enumerate(found)), may_fail):
+            yield from returning(charges, found)
+        if cancelled:
             raise CallerGone
-        return _merged(found, failures), shadow_answers
+        return answers, barred, shadow_answers
 
     def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
         """Peek at all rules; the one whose limits are too low at this load denies.
@@ -335,17 +304,39 @@ class CheckPath:
         checks = plan.enforced
         if not checks:
             return _WITHOUT_LIMITS[plan.verdict]
-        failures: Mapping[int, StoreError] = {}
-        if self._penalties.counters:
-            found, failures = yield from self._penalties.denial(plan)
-            if found is not None:
-                return found[1]
-        undecided = [check for at, check in enumerate(checks) if at not in failures]
+        barred, looks = self._penalties.standing(checks)
+        if barred:
+            return next(iter(barred.values()))
+        answers: list[Answer] = []
         try:
-            answers = yield from _peek_rules(undecided)
+            for at, check in enumerate(checks):
+                try:
+                    answers.append((yield from self.peeking_rule(check, looks=at in looks)))
+                except StoreError as error:
+                    answers.append(error)
         except CapacityError as error:
-            answers = yield from self._scaled_down_answers(undecided, error)
-        return self._decision(checks, key, _merged(answers, failures), spend=False)
+            answers = yield from self._scaled_down_answers(checks, error)
+        for answer in answers:
+            if isinstance(answer, Decision) and answer.penalty is not None:
+                return answer
+        return self._decision(checks, key, answers, spend=False)
+
+    def peeking_rule(self, check: RuleCheck, *, looks: bool = True) -> Steps[Decision]:
+        """Return the decision of one rule: that of its penalty, or of its limits.
+
+        With `looks`, the store is asked for a cool-down. Raises StoreError and CapacityError.
+        """
+        if looks:
+            try:
+                denial = yield from self._penalties.peeking(check)
+            except StoreError as error:
+                # A request does not wait twice for a store that has not answered.
+                if isinstance(error, StoreTimeout) or self._policy(check) not in OPTIONAL_POLICIES:
+                    raise
+            else:
+                if denial is not None:
+                    return denial
+        return (yield from _peeking_limits(check))
 
     # ── Answer ─────────────────────────────────────────────────────────────────────────────────
 
@@ -650,9 +641,32 @@ def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple([check.rule.id for check in denied]), tuple([check.subject for check in denied])
 
 
-def _answers_in(answer: Any, checks: RuleChecks) -> list[Answer]:
-    """Return the answer of each rule from that of one check, of several, or an error of all."""
-    return answer if isinstance(answer, list) else [answer] * len(checks)
+def _asked_with(
+    call: Call, shadowed: RuleChecks
+) -> Steps[tuple[Any, Sequence[RuleAnswer] | None, bool]]:
+    """Return the answer of a call or its StoreError, and those of shadow rules, if there are any.
+
+    The third is True if the caller was cancelled: what was charged has to be returned.
+    """
+    if not shadowed:
+        try:
+            return (yield call), None, False
+        except StoreError as error:
+            return error, None, False
+    # A caller that is cancelled while it waits for a shadow rule has spent nothing.
+    batch = Together([call, *map(_check_call, shadowed)], completes=True)
+    answer, *shadow_answers = yield batch
+    if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+        raise answer
+    return answer, shadow_answers, batch.cancelled
+
+
+def _has_penalty(checks: RuleChecks) -> bool:
+    return any(check.rule.penalty is not None for check in checks)
+
+
+def _retry_ns(answer: Answer) -> int:
+    return answer.retry_after_ns if isinstance(answer, Decision) else 0
 
 
 def _check_call(check: RuleCheck) -> Call:
@@ -662,12 +676,6 @@ def _check_call(check: RuleCheck) -> Call:
 def _charges(checks: RuleChecks) -> list[Any]:
     """Return the arguments of `check_together`."""
     return [(check.counter, check.counted, check.units) for check in checks]
-
-
-def _merged(answers: Sequence[Answer], failures: Mapping[int, StoreError]) -> list[Answer]:
-    """Return the answers with the failures inserted at their positions."""
-    left = iter(answers)
-    return [failures.get(at) or next(left) for at in range(len(answers) + len(failures))]
 
 
 def _has(kind: type[StoreError], answers: Sequence[Answer]) -> bool:
@@ -681,19 +689,8 @@ def _has(kind: type[StoreError], answers: Sequence[Answer]) -> bool:
     return False
 
 
-def _peek_rules(checks: RuleChecks) -> Steps[list[Answer]]:
-    """Peek at each of the rules. Raises CapacityError."""
-    answers: list[Answer] = []
-    for check in checks:
-        try:
-            answers.append((yield from peeking_rule(check)))
-        except StoreError as error:
-            answers.append(error)
-    return answers
-
-
-def peeking_rule(check: RuleCheck) -> Steps[Decision]:
-    """Peek at one rule: at its counter, or at all parts if it is split."""
+def _peeking_limits(check: RuleCheck) -> Steps[Decision]:
+    """Peek at the limits of one rule: at its counter, or at all parts if it is split."""
     decisions: list[Decision] = []
     for counter, subject in check.parts:
         decisions.append((yield Call(counter.peek, subject, check.units)))

@@ -43,7 +43,7 @@ from ratekeeper.decide.store import Counter, Store
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
-from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, peeking_rule
+from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in
 from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -284,14 +284,6 @@ class LimiterVerbs:
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
 
-    def _peek_rule(self, check: RuleCheck) -> Steps[Decision]:
-        """Return the decision of one rule: that of its penalty, or of its limits.
-
-        Raises StoreError and CapacityError.
-        """
-        penalty = yield from self._rules().penalties.look(check)
-        return (yield from peeking_rule(check)) if penalty is None else penalty
-
     def _answers_of(
         self, explanation: Explanation, checks: Sequence[RuleCheck | None]
     ) -> Steps[Explanation]:
@@ -299,7 +291,9 @@ class LimiterVerbs:
         answers: list[RuleAnswer] = []
         for check in checks:
             try:
-                answers.append(None if check is None else (yield from self._peek_rule(check)))
+                answers.append(
+                    None if check is None else (yield from self._path.peeking_rule(check))
+                )
             except (StoreError, CapacityError) as error:
                 answers.append(error)
         return with_answers(explanation, answers)
