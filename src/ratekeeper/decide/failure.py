@@ -176,11 +176,6 @@ class LocalFallback:
             object.__setattr__(self, "emergency_limits", limits_of(self.emergency))
 
 
-def uncounted_of(failed: Sequence[FailedCheck]) -> tuple[LocalCheck, ...]:
-    """Return the checks that their policy lets pass without counting."""
-    return tuple([each.check for each in failed if each.policy == "open"])
-
-
 def local_fallback_of(local_fallback: object) -> LocalFallback:
     """Return the argument of a limiter; by default one node whose processes count separately."""
     if local_fallback is None:
@@ -303,20 +298,29 @@ class LocalLimits:
         shared.note(own_ns)
 
     def answer(
-        self, failed: Sequence[FailedCheck], address: str | None, *, spend: bool
-    ) -> list[Decision]:
-        """Return the degraded decisions on the failed checks of a request, or raise their error.
+        self,
+        failed: Sequence[FailedCheck],
+        decided: Sequence[Decision],
+        address: str | None,
+        *,
+        spend: bool,
+    ) -> Decision:
+        """Return the degraded decision on a request with failed checks, or raise their error.
 
-        Empty if every policy is `open` and no limit of this machine applies.
+        `decided` are the store's decisions on its other checks, which all let it pass.
         """
         for each in failed:
             if each.policy == "raise":
                 raise each.error
-        closed = [each.decision() for each in failed if each.policy == "closed"]
-        if closed:
-            return closed
-        local_checks = [each.check for each in failed if each.policy == "local"]
-        return self.decide(local_checks, address, spend=spend)
+        answers = [each.decision() for each in failed if each.policy == "closed"]
+        if not answers:
+            local_checks = [each.check for each in failed if each.policy == "local"]
+            answers = self.decide(local_checks, address, spend=spend)
+        if not answers and not decided:
+            answers = [each.decision() for each in failed]
+        decision = decision_with(combine_decisions([*decided, *answers]), degraded=True)
+        decision.uncounted = tuple([each.check for each in failed if each.policy == "open"])
+        return decision
 
     def decide(
         self, checks: Sequence[LocalCheck], address: str | None, *, spend: bool

@@ -51,7 +51,6 @@ from ratekeeper.decide.failure import (
     LocalCheck,
     LocalLimits,
     decision_on_failure,
-    uncounted_of,
 )
 from ratekeeper.decide.store import Answer, Charge, Store
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
@@ -140,6 +139,7 @@ class CheckPath:
             return run(self.deciding([(plan, key)]))[0]
         if not checks:
             return self._without_limits(plan), ()
+        answers: Any
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -148,11 +148,13 @@ class CheckPath:
                     answer = answer.wait(*answer.args)
                 self._count_check(answer, checks)
                 return self._counted(check, answer), ()
-            answers: Any = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+            answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
             if type(answers) is Ask:
                 answers = answers.wait(*answers.args)
-        except (StoreError, CapacityError) as error:
-            return run(self._deciding_after(plan, key, error)), ()
+        except StoreError as error:
+            answers = [error] * len(checks)
+        except CapacityError as error:
+            return run(self._denied_for_now(plan, key, error)), ()
         if _has(StoreError, answers):
             return run(self._decisions([(plan, key)], answers))[0], ()
         return self._combined(checks, answers), ()
@@ -164,6 +166,7 @@ class CheckPath:
             return (await run_async(self.deciding([(plan, key)])))[0]
         if not checks:
             return self._without_limits(plan), ()
+        answers: Any
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -172,11 +175,13 @@ class CheckPath:
                     answer = await answer.send(*answer.args)
                 self._count_check(answer, checks)
                 return self._counted(check, answer), ()
-            answers: Any = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+            answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
             if type(answers) is Ask:
                 answers = await answers.send(*answers.args)
-        except (StoreError, CapacityError) as error:
-            return await run_async(self._deciding_after(plan, key, error)), ()
+        except StoreError as error:
+            answers = [error] * len(checks)
+        except CapacityError as error:
+            return await run_async(self._denied_for_now(plan, key, error)), ()
         if _has(StoreError, answers):
             return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
         return self._combined(checks, answers), ()
@@ -195,7 +200,7 @@ class CheckPath:
             try:
                 answers, barred, shadow_answers = yield from self._answers(checks, looks, shadowed)
             except CapacityError as error:
-                answers = yield from self._scaled_down_answers(checks, error)
+                barred = yield from _too_high(checks, error)
         if is_denied or barred:
             decisions = yield from self._denied_together(planned, barred)
         else:
@@ -204,48 +209,11 @@ class CheckPath:
             yield from self._penalties.penalise(plan.enforced, decision)
         if not shadowed:
             return [(decision, ()) for decision in decisions]
-        if shadow_answers is None:
-            # A request that has waited until the deadline does not wait again for rules that
-            # cannot deny it.
-            waited = _has(StoreTimeout, answers)
-            shadow_answers = (
-                [] if waited else (yield Together([_check_call(each) for each in shadowed]))
-            )
-        return self._with_shadows(planned, decisions, shadow_answers)
-
-    def _deciding_after(
-        self, plan: CheckPlan, key: Key | Request, error: StoreError | CapacityError
-    ) -> Steps[Decision]:
-        """Return the decision after an error of the store or of a cost, or raise the error."""
-        if isinstance(error, StoreError):
-            answers: list[Answer] = [error] * len(plan.enforced)
-        else:
-            answers = yield from self._scaled_down_answers(plan.enforced, error)
-        return (yield from self._decisions([(plan, key)], answers))[0]
-
-    def _denied_together(
-        self, planned: Sequence[Planned], barred: Mapping[int, Decision]
-    ) -> Steps[list[Decision]]:
-        """Return the decisions on requests of which a penalty or a list denies one.
-
-        `barred` are the denials by penalties, by the positions of their rules.
-        """
-        decisions: list[Decision] = []
-        place = 0
-        for plan, key in planned:
-            own = range(place, place + len(plan.enforced))
-            place += len(own)
-            decision = next((barred[at] for at in own if at in barred), None)
-            if not plan.enforced:
-                decisions.append(self._without_limits(plan))
-                continue
-            if decision is not None:
-                self._counts.of(decision.rule).penalty_denied += 1
-            else:
-                decision = yield from self.peeking(plan, key)
-            self._count_check(decision, plan.enforced)
-            decisions.append(decision)
-        return decisions
+        # A request that has waited until the deadline does not wait again for rules that cannot
+        # deny it.
+        if shadow_answers is None and not _has(StoreTimeout, answers):
+            shadow_answers = yield Together([_check_call(each) for each in shadowed])
+        return self._with_shadows(planned, decisions, shadow_answers or [])
 
     def _answers(
         self, checks: RuleChecks, looks: Mapping[int, Charge], shadowed: RuleChecks
@@ -280,24 +248,35 @@ class CheckPath:
             raise CallerGone
         return answers, barred, shadow_answers
 
-    def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
-        """Peek at all rules; the one whose limits are too low at this load denies.
+    def _denied_together(
+        self, planned: Sequence[Planned], denied: Mapping[int, Decision]
+    ) -> Steps[list[Decision]]:
+        """Return the decisions on requests of which one is denied without a charge.
 
-        Raises the error if the cost never fits.
+        A list denies it, or a rule in `denied`, by the positions of the rules.
         """
-        scaled_down = _scaled_down(checks, error)
-        answers: list[Answer] = []
-        for check in checks:
-            try:
-                decision: Decision = yield Call(check.counter.peek, check.counted, 0)
-            except StoreError as failure:
-                if check is scaled_down:
-                    answers.append(_denied_without_numbers(check, failure))
-                else:
-                    answers.append(failure)
+        decisions: list[Decision] = []
+        place = 0
+        for plan, key in planned:
+            own = [at for at in range(len(plan.enforced)) if place + at in denied]
+            if not plan.enforced:
+                decision = self._without_limits(plan)
+            elif own:
+                decision = self._counted(plan.enforced[own[0]], denied[place + own[0]])
             else:
-                answers.append(_denied_for_now(decision) if check is scaled_down else decision)
-        return answers
+                decision = yield from self.peeking(plan, key)
+            if plan.enforced:
+                self._count_check(decision, plan.enforced)
+            decisions.append(decision)
+            place += len(plan.enforced)
+        return decisions
+
+    def _denied_for_now(
+        self, plan: CheckPlan, key: Key | Request, error: CapacityError
+    ) -> Steps[Decision]:
+        """Return the denial of a cost that is too high at this load; see `_too_high`."""
+        denied = yield from _too_high(plan.enforced, error)
+        return (yield from self._denied_together([(plan, key)], denied))[0]
 
     def peeking(self, plan: CheckPlan, key: Key | Request) -> Steps[Decision]:
         """Return the decision that a check would get. Spends and counts nothing."""
@@ -315,7 +294,8 @@ class CheckPath:
                 except StoreError as error:
                     answers.append(error)
         except CapacityError as error:
-            answers = yield from self._scaled_down_answers(checks, error)
+            barred = yield from _too_high(checks, error)
+            return next(iter(barred.values()))
         for answer in answers:
             if isinstance(answer, Decision) and answer.penalty is not None:
                 return answer
@@ -354,16 +334,9 @@ class CheckPath:
         Limits of this machine may deny a request whose other rules the store has charged. Those
         charges are returned.
         """
-        left: Iterator[Any] = iter(answers)
-        if not _has(StoreError, answers):
-            return [
-                self._combined(plan.enforced, [next(left) for _ in plan.enforced])
-                if plan.enforced
-                else self._without_limits(plan)
-                for plan, _ in planned
-            ]
         checks = [check for plan, _ in planned for check in plan.enforced]
         charged = passes(dict(enumerate(answers)), _MayFail(self.on_failure, checks))
+        left: Iterator[Any] = iter(answers)
         decisions = [
             self._decision(plan.enforced, key, [next(left) for _ in plan.enforced], charged=charged)
             if plan.enforced
@@ -377,10 +350,9 @@ class CheckPath:
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules; count each rule, and the check once."""
-        counted = list(map(self._counted, checks, decisions))
-        combined = combine_decisions(counted)
+        combined = _joined(list(map(self._counted, checks, decisions)))
         self._count_check(combined, checks)
-        return combined if len(counted) == 1 else _with_charges(combined, counted)
+        return combined
 
     def _decision(
         self,
@@ -397,51 +369,27 @@ class CheckPath:
         `spend`    False for a peek, which is not counted and charges nothing.
         """
         decided: list[Decision] = []
-        failed: list[tuple[RuleCheck, StoreError]] = []
+        failed: list[FailedCheck] = []
         for check, answer in zip(checks, answers, strict=True):
             if isinstance(answer, StoreError):
-                failed.append((check, answer))
+                failed.append(self._failed_check(check, answer))
             else:
                 decided.append(self._counted(check, answer) if spend else answer)
         if failed:
-            self._note_failures(failed, spend=spend)
-        if failed and all(decided):
-            return self._policy_decision(key, checks, decided, failed, charged=charged, spend=spend)
-        decision = combine_decisions(decided)
-        if spend:
-            self._count_check(decision, checks)
-            self._count_degraded(failed, allowed=False, is_local=False)
-        return _with_charges(decision, decided)
-
-    def _policy_decision(
-        self,
-        key: Key | Request,
-        checks: RuleChecks,
-        decided: Sequence[Decision],
-        failed: Sequence[tuple[RuleCheck, StoreError]],
-        *,
-        charged: bool,
-        spend: bool,
-    ) -> Decision:
-        """Return the decision on a request that the store allows, as far as it could decide."""
-        failed_checks = [self._failed_check(check, error) for check, error in failed]
-        address = key.ip if isinstance(key, Request) else None
+            self.local.note_failure(failed[0].error)
+        decision: Decision | None = None
         try:
-            found = self.local.answer(failed_checks, address, spend=spend and charged)
-        except StoreError:
-            if spend:
-                self._count_raised(failed)
-            raise
-        if decided or found:
-            decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
-            decision = _with_charges(decision, decided)
-        else:
-            decision = combine_decisions([each.decision() for each in failed_checks])
-        decision.uncounted = uncounted_of(failed_checks)
+            if failed and all(decided):
+                address = key.ip if isinstance(key, Request) else None
+                decision = self.local.answer(failed, decided, address, spend=spend and charged)
+                decision = _with_charges(decision, decided)
+            else:
+                decision = _joined(decided)
+        finally:
+            if spend and failed:
+                self._count_failures(failed, decision, by_store=not all(decided))
         if spend:
             self._count_check(decision, checks)
-            is_local = bool(found) and all(each.policy != "closed" for each in failed_checks)
-            self._count_degraded(failed, allowed=decision.allowed, is_local=is_local)
         return decision
 
     def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
@@ -466,13 +414,9 @@ class CheckPath:
         if plan.verdict is not None:
             return CheckResult(decision, kind=_KINDS[plan.verdict])
         checks = plan.enforced
-        if not checks:
-            ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
-            return CheckResult(decision, (), "unlimited", ids, (), subjects)
-        kind: ResultKind = "limited"
+        kind: ResultKind = "limited" if checks else "unlimited"
         if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
-        ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
         return _new_result(
             CheckResult,
             (
@@ -481,9 +425,9 @@ class CheckPath:
                 if len(checks) == 1
                 else tuple([check.prepared.applied for check in checks]),
                 kind,
-                ids,
+                tuple([check.rule.id for check in shadow_denied]),
                 tuple([(check.subject, check.units) for check in checks]),
-                subjects,
+                tuple([check.subject for check in shadow_denied]),
             ),
         )
 
@@ -495,33 +439,30 @@ class CheckPath:
         decisions: Sequence[Decision],
         answers: Sequence[RuleAnswer],
     ) -> list[Decided]:
-        """Count the answers of shadow rules; return each decision with those that would deny."""
+        """Count the answers of shadow rules; return each decision with those that would deny.
+
+        A refund of the decision also returns the charges of its shadow rules.
+        """
         decided: list[Decided] = []
-        place = 0
+        left = iter(answers)
         for (plan, _), decision in zip(planned, decisions, strict=True):
-            own = answers[place : place + len(plan.shadowed)]
-            place += len(plan.shadowed)
-            denied = self._count_shadows(plan.shadowed, own)
-            decided.append((_with_shadow_charges(decision, own), denied))
+            own = [(check, next(left, None)) for check in plan.shadowed]
+            denied = [check for check, answer in own if self._shadow_denies(check, answer)]
+            charged = [answer for _, answer in own if isinstance(answer, Decision)]
+            decided.append((_with_charges(decision, [decision, *charged]), denied))
         return decided
 
-    def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> RuleChecks:
-        """Count the answers of shadow rules; return those that would have denied."""
-        denied: list[RuleCheck] = []
-        for check, answer in zip(checks, answers, strict=False):
-            if isinstance(answer, Decision):
-                self._counted(check, answer)
-            elif isinstance(answer, CapacityError):
-                self._counts.of(check.rule.id).shadow_denied += 1
-            elif isinstance(answer, StoreError):
-                self._count_failed([check])
-                continue
-            elif answer is not None:
-                raise answer
-            if not isinstance(answer, Decision) or not answer.allowed:
-                denied.append(check)
-        self._count_failed(checks[len(answers) :])
-        return denied
+    def _shadow_denies(self, check: RuleCheck, answer: RuleAnswer) -> bool:
+        """Count the answer of a shadow rule, None if there is none; return True if it denies."""
+        if isinstance(answer, Decision):
+            return not self._counted(check, answer).allowed
+        if isinstance(answer, CapacityError):
+            self._counts.of(check.rule.id).shadow_denied += 1
+            return True
+        if answer is not None and not isinstance(answer, StoreError):
+            raise answer
+        self._counts.of(check.rule.id).failed += 1
+        return False
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
@@ -535,8 +476,11 @@ class CheckPath:
             decision.source = check
         elif rule.mode == "shadow":
             counts.shadow_denied += 1
-        else:
+        elif decision.penalty is None:
             counts.denied += 1
+        else:
+            counts.penalty_denied += 1
+            return decision
         if rule.split == 1 or len(check.prepared.counters) == 1:
             return decision
         return whole_decision(decision, check.counter.limits, check.prepared.limits)
@@ -559,60 +503,47 @@ class CheckPath:
         if not count % RATE_SAMPLE_EVERY:
             self._sample(checks)
 
-    def _count_failed(self, checks: RuleChecks) -> None:
-        for check in checks:
-            self._counts.of(check.rule.id).failed += 1
-
-    def _note_failures(
-        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, spend: bool
+    def _count_failures(
+        self, failed: Sequence[FailedCheck], decision: Decision | None, *, by_store: bool
     ) -> None:
-        self.local.note_failure(failed[0][1])
-        if spend:
-            self._tally.failed(failed[0][1])
-            self._count_failed([check for check, _ in failed])
+        """Count rules that the store could not decide; without a decision, an error was raised.
 
-    def _count_raised(self, failed: Sequence[tuple[RuleCheck, StoreError]]) -> None:
-        self._tally.raised += 1
-        self._tally.degraded += 1
-        for check, _ in failed:
-            self._counts.of(check.rule.id).raised += 1
-
-    def _count_degraded(
-        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, allowed: bool, is_local: bool
-    ) -> None:
-        """Count rules that were decided without the store, by local limits or by policy."""
-        for check, _ in failed:
-            counts = self._counts.of(check.rule.id)
-            if is_local and self._policy(check) == "local":
-                counts.local_allowed += allowed
-                counts.local_denied += not allowed
+        `by_store` is True if the store has denied the request by other rules.
+        """
+        self._tally.failed(failed[0].error)
+        is_local = not by_store and all(each.policy != "closed" for each in failed)
+        for each in failed:
+            counts = self._counts.of(each.check.rule)
+            counts.failed += 1
+            if decision is None:
+                counts.raised += 1
+            elif is_local and each.policy == "local":
+                counts.local_allowed += decision.allowed
+                counts.local_denied += not decision.allowed
             else:
-                counts.policy_allowed += allowed
-                counts.policy_denied += not allowed
+                counts.policy_allowed += decision.allowed
+                counts.policy_denied += not decision.allowed
+        if decision is None:
+            self._tally.raised += 1
+            self._tally.degraded += 1
 
 
-def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
-    """Return a decision with its rules: each charge, for a refund, or all rules that denied."""
-    if not decision.allowed:
-        denied = tuple([each.rule for each in decided if not each.allowed])
-        if len(denied) > 1:
-            decision.source = denied
+def _joined(decided: Sequence[Decision]) -> Decision:
+    """Return one decision from those of several rules, with the charges or all rules that deny."""
+    decision = combine_decisions(decided)
+    if len(decided) == 1:
         return decision
-    if decision.charged_ns is None:
-        charged_ns = next(
-            (each.charged_ns for each in decided if each.charged_ns is not None), None
-        )
-        if charged_ns is None:
-            return decision
-        decision = decision_with(decision, charged_ns=charged_ns)
-    decision.source = [(each.source, each.charged_ns) for each in decided]
+    if decision.allowed:
+        return _with_charges(decision, decided)
+    denied = tuple([each.rule for each in decided if not each.allowed])
+    if len(denied) > 1:
+        decision.source = denied
     return decision
 
 
-def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> Decision:
-    """Return a decision with the charges of shadow rules: a refund returns these too."""
-    found = [each for each in answers if isinstance(each, Decision)]
-    charges = [charge for each in (decision, *found) for charge in charges_in(each)]
+def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
+    """Return an admission with the charge of each rule, for a refund."""
+    charges = [charge for each in decided for charge in charges_in(each)]
     if not charges or not decision.allowed:
         return decision
     if decision.charged_ns is None:  # also a copy of the decision that all requests share
@@ -634,11 +565,6 @@ def charges_in(decision: Decision) -> list[RuleCharge]:
     if source is None or decision.charged_ns is None:
         return []
     return [(source, decision.charged_ns)]
-
-
-def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the ids and the subjects of shadow rules that would have denied."""
-    return tuple([check.rule.id for check in denied]), tuple([check.subject for check in denied])
 
 
 def _asked_with(
@@ -699,27 +625,25 @@ def _peeking_limits(check: RuleCheck) -> Steps[Decision]:
     return sum_of_parts(decisions, check.counter.limits, check.prepared.limits)
 
 
-def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:
-    """Return the rule whose limits are too low for the cost at this load only.
+def _too_high(checks: RuleChecks, error: CapacityError) -> Steps[dict[int, Decision]]:
+    """Return the denial of a cost that is too high at this load, by the position of its rule.
 
-    Raises the error if the cost never fits, or does not fit into one part of a split rule.
+    When the load falls is unknown. Raises the error if the cost never fits, or does not fit into
+    one part of a split rule.
     """
     for check in checks:
-        most = highest_step(check.rule)
-        limits = at_step(check.choice.limits, most)
+        limits = at_step(check.choice.limits, highest_step(check.rule))
         if check.units > min(limit.capacity for limit in limits):
             raise error
-    found = next((check for check in checks if check.step < highest_step(check.rule)), None)
-    if found is None:
-        raise error
-    return found
-
-
-def _denied_without_numbers(check: RuleCheck, error: StoreError) -> Decision:
-    """Return the denial of a cost that is too high at this load if the quota cannot be read."""
-    return decision_on_failure(error, "closed", check.prepared.limits[0], check.rule.id)
-
-
-def _denied_for_now(decision: Decision) -> Decision:
-    """Return a denial for a cost that is too high at this load. When the load falls is unknown."""
-    return decision_with(decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
+    for at, check in enumerate(checks):
+        if check.step < highest_step(check.rule):
+            try:
+                decision: Decision = yield Call(check.counter.peek, check.counted, 0)
+            except StoreError as failure:
+                limit = check.prepared.limits[0]
+                decision = decision_on_failure(failure, "closed", limit, check.rule.id)
+            denial = decision_with(
+                decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0
+            )
+            return {at: denial}
+    raise error
