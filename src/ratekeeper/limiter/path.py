@@ -50,7 +50,7 @@ from ratekeeper.decide.failure import (
     FailurePolicy,
     LocalCheck,
     LocalLimits,
-    decision_on_failure,
+    undecided,
 )
 from ratekeeper.decide.store import Answer, Charge, Store
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
@@ -639,9 +639,8 @@ def _too_high(checks: RuleChecks, error: CapacityError) -> Steps[dict[int, Decis
         if check.step < highest_step(check.rule):
             try:
                 decision: Decision = yield Call(check.counter.peek, check.counted, 0)
-            except StoreError as failure:
-                limit = check.prepared.limits[0]
-                decision = decision_on_failure(failure, "closed", limit, check.rule.id)
+            except StoreError:
+                decision = undecided(check.prepared.limits[0], check.rule.id)
             denial = decision_with(
                 decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0
             )
