@@ -24,7 +24,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.path import RuleCharge
+from ratekeeper.limiter.charges import RuleCharge
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.compiled import RuleCheck

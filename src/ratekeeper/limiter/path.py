@@ -41,7 +41,6 @@ from ratekeeper.core.model import (
 )
 from ratekeeper.core.steps import Ask, Call, CallerGone, Steps, Together, run, run_async
 from ratekeeper.core.subjects import Key
-from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.decider import passes, returning
 from ratekeeper.decide.failure import (
     OPTIONAL_POLICIES,
@@ -53,6 +52,7 @@ from ratekeeper.decide.failure import (
     undecided,
 )
 from ratekeeper.decide.store import Answer, Charge, Store
+from ratekeeper.limiter.charges import joined, with_charges
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
 from ratekeeper.regions.settings import Regions, limits_of_region
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck, at_step, highest_step
@@ -78,8 +78,6 @@ _new_result: Final = tuple.__new__
 _NOT_CLIENTS: Final = frozenset({"endpoint", "method", "tier"})
 
 RuleChecks = Sequence[RuleCheck]
-# A rule that was charged, and the time of the charge; None if that is not known.
-RuleCharge = tuple[RuleCheck, int | None]
 # A key or a request, with the plan of its charges.
 Planned = tuple[CheckPlan, Key | Request]
 # A decision, and the shadow rules that would have denied.
@@ -120,7 +118,6 @@ class CheckPath:
 
         `local` decides in the store's place for rules that are `on_failure: local`.
         """
-        self._store = store
         self._check_together = store.check_together
         self.on_failure = on_failure
         self.local = local
@@ -153,8 +150,8 @@ class CheckPath:
                 answers = answers.wait(*answers.args)
         except StoreError as error:
             answers = [error] * len(checks)
-        except CapacityError as error:
-            return run(self._denied_for_now(plan, key, error)), ()
+        except CapacityError:  # rare: the steps find out whether it never fits
+            return run(self.deciding([(plan, key)]))[0]
         if _has(StoreError, answers):
             return run(self._decisions([(plan, key)], answers))[0], ()
         return self._combined(checks, answers), ()
@@ -180,8 +177,8 @@ class CheckPath:
                 answers = await answers.send(*answers.args)
         except StoreError as error:
             answers = [error] * len(checks)
-        except CapacityError as error:
-            return await run_async(self._denied_for_now(plan, key, error)), ()
+        except CapacityError:  # rare: the steps find out whether it never fits
+            return (await run_async(self.deciding([(plan, key)])))[0]
         if _has(StoreError, answers):
             return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
         return self._combined(checks, answers), ()
@@ -271,51 +268,39 @@ class CheckPath:
             place += len(plan.enforced)
         return decisions
 
-    def _denied_for_now(
-        self, plan: CheckPlan, key: Key | Request, error: CapacityError
-    ) -> Steps[Decision]:
-        """Return the denial of a cost that is too high at this load; see `_too_high`."""
-        denied = yield from _too_high(plan.enforced, error)
-        return (yield from self._denied_together([(plan, key)], denied))[0]
-
     def peeking(self, plan: CheckPlan, key: Key | Request) -> Steps[Decision]:
         """Return the decision that a check would get. Spends and counts nothing."""
         checks = plan.enforced
         if not checks:
             return _WITHOUT_LIMITS[plan.verdict]
-        barred, looks = self._penalties.standing(checks)
-        if barred:
-            return next(iter(barred.values()))
         answers: list[Answer] = []
         try:
-            for at, check in enumerate(checks):
+            for check in checks:
                 try:
-                    answers.append((yield from self.peeking_rule(check, looks=at in looks)))
+                    answers.append((yield from self.peeking_rule(check)))
                 except StoreError as error:
                     answers.append(error)
         except CapacityError as error:
-            barred = yield from _too_high(checks, error)
-            return next(iter(barred.values()))
+            denied = yield from _too_high(checks, error)
+            return next(iter(denied.values()))
         for answer in answers:
             if isinstance(answer, Decision) and answer.penalty is not None:
                 return answer
         return self._decision(checks, key, answers, spend=False)
 
-    def peeking_rule(self, check: RuleCheck, *, looks: bool = True) -> Steps[Decision]:
-        """Return the decision of one rule: that of its penalty, or of its limits.
+    def peeking_rule(self, check: RuleCheck) -> Steps[Decision]:
+        """Return the decision of one rule as the store has it now: by its penalty, or its limits.
 
-        With `looks`, the store is asked for a cool-down. Raises StoreError and CapacityError.
+        Raises StoreError and CapacityError.
         """
-        if looks:
-            try:
-                denial = yield from self._penalties.peeking(check)
-            except StoreError as error:
-                # A request does not wait twice for a store that has not answered.
-                if isinstance(error, StoreTimeout) or self._policy(check) not in OPTIONAL_POLICIES:
-                    raise
-            else:
-                if denial is not None:
-                    return denial
+        try:
+            denial = yield from self._penalties.peeking(check)
+            if denial is not None:
+                return denial
+        except StoreError as error:
+            # A request does not wait twice for a store that has not answered.
+            if isinstance(error, StoreTimeout) or self._policy(check) not in OPTIONAL_POLICIES:
+                raise
         return (yield from _peeking_limits(check))
 
     # ── Answer ─────────────────────────────────────────────────────────────────────────────────
@@ -350,7 +335,7 @@ class CheckPath:
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules; count each rule, and the check once."""
-        combined = _joined(list(map(self._counted, checks, decisions)))
+        combined = joined(list(map(self._counted, checks, decisions)))
         self._count_check(combined, checks)
         return combined
 
@@ -382,9 +367,9 @@ class CheckPath:
             if failed and all(decided):
                 address = key.ip if isinstance(key, Request) else None
                 decision = self.local.answer(failed, decided, address, spend=spend and charged)
-                decision = _with_charges(decision, decided)
+                decision = with_charges(decision, decided)
             else:
-                decision = _joined(decided)
+                decision = joined(decided)
         finally:
             if spend and failed:
                 self._count_failures(failed, decision, by_store=not all(decided))
@@ -449,7 +434,7 @@ class CheckPath:
             own = [(check, next(left, None)) for check in plan.shadowed]
             denied = [check for check, answer in own if self._shadow_denies(check, answer)]
             charged = [answer for _, answer in own if isinstance(answer, Decision)]
-            decided.append((_with_charges(decision, [decision, *charged]), denied))
+            decided.append((with_charges(decision, [decision, *charged]), denied))
         return decided
 
     def _shadow_denies(self, check: RuleCheck, answer: RuleAnswer) -> bool:
@@ -526,45 +511,6 @@ class CheckPath:
         if decision is None:
             self._tally.raised += 1
             self._tally.degraded += 1
-
-
-def _joined(decided: Sequence[Decision]) -> Decision:
-    """Return one decision from those of several rules, with the charges or all rules that deny."""
-    decision = combine_decisions(decided)
-    if len(decided) == 1:
-        return decision
-    if decision.allowed:
-        return _with_charges(decision, decided)
-    denied = tuple([each.rule for each in decided if not each.allowed])
-    if len(denied) > 1:
-        decision.source = denied
-    return decision
-
-
-def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
-    """Return an admission with the charge of each rule, for a refund."""
-    charges = [charge for each in decided for charge in charges_in(each)]
-    if not charges or not decision.allowed:
-        return decision
-    if decision.charged_ns is None:  # also a copy of the decision that all requests share
-        decision = decision_with(decision, charged_ns=charges[0][1])
-    decision.source = charges
-    return decision
-
-
-def charges_in(decision: Decision) -> list[RuleCharge]:
-    """Return the rules that a decision charged, as the path has kept them with it."""
-    source = decision.source
-    if type(source) is tuple and decision.allowed:  # of a compiled check
-        compiled, request, *times = source
-        checks = compiled.owner.charges(request)
-        found = zip(checks, *times or [(decision.charged_ns,)], strict=True)
-        return [charge for charge in found if charge[1] is not None]
-    if isinstance(source, list):
-        return [charge for charge in source if charge[1] is not None]
-    if source is None or decision.charged_ns is None:
-        return []
-    return [(source, decision.charged_ns)]
 
 
 def _asked_with(
