@@ -132,11 +132,12 @@ class CheckPath:
     def decide(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or (self._penalties.counters and _has_penalty(checks)):
+        penalties = self._penalties
+        if plan.shadowed or (penalties.counters and not penalties.are_clear(checks)):
             return run(self.deciding([(plan, key)]))[0]
         if not checks:
             return self._without_limits(plan), ()
-        answers: Any
+        answers: Any = None
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -144,26 +145,32 @@ class CheckPath:
                 if type(answer) is Ask:
                     answer = answer.wait(*answer.args)
                 self._count_check(answer, checks)
-                return self._counted(check, answer), ()
-            answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
-            if type(answers) is Ask:
-                answers = answers.wait(*answers.args)
+                decision = self._counted(check, answer)
+            else:
+                answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+                if type(answers) is Ask:
+                    answers = answers.wait(*answers.args)
         except StoreError as error:
             answers = [error] * len(checks)
         except CapacityError:  # rare: the steps find out whether it never fits
             return run(self.deciding([(plan, key)]))[0]
-        if _has(StoreError, answers):
-            return run(self._decisions([(plan, key)], answers))[0], ()
-        return self._combined(checks, answers), ()
+        if answers is not None:
+            if _has(StoreError, answers):
+                return run(self._decisions([(plan, key)], answers))[0], ()
+            decision = self._combined(checks, answers)
+        if penalties.counters and not decision.allowed:
+            run(penalties.penalise(checks, decision))
+        return decision, ()
 
     async def decide_async(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or (self._penalties.counters and _has_penalty(checks)):
+        penalties = self._penalties
+        if plan.shadowed or (penalties.counters and not penalties.are_clear(checks)):
             return (await run_async(self.deciding([(plan, key)])))[0]
         if not checks:
             return self._without_limits(plan), ()
-        answers: Any
+        answers: Any = None
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -171,17 +178,22 @@ class CheckPath:
                 if type(answer) is Ask:
                     answer = await answer.send(*answer.args)
                 self._count_check(answer, checks)
-                return self._counted(check, answer), ()
-            answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
-            if type(answers) is Ask:
-                answers = await answers.send(*answers.args)
+                decision = self._counted(check, answer)
+            else:
+                answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+                if type(answers) is Ask:
+                    answers = await answers.send(*answers.args)
         except StoreError as error:
             answers = [error] * len(checks)
         except CapacityError:  # rare: the steps find out whether it never fits
             return (await run_async(self.deciding([(plan, key)])))[0]
-        if _has(StoreError, answers):
-            return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
-        return self._combined(checks, answers), ()
+        if answers is not None:
+            if _has(StoreError, answers):
+                return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
+            decision = self._combined(checks, answers)
+        if penalties.counters and not decision.allowed:
+            await run_async(penalties.penalise(checks, decision))
+        return decision, ()
 
     # ── Decide: the steps ──────────────────────────────────────────────────────────────────────
 
@@ -316,11 +328,12 @@ class CheckPath:
     ) -> Steps[list[Decision]]:
         """Return the decision on each request from the answers to all of their rules, in order.
 
-        Limits of this machine may deny a request whose other rules the store has charged. Those
-        charges are returned.
+        If the store has failed, limits of this machine may deny a request whose other rules it has
+        charged. Those charges are returned.
         """
         checks = [check for plan, _ in planned for check in plan.enforced]
-        charged = passes(dict(enumerate(answers)), _MayFail(self.on_failure, checks))
+        may_fail = _MayFail(self.on_failure, checks)
+        charged = _has(StoreError, answers) and passes(dict(enumerate(answers)), may_fail)
         left: Iterator[Any] = iter(answers)
         decisions = [
             self._decision(plan.enforced, key, [next(left) for _ in plan.enforced], charged=charged)
@@ -531,10 +544,6 @@ def _asked_with(
     if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
         raise answer
     return answer, shadow_answers, batch.cancelled
-
-
-def _has_penalty(checks: RuleChecks) -> bool:
-    return any(check.rule.penalty is not None for check in checks)
 
 
 def _retry_ns(answer: Answer) -> int:

@@ -288,6 +288,11 @@ class Penalties:
             if rule.penalty is not None
         }
 
+    def are_clear(self, checks: Sequence[RuleCheck]) -> bool:
+        """Return True if this process knows that no cool-down of these rules is in force."""
+        barred, looks = self.standing(checks)
+        return not (barred or looks)
+
     def standing(
         self, checks: Sequence[RuleCheck]
     ) -> tuple[dict[int, Decision], dict[int, Charge]]:
