@@ -115,10 +115,7 @@ class LimiterVerbs:
         return self._path.result(plan, (yield from self._path.peeking(plan, key)))
 
     def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
-        plan = self._plan(key, cost)
-        if switches.limiting_off:
-            return self._unlimited()
-        return (yield from self._path.peeking(plan, key))
+        return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
         self, checks: Sequence[tuple[Key | Request, int]]
