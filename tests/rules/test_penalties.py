@@ -167,6 +167,7 @@ def test_a_check_is_one_call_of_redis(clock: ManualClock) -> None:
     """The limits and the cool-down are one call. A cool-down that is known costs none."""
     server = running("single")
     server.flush()
+    uri = f"{server.uri}?deadline_ms=10000&connect_ms=10000"
 
     def calls(limiter: Limiter) -> int:
         server.admin.config_resetstat()
@@ -177,8 +178,8 @@ def test_a_check_is_one_call_of_redis(clock: ManualClock) -> None:
         )
 
     with (
-        Limiter.from_rules(RULES, store=server.uri, clock=clock) as limiter,
-        Limiter.from_rules(RULES, store=server.uri, clock=clock) as other,
+        Limiter.from_rules(RULES, store=uri, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=uri, clock=clock) as other,
     ):
         storm(limiter, 1)
         other.check(BOB)  # the script is loaded
