@@ -28,11 +28,12 @@ from ratekeeper.decide.failure import (
     LOG_EVERY_S,
     OUTAGE_GAP_NS,
     SHARED_GAP_S,
+    FailedCheck,
+    FailurePolicy,
     LocalCheck,
     LocalFallback,
     LocalLimits,
     check_policy,
-    decision_on_failure,
 )
 from ratekeeper.decide.store import BreakerState, Store
 from ratekeeper.decide.stores import open_fallback_store
@@ -40,35 +41,43 @@ from ratekeeper.testing import ManualClock
 from tests.redis_servers import Single
 
 LIMIT = Limit(10, per=1)
-ERRORS = [StoreFull("full"), StoreTimeout("late"), StoreUnavailable("gone"), StoreError("other")]
+ERROR = StoreTimeout("late")
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_open_allows_with_nothing_remaining(error: StoreError) -> None:
+def answered(*policies: FailurePolicy, decided: Sequence[Decision] = ()) -> Decision:
+    """Return the answer to checks that failed, with these policies."""
+    check = LocalCheck((LIMIT,), "orders", "user:ann", 1)
+    failed = [FailedCheck(ERROR, policy, check) for policy in policies]
+    return LocalLimits(LocalFallback(), ManualClock()).answer(failed, decided, None, spend=True)
+
+
+def test_open_allows_with_nothing_remaining() -> None:
     """`open` allows, degraded, with `remaining` 0 because nothing was counted."""
-    decision = decision_on_failure(error, "open", LIMIT, "orders")
+    decision = answered("open")
     assert decision == Decision(True, LIMIT, 0, 0, 1_000_000_000, 0, "orders", True)
+    assert [each.subject for each in decision.uncounted] == ["user:ann"]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_closed_denies_for_a_second(error: StoreError) -> None:
+@pytest.mark.parametrize("others", [(), ("open",), ("local", "open")])
+def test_closed_denies_for_a_second(others: Sequence[FailurePolicy]) -> None:
     """`closed` denies, degraded. The second keeps clients from retrying in a tight loop."""
-    decision = decision_on_failure(error, "closed", LIMIT, "orders")
+    decision = answered(*others, "closed")
     assert decision == Decision(False, LIMIT, 0, 1_000_000_000, 1_000_000_000, 0, "orders", True)
     assert decision.retry_after == 1.0
 
 
-def test_local_denies_without_local_counts() -> None:
-    """Without local counts, `local` is the same as `closed`."""
-    assert not decision_on_failure(ERRORS[0], "local", LIMIT, "orders").allowed
+def test_raise_raises_the_error() -> None:
+    """`raise` raises the store's own error, not a copy, whatever the other policies are."""
+    with pytest.raises(StoreError) as caught:
+        answered("closed", "raise")
+    assert caught.value is ERROR
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_raise_raises_the_error(error: StoreError) -> None:
-    """`raise` raises the store's own error, not a copy."""
-    with pytest.raises(type(error)) as caught:
-        decision_on_failure(error, "raise", LIMIT, "orders")
-    assert caught.value is error
+def test_the_decisions_of_the_store_are_in_the_answer() -> None:
+    """The limit that the store has decided has numbers, and the answer is degraded."""
+    exact = Decision(True, Limit(5, per=1), 3, 0, 1_000_000_000, 0, "tenant")
+    decision = answered("open", decided=[exact])
+    assert (decision.rule, decision.remaining, decision.degraded) == ("tenant", 3, True)
 
 
 def test_there_are_four_policies() -> None:

@@ -65,7 +65,7 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     store.counter(limits_of("5/minute"), "r").check(KEY, 1)
     assert store.stats() == shared.stats()
     assert store.sweep() == 0
-    assert (store.is_private, store.is_sharded, store.is_local) == (False,) * 3
+    assert (store.is_private, store.is_local) == (False, False)
     assert (store.monitor, store.channel) == (shared.monitor, shared.channel)
     assert store.fleet is not None
     assert [each.is_self for each in store.fleet.nodes()] == [True]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper import Fleet, Limiter, Request
+from ratekeeper.control.follow import Follower
 from ratekeeper.core.histogram import LENGTH
 from ratekeeper.core.model import ResultKind
 from ratekeeper.decide.decider import lost
@@ -268,14 +269,14 @@ def test_a_node_whose_limiter_is_closed_can_be_read() -> None:
 def test_metrics_read_no_limiter_that_is_still_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may be scraped while a limiter waits for its rules."""
     found: list[set[int]] = []
-    follow = LimiterSetup._follow
+    prepare = Follower.__init__
 
-    def scraped_before(limiter: LimiterSetup, *arguments: Any) -> None:
+    def scraped_before(follower: Follower, limiter: LimiterSetup, *arguments: Any) -> None:
         found.append({id(limiter)} & set(LIMITERS))
         ProcessMetrics().snapshot()
-        follow(limiter, *arguments)
+        prepare(follower, limiter, *arguments)
 
-    monkeypatch.setattr(LimiterSetup, "_follow", scraped_before)
+    monkeypatch.setattr(Follower, "__init__", scraped_before)
     with Limiter.from_rules(RULES) as limiter:
         assert found == [set()]
         assert LIMITERS[id(limiter)] is limiter

@@ -17,7 +17,7 @@ from ratekeeper import Limiter, RatekeeperError, Request
 from ratekeeper.core.model import DECISION_FIELDS, Decision
 from ratekeeper.decide.stores.memory import PythonMemoryStore
 from ratekeeper.decide.stores.native import KernelStore
-from ratekeeper.limiter.path import charges_in
+from ratekeeper.limiter.charges import charges_in
 from ratekeeper.metrics.tally import REQUESTS
 from ratekeeper.rules.document.reading import document_of
 from ratekeeper.testing import ManualClock

@@ -103,7 +103,7 @@ def test_the_rest_is_that_of_the_wrapped_store() -> None:
     answer(store.counter(MINUTE, "r").check(KEY, 1))
     assert store.stats() == eu.stats()
     assert store.sweep() == 0
-    assert (store.is_private, store.is_sharded, store.is_local) == (False,) * 3
+    assert (store.is_private, store.is_local) == (False, False)
     assert (store.monitor, store.channel, store.cells) == (eu.monitor, eu.channel, eu.cells)
     assert (store.authority, store.regional) == (eu.authority, eu.counts)
 

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
-from ratekeeper import AsyncLimiter, Limiter, Request
+from ratekeeper import AsyncLimiter, Limiter, Request, StoreError
 from ratekeeper.decide.store import Store
 from ratekeeper.decide.stores import open_store
 from ratekeeper.rules.document.model import PenaltySettings
-from ratekeeper.rules.penalties import LOOK_NS, TRACKED_MAX, Penalty, PenaltyTracker, penalty_s
+from ratekeeper.rules.penalties import (
+    COOLDOWN,
+    LOOK_NS,
+    TRACKED_MAX,
+    Penalty,
+    PenaltyTracker,
+    penalty_counters,
+    penalty_s,
+)
 from ratekeeper.testing import ManualClock
+from tests.failing_store import PartlyFailing
 from tests.redis_servers import Single, running
 
 PENALTY = (
@@ -140,18 +149,51 @@ def test_requests_during_a_block_do_not_extend_it(store: Store, clock: ManualClo
 def test_the_store_is_not_called_for_a_penalty_without_room(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During a block, the tracker remembers that the store has no room for another penalty."""
+    """During a block, the process does not try to give another penalty."""
     with Limiter.from_rules(RULES, store=store, clock=clock) as limiter:
         storm(limiter, 100)
         all_counters = limiter._rules().penalties.counters
         counters = all_counters["api"]
         calls: list[object] = []
         spy: Any = SimpleNamespace(
-            check=lambda *args: calls.append(args), peek=counters.cooldown.peek
+            check=lambda *args: calls.append(args), peek=lambda *args: calls.append(args)
         )
         monkeypatch.setitem(all_counters, "api", counters._replace(level=spy, cooldown=spy))
         storm(limiter, 1_000)
         assert not calls
+
+
+def test_a_check_is_one_call_of_redis(clock: ManualClock) -> None:
+    """The limits and the cool-down are one call. A cool-down that is known costs none."""
+    server = running("single")
+    server.flush()
+    uri = f"{server.uri}?deadline_ms=10000&connect_ms=10000"
+
+    def calls(limiter: Limiter) -> int:
+        server.admin.config_resetstat()
+        limiter.check(ANN)
+        stats = server.admin.info("commandstats")
+        return sum(
+            stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval")
+        )
+
+    with (
+        Limiter.from_rules(RULES, store=uri, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=uri, clock=clock) as other,
+    ):
+        storm(limiter, 1)
+        other.check(BOB)  # the script is loaded
+        clock.advance(1)
+        assert calls(other) == 1
+        clock.advance(0.9)
+        assert calls(other) == 1
+        clock.advance(0.1)
+        assert calls(other) == 1
+        storm(limiter, 5)
+        for _ in range(2):  # the first one also loads the script that returns units
+            clock.advance(LOOK_NS / 1e9)
+            found = [calls(limiter) for _ in range(2)]
+        assert found == [3, 0]  # the charge, and the return of both units
 
 
 def test_a_failing_listener_does_not_affect_the_request(
@@ -226,6 +268,67 @@ def test_a_cool_down_applies_on_other_nodes(store: Store, clock: ManualClock) ->
         limiter.reset(ANN)
         clock.advance(LOOK_NS / 1e9)
         assert other.check(ANN).allowed
+
+
+def test_a_cool_down_that_is_discovered_costs_the_other_rules_nothing(
+    store: Store, clock: ManualClock
+) -> None:
+    """The other node charges the tenant before it sees the cool-down, and returns the unit."""
+    with (
+        Limiter.from_rules(RULES, store=store, clock=clock) as limiter,
+        Limiter.from_rules(RULES, store=store, clock=clock) as other,
+    ):
+        storm(limiter, 5)
+        clock.advance(2)  # the limits have room again
+        both = other.evaluate_all([(BOB, 1), (ANN, 1)])
+        assert [each.decision.allowed for each in both] == [True, False]
+        assert both[1].decision.penalty == "cooldown"
+        assert limiter.peek(BOB).remaining == 1
+        remaining = [
+            each.decision and each.decision.remaining for each in limiter.explain(BOB).rules
+        ]
+        assert remaining == [1, 1000]
+        assert {name: each.allowed for name, each in other.counts().items()} == {"api": 0}
+
+
+def test_only_requests_without_penalties_are_decided_in_the_kernel() -> None:
+    """A denial by a compiled check would give no penalty."""
+    rules = """
+    version: 1
+    rules:
+      - {id: login, match: {endpoint: /login}, by: ip, limits: 1/hour, penalty: {after: 3}}
+      - {id: api, by: ip, limits: 1/hour}
+    """
+    with Limiter.from_rules(rules) as limiter:
+        login, other = (Request(ip="192.0.2.1", endpoint=path) for path in ("/login", "/other"))
+        found = [limiter.evaluate(login).decision.penalty for _ in range(6)]
+        assert found == [None] * 5 + ["cooldown"]
+        assert [limiter.evaluate(other).decision.allowed for _ in range(2)] == [True, False]
+        assert limiter._rules().compiled_rules.compiled(other) is not None
+
+
+@pytest.mark.parametrize("policy", ["open", "closed", "local", "raise"])
+def test_the_limits_decide_if_only_the_cool_down_cannot_be_read(
+    clock: ManualClock, policy: Any
+) -> None:
+    """A rule that must not pass undecided denies or raises, and charges nothing."""
+    store = PartlyFailing(clock)
+    with Limiter.from_rules(RULES, store=store, clock=clock, on_failure=policy) as limiter:
+        store.failing = frozenset(["api" + COOLDOWN])
+        if policy == "raise":
+            for verb in (limiter.check, limiter.peek):
+                with pytest.raises(StoreError):
+                    verb(ANN)
+        else:
+            found = [limiter.peek(ANN), limiter.check(ANN), limiter.check(ANN)]
+            expected = [False] * 3 if policy == "closed" else [True, True, False]
+            assert [each.allowed for each in found] == expected
+            assert {each.degraded for each in found} == {policy == "closed"}
+        store.failing = frozenset()
+        left = 1000 - (policy in {"open", "local"})
+        explained = {each.id: each.decision for each in limiter.explain(ANN).applying}
+        assert explained["all"] is not None
+        assert explained["all"].remaining == left
 
 
 def test_every_view_of_a_quota_tells_the_penalty(store: Store, clock: ManualClock) -> None:
@@ -366,7 +469,9 @@ def test_penalties_are_off_by_default(clock: ManualClock) -> None:
 
 def test_strikes_are_counted_within_a_period() -> None:
     """Two strikes, and one a minute later, are not three in a minute."""
-    tracker, penalty, second = PenaltyTracker(), PenaltySettings(after=3, within_s=60), 10**9
+    tracker, second = PenaltyTracker(), 10**9
+    store = open_store("memory://")
+    penalty = penalty_counters(PenaltySettings(after=3, within_s=60), "api", store.counter)
     key = ("api", "user:ann")
 
     def denied(at_s: int) -> bool:
@@ -374,6 +479,14 @@ def test_strikes_are_counted_within_a_period() -> None:
 
     assert [denied(at) for at in (100, 101, 102)] == [False, False, False]
     assert [denied(at) for at in (170, 171, 172)] == [False, False, True]
+
+
+def test_a_late_answer_does_not_end_a_cool_down() -> None:
+    """The store was asked before the cool-down was given, and answered after it."""
+    tracker, key, second = PenaltyTracker(), ("api", "user:ann"), 10**9
+    assert tracker.note_cooldown(key, 2 * second, 10 * second)
+    assert not tracker.note_cooldown(key, second, 0)
+    assert tracker.cooldown_ns(key, 2 * second) == 10 * second
 
 
 def test_the_tracked_subjects_are_bounded() -> None:

@@ -109,16 +109,8 @@ def check_policy(policy: str) -> None:
         )
 
 
-def decision_on_failure(
-    error: StoreError, policy: FailurePolicy, limit: Limit, rule: str
-) -> Decision:
-    """Return the degraded decision of a policy, or raise the error.
-
-    `local` is decided by LocalLimits. If they cannot decide either, it is the same as `closed`.
-    """
-    if policy == "raise":
-        raise error
-    allowed = policy == "open"
+def undecided(limit: Limit, rule: str, *, allowed: bool = False) -> Decision:
+    """Return the degraded decision on a rule that could not be counted."""
     return Decision(
         allowed=allowed,
         policy=limit,
@@ -176,11 +168,6 @@ class LocalFallback:
             object.__setattr__(self, "emergency_limits", limits_of(self.emergency))
 
 
-def uncounted_of(failed: Sequence[FailedCheck]) -> tuple[LocalCheck, ...]:
-    """Return the checks that their policy lets pass without counting."""
-    return tuple([each.check for each in failed if each.policy == "open"])
-
-
 def local_fallback_of(local_fallback: object) -> LocalFallback:
     """Return the argument of a limiter; by default one node whose processes count separately."""
     if local_fallback is None:
@@ -212,8 +199,9 @@ class FailedCheck(NamedTuple):
     check: LocalCheck
 
     def decision(self) -> Decision:
-        """Return the answer of the policy, or raise the error. See `decision_on_failure`."""
-        return decision_on_failure(self.error, self.policy, self.check.limits[0], self.check.rule)
+        """Return the answer of the policies `open` and `closed`."""
+        check = self.check
+        return undecided(check.limits[0], check.rule, allowed=self.policy == "open")
 
 
 class SharedCounts(Protocol):
@@ -303,20 +291,29 @@ class LocalLimits:
         shared.note(own_ns)
 
     def answer(
-        self, failed: Sequence[FailedCheck], address: str | None, *, spend: bool
-    ) -> list[Decision]:
-        """Return the degraded decisions on the failed checks of a request, or raise their error.
+        self,
+        failed: Sequence[FailedCheck],
+        decided: Sequence[Decision],
+        address: str | None,
+        *,
+        spend: bool,
+    ) -> Decision:
+        """Return the degraded decision on a request with failed checks, or raise their error.
 
-        Empty if every policy is `open` and no limit of this machine applies.
+        `decided` are the store's decisions on its other checks, which all let it pass.
         """
         for each in failed:
             if each.policy == "raise":
                 raise each.error
-        closed = [each.decision() for each in failed if each.policy == "closed"]
-        if closed:
-            return closed
-        local_checks = [each.check for each in failed if each.policy == "local"]
-        return self.decide(local_checks, address, spend=spend)
+        answers = [each.decision() for each in failed if each.policy == "closed"]
+        if not answers:
+            local_checks = [each.check for each in failed if each.policy == "local"]
+            answers = self.decide(local_checks, address, spend=spend)
+        if not answers and not decided:
+            answers = [each.decision() for each in failed]
+        decision = decision_with(combine_decisions([*decided, *answers]), degraded=True)
+        decision.uncounted = tuple([each.check for each in failed if each.policy == "open"])
+        return decision
 
     def decide(
         self, checks: Sequence[LocalCheck], address: str | None, *, spend: bool
@@ -342,24 +339,20 @@ class LocalLimits:
     ) -> list[Decision]:
         fleet = self.fleet
         if fleet is None or not checks:
-            return self._charge(checks, outage_charges, Fraction(1, self._fallback.nodes), spend)
+            share = Fraction(1, self._fallback.nodes)
+            _, found = self._charge(checks, share, outage_charges, spend=spend)
+            return _reported(found, len(checks))
         nodes = fleet.nodes()
-        ceilings = self._charges(checks, min(Fraction(CEILING_SHARES, nodes), Fraction(1)))
-        try:
-            found = _decide(self._opened(), [*ceilings, *outage_charges], spend=spend)
-        except (StoreError, CapacityError) as error:
-            return [_denied(error, checks[0].limits[0], checks[0].rule)]
+        ceiling = min(Fraction(CEILING_SHARES, nodes), Fraction(1))
+        charges, found = self._charge(checks, ceiling, outage_charges, spend=spend)
         shared = fleet.decide(checks, spend=spend) if all(found) else []
         if spend and all(found) and not (shared and all(shared)):
-            _refund([*ceilings, *outage_charges], found)
+            _refund(charges, found)
         if shared is None:
-            decisions = self._charge(checks, outage_charges, Fraction(1, nodes), spend)
+            _, found = self._charge(checks, Fraction(1, nodes), outage_charges, spend=spend)
         elif shared:
-            decisions = [
-                _degraded(combine_decisions(pair)) for pair in zip(found, shared, strict=False)
-            ]
-        else:
-            decisions = _reported(found, len(checks))
+            found = [combine_decisions(pair) for pair in zip(found, shared, strict=False)]
+        decisions = _reported(found, len(checks))
         if spend and all(decisions):
             fleet.note_admitted(checks)
         return decisions
@@ -367,19 +360,20 @@ class LocalLimits:
     def _charge(
         self,
         checks: Sequence[LocalCheck],
-        outage_charges: Sequence[LocalCharge],
         share: Fraction,
+        outage_charges: Sequence[LocalCharge],
+        *,
         spend: bool,
-    ) -> list[Decision]:
-        """Return the decisions of this machine's own counts, with a share of the limits."""
+    ) -> tuple[list[LocalCharge], list[Decision]]:
+        """Charge this machine's own counts, with a share of the limits; return the decisions."""
         charges = [*self._charges(checks, share), *outage_charges]
         try:
-            decisions = _decide(self._opened(), charges, spend=spend)
-        except (StoreError, CapacityError) as error:
+            return charges, _decide(self._opened(), charges, spend=spend)
+        except (StoreError, CapacityError):
             # The local store is full, or the share is too small for this cost: deny.
-            limits = checks[0].limits if checks else outage_charges[0][0].limits
-            return [_denied(error, limits[0], checks[0].rule if checks else CEILING)]
-        return _reported(decisions, len(checks))
+            if checks:
+                return [], [undecided(checks[0].limits[0], checks[0].rule)]
+            return [], [undecided(charges[0][0].limits[0], CEILING)]
 
     def _charges(self, checks: Sequence[LocalCheck], share: Fraction) -> list[LocalCharge]:
         store = self._opened()
@@ -511,8 +505,3 @@ def _refund(charges: Sequence[LocalCharge], decisions: Sequence[Decision]) -> No
         if decision.charged_ns is not None:
             with suppress(StoreError):
                 counter.refund(subject, units, decision.charged_ns)
-
-
-def _denied(error: Exception, limit: Limit, rule: str) -> Decision:
-    known = error if isinstance(error, StoreError) else StoreError(str(error))
-    return decision_on_failure(known, "closed", limit, rule)

@@ -285,11 +285,6 @@ class Store(Protocol):
         ...
 
     @property
-    def is_sharded(self) -> bool:
-        """True if subjects are on several servers, of which one can be down alone."""
-        ...
-
-    @property
     def is_local(self) -> bool:
         """True if it answers at once, from the memory of this machine; it never returns an Ask."""
         ...
@@ -441,11 +436,6 @@ class StoreWrapper:
     def is_private(self) -> bool:
         """True if no other process sees the counts."""
         return self._store.is_private
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if subjects are on several servers."""
-        return self._store.is_sharded
 
     @property
     def is_local(self) -> bool:

@@ -24,7 +24,7 @@ from ratekeeper.limiter.arguments import (
     name_of,
     request_of,
 )
-from ratekeeper.limiter.path import RuleCharge
+from ratekeeper.limiter.charges import RuleCharge
 from ratekeeper.limiter.setup import LimiterSetup
 from ratekeeper.limiter.verbs import Duration
 from ratekeeper.rules.compiled import RuleCheck
@@ -146,7 +146,7 @@ class AsyncLimiter(LimiterSetup):
 
         Raises StoreError, and CapacityError for a cost that never fits.
         """
-        return await run_async(self._peek_rule(check))
+        return await run_async(self._path.peeking_rule(check))
 
     async def usage_of(self, check: RuleCheck) -> RegionalUsage | None:
         """Return the usage of a global rule in all regions; None for a rule of one region.
@@ -167,7 +167,7 @@ class AsyncLimiter(LimiterSetup):
 
         Raises StoreError.
         """
-        return await run_async(self._rules().penalties.look(check))
+        return await run_async(self._rules().penalties.peeking(check))
 
     async def is_barred(self, rule: str, subject: str) -> bool:
         """Return True if a cool-down of this rule is in force for a subject.

@@ -41,7 +41,6 @@ from ratekeeper.core.model import (
 )
 from ratekeeper.core.steps import Ask, Call, CallerGone, Steps, Together, run, run_async
 from ratekeeper.core.subjects import Key
-from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.decider import passes, returning
 from ratekeeper.decide.failure import (
     OPTIONAL_POLICIES,
@@ -50,10 +49,10 @@ from ratekeeper.decide.failure import (
     FailurePolicy,
     LocalCheck,
     LocalLimits,
-    decision_on_failure,
-    uncounted_of,
+    undecided,
 )
-from ratekeeper.decide.store import Answer, Store
+from ratekeeper.decide.store import Answer, Charge, Store
+from ratekeeper.limiter.charges import joined, with_charges
 from ratekeeper.metrics.tally import RATE_SAMPLE_EVERY, Counts
 from ratekeeper.regions.settings import Regions, limits_of_region
 from ratekeeper.rules.compiled import CheckPlan, RuleCheck, at_step, highest_step
@@ -73,14 +72,12 @@ _WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
     "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
 }
 # Three times as fast as calling CheckResult, whose constructor is written in Python.
-_new_result: Final = tuple.__new__
+new_result: Final = tuple.__new__
 
 # Fields that many clients share. A rule that counts by nothing else has no client as its subject.
 _NOT_CLIENTS: Final = frozenset({"endpoint", "method", "tier"})
 
 RuleChecks = Sequence[RuleCheck]
-# A rule that was charged, and the time of the charge; None if that is not known.
-RuleCharge = tuple[RuleCheck, int | None]
 # A key or a request, with the plan of its charges.
 Planned = tuple[CheckPlan, Key | Request]
 # A decision, and the shadow rules that would have denied.
@@ -121,7 +118,6 @@ class CheckPath:
 
         `local` decides in the store's place for rules that are `on_failure: local`.
         """
-        self._store = store
         self._check_together = store.check_together
         self.on_failure = on_failure
         self.local = local
@@ -136,10 +132,12 @@ class CheckPath:
     def decide(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request in this thread, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self._penalties.counters:
+        penalties = self._penalties
+        if plan.shadowed or (penalties.counters and not penalties.are_clear(checks)):
             return run(self.deciding([(plan, key)]))[0]
         if not checks:
             return self._without_limits(plan), ()
+        answers: Any = None
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -147,23 +145,32 @@ class CheckPath:
                 if type(answer) is Ask:
                     answer = answer.wait(*answer.args)
                 self._count_check(answer, checks)
-                return self._counted(check, answer), ()
-            answers: Any = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
-            if type(answers) is Ask:
-                answers = answers.wait(*answers.args)
-        except (StoreError, CapacityError) as error:
-            return run(self._deciding_after(plan, key, error)), ()
-        if _has(StoreError, answers):
-            return run(self._decisions([(plan, key)], answers))[0], ()
-        return self._combined(checks, answers), ()
+                decision = self._counted(check, answer)
+            else:
+                answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+                if type(answers) is Ask:
+                    answers = answers.wait(*answers.args)
+        except StoreError as error:
+            answers = [error] * len(checks)
+        except CapacityError:  # rare: the steps find out whether it never fits
+            return run(self.deciding([(plan, key)]))[0]
+        if answers is not None:
+            if _has(StoreError, answers):
+                return run(self._decisions([(plan, key)], answers))[0], ()
+            decision = self._combined(checks, answers)
+        if penalties.counters and not decision.allowed:
+            run(penalties.penalise(checks, decision))
+        return decision, ()
 
     async def decide_async(self, plan: CheckPlan, key: Key | Request) -> Decided:
         """Charge a request on asyncio, if all of its rules have room."""
         checks = plan.enforced
-        if plan.shadowed or self._penalties.counters:
+        penalties = self._penalties
+        if plan.shadowed or (penalties.counters and not penalties.are_clear(checks)):
             return (await run_async(self.deciding([(plan, key)])))[0]
         if not checks:
             return self._without_limits(plan), ()
+        answers: Any = None
         try:
             if len(checks) == 1:
                 check = checks[0]
@@ -171,181 +178,142 @@ class CheckPath:
                 if type(answer) is Ask:
                     answer = await answer.send(*answer.args)
                 self._count_check(answer, checks)
-                return self._counted(check, answer), ()
-            answers: Any = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
-            if type(answers) is Ask:
-                answers = await answers.send(*answers.args)
-        except (StoreError, CapacityError) as error:
-            return await run_async(self._deciding_after(plan, key, error)), ()
-        if _has(StoreError, answers):
-            return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
-        return self._combined(checks, answers), ()
+                decision = self._counted(check, answer)
+            else:
+                answers = self._check_together(plan.joint, _MayFail(self.on_failure, checks))
+                if type(answers) is Ask:
+                    answers = await answers.send(*answers.args)
+        except StoreError as error:
+            answers = [error] * len(checks)
+        except CapacityError:  # rare: the steps find out whether it never fits
+            return (await run_async(self.deciding([(plan, key)])))[0]
+        if answers is not None:
+            if _has(StoreError, answers):
+                return (await run_async(self._decisions([(plan, key)], answers)))[0], ()
+            decision = self._combined(checks, answers)
+        if penalties.counters and not decision.allowed:
+            await run_async(penalties.penalise(checks, decision))
+        return decision, ()
 
     # ── Decide: the steps ──────────────────────────────────────────────────────────────────────
 
     def deciding(self, planned: Sequence[Planned]) -> Steps[list[Decided]]:
         """Decide requests with any rules together: if one of them is denied, none is charged."""
-        barred, failures = yield from self._penalty_denials(planned)
         checks = [check for plan, _ in planned for check in plan.enforced]
         shadowed = [check for plan, _ in planned for check in plan.shadowed]
+        barred, looks = self._penalties.standing(checks)
+        answers: list[Answer] = []
         shadow_answers: Sequence[RuleAnswer] | None = None
-        waited = False
-        is_barred = any(denial is not None for denial in barred)  # a denial is false
-        if is_barred or any(plan.verdict == "deny" for plan, _ in planned):
+        is_denied = bool(barred) or any(plan.verdict == "deny" for plan, _ in planned)
+        if not is_denied:
+            try:
+                answers, barred, shadow_answers = yield from self._answers(checks, looks, shadowed)
+            except CapacityError as error:
+                barred = yield from _too_high(checks, error)
+        if is_denied or barred:
             decisions = yield from self._denied_together(planned, barred)
         else:
-            try:
-                answers, shadow_answers = yield from self._answers(checks, failures, shadowed)
-            except CapacityError as error:
-                answers = yield from self._scaled_down_answers(checks, error)
             decisions = yield from self._decisions(planned, answers)
-            waited = _has(StoreTimeout, answers)
-        if self._penalties.counters:
-            for (plan, _), decision in zip(planned, decisions, strict=True):
-                yield from self._penalties.penalise(plan, decision)
+        for (plan, _), decision in zip(planned, decisions, strict=True):
+            yield from self._penalties.penalise(plan.enforced, decision)
         if not shadowed:
             return [(decision, ()) for decision in decisions]
-        if shadow_answers is None:
-            # A request that has waited until the deadline does not wait again for rules that
-            # cannot deny it.
-            shadow_answers = (
-                [] if waited else (yield Together([_check_call(each) for each in shadowed]))
-            )
-        return self._with_shadows(planned, decisions, shadow_answers)
-
-    def _deciding_after(
-        self, plan: CheckPlan, key: Key | Request, error: StoreError | CapacityError
-    ) -> Steps[Decision]:
-        """Return the decision after an error of the store or of a cost, or raise the error."""
-        if isinstance(error, StoreError):
-            answers: list[Answer] = [error] * len(plan.enforced)
-        else:
-            answers = yield from self._scaled_down_answers(plan.enforced, error)
-        return (yield from self._decisions([(plan, key)], answers))[0]
-
-    def _penalty_denials(
-        self, planned: Sequence[Planned]
-    ) -> Steps[tuple[list[Decision | None], Mapping[int, StoreError]]]:
-        """Return the denial of each request by a cool-down, and the rules that fail.
-
-        The rules are those of all requests, by position; see Penalties.denial.
-        """
-        barred: list[Decision | None] = []
-        failures: dict[int, StoreError] = {}
-        if not self._penalties.counters:
-            return barred, failures
-        place = 0
-        for plan, _ in planned:
-            found, failed = yield from self._penalties.denial(plan)
-            barred.append(found and found[1])
-            if found is not None:
-                self._counts.of(found[0].rule.id).penalty_denied += 1
-            failures |= {place + at: error for at, error in self._failures_of(plan, failed).items()}
-            place += len(plan.enforced)
-        return barred, failures
-
-    def _failures_of(
-        self, plan: CheckPlan, failures: Mapping[int, StoreError]
-    ) -> Mapping[int, StoreError]:
-        """Return the rules that fail if these cool-downs cannot be read.
-
-        All of them after a timeout of a store on one server: a request waits for it only once.
-        """
-        if not self._store.is_sharded:
-            for error in failures.values():
-                if isinstance(error, StoreTimeout):
-                    return dict.fromkeys(range(len(plan.enforced)), error)
-        return failures
-
-    def _denied_together(
-        self, planned: Sequence[Planned], barred: Sequence[Decision | None]
-    ) -> Steps[list[Decision]]:
-        """Return the decisions on requests of which a penalty or a list denies one."""
-        decisions = []
-        for at, (plan, key) in enumerate(planned):
-            if not plan.enforced:
-                decisions.append(self._without_limits(plan))
-                continue
-            decision = barred[at] if barred else None
-            if decision is None:
-                decision = yield from self.peeking(plan, key)
-            self._count_check(decision, plan.enforced)
-            decisions.append(decision)
-        return decisions
+        # A request that has waited until the deadline does not wait again for rules that cannot
+        # deny it.
+        if shadow_answers is None and not _has(StoreTimeout, answers):
+            shadow_answers = yield Together([_check_call(each) for each in shadowed])
+        return self._with_shadows(planned, decisions, shadow_answers or [])
 
     def _answers(
-        self, checks: RuleChecks, failures: Mapping[int, StoreError], shadowed: RuleChecks
-    ) -> Steps[tuple[list[Answer], Sequence[RuleAnswer] | None]]:
-        """Charge the rules, all or none; return their answers, and those of shadow rules if known.
+        self, checks: RuleChecks, looks: Mapping[int, Charge], shadowed: RuleChecks
+    ) -> Steps[tuple[list[Answer], dict[int, Decision], Sequence[RuleAnswer] | None]]:
+        """Charge the rules, all or none, and look at cool-downs in the same step.
 
-        `failures` are the rules that the store could not decide before, by position. They are not
-        checked again. Raises CapacityError; nothing is charged then.
+        Returns the answers, the denials by cool-downs by position, and the answers of shadow rules
+        if they are known. `looks` are the charges of the cool-downs, by the positions of their
+        rules. Raises CapacityError; nothing is charged then.
         """
-        for at, failure in failures.items():
-            if self._policy(checks[at]) not in OPTIONAL_POLICIES:
-                return [failure] * len(checks), None  # the request ends here
-        undecided = [check for at, check in enumerate(checks) if at not in failures]
-        if not undecided:
-            return _merged([], failures), None
-        if len(undecided) == 1:
-            call = _check_call(undecided[0])
-        else:
-            may_fail = _MayFail(self.on_failure, undecided)
-            call = Call(self._check_together, _charges(undecided), may_fail)
-        if not shadowed:
-            try:
-                answer = yield call
-            except StoreError as error:
-                answer = error
-            return _merged(_answers_in(answer, undecided), failures), None
-        # A caller that is cancelled while it waits for a shadow rule has spent nothing.
-        batch = Together([call, *map(_check_call, shadowed)], completes=True)
-        answer, *shadow_answers = yield batch
-        if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-            raise answer
-        found = _answers_in(answer, undecided)
-        if batch.cancelled:
-            charged = passes(dict(enumerate(found)), _MayFail(self.on_failure, undecided))
-            if charged:
-                yield from returning(_charges(undecided), found)
+        if not checks:
+            return [], {}, None
+        asked_ns = self._penalties.now_ns()
+        charges = [*_charges(checks), *looks.values()]
+        may_fail = _MayFail(self.on_failure, [*checks, *[checks[at] for at in looks]])
+        call = _check_call(checks[0])
+        if len(charges) > 1:
+            call = Call(self._check_together, charges, may_fail)
+        answer, shadow_answers, cancelled = yield from _asked_with(call, shadowed)
+        found = answer if isinstance(answer, list) else [answer] * len(charges)
+        answers, barred = found[: len(checks)], {}
+        for at, look in zip(looks, found[len(checks) :], strict=True):
+            if not isinstance(look, StoreError):
+                denial = self._penalties.learn(checks[at], look, _retry_ns(answers[at]), asked_ns)
+                if denial is not None:
+                    barred[at] = denial
+            elif at not in may_fail:
+                answers[at] = look
+        if (cancelled or barred) and passes(dict(enumerate(found)), may_fail):
+            yield from returning(charges, found)
+        if cancelled:
             raise CallerGone
-        return _merged(found, failures), shadow_answers
+        return answers, barred, shadow_answers
 
-    def _scaled_down_answers(self, checks: RuleChecks, error: CapacityError) -> Steps[list[Answer]]:
-        """Peek at all rules; the one whose limits are too low at this load denies.
+    def _denied_together(
+        self, planned: Sequence[Planned], denied: Mapping[int, Decision]
+    ) -> Steps[list[Decision]]:
+        """Return the decisions on requests of which one is denied without a charge.
 
-        Raises the error if the cost never fits.
+        A list denies it, or a rule in `denied`, by the positions of the rules.
         """
-        scaled_down = _scaled_down(checks, error)
-        answers: list[Answer] = []
-        for check in checks:
-            try:
-                decision: Decision = yield Call(check.counter.peek, check.counted, 0)
-            except StoreError as failure:
-                if check is scaled_down:
-                    answers.append(_denied_without_numbers(check, failure))
-                else:
-                    answers.append(failure)
+        decisions: list[Decision] = []
+        place = 0
+        for plan, key in planned:
+            own = [at for at in range(len(plan.enforced)) if place + at in denied]
+            if not plan.enforced:
+                decision = self._without_limits(plan)
+            elif own:
+                decision = self._counted(plan.enforced[own[0]], denied[place + own[0]])
             else:
-                answers.append(_denied_for_now(decision) if check is scaled_down else decision)
-        return answers
+                decision = yield from self.peeking(plan, key)
+            if plan.enforced:
+                self._count_check(decision, plan.enforced)
+            decisions.append(decision)
+            place += len(plan.enforced)
+        return decisions
 
     def peeking(self, plan: CheckPlan, key: Key | Request) -> Steps[Decision]:
         """Return the decision that a check would get. Spends and counts nothing."""
         checks = plan.enforced
         if not checks:
             return _WITHOUT_LIMITS[plan.verdict]
-        failures: Mapping[int, StoreError] = {}
-        if self._penalties.counters:
-            found, failures = yield from self._penalties.denial(plan)
-            if found is not None:
-                return found[1]
-        undecided = [check for at, check in enumerate(checks) if at not in failures]
+        answers: list[Answer] = []
         try:
-            answers = yield from _peek_rules(undecided)
+            for check in checks:
+                try:
+                    answers.append((yield from self.peeking_rule(check)))
+                except StoreError as error:
+                    answers.append(error)
         except CapacityError as error:
-            answers = yield from self._scaled_down_answers(undecided, error)
-        return self._decision(checks, key, _merged(answers, failures), spend=False)
+            denied = yield from _too_high(checks, error)
+            return next(iter(denied.values()))
+        for answer in answers:
+            if isinstance(answer, Decision) and answer.penalty is not None:
+                return answer
+        return self._decision(checks, key, answers, spend=False)
+
+    def peeking_rule(self, check: RuleCheck) -> Steps[Decision]:
+        """Return the decision of one rule as the store has it now: by its penalty, or its limits.
+
+        Raises StoreError and CapacityError.
+        """
+        try:
+            denial = yield from self._penalties.peeking(check)
+            if denial is not None:
+                return denial
+        except StoreError as error:
+            # A request does not wait twice for a store that has not answered.
+            if isinstance(error, StoreTimeout) or self._policy(check) not in OPTIONAL_POLICIES:
+                raise
+        return (yield from _peeking_limits(check))
 
     # ── Answer ─────────────────────────────────────────────────────────────────────────────────
 
@@ -360,19 +328,13 @@ class CheckPath:
     ) -> Steps[list[Decision]]:
         """Return the decision on each request from the answers to all of their rules, in order.
 
-        Limits of this machine may deny a request whose other rules the store has charged. Those
-        charges are returned.
+        If the store has failed, limits of this machine may deny a request whose other rules it has
+        charged. Those charges are returned.
         """
-        left: Iterator[Any] = iter(answers)
-        if not _has(StoreError, answers):
-            return [
-                self._combined(plan.enforced, [next(left) for _ in plan.enforced])
-                if plan.enforced
-                else self._without_limits(plan)
-                for plan, _ in planned
-            ]
         checks = [check for plan, _ in planned for check in plan.enforced]
-        charged = passes(dict(enumerate(answers)), _MayFail(self.on_failure, checks))
+        may_fail = _MayFail(self.on_failure, checks)
+        charged = _has(StoreError, answers) and passes(dict(enumerate(answers)), may_fail)
+        left: Iterator[Any] = iter(answers)
         decisions = [
             self._decision(plan.enforced, key, [next(left) for _ in plan.enforced], charged=charged)
             if plan.enforced
@@ -386,10 +348,9 @@ class CheckPath:
 
     def _combined(self, checks: RuleChecks, decisions: Sequence[Decision]) -> Decision:
         """Return one decision from those of several rules; count each rule, and the check once."""
-        counted = list(map(self._counted, checks, decisions))
-        combined = combine_decisions(counted)
+        combined = joined(list(map(self._counted, checks, decisions)))
         self._count_check(combined, checks)
-        return combined if len(counted) == 1 else _with_charges(combined, counted)
+        return combined
 
     def _decision(
         self,
@@ -406,51 +367,27 @@ class CheckPath:
         `spend`    False for a peek, which is not counted and charges nothing.
         """
         decided: list[Decision] = []
-        failed: list[tuple[RuleCheck, StoreError]] = []
+        failed: list[FailedCheck] = []
         for check, answer in zip(checks, answers, strict=True):
             if isinstance(answer, StoreError):
-                failed.append((check, answer))
+                failed.append(self._failed_check(check, answer))
             else:
                 decided.append(self._counted(check, answer) if spend else answer)
         if failed:
-            self._note_failures(failed, spend=spend)
-        if failed and all(decided):
-            return self._policy_decision(key, checks, decided, failed, charged=charged, spend=spend)
-        decision = combine_decisions(decided)
-        if spend:
-            self._count_check(decision, checks)
-            self._count_degraded(failed, allowed=False, is_local=False)
-        return _with_charges(decision, decided)
-
-    def _policy_decision(
-        self,
-        key: Key | Request,
-        checks: RuleChecks,
-        decided: Sequence[Decision],
-        failed: Sequence[tuple[RuleCheck, StoreError]],
-        *,
-        charged: bool,
-        spend: bool,
-    ) -> Decision:
-        """Return the decision on a request that the store allows, as far as it could decide."""
-        failed_checks = [self._failed_check(check, error) for check, error in failed]
-        address = key.ip if isinstance(key, Request) else None
+            self.local.note_failure(failed[0].error)
+        decision: Decision | None = None
         try:
-            found = self.local.answer(failed_checks, address, spend=spend and charged)
-        except StoreError:
-            if spend:
-                self._count_raised(failed)
-            raise
-        if decided or found:
-            decision = decision_with(combine_decisions([*decided, *found]), degraded=True)
-            decision = _with_charges(decision, decided)
-        else:
-            decision = combine_decisions([each.decision() for each in failed_checks])
-        decision.uncounted = uncounted_of(failed_checks)
+            if failed and all(decided):
+                address = key.ip if isinstance(key, Request) else None
+                decision = self.local.answer(failed, decided, address, spend=spend and charged)
+                decision = with_charges(decision, decided)
+            else:
+                decision = joined(decided)
+        finally:
+            if spend and failed:
+                self._count_failures(failed, decision, by_store=not all(decided))
         if spend:
             self._count_check(decision, checks)
-            is_local = bool(found) and all(each.policy != "closed" for each in failed_checks)
-            self._count_degraded(failed, allowed=decision.allowed, is_local=is_local)
         return decision
 
     def _failed_check(self, check: RuleCheck, error: StoreError) -> FailedCheck:
@@ -475,14 +412,10 @@ class CheckPath:
         if plan.verdict is not None:
             return CheckResult(decision, kind=_KINDS[plan.verdict])
         checks = plan.enforced
-        if not checks:
-            ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
-            return CheckResult(decision, (), "unlimited", ids, (), subjects)
-        kind: ResultKind = "limited"
+        kind: ResultKind = "limited" if checks else "unlimited"
         if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
-        ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
-        return _new_result(
+        return new_result(
             CheckResult,
             (
                 decision,
@@ -490,9 +423,9 @@ class CheckPath:
                 if len(checks) == 1
                 else tuple([check.prepared.applied for check in checks]),
                 kind,
-                ids,
+                tuple([check.rule.id for check in shadow_denied]),
                 tuple([(check.subject, check.units) for check in checks]),
-                subjects,
+                tuple([check.subject for check in shadow_denied]),
             ),
         )
 
@@ -504,33 +437,30 @@ class CheckPath:
         decisions: Sequence[Decision],
         answers: Sequence[RuleAnswer],
     ) -> list[Decided]:
-        """Count the answers of shadow rules; return each decision with those that would deny."""
+        """Count the answers of shadow rules; return each decision with those that would deny.
+
+        A refund of the decision also returns the charges of its shadow rules.
+        """
         decided: list[Decided] = []
-        place = 0
+        left = iter(answers)
         for (plan, _), decision in zip(planned, decisions, strict=True):
-            own = answers[place : place + len(plan.shadowed)]
-            place += len(plan.shadowed)
-            denied = self._count_shadows(plan.shadowed, own)
-            decided.append((_with_shadow_charges(decision, own), denied))
+            own = [(check, next(left, None)) for check in plan.shadowed]
+            denied = [check for check, answer in own if self._shadow_denies(check, answer)]
+            charged = [answer for _, answer in own if isinstance(answer, Decision)]
+            decided.append((with_charges(decision, [decision, *charged]), denied))
         return decided
 
-    def _count_shadows(self, checks: RuleChecks, answers: Sequence[RuleAnswer]) -> RuleChecks:
-        """Count the answers of shadow rules; return those that would have denied."""
-        denied: list[RuleCheck] = []
-        for check, answer in zip(checks, answers, strict=False):
-            if isinstance(answer, Decision):
-                self._counted(check, answer)
-            elif isinstance(answer, CapacityError):
-                self._counts.of(check.rule.id).shadow_denied += 1
-            elif isinstance(answer, StoreError):
-                self._count_failed([check])
-                continue
-            elif answer is not None:
-                raise answer
-            if not isinstance(answer, Decision) or not answer.allowed:
-                denied.append(check)
-        self._count_failed(checks[len(answers) :])
-        return denied
+    def _shadow_denies(self, check: RuleCheck, answer: RuleAnswer) -> bool:
+        """Count the answer of a shadow rule, None if there is none; return True if it denies."""
+        if isinstance(answer, Decision):
+            return not self._counted(check, answer).allowed
+        if isinstance(answer, CapacityError):
+            self._counts.of(check.rule.id).shadow_denied += 1
+            return True
+        if answer is not None and not isinstance(answer, StoreError):
+            raise answer
+        self._counts.of(check.rule.id).failed += 1
+        return False
 
     def _counted(self, check: RuleCheck, decision: Decision) -> Decision:
         """Count a rule's decision; return it as one about the whole limit if the rule is split."""
@@ -544,8 +474,11 @@ class CheckPath:
             decision.source = check
         elif rule.mode == "shadow":
             counts.shadow_denied += 1
-        else:
+        elif decision.penalty is None:
             counts.denied += 1
+        else:
+            counts.penalty_denied += 1
+            return decision
         if rule.split == 1 or len(check.prepared.counters) == 1:
             return decision
         return whole_decision(decision, check.counter.limits, check.prepared.limits)
@@ -568,91 +501,53 @@ class CheckPath:
         if not count % RATE_SAMPLE_EVERY:
             self._sample(checks)
 
-    def _count_failed(self, checks: RuleChecks) -> None:
-        for check in checks:
-            self._counts.of(check.rule.id).failed += 1
-
-    def _note_failures(
-        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, spend: bool
+    def _count_failures(
+        self, failed: Sequence[FailedCheck], decision: Decision | None, *, by_store: bool
     ) -> None:
-        self.local.note_failure(failed[0][1])
-        if spend:
-            self._tally.failed(failed[0][1])
-            self._count_failed([check for check, _ in failed])
+        """Count rules that the store could not decide; without a decision, an error was raised.
 
-    def _count_raised(self, failed: Sequence[tuple[RuleCheck, StoreError]]) -> None:
-        self._tally.raised += 1
-        self._tally.degraded += 1
-        for check, _ in failed:
-            self._counts.of(check.rule.id).raised += 1
-
-    def _count_degraded(
-        self, failed: Sequence[tuple[RuleCheck, StoreError]], *, allowed: bool, is_local: bool
-    ) -> None:
-        """Count rules that were decided without the store, by local limits or by policy."""
-        for check, _ in failed:
-            counts = self._counts.of(check.rule.id)
-            if is_local and self._policy(check) == "local":
-                counts.local_allowed += allowed
-                counts.local_denied += not allowed
+        `by_store` is True if the store has denied the request by other rules.
+        """
+        self._tally.failed(failed[0].error)
+        is_local = not by_store and all(each.policy != "closed" for each in failed)
+        for each in failed:
+            counts = self._counts.of(each.check.rule)
+            counts.failed += 1
+            if decision is None:
+                counts.raised += 1
+            elif is_local and each.policy == "local":
+                counts.local_allowed += decision.allowed
+                counts.local_denied += not decision.allowed
             else:
-                counts.policy_allowed += allowed
-                counts.policy_denied += not allowed
+                counts.policy_allowed += decision.allowed
+                counts.policy_denied += not decision.allowed
+        if decision is None:
+            self._tally.raised += 1
+            self._tally.degraded += 1
 
 
-def _with_charges(decision: Decision, decided: Sequence[Decision]) -> Decision:
-    """Return a decision with its rules: each charge, for a refund, or all rules that denied."""
-    if not decision.allowed:
-        denied = tuple([each.rule for each in decided if not each.allowed])
-        if len(denied) > 1:
-            decision.source = denied
-        return decision
-    if decision.charged_ns is None:
-        charged_ns = next(
-            (each.charged_ns for each in decided if each.charged_ns is not None), None
-        )
-        if charged_ns is None:
-            return decision
-        decision = decision_with(decision, charged_ns=charged_ns)
-    decision.source = [(each.source, each.charged_ns) for each in decided]
-    return decision
+def _asked_with(
+    call: Call, shadowed: RuleChecks
+) -> Steps[tuple[Any, Sequence[RuleAnswer] | None, bool]]:
+    """Return the answer of a call or its StoreError, and those of shadow rules, if there are any.
+
+    The third is True if the caller was cancelled: what was charged has to be returned.
+    """
+    if not shadowed:
+        try:
+            return (yield call), None, False
+        except StoreError as error:
+            return error, None, False
+    # A caller that is cancelled while it waits for a shadow rule has spent nothing.
+    batch = Together([call, *map(_check_call, shadowed)], completes=True)
+    answer, *shadow_answers = yield batch
+    if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+        raise answer
+    return answer, shadow_answers, batch.cancelled
 
 
-def _with_shadow_charges(decision: Decision, answers: Sequence[RuleAnswer]) -> Decision:
-    """Return a decision with the charges of shadow rules: a refund returns these too."""
-    found = [each for each in answers if isinstance(each, Decision)]
-    charges = [charge for each in (decision, *found) for charge in charges_in(each)]
-    if not charges or not decision.allowed:
-        return decision
-    if decision.charged_ns is None:  # also a copy of the decision that all requests share
-        decision = decision_with(decision, charged_ns=charges[0][1])
-    decision.source = charges
-    return decision
-
-
-def charges_in(decision: Decision) -> list[RuleCharge]:
-    """Return the rules that a decision charged, as the path has kept them with it."""
-    source = decision.source
-    if type(source) is tuple and decision.allowed:  # of a compiled check
-        compiled, request, *times = source
-        checks = compiled.owner.charges(request)
-        found = zip(checks, *times or [(decision.charged_ns,)], strict=True)
-        return [charge for charge in found if charge[1] is not None]
-    if isinstance(source, list):
-        return [charge for charge in source if charge[1] is not None]
-    if source is None or decision.charged_ns is None:
-        return []
-    return [(source, decision.charged_ns)]
-
-
-def _shadows(denied: RuleChecks) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the ids and the subjects of shadow rules that would have denied."""
-    return tuple([check.rule.id for check in denied]), tuple([check.subject for check in denied])
-
-
-def _answers_in(answer: Any, checks: RuleChecks) -> list[Answer]:
-    """Return the answer of each rule from that of one check, of several, or an error of all."""
-    return answer if isinstance(answer, list) else [answer] * len(checks)
+def _retry_ns(answer: Answer) -> int:
+    return answer.retry_after_ns if isinstance(answer, Decision) else 0
 
 
 def _check_call(check: RuleCheck) -> Call:
@@ -662,12 +557,6 @@ def _check_call(check: RuleCheck) -> Call:
 def _charges(checks: RuleChecks) -> list[Any]:
     """Return the arguments of `check_together`."""
     return [(check.counter, check.counted, check.units) for check in checks]
-
-
-def _merged(answers: Sequence[Answer], failures: Mapping[int, StoreError]) -> list[Answer]:
-    """Return the answers with the failures inserted at their positions."""
-    left = iter(answers)
-    return [failures.get(at) or next(left) for at in range(len(answers) + len(failures))]
 
 
 def _has(kind: type[StoreError], answers: Sequence[Answer]) -> bool:
@@ -681,19 +570,8 @@ def _has(kind: type[StoreError], answers: Sequence[Answer]) -> bool:
     return False
 
 
-def _peek_rules(checks: RuleChecks) -> Steps[list[Answer]]:
-    """Peek at each of the rules. Raises CapacityError."""
-    answers: list[Answer] = []
-    for check in checks:
-        try:
-            answers.append((yield from peeking_rule(check)))
-        except StoreError as error:
-            answers.append(error)
-    return answers
-
-
-def peeking_rule(check: RuleCheck) -> Steps[Decision]:
-    """Peek at one rule: at its counter, or at all parts if it is split."""
+def _peeking_limits(check: RuleCheck) -> Steps[Decision]:
+    """Peek at the limits of one rule: at its counter, or at all parts if it is split."""
     decisions: list[Decision] = []
     for counter, subject in check.parts:
         decisions.append((yield Call(counter.peek, subject, check.units)))
@@ -702,27 +580,24 @@ def peeking_rule(check: RuleCheck) -> Steps[Decision]:
     return sum_of_parts(decisions, check.counter.limits, check.prepared.limits)
 
 
-def _scaled_down(checks: RuleChecks, error: CapacityError) -> RuleCheck:
-    """Return the rule whose limits are too low for the cost at this load only.
+def _too_high(checks: RuleChecks, error: CapacityError) -> Steps[dict[int, Decision]]:
+    """Return the denial of a cost that is too high at this load, by the position of its rule.
 
-    Raises the error if the cost never fits, or does not fit into one part of a split rule.
+    When the load falls is unknown. Raises the error if the cost never fits, or does not fit into
+    one part of a split rule.
     """
     for check in checks:
-        most = highest_step(check.rule)
-        limits = at_step(check.choice.limits, most)
+        limits = at_step(check.choice.limits, highest_step(check.rule))
         if check.units > min(limit.capacity for limit in limits):
             raise error
-    found = next((check for check in checks if check.step < highest_step(check.rule)), None)
-    if found is None:
-        raise error
-    return found
-
-
-def _denied_without_numbers(check: RuleCheck, error: StoreError) -> Decision:
-    """Return the denial of a cost that is too high at this load if the quota cannot be read."""
-    return decision_on_failure(error, "closed", check.prepared.limits[0], check.rule.id)
-
-
-def _denied_for_now(decision: Decision) -> Decision:
-    """Return a denial for a cost that is too high at this load. When the load falls is unknown."""
-    return decision_with(decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0)
+    for at, check in enumerate(checks):
+        if check.step < highest_step(check.rule):
+            try:
+                decision: Decision = yield Call(check.counter.peek, check.counted, 0)
+            except StoreError:
+                decision = undecided(check.prepared.limits[0], check.rule.id)
+            denial = decision_with(
+                decision, allowed=False, retry_after_ns=RETRY_AFTER_NS, delay_ns=0
+            )
+            return {at: denial}
+    raise error

@@ -177,44 +177,24 @@ class LimiterSetup(LimiterVerbs):
             poll_s_of,
         )
 
-        limiter = cls.__new__(cls)
+        self = cls.__new__(cls)
+        self._name = ""
         options = FollowOptions(poll_s_of(poll), None if snapshot is None else Path(snapshot))
         loaded = load(rules, options.snapshot)
-        LimiterSetup._start_from_rules(
-            limiter, loaded, store, clock, on_failure, local_fallback, fleet, regions
-        )
-        LimiterSetup._follow(
-            limiter, Follower(limiter, rules, loaded, options, limiter.store), follow
-        )
-        return limiter
-
-    def _start_from_rules(
-        self,
-        loaded: LoadedRules,
-        store: str | Store,
-        clock: Clock | None,
-        on_failure: FailurePolicy,
-        local_fallback: LocalFallback | None,
-        fleet: Fleet | None,
-        regions: Regions | None,
-    ) -> None:
-        self._name = ""
-        # Also if no rule needs it now: a later version of the rules may.
         self._start(
             store,
             clock,
             on_failure,
             local_fallback,
             lambda: self._prepare_rules(loaded),
-            fleet_of(fleet),
+            fleet_of(fleet),  # also if no rule needs it now: a later version of the rules may
             regions,
         )
-
-    def _follow(self, follower: Follower, follow: bool) -> None:
-        self._follower = follower
+        self._follower = Follower(self, rules, loaded, options, self._store)
         LIMITERS[id(self)] = self  # not earlier: metrics read the status of the follower
         if follow:
-            follower.start()
+            self._follower.start()
+        return self
 
     def _start(
         self,
@@ -222,7 +202,7 @@ class LimiterSetup(LimiterVerbs):
         clock: Clock | None,
         on_failure: FailurePolicy,
         local_fallback: LocalFallback | None,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Penalties],
         fleet: Fleet | None,
         regions: Regions | None,
     ) -> None:
@@ -238,7 +218,9 @@ class LimiterSetup(LimiterVerbs):
         self._local.fleet = shared_counts_of(self._store)
         self._counts = Counts()
         try:
-            prepare()
+            self._path = CheckPath(
+                self._store, on_failure, self._local, self._counts, prepare(), self._regions
+            )
             self._bind()
         except BaseException:
             self._close()
@@ -246,17 +228,17 @@ class LimiterSetup(LimiterVerbs):
 
     def _prepare_limits(
         self, limits: Limits, by: tuple[str, ...] | None, across: AcrossRegions | None
-    ) -> None:
-        """Prepare the limiter's own limits."""
+    ) -> Penalties:
+        """Prepare the limiter's own limits; return penalties, which they never give."""
         if across == "exact" and self._regions is not None:
             require_shares(self._regions, limits, f"limiter {self._name or DEFAULT_NAME}")
         own = OwnLimits(self._store, limits, self._name, by, self._consistency, across)
         self._own = own
-        self._path = self._path_with(Penalties(self._clock, self._store.counter, self._counts.of))
         self._fast = own.counter.fast_check(self._check)
+        return Penalties(self._clock, self._store.counter, self._counts.of)
 
-    def _prepare_rules(self, loaded: LoadedRules) -> None:
-        """Put a rule document in force."""
+    def _prepare_rules(self, loaded: LoadedRules) -> Penalties:
+        """Put a rule document in force; return the penalties of its rules."""
         self._engine = RuleEngine(
             self._store,
             loaded.document,
@@ -266,12 +248,7 @@ class LimiterSetup(LimiterVerbs):
             entries=loaded.entries,
             regions=self._regions,
         )
-        self._path = self._path_with(self._engine.penalties)
-
-    def _path_with(self, penalties: Penalties) -> CheckPath:
-        return CheckPath(
-            self._store, self._on_failure, self._local, self._counts, penalties, self._regions
-        )
+        return self._engine.penalties
 
     def _quick_check(self) -> Callable[..., Decision]:
         """Return `check` for this thread, without the calls in between that a check can do without.

@@ -38,13 +38,13 @@ from ratekeeper.core.steps import Call, Steps, Undo
 from ratekeeper.core.subjects import Key, subject_of
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.decide.failure import FailurePolicy, LocalLimits
-from ratekeeper.decide.regional import AcrossRegions
-from ratekeeper.decide.store import Counter, Store
+from ratekeeper.decide.store import Store
 from ratekeeper.limiter.arguments import request_of
+from ratekeeper.limiter.charges import RuleCharge, charges_in, charging, refunding
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
-from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, peeking_rule
-from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
+from ratekeeper.limiter.path import CheckPath
+from ratekeeper.rules.compiled import CheckPlan, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
 from ratekeeper.rules.splitting import shares_of
@@ -54,8 +54,6 @@ Duration = float | timedelta
 
 # The store remembers the names of a subject's reservations until this long after the last one.
 SETTLED_NS: Final = 3_600 * NS_PER_SECOND
-# Attempts to charge a limit, each with the room that the last one found.
-CHARGE_ATTEMPTS_MAX: Final = 8
 # A longer timeout does not fit a clock, and means no timeout.
 _TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
 
@@ -117,10 +115,7 @@ class LimiterVerbs:
         return self._path.result(plan, (yield from self._path.peeking(plan, key)))
 
     def _peek(self, key: Key | Request, cost: int) -> Steps[Decision]:
-        plan = self._plan(key, cost)
-        if switches.limiting_off:
-            return self._unlimited()
-        return (yield from self._path.peeking(plan, key))
+        return (yield from self._peek_result(key, cost)).decision
 
     def _evaluate_all(
         self, checks: Sequence[tuple[Key | Request, int]]
@@ -170,12 +165,12 @@ class LimiterVerbs:
         _check_decision(decision)
         charges = self._charges_of(key, cost, decision)
         if not switches.limiting_off:
-            yield from _refunding(charges, cost)
+            yield from refunding(charges, cost)
 
     def _refund_charges(self, charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
         units = units_of(cost, "cost")
         if not switches.limiting_off:
-            yield from _refunding(charges, units)
+            yield from refunding(charges, units)
 
     def _charges_of(
         self, key: Key | Request, cost: int, decision: Decision | None
@@ -273,24 +268,13 @@ class LimiterVerbs:
             decision = None
         most = 0
         for check, _ in self._charges_of(key, units, decision):
-            counters = counters_of_limits(
-                self._store.counter, check.counter, check.rule.id, check.rule.across
-            )
             wanted = check.units_of(units)
-            left = yield from _charging(counters, check.counted, wanted)
+            left = yield from charging(self._store.counter, check, wanted)
             if check.rule.mode != "shadow" and wanted:
                 most = max(most, -(-left * units // wanted))  # rounded up: it did not fit whole
         return most
 
     # ── Rules ──────────────────────────────────────────────────────────────────────────────────
-
-    def _peek_rule(self, check: RuleCheck) -> Steps[Decision]:
-        """Return the decision of one rule: that of its penalty, or of its limits.
-
-        Raises StoreError and CapacityError.
-        """
-        penalty = yield from self._rules().penalties.look(check)
-        return (yield from peeking_rule(check)) if penalty is None else penalty
 
     def _answers_of(
         self, explanation: Explanation, checks: Sequence[RuleCheck | None]
@@ -299,7 +283,9 @@ class LimiterVerbs:
         answers: list[RuleAnswer] = []
         for check in checks:
             try:
-                answers.append(None if check is None else (yield from self._peek_rule(check)))
+                answers.append(
+                    None if check is None else (yield from self._path.peeking_rule(check))
+                )
             except (StoreError, CapacityError) as error:
                 answers.append(error)
         return with_answers(explanation, answers)
@@ -403,51 +389,6 @@ class LimiterVerbs:
         if decision.charged_ns is not None:
             with suppress(StoreError):
                 yield Undo(self.refund, key, cost, decision)
-
-
-def _refunding(charges: Sequence[RuleCharge], cost: int) -> Steps[None]:
-    """Return units to each of these rules. Raises StoreError, after all rules were tried."""
-    failure: StoreError | None = None
-    for check, charged_ns in charges:
-        try:
-            yield Call(check.counter.refund, check.counted, check.units_of(cost), charged_ns)
-        except StoreError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def counters_of_limits(
-    make_counter: MakeCounter, counter: Counter, rule: str, across: AcrossRegions | None
-) -> list[Counter]:
-    """Return a counter for each limit of a rule.
-
-    In one region, a counter of one limit has the same count as the counter of all of them. The
-    limits of a global rule are counted together, so they have one counter.
-    """
-    if len(counter.limits) == 1 or across is not None:
-        return [counter]
-    return [make_counter((limit,), rule) for limit in counter.limits]
-
-
-def _charging(counters: Sequence[Counter], subject: str, units: int) -> Steps[int]:
-    """Charge units to each counter as far as it has room; return the most that did not fit.
-
-    Units that the store cannot count are not charged.
-    """
-    most = 0
-    for alone in counters:
-        left = units
-        with suppress(StoreError):
-            # Another request may spend in between: then there is less room, and soon none.
-            for _ in range(CHARGE_ATTEMPTS_MAX):
-                room: Decision = yield Call(alone.peek, subject, 0)
-                fits = min(left, room.remaining)
-                if not fits or (yield Call(alone.check, subject, fits)).allowed:
-                    left -= fits
-                    break
-        most = max(most, left)
-    return most
 
 
 def _check_decision(decision: object) -> None:

@@ -278,7 +278,7 @@ class PreparedRule:
         self.field = field
         self.read = attrgetter(field) if plain else None
         self.prefix = f"{field}:"
-        self.is_plain = plain and written.mode == "enforce"
+        self.is_plain = plain and written.mode == "enforce" and written.penalty is None
         changes = factor is not None or written.split > 1
         self.varies = changes or bool(self.by_key) or written.rollout < 100
         """True if the limits or the counter are chosen for each request."""

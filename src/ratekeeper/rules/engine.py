@@ -98,8 +98,6 @@ class RuleEngine:
                 factor = Factor(rule.scale, self.loads.reading, self._now_ns)
             factors[rule.id] = factor
         self.loads.follow(scale.source for rule in document.rules for scale in rule.scale)
-        # A penalty is looked up before each check, and given after it.
-        has_penalties = any(rule.penalty is not None for rule in document.rules)
         compiled = CompiledRules(
             document,
             self._make_counter,
@@ -107,7 +105,7 @@ class RuleEngine:
             version,
             factors,
             entries,
-            None if has_penalties else self._compile_check,
+            self._compile_check,
         )
         self._factors = factors
         self.penalties.use(document)

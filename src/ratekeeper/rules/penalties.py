@@ -6,22 +6,27 @@ cool-down is another one that did not wait. So a client that does not stop gets 
 on top, twice as long, and after `block_after` of them a block. One cool-down is forgotten every
 `decay`.
 
-Each process counts the requests that did not wait by itself. The denial cache answers many denials
-without a call to the store, and a flood of them must not become a flood of calls. The penalties
-themselves are kept in the store, so that they hold on every node, in two buckets for each subject:
+The cool-downs are kept in the store, so that they hold on every node, in two buckets for each
+subject:
 
-- *cool-down*: it refills by one unit a second, so the missing units are the seconds left. A
-  cool-down of ten seconds spends ten units. While the bucket is not full, every request is denied.
-  It has room for all cool-downs and a block on top of them. If there is no room for the next
-  penalty, none is given, counted or reported until there is.
+- *cool-down*: it refills by one unit a second, so the time until it is full is what is left. A
+  cool-down of ten seconds spends ten units.
 - *level*: it refills by one unit in each `decay`, so the missing units are the cool-downs so far.
+
+**A cool-down is a charge of the plan.** A check of a rule with penalties also charges the cool-down
+bucket, with no units. The store answers with the units that are missing, in the same step as it
+charges the limits. So a check is one call, as without penalties. If units are missing, the request
+is denied, and the path returns the units of the limits (`limiter/path.py`).
+
+Each process remembers a cool-down for LOOK_NS. Within that time it leaves the charge out, or denies
+the request without a call: a flood of denials must not become a flood of calls. A cool-down that
+another node gave, or a reset, takes effect after that time at the latest. Each process also counts
+the requests that did not wait by itself.
 
 A client that was never told about a cool-down is not penalised for requests it made during it:
 requests in flight while the cool-down was given, and requests that another node denied before it
-knew about the cool-down, do not lead to another one.
-
-A process reads the cool-down of a subject at most once in LOOK_NS. A cool-down that another node
-gave, or a reset, takes effect after that time at the latest.
+knew about the cool-down, do not lead to another one. A client gets no further penalty while more is
+left than all cool-downs together last, that is during most of a block.
 
 A client may retry when the penalty is over and the limits of the rule have room: the later of the
 two is the time to retry.
@@ -38,7 +43,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -46,18 +51,17 @@ from typing import Final, NamedTuple
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import NS_PER_SECOND, Clock
-from ratekeeper.core.errors import CapacityError, StoreError, StoreTimeout
+from ratekeeper.core.errors import CapacityError, StoreError
 from ratekeeper.core.forks import fork_safe
-from ratekeeper.core.model import Decision, Limit, PenaltyKind
+from ratekeeper.core.model import Decision, Limit
 from ratekeeper.core.steps import Call, Steps
 from ratekeeper.core.subjects import SEPARATOR
-from ratekeeper.decide.store import Counter
+from ratekeeper.decide.store import Charge, Counter
 from ratekeeper.metrics.tally import RuleCounts
-from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
+from ratekeeper.rules.compiled import MakeCounter, RuleCheck
 from ratekeeper.rules.document.model import Document, PenaltySettings
 
 LOOK_NS: Final = NS_PER_SECOND
-FOREVER_NS: Final = 2**63 - 1
 # The most subjects that a process tracks. If more are denied, it forgets the oldest.
 TRACKED_MAX: Final = 16_384
 
@@ -89,27 +93,22 @@ class PenaltyCounters(NamedTuple):
 
     settings: PenaltySettings
     cooldown: Counter
-    cooldown_units: int
+    level: Counter
     all_cooldowns_ns: int
     """The length of all cool-downs together, without the block."""
-    level: Counter
-    level_units: int
 
 
 def penalty_counters(
     settings: PenaltySettings, rule: str, make_counter: MakeCounter
 ) -> PenaltyCounters:
     """Prepare a rule's penalties on a store."""
-    seconds = room_s(settings)
-    levels = settings.block_after + 1
-    all_cooldowns_s = seconds - penalty_s(settings, levels)
+    room = Limit(1, per=1, capacity=room_s(settings))
+    levels = Limit(1, per=settings.decay_s, capacity=settings.block_after + 1)
     return PenaltyCounters(
         settings,
-        make_counter((Limit(1, per=1, capacity=seconds),), rule + COOLDOWN),
-        seconds,
-        all_cooldowns_s * NS_PER_SECOND,
-        make_counter((Limit(1, per=settings.decay_s, capacity=levels),), rule + LEVEL),
-        levels,
+        make_counter((room,), rule + COOLDOWN),
+        make_counter((levels,), rule + LEVEL),
+        sum(_cooldowns_s(settings)) * NS_PER_SECOND,
     )
 
 
@@ -126,25 +125,27 @@ def penalty_s(settings: PenaltySettings, level: int) -> int:
 
 
 def room_s(settings: PenaltySettings) -> int:
-    """Return the length of all cool-downs and a block together.
+    """Return the length of all cool-downs, with the longest penalty on top of them.
 
     >>> room_s(PenaltySettings(cooldown_s=10, block_after=3))
     3670
     """
-    return sum(penalty_s(settings, level) for level in range(1, settings.block_after + 2))
+    cooldowns = _cooldowns_s(settings)
+    return sum(cooldowns) + max(cooldowns[-1], penalty_s(settings, len(cooldowns) + 1))
+
+
+def _cooldowns_s(settings: PenaltySettings) -> list[int]:
+    return [penalty_s(settings, level) for level in range(1, settings.block_after + 1)]
 
 
 @dataclass(slots=True)
 class _Tracked:
     denied_until_ns: int = 0
-    limited_until_ns: int = 0
-    """When the limits of the rule would pass again what they last denied."""
+    """When the subject was last told to retry."""
     strikes: int = 0
     since_ns: int = 0
     looked_ns: int = -LOOK_NS
     barred_until_ns: int = 0
-    no_room_above_ns: int = FOREVER_NS
-    """While more than this is left of a cool-down, the next one has no room on top of it."""
     being_penalised: bool = False
     penalty: Penalty | None = None
 
@@ -169,43 +170,44 @@ class PenaltyTracker:
             return None
         return max(tracked.barred_until_ns - now_ns, 0)
 
+    def denied_ns(self, key: TrackedKey, now_ns: int) -> int:
+        """Return the time until the subject may retry, as this process last answered it."""
+        tracked = self._tracked.get(key)
+        return 0 if tracked is None else max(tracked.denied_until_ns - now_ns, 0)
+
     def is_block(self, key: TrackedKey) -> bool:
         """Return True if the last penalty that this process gave the subject is a block."""
         tracked = self._tracked.get(key)
         return tracked is not None and tracked.penalty is not None and tracked.penalty.blocked
 
-    def note_cooldown(self, key: TrackedKey, now_ns: int, left_ns: int) -> None:
-        """Remember the time left of a cool-down, as the store has it."""
+    def note_cooldown(self, key: TrackedKey, asked_ns: int, left_ns: int) -> bool:
+        """Remember the time left of a cool-down, as the store had it when it was asked.
+
+        Returns True if this process did not know of a cool-down.
+        """
         with self._lock:
             tracked = self._of(key)
-            tracked.looked_ns = now_ns
-            tracked.barred_until_ns = now_ns + left_ns
-            if not left_ns:
-                tracked.penalty = None
-                tracked.no_room_above_ns = FOREVER_NS
-
-    def limited_ns(self, key: TrackedKey, now_ns: int) -> int:
-        """Return how long the limits of the rule deny, apart from its penalties."""
-        tracked = self._tracked.get(key)
-        return 0 if tracked is None else max(tracked.limited_until_ns - now_ns, 0)
-
-    def note_limited(self, key: TrackedKey, until_ns: int) -> None:
-        """Remember when the limits of the rule would pass again what they denied."""
-        with self._lock:
-            self._of(key).limited_until_ns = until_ns
+            is_new = left_ns > 0 and tracked.barred_until_ns <= asked_ns
+            if asked_ns >= tracked.looked_ns:  # no later answer came, and no penalty was given
+                tracked.looked_ns = asked_ns
+                tracked.barred_until_ns = asked_ns + left_ns
+                if not left_ns:
+                    tracked.penalty = None
+            return is_new
 
     def note_denial(
-        self, key: TrackedKey, settings: PenaltySettings, now_ns: int, retry_after_ns: int
+        self, key: TrackedKey, counters: PenaltyCounters, now_ns: int, retry_after_ns: int
     ) -> bool:
         """Count a denial; return True if the subject is to be penalised.
 
         After True, the caller gives the penalty and calls `finish`.
         """
+        settings = counters.settings
         with self._lock:
             tracked = self._of(key)
             waited = now_ns >= tracked.denied_until_ns
             tracked.denied_until_ns = now_ns + retry_after_ns
-            no_room = tracked.barred_until_ns - now_ns > tracked.no_room_above_ns
+            no_room = tracked.barred_until_ns - now_ns > counters.all_cooldowns_ns
             if waited or no_room or tracked.being_penalised:
                 return False
             if now_ns - tracked.since_ns > settings.within_s * NS_PER_SECOND:
@@ -218,15 +220,6 @@ class PenaltyTracker:
             tracked.being_penalised = True
             return True
 
-    def is_new_cooldown(self, key: TrackedKey, now_ns: int, left_ns: int) -> bool:
-        """Remember a cool-down of the store; return True if this process did not know it."""
-        with self._lock:
-            tracked = self._of(key)
-            is_new = left_ns > 0 and tracked.barred_until_ns <= now_ns
-            tracked.looked_ns = now_ns
-            tracked.barred_until_ns = now_ns + left_ns
-            return is_new
-
     def finish(self, key: TrackedKey) -> None:
         """Count denials of the subject again, after `note_denial` returned True."""
         with self._lock:
@@ -235,20 +228,17 @@ class PenaltyTracker:
 
     def note_penalty(
         self, key: TrackedKey, counters: PenaltyCounters, level: int, spent: Decision, now_ns: int
-    ) -> Penalty | None:
-        """Remember a penalty that the store has `spent`; None if the store had no room for it."""
-        seconds = penalty_s(counters.settings, level)
+    ) -> Penalty:
+        """Remember a penalty that the store has `spent`."""
+        blocked = level > counters.settings.block_after
+        # The time until the bucket is full: it includes cool-downs that other nodes gave.
+        until_ns = now_ns + spent.reset_after_ns
+        penalty = Penalty(*key, level, penalty_s(counters.settings, level), blocked, until_ns)
         with self._lock:
             tracked = self._of(key)
-            if not spent.allowed:
-                tracked.no_room_above_ns = (counters.cooldown_units - seconds) * NS_PER_SECOND
-                return None
-            tracked.looked_ns = now_ns
-            # The time until the bucket is full: it includes cool-downs that other nodes gave.
-            tracked.barred_until_ns = now_ns + spent.reset_after_ns
-            blocked = level > counters.settings.block_after
-            tracked.penalty = Penalty(*key, level, seconds, blocked, tracked.barred_until_ns)
-            return tracked.penalty
+            tracked.looked_ns, tracked.barred_until_ns = now_ns, until_ns
+            tracked.penalty = penalty
+        return penalty
 
     def forget(self, key: TrackedKey) -> None:
         """Forget a subject."""
@@ -284,7 +274,7 @@ class Penalties:
         self.listener: Callable[[Penalty], None] | None = None
         self.is_logged = True
         """False in a replay of recorded decisions, whose penalties apply to no client."""
-        self._now_ns = clock.now_ns
+        self.now_ns = clock.now_ns
         self._make_counter = make_counter
         self._counts_of = counts_of
         self.counters: dict[str, PenaltyCounters] = {}
@@ -298,111 +288,111 @@ class Penalties:
             if rule.penalty is not None
         }
 
-    def denial(
-        self, plan: CheckPlan
-    ) -> Steps[tuple[tuple[RuleCheck, Decision] | None, dict[int, StoreError]]]:
-        """Return the rule and its denial if a cool-down is in force, else None; and the errors.
+    def are_clear(self, checks: Sequence[RuleCheck]) -> bool:
+        """Return True if this process knows that no cool-down of these rules is in force."""
+        barred, looks = self.standing(checks)
+        return not (barred or looks)
 
-        The errors are those of rules whose cool-down the store could not read, by position. After a
-        timeout the request does not wait for another cool-down: the limits of those rules decide.
+    def standing(
+        self, checks: Sequence[RuleCheck]
+    ) -> tuple[dict[int, Decision], dict[int, Charge]]:
+        """Return the denials by cool-downs, and the charges of those that are not known.
+
+        Both are by the positions of the rules in `checks`.
         """
-        failures: dict[int, StoreError] = {}
-        timed_out = False
+        denials: dict[int, Decision] = {}
+        charges: dict[int, Charge] = {}
         counters_of = self.counters
-        for at, check in enumerate(plan.enforced):
+        for at, check in enumerate(checks):
             counters = counters_of.get(check.rule.id)
             if counters is None:
                 continue
-            key, now_ns = _key(check), self._now_ns()
+            key, now_ns = _key(check), self.now_ns()
             left_ns = self.tracker.cooldown_ns(key, now_ns)
-            if left_ns is None and timed_out:
-                continue
             if left_ns is None:
-                try:
-                    left_ns = yield from _cooldown_left_ns(counters, check.subject)
-                except StoreError as error:
-                    failures[at] = error
-                    timed_out = isinstance(error, StoreTimeout)
-                    continue
-                self.tracker.note_cooldown(key, now_ns, left_ns)
-                yield from self._look_at_limits(check, now_ns, left_ns)
-            if left_ns:
-                return (check, self._denied(check, counters, left_ns, now_ns)), failures
-        return None, failures
+                charges[at] = (counters.cooldown, check.subject, 0)
+            elif left_ns:
+                limited_ns = self.tracker.denied_ns(key, now_ns)
+                denials[at] = self._denial(check, counters, left_ns, limited_ns, now_ns)
+        return denials, charges
 
-    def look(self, check: RuleCheck) -> Steps[Decision | None]:
-        """Return the denial of a rule's cool-down as the store has it now; None if there is none.
+    def learn(
+        self, check: RuleCheck, look: Decision, limited_ns: int, asked_ns: int
+    ) -> Decision | None:
+        """Remember the `look` at a rule's cool-down; return its denial, None if there is none.
 
-        For views of a quota. Unlike `denial`, it always asks the store. Raises StoreError.
+        The limits of the rule deny for `limited_ns`.
         """
+        counters, left_ns = self.counters.get(check.rule.id), look.reset_after_ns
+        self.tracker.note_cooldown(_key(check), asked_ns, left_ns)
+        if counters is None or not left_ns:
+            return None
+        return self._denial(check, counters, left_ns, limited_ns, self.now_ns())
+
+    def peeking(self, check: RuleCheck) -> Steps[Decision | None]:
+        """Return the denial of a rule's cool-down as the store has it now. Raises StoreError."""
         counters = self.counters.get(check.rule.id)
         if counters is None or check.rule.mode != "enforce":
             return None
-        now_ns = self._now_ns()
-        left_ns = yield from _cooldown_left_ns(counters, check.subject)
-        if not left_ns:
-            return None
-        self.tracker.note_cooldown(_key(check), now_ns, left_ns)
-        yield from self._look_at_limits(check, now_ns, left_ns)
-        return self._denied(check, counters, left_ns, now_ns)
-
-    def _look_at_limits(self, check: RuleCheck, now_ns: int, left_ns: int) -> Steps[None]:
-        """During a cool-down, note how long the limits of the rule deny: it may be longer."""
-        if left_ns:
+        asked_ns, limited_ns = self.now_ns(), 0
+        look: Decision = yield Call(counters.cooldown.peek, check.subject, 0)
+        if look.reset_after_ns:
             with suppress(StoreError, CapacityError):
-                peeked: Decision = yield Call(check.counter.peek, check.counted, check.units)
-                self.tracker.note_limited(_key(check), now_ns + peeked.retry_after_ns)
+                limits: Decision = yield Call(check.counter.peek, check.counted, check.units)
+                limited_ns = limits.retry_after_ns
+        return self.learn(check, look, limited_ns, asked_ns)
 
-    def _denied(
-        self, check: RuleCheck, counters: PenaltyCounters, left_ns: int, now_ns: int
+    def _denial(
+        self,
+        check: RuleCheck,
+        counters: PenaltyCounters,
+        left_ns: int,
+        limited_ns: int,
+        now_ns: int,
     ) -> Decision:
         is_block = left_ns > counters.all_cooldowns_ns or self.tracker.is_block(_key(check))
-        kind: PenaltyKind = "block" if is_block else "cooldown"
-        limit = check.prepared.limits[0]
-        wait_ns = max(left_ns, self.tracker.limited_ns(_key(check), now_ns))
+        wait_ns = max(left_ns, limited_ns)
         return Decision(
             allowed=False,
-            policy=limit,
+            policy=check.prepared.limits[0],
             remaining=0,
             retry_after_ns=wait_ns,
             reset_after_ns=wait_ns,
             rule=check.rule.id,
             decided_ns=now_ns,
-            penalty=kind,
+            penalty="block" if is_block else "cooldown",
         )
 
-    def penalise(self, plan: CheckPlan, decision: Decision) -> Steps[None]:
+    def penalise(self, checks: Sequence[RuleCheck], decision: Decision) -> Steps[None]:
         """Give a penalty if the subject of this denial has too often retried without waiting."""
         if decision.allowed or decision.degraded:
             return
-        for check in plan.enforced:
-            counters = self.counters.get(check.rule.id)
-            if counters is None or check.rule.id != decision.rule:
-                continue
-            key, now_ns, retry_ns = _key(check), self._now_ns(), decision.retry_after_ns
-            if decision.penalty is None:
-                self.tracker.note_limited(key, now_ns + retry_ns)
-            if self.tracker.note_denial(key, counters.settings, now_ns, retry_ns):
-                try:
-                    with suppress(StoreError):
-                        yield from self._give(check, counters)
-                finally:
-                    self.tracker.finish(key)
-                return
-
-    def _give(self, check: RuleCheck, counters: PenaltyCounters) -> Steps[None]:
-        key = _key(check)
-        left_ns = yield from _cooldown_left_ns(counters, check.subject)
-        if self.tracker.is_new_cooldown(key, self._now_ns(), left_ns):
+        check = next((each for each in checks if each.rule.id == decision.rule), None)
+        counters = None if check is None else self.counters.get(check.rule.id)
+        if check is None or counters is None:
             return
-        step: Decision = yield Call(counters.level.check, check.subject, 1)
-        level = counters.level_units - step.remaining if step.allowed else counters.level_units
-        # The store denies this if there is no room on top of the cool-down that is left.
+        key, tracker = _key(check), self.tracker
+        if tracker.note_denial(key, counters, self.now_ns(), decision.retry_after_ns):
+            try:
+                with suppress(StoreError):
+                    yield from self._giving(check, counters)
+            finally:
+                tracker.finish(key)
+
+    def _giving(self, check: RuleCheck, counters: PenaltyCounters) -> Steps[None]:
+        key, subject, asked_ns = _key(check), check.subject, self.now_ns()
+        look: Decision = yield Call(counters.cooldown.peek, subject, 0)
+        if self.tracker.note_cooldown(key, asked_ns, look.reset_after_ns):
+            return
+        levels = counters.settings.block_after + 1
+        step: Decision = yield Call(counters.level.check, subject, 1)
+        level = levels - step.remaining if step.allowed else levels
+        # The store denies this if other nodes have given penalties meanwhile, and left no room.
         seconds = penalty_s(counters.settings, level)
-        spent: Decision = yield Call(counters.cooldown.check, check.subject, seconds)
-        penalty = self.tracker.note_penalty(key, counters, level, spent, self._now_ns())
-        if penalty is not None:
-            self._report(penalty)
+        spent: Decision = yield Call(counters.cooldown.check, subject, seconds)
+        if spent.allowed:
+            now_ns = self.now_ns()
+            self._report(self.tracker.note_penalty(key, counters, level, spent, now_ns))
 
     def _report(self, penalty: Penalty) -> None:
         counts = self._counts_of(penalty.rule)
@@ -435,12 +425,10 @@ class Penalties:
     def is_barred(self, rule: str, subject: str) -> Steps[bool]:
         """Return True if the store has a cool-down for the subject. Raises StoreError."""
         counters = self.counters.get(rule)
-        return counters is not None and bool((yield from _cooldown_left_ns(counters, subject)))
-
-
-def _cooldown_left_ns(counters: PenaltyCounters, subject: str) -> Steps[int]:
-    decision: Decision = yield Call(counters.cooldown.peek, subject, counters.cooldown_units)
-    return decision.retry_after_ns
+        if counters is None:
+            return False
+        look: Decision = yield Call(counters.cooldown.peek, subject, 0)
+        return look.reset_after_ns > 0
 
 
 def _key(check: RuleCheck) -> TrackedKey:

@@ -10,7 +10,7 @@ from ratekeeper.core.clock import ManualClock
 from ratekeeper.core.errors import StoreUnavailable
 from ratekeeper.core.model import Decision, Request, decision_with
 from ratekeeper.decide.stores.memory import MemoryCounter, PythonMemoryStore
-from ratekeeper.limiter.path import RuleCharge
+from ratekeeper.limiter.charges import RuleCharge
 from ratekeeper.rules.compiled import CompiledRules, RuleCheck
 from ratekeeper.rules.document.reading import read
 from ratekeeper.service.envoy.protocol.messages import (

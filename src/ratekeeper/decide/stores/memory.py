@@ -169,7 +169,6 @@ class PythonMemoryStore:
     ) -> None:
         self._clock = clock
         self.is_private = True
-        self.is_sharded = False
         self.is_local = True
         self.allowances = PythonAllowances(clock, allowances_max)
         self._states_max = states_max

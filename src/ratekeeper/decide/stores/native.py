@@ -127,7 +127,6 @@ class KernelStore:
         allowances_max: int = 0,
     ) -> None:
         self.is_private = path is None
-        self.is_sharded = False
         self.is_local = True
         self.allowances = KernelAllowances(clock, path, allowances_max, mode)
         self._recovery = _FileRecovery()

@@ -51,7 +51,7 @@ from ratekeeper.core.model import (
     ResultKind,
 )
 from ratekeeper.limiter import AsyncLimiter
-from ratekeeper.limiter.path import RuleCharge, charges_in
+from ratekeeper.limiter.charges import RuleCharge, charges_in
 from ratekeeper.rules.compiled import RuleCheck
 from ratekeeper.rules.document.model import Rule
 from ratekeeper.service.http.bodies import body_reader

@@ -74,11 +74,6 @@ class RedisStore:
     is_local = False
 
     @property
-    def is_sharded(self) -> bool:
-        """True in a cluster."""
-        return self._servers.clustered
-
-    @property
     def monitor(self) -> Self:
         """The counters and circuit breakers."""
         return self
