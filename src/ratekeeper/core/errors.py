@@ -38,6 +38,7 @@ FindingCode = Literal[
     "orphaned-tier",
     "no-limits",
     "no-default-tier",
+    "slow-patterns",
     "hidden-tier",
     "short-window",
     "open-exact",

@@ -379,6 +379,31 @@ def test_a_text_beside_a_wildcard_may_be_part_of_a_word() -> None:
     assert applying(rules, Request(endpoint="/a/ay7-7b")) == ["7"]
 
 
+def test_patterns_that_cannot_be_looked_up_are_tried_until_one_matches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of patterns of single characters: a value tries those before its first match."""
+    tried: list[int] = []
+    candidates = table_module._RuleIndex.candidates
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for each in candidates(*arguments):
+            tried.append(each[0])
+            yield each
+
+    monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
+    letters = "abcdefghijklmnop"
+    globs = [f"*{a}*{b}*{c}*" for a in letters for b in letters for c in letters]
+    for attribute, form in (("endpoint", "/**/{}"), ("user", "{}")):
+        rules = [rule(str(n), **{attribute: form.format(glob)}) for n, glob in enumerate(globs)]
+        table = RuleTable(rules)
+        tried.clear()
+        [[found]] = match(table, Request(**{attribute: "/x-cba-bcd"}), None)
+        assert globs[found.order] == "*a*b*c*"
+        assert max(tried) == found.order
+        assert not match(table, Request(**{attribute: "/x-y-z"}), None)
+
+
 # ----------------------------------------------------------------------- against a naive matcher
 
 
