@@ -41,7 +41,7 @@ PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *
     decision_object *self;
     if (spare_count > 0) {
         self = spare[--spare_count];
-        PyObject_Init((PyObject *)self, &decision_type);
+        Py_SET_REFCNT(self, 1); /* it still has its type; PyObject_Init takes a nanosecond more */
     } else if ((self = PyObject_New(decision_object, &decision_type)) == NULL) {
         return NULL;
     }

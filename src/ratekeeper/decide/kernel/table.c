@@ -157,7 +157,7 @@ static rk_cell *cell_at(rk_segment *segment, uint32_t slot)
 static uint32_t segment_index(const rk_table *table, rk_hash subject)
 {
     /* The upper half of the product is always below `segments`. */
-    return (uint32_t)((rk_u128)subject.low * table->format.segments >> 64);
+    return (uint32_t)((rk_u128)rk_spread(subject.low) * table->format.segments >> 64);
 }
 
 static rk_segment *segment_of(const rk_table *table, rk_hash subject)
@@ -176,7 +176,8 @@ static uint64_t in_group(uint64_t group, uint64_t mixed)
  * bucket. */
 static uint64_t place_of(rk_hash subject, const uint64_t salt[2])
 {
-    return in_group(subject.low, rk_mix((subject.high ^ salt[0]) + rk_mix(subject.low ^ salt[1])));
+    return in_group(subject.low,
+                    rk_mix((subject.high ^ salt[0]) + rk_spread(subject.low ^ salt[1])));
 }
 
 static uint64_t credit_place(uint64_t place)
@@ -371,10 +372,20 @@ static RARE void load_more(const rk_table *table, rk_segment *segment, part *p, 
     }
 }
 
+/* Clamp a time that only damage explains. Return false if it is so late that the state is dropped.
+ */
+static RARE bool repair_time(const rk_table *table, int64_t latest_ns, int64_t *last_ns)
+{
+    bool kept = !table->seen_ns || *last_ns <= table->seen_ns + AHEAD_NS_MAX;
+    *last_ns = *last_ns < RK_NOW_NS_MIN ? RK_NOW_NS_MIN : latest_ns;
+    return kept;
+}
+
 static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
                  part *p)
 {
-    int64_t latest_ns = table->seen_ns ? table->seen_ns + limit->window_ns : RK_NOW_NS_MAX;
+    int64_t latest_ns =
+        table->seen_ns ? rk_min(table->seen_ns + limit->window_ns, RK_NOW_NS_MAX) : RK_NOW_NS_MAX;
     p->limit = limit;
     p->place = place_of(subject, limit->salt);
     p->slot = find(table, segment, p->place);
@@ -390,9 +401,13 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
         return;
     uint64_t meta = *tag_at(segment, p->slot);
     rk_cell cell = *cell_at(segment, p->slot);
-    p->before.last_ns = rk_min(rk_time_in_range(cell.last_ns), latest_ns);
+    p->before.last_ns = cell.last_ns;
     p->before.value = cell.value;
-    if (table->seen_ns && cell.last_ns > table->seen_ns + AHEAD_NS_MAX) {
+    bool kept = true;
+    /* A branch, which takes no time if it is foreseen, as rk_min and rk_max do. */
+    if (__builtin_expect(cell.last_ns < RK_NOW_NS_MIN || cell.last_ns > latest_ns, 0))
+        kept = repair_time(table, latest_ns, &p->before.last_ns);
+    if (!kept) {
         p->before.present = false;
     } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
         p->before.ring.latest_ns = latest_ns;

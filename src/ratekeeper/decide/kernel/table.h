@@ -68,7 +68,7 @@ rk_hash rk_subject_hash(const rk_table *table, const void *subject, size_t lengt
  */
 static inline rk_hash rk_group_hash(rk_hash subject, uint64_t rule)
 {
-    return (rk_hash){.low = rk_spread(subject.low ^ rule), .high = subject.high};
+    return (rk_hash){.low = subject.low ^ rule, .high = subject.high};
 }
 
 typedef struct {

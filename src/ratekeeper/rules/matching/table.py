@@ -309,7 +309,7 @@ def _is_in_tree(endpoint: EndpointPattern) -> bool:
 Place = Literal["start", "end", "word", "gram", "short"]
 _PLACES: Final[tuple[Place, ...]] = get_args(Place)
 _WORD: Final = re.compile(r"[^/._:~-]+")
-_Found = TypeVar("_Found")
+_Found = TypeVar("_Found", bound=tuple[Any, ...])
 
 
 def _in_order(found: list[tuple[_Found, ...]]) -> Iterable[_Found]:
