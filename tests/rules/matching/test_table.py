@@ -456,7 +456,7 @@ def _holds(match: Match, request: Request, tier: str | None) -> bool:
         return False
     path = request.endpoint
     return not match.endpoint or (
-        path is not None and any(compiled(it).matches_normalised(path) for it in match.endpoint)
+        path is not None and any(compiled(it).accepts(path) for it in match.endpoint)
     )
 
 

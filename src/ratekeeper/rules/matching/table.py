@@ -41,7 +41,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from heapq import merge
 from itertools import chain
@@ -57,6 +57,7 @@ from ratekeeper.rules.matching.patterns import (
     EndpointPattern,
     Glob,
     Network,
+    NetworkTable,
     Regexes,
     Wildcard,
     address_of,
@@ -130,7 +131,7 @@ class CompiledRule:
 
     def _cost_at(self, path: str) -> int:
         for endpoint, units in self.costs:
-            if endpoint.matches_normalised(path):
+            if endpoint.accepts(path):
                 return units
         return self.rule.cost
 
@@ -149,9 +150,7 @@ class CompiledRule:
         return ""
 
     def _is_at(self, paths: Sequence[str]) -> bool:
-        return any(
-            endpoint.matches_normalised(path) for endpoint in self.endpoints for path in paths
-        )
+        return any(endpoint.accepts(path) for endpoint in self.endpoints for path in paths)
 
     def excludes(self, paths: Sequence[str], value_of: ValueOf) -> bool | None:
         """Return True if the rule applies to no request that has these values.
@@ -367,33 +366,6 @@ class _ByLiteral(Generic[_Found]):
                 found.append(candidates)
 
 
-class _ByNetwork:
-    """Rules by the networks of addresses."""
-
-    __slots__ = ("_lengths", "_prefixes")
-
-    def __init__(self) -> None:
-        self._prefixes: dict[Network, _Candidates] = {}
-        self._lengths: dict[int, dict[int, int]] = {4: {}, 6: {}}
-
-    def __bool__(self) -> bool:
-        return bool(self._prefixes)
-
-    def add(self, network: Network, candidate: _Candidate) -> None:
-        self._prefixes[network] = (*self._prefixes.get(network, ()), candidate)
-        self._lengths[network.version][network.prefix_length] = network.shift
-
-    def find(self, text: str, found: list[_Candidates]) -> None:
-        address = address_of(text)
-        if address is not None:
-            version, number = address
-            for length, shift in self._lengths[version].items():
-                # A plain tuple equals a Network.
-                known = self._prefixes.get((version, length, number >> shift))  # type: ignore[call-overload]  # likewise
-                if known is not None:
-                    found.append(known)
-
-
 # An index key of a pattern: the attribute (None: the path); the place of a literal text in the
 # value, and that text; or None and the whole value, network or pattern.
 _Key = tuple[str | None, Place | None, Hashable]
@@ -508,6 +480,12 @@ def _decides(pattern: Glob | EndpointPattern, place: Place, text: str) -> bool:
     return False
 
 
+def _texts_first(endpoint: EndpointPattern) -> Test:
+    """Return the test of a path that looks for the literal texts before it compares segments."""
+    texts, accepts = tuple(set(endpoint.literals)), endpoint.accepts
+    return lambda path: all(map(path.__contains__, texts)) and accepts(path)
+
+
 class _RuleIndex:
     """All rules by their rarest condition. `positions` has each attribute's position in values."""
 
@@ -529,7 +507,7 @@ class _RuleIndex:
         self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Candidates]] = {}
         self._by_literal: dict[int, _ByLiteral[_Candidate]] = {}
-        self._by_network = _ByNetwork()
+        self._by_network: NetworkTable[_Candidates] = NetworkTable()
         self._by_path: _ByLiteral[_Candidate] | None = None
         self._tried: _Candidates = ()
         self._regex_rules: list[_Candidate] = []
@@ -571,6 +549,8 @@ class _RuleIndex:
                 if self._by_path is None:
                     self._by_path = _ByLiteral()
                 unsure = () if _decides(endpoint, place, str(text)) else (endpoint,)
+                if place == "short":  # many other rules may have the text
+                    unsure = (replace(endpoint, accepts=_texts_first(endpoint)),)
                 self._by_path.add(place, str(text), _candidate(rule, unsure, tests))
             elif endpoint.regex is not None:
                 regexes.append(endpoint.regex)
@@ -591,7 +571,7 @@ class _RuleIndex:
         patterns = condition.globs or (None,) * len(keys)
         for (_, place, text), glob in zip(keys, patterns, strict=True):
             if isinstance(text, Network):
-                self._by_network.add(text, sure)
+                self._by_network.add(text, (*(self._by_network.get(text) or ()), sure))
             elif place is None or glob is None:
                 by_value = self._by_value.setdefault(position, {})
                 by_value[str(text)] = (*by_value.get(str(text), ()), sure)
@@ -621,9 +601,10 @@ class _RuleIndex:
             if value is not None:
                 literals.find(value, found)
         if self._ip is not None:
-            address = values[self._ip]
+            value = values[self._ip]
+            address = None if value is None else address_of(value)
             if address is not None:
-                self._by_network.find(address, found)
+                found += [item for _, item in self._by_network.find(address)]
         return _in_order(found)
 
 
