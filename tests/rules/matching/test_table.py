@@ -360,6 +360,7 @@ def test_networks_are_looked_up(pattern: str, monkeypatch: pytest.MonkeyPatch) -
         ("/v1/**/i{}/**/end", "/v1/i{}/a/end"),
         ("/*-x{}-7-*", "/a-x{}-7-b"),
         ("/{{id}}.v{}", "/42.v{}"),
+        ("/*{:03}*", "/a{:03}b"),
     ],
 )
 def test_every_pattern_is_found_by_its_literal_text(pattern: str, path: str) -> None:

@@ -257,7 +257,7 @@ class _CompiledList:
 
     def __init__(self, verdict: Verdict, entries: Iterable[str]) -> None:
         self.verdict = verdict
-        self.networks: NetworkTable[None] = NetworkTable()
+        self.networks: NetworkTable[Verdict] = NetworkTable()
         self._values: dict[str, _Values] = {}
         self._globs = 0
         self._sort_attributes()
@@ -283,7 +283,7 @@ class _CompiledList:
         """Add one entry. Raises ConfigError."""
         attribute, pattern, is_prefix = _entry(text)
         if isinstance(pattern, Network):
-            self.networks.add(pattern, None)
+            self.networks.add(pattern, self.verdict)
             return
         known = self._values.get(attribute)
         if known is None:

@@ -200,8 +200,9 @@ class NetworkTable(Generic[_Item]):
         bits = _BITS[version]
         for length, items in self._by_length[version].items():
             prefix = value >> (bits - length)
-            if prefix in items:
-                yield Network(version, length, prefix), items[prefix]
+            item = items.get(prefix)
+            if item is not None:
+                yield Network(version, length, prefix), item
 
 
 # ── Paths ──────────────────────────────────────────────────────────────────────────────────────

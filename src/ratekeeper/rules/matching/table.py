@@ -331,7 +331,7 @@ class _ByLiteral(Generic[_Found]):
         self._words: dict[str, tuple[_Found, ...]] = {}
         # Tuples of characters, because `zip` returns those of a value in the least time.
         self._grams: dict[tuple[str, ...], tuple[_Found, ...]] = {}
-        self._short: dict[str, tuple[_Found, ...]] = {}
+        self._short: dict[int, dict[str, tuple[_Found, ...]]] = {}  # by length
 
     def add(self, place: Place, text: str, candidate: _Found) -> None:
         key: Any = text
@@ -342,8 +342,10 @@ class _ByLiteral(Generic[_Found]):
             texts = self._ends.setdefault(len(text), {})
         elif place == "gram":
             texts, key = self._grams, tuple(text)
+        elif place == "short":
+            texts = self._short.setdefault(len(text), {})
         else:
-            texts = self._words if place == "word" else self._short
+            texts = self._words
         texts[key] = (*texts.get(key, ()), candidate)
 
     def find(self, value: str, found: list[tuple[_Found, ...]]) -> None:
@@ -361,9 +363,11 @@ class _ByLiteral(Generic[_Found]):
         if self._grams:
             grams = zip(value, value[1:], value[2:], value[3:], strict=False)
             found += [self._grams[gram] for gram in self._grams.keys() & grams]
-        for text, candidates in self._short.items():
-            if text in value:
-                found.append(candidates)
+        for length, texts in self._short.items():
+            present: Iterable[str] = filter(value.__contains__, texts)
+            if len(texts) > len(value):
+                present = texts.keys() & [value[at : at + length] for at in range(len(value))]
+            found += [texts[text] for text in present]
 
 
 # An index key of a pattern: the attribute (None: the path); the place of a literal text in the
