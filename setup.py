@@ -24,7 +24,12 @@ def extension(name: str, folder: Path, required: str, libraries: tuple[str, ...]
         depends=sorted(str(path) for path in folder.glob("*.h")),
         libraries=list(libraries),
         define_macros=[("_GNU_SOURCE", "1")],
-        extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        # Each function begins a cache line. Otherwise a change of one moves all that follow, and a
+        # check takes up to 4 % more or less time.
+        extra_compile_args=[
+            *("-std=c11", "-O3", "-falign-functions=64"),
+            *("-fvisibility=hidden", "-Wall", "-Wextra"),
+        ],
         optional=os.environ.get(required) != "required",
     )
 

@@ -167,7 +167,41 @@ def _matches(effort: Effort) -> list[Timed]:
             return table.match(table.read(request))
 
         found.append(_timed(f"match, {count:,} rules", match, requests, effort, goal=True))
+    return found + [_of_kind(kind, patterns, effort) for kind, patterns in kinds().items()]
+
+
+def kinds() -> dict[str, list[tuple[str, str]]]:
+    """Return kinds of patterns, each as patterns with paths that match; `N` is a rule's number."""
+    found = {
+        "prefixes": [("/v1/serviceN/*", "/v1/serviceN/users/{}")],
+        "suffixes": [("/v1/**/report-N", "/v1/{}/a/report-N")],
+        "wildcards": [("/v1/serviceN/users/{id}/orders", "/v1/serviceN/users/{}/orders")],
+        "wildcards within a segment": [("/v1/files/*-sN-*", "/v1/files/{}-sN-x")],
+        "parts of words": [("/v1/files/*sNx*", "/v1/files/{}sNxy")],
+        "** between": [("/v1/**/serviceN/**/orders", "/v1/eu/serviceN/users/{}/orders")],
+        "re:": [("re:/v[0-9]+/sN/.*/orders-[a-z]+/x", "/v1/sN/users/{}/orders-a/x")],
+        "re: and parts of words": [("re:/v[0-9]+/s[a-z]+-iN.*/.*", "/v1/sab-iNc/users/{}/orders")],
+    }
+    found["all kinds"] = [pair for pairs in found.values() for pair in pairs]
     return found
+
+
+def _of_kind(kind: str, patterns: Sequence[tuple[str, str]], effort: Effort) -> Timed:
+    """Measure 10,000 rules whose endpoints are of one kind, or of several."""
+    rng = random.Random(SEED)
+    pairs = [
+        [text.replace("N", str(number)) for text in patterns[number % len(patterns)]]
+        for number in range(RULES[-1])
+    ]
+    table = RuleTable(
+        [
+            Rule(f"rule{number}", ("user",), _LIMITS, Match(endpoint=(pattern,)))
+            for number, (pattern, _) in enumerate(pairs)
+        ]
+    )
+    paths = [rng.choice(pairs)[1].replace("{}", str(number)) for number in range(REQUESTS)]
+    values = [table.values_of(Request(user="u", endpoint=path), None) for path in paths]
+    return _timed(f"match, {RULES[-1]:,} rules: {kind}", table.match, values, effort)
 
 
 def _checks(effort: Effort) -> list[Timed]:

@@ -25,6 +25,12 @@ static rk_hash subject_of(const rk_table *table, const char *name, int number)
     return rk_subject_hash(table, text, (size_t)length);
 }
 
+static void forget(rk_table *table, rk_hash subject, const rk_limit *limit)
+{
+    rk_apply(table,
+             &(rk_change){.verb = RK_RESET, .subject = subject, .limits = limit, .count = 1});
+}
+
 static rk_status check(rk_table *table, const rk_limit *limit, int number, int64_t now_ns,
                        int64_t cost)
 {
@@ -40,7 +46,7 @@ static long count_steps(rk_table *table, const rk_limit *limit, int64_t now_ns, 
     rk_status status = check(table, limit, NEW_KEY, now_ns, cost);
     long taken = steps;
     REQUIRE(status == expected, "status %d", status);
-    rk_reset(table, subject_of(table, "key", NEW_KEY), limit, 1);
+    forget(table, subject_of(table, "key", NEW_KEY), limit);
     return taken;
 }
 
@@ -105,7 +111,7 @@ int main(int count, char **arguments)
     long full = count_steps(table, &small, NOW_NS, 1, RK_LOG_FULL);
     long elsewhere = count_steps(table, &other, NOW_NS, 1, RK_OK);
     for (int i = 0; i < keys; i += 2)
-        rk_reset(table, subject_of(table, "key", i), &small, 1);
+        forget(table, subject_of(table, "key", i), &small);
     long scattered = count_steps(table, &large, NOW_NS, 500000, RK_LOG_FULL);
     for (int i = 0; check(table, &small, i, NOW_NS, 1) == RK_OK;)
         i++;

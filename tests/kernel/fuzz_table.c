@@ -66,20 +66,23 @@ static void call(rk_table *table, const rk_limit *limits, int count, int64_t *no
     bool is_new;
     *now_ns += time < 128 ? (int64_t)time << (time % 40) : -(int64_t)(time - 128) * 1000;
     *now_ns = rk_time_in_range(*now_ns);
+    rk_change change = {
+        .subject = subject, .limits = limits, .count = count, .now_ns = *now_ns, .units = units};
     switch (verb % 8) {
     case 0:
-        rk_give_back(table, subject, limits, count, *now_ns, units,
-                     units % 4 ? rk_time_in_range(*now_ns - ((int64_t)units << (time % 40)))
-                               : RK_NO_TIME);
+        change.verb = RK_REFUND;
+        change.time_ns =
+            units % 4 ? rk_time_in_range(*now_ns - ((int64_t)units << (time % 40))) : RK_NO_TIME;
+        rk_apply(table, &change);
         return;
     case 1:
-        rk_grant(table, subject, limits, count, *now_ns, units, (int64_t)time * 1000000 - 1);
+        change.verb = RK_GRANT;
+        change.time_ns = (int64_t)time * 1000000 - 1;
+        rk_apply(table, &change);
         return;
     case 2:
-        if (units % 2)
-            rk_charge_owing(table, subject, limits, count, *now_ns, units);
-        else
-            rk_reset(table, subject, limits, count);
+        change.verb = units % 2 ? RK_OWE : RK_RESET;
+        rk_apply(table, &change);
         return;
     case 3:
         rk_sweep(table, *now_ns, &dropped);

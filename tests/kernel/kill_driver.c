@@ -31,6 +31,18 @@ static const long KILL_EVERY = 211;
 static const int64_t NOW_NS = 1000 * 1000000000ll;
 static const int64_t YEAR_NS = 365 * 86400ll * 1000000000ll;
 
+static rk_status change(rk_table *table, rk_verb verb, rk_hash subject, const rk_limit *limits,
+                        int count, int64_t units)
+{
+    return rk_apply(table, &(rk_change){.verb = verb,
+                                        .subject = subject,
+                                        .limits = limits,
+                                        .count = count,
+                                        .now_ns = NOW_NS,
+                                        .units = units,
+                                        .time_ns = -1});
+}
+
 static rk_status patiently(rk_table *table, rk_hash subject, rk_status status)
 {
     return status == RK_BUSY ? rk_wait(table, subject, 5 * SECOND_NS) : RK_OK;
@@ -70,7 +82,7 @@ static pid_t start_child(rk_table *table, rk_hash subject, const scene *s)
         ptrace(PTRACE_TRACEME, 0, NULL, NULL);
         raise(SIGSTOP);
         if (s->owes)
-            rk_charge_owing(table, subject, s->limits, s->count, NOW_NS, s->cost);
+            change(table, RK_OWE, subject, s->limits, s->count, s->cost);
         else
             rk_check(table, subject, s->limits, s->count, NOW_NS, s->cost, true, &decision);
         _exit(0);
@@ -98,11 +110,11 @@ static rk_hash other_subject(const rk_table *table, int number)
 /* The remaining units of each limit before the call. */
 static void prepare(rk_table *table, rk_hash subject, const scene *s, int64_t before[3])
 {
-    REQUIRE(rk_reset(table, subject, s->limits, s->count) == RK_OK, "reset");
+    REQUIRE(change(table, RK_RESET, subject, s->limits, s->count, 0) == RK_OK, "reset");
     for (int i = 0; i < s->fill; i++)
         spend(table, subject, s, 1);
     if (s->grant)
-        REQUIRE(rk_grant(table, subject, s->limits, s->count, NOW_NS, 7, -1) == RK_OK, "grant");
+        REQUIRE(change(table, RK_GRANT, subject, s->limits, s->count, 7) == RK_OK, "grant");
     for (int i = 0; i < s->count; i++)
         before[i] = remaining(table, subject, &s->limits[i]);
 }
@@ -232,7 +244,8 @@ static void walk_in_a_full_table(const char *folder, rk_limit limit)
     while (spend_if_room(table, other_subject(table, s.others), &s, 1))
         s.others++;
     for (int i = 0; i < 20; i++)
-        REQUIRE(rk_reset(table, other_subject(table, --s.others), s.limits, 1) == RK_OK, "reset");
+        REQUIRE(change(table, RK_RESET, other_subject(table, --s.others), s.limits, 1, 0) == RK_OK,
+                "reset");
     int number = 0;
     do
         snprintf(name, sizeof name, "key %d that moves another", number++);
@@ -314,7 +327,7 @@ static void walk_several(const char *folder, const rk_limit limits[4])
         charge_several(table, limits); /* the next one finds rings that have to grow */
     rk_charge charges[CHARGES];
     set_charges(table, limits, charges);
-    REQUIRE(rk_reset(table, charges[0].subject, charges[0].limits, 1) == RK_OK, "reset");
+    REQUIRE(change(table, RK_RESET, charges[0].subject, charges[0].limits, 1, 0) == RK_OK, "reset");
     charges_made(table, limits, NULL, before, 0);
     pid_t child = fork();
     REQUIRE(child >= 0, "%s", strerror(errno));

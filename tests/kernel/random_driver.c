@@ -205,6 +205,17 @@ static void mark(run *r)
     }
 }
 
+static void change(run *r, rk_verb verb, int64_t time_ns)
+{
+    rk_apply(r->table, &(rk_change){.verb = verb,
+                                    .subject = random_subject(r),
+                                    .limits = r->limits,
+                                    .count = r->count,
+                                    .now_ns = r->now_ns,
+                                    .units = random_cost(r),
+                                    .time_ns = time_ns});
+}
+
 static void step(run *r)
 {
     uint64_t dropped, dice = below(r, 1000);
@@ -221,16 +232,13 @@ static void step(run *r)
     else if (dice < 900)
         check_or_peek(r, false);
     else if (dice < 940)
-        rk_give_back(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
-                     below(r, 4) ? r->now_ns - (int64_t)below(r, 2000000000) : RK_NO_TIME);
+        change(r, RK_REFUND, below(r, 4) ? r->now_ns - (int64_t)below(r, 2000000000) : RK_NO_TIME);
     else if (dice < 970)
-        rk_grant(r->table, random_subject(r), r->limits, r->count, r->now_ns, random_cost(r),
-                 (int64_t)below(r, 3000000000u) - 1);
+        change(r, RK_GRANT, (int64_t)below(r, 3000000000u) - 1);
     else if (dice < 980 && r->owes)
-        rk_charge_owing(r->table, random_subject(r), r->limits, r->count, r->now_ns,
-                        random_cost(r));
+        change(r, RK_OWE, 0);
     else if (dice < 990)
-        rk_reset(r->table, random_subject(r), r->limits, r->count);
+        change(r, RK_RESET, 0);
     else if (dice < 994)
         rk_sweep(r->table, r->now_ns, &dropped);
     else if (dice < 998)

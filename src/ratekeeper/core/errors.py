@@ -38,6 +38,7 @@ FindingCode = Literal[
     "orphaned-tier",
     "no-limits",
     "no-default-tier",
+    "slow-patterns",
     "absent-attribute",
     "unreachable",
 ]

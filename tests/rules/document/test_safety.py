@@ -247,6 +247,32 @@ def test_requests_without_a_tier_need_limits(text: str, is_found: bool) -> None:
     assert found(text) == ([("no-default-tier", "rules[0]")] if is_found else [])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "count", "is_found"),
+    [
+        ("endpoint: /**/*a*b*", 101, True),
+        ("endpoint: /**/*a*b*", 100, False),
+        ("user: '?-*'", 101, True),
+        ("{user: '?-*', tenant: acme}", 101, False),
+        ("endpoint: /**/*ab*", 101, False),
+        ("endpoint: 're:/[a-z]+'", 101, False),
+        ("method: GET", 101, False),
+    ],
+)
+def test_many_patterns_that_cannot_be_looked_up(pattern: str, count: int, is_found: bool) -> None:
+    """Up to 100 patterns may lack a text that they could be looked up by."""
+    match = pattern if pattern.startswith("{") else f"{{{pattern}}}"
+    rules = [f"{{id: r{n}, by: user, limits: 5/s, match: {match}}}" for n in range(count)]
+    assert found(f"rules: [{', '.join(rules)}]") == [("slow-patterns", "rules")] * is_found
+
+
+def test_many_keys_that_cannot_be_looked_up() -> None:
+    """The keys of a rule are patterns, too."""
+    keys = ", ".join(f"'?{chr(0x4E00 + n)}*': 9/s" for n in range(101))
+    text = f"rules: [{{id: a, by: user, limits: 5/s, keys: {{{keys}}}}}]"
+    assert found(text) == [("slow-patterns", "rules")]
+
+
 # --------------------------------------------------------------------------------------- reaching
 
 

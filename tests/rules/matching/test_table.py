@@ -360,6 +360,7 @@ def test_networks_are_looked_up(pattern: str, monkeypatch: pytest.MonkeyPatch) -
         ("/v1/**/i{}/**/end", "/v1/i{}/a/end"),
         ("/*-x{}-7-*", "/a-x{}-7-b"),
         ("/{{id}}.v{}", "/42.v{}"),
+        ("/*{:03}*", "/a{:03}b"),
     ],
 )
 def test_every_pattern_is_found_by_its_literal_text(pattern: str, path: str) -> None:
@@ -377,6 +378,31 @@ def test_a_text_beside_a_wildcard_may_be_part_of_a_word() -> None:
     assert applying(rules, Request(endpoint="/a-x7b/z")) == ["7"]
     rules = [rule("7", endpoint="/**/*y7-7*"), rule("8", endpoint="/**/*y8-8*")]
     assert applying(rules, Request(endpoint="/a/ay7-7b")) == ["7"]
+
+
+def test_patterns_that_cannot_be_looked_up_are_tried_until_one_matches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of patterns of single characters: a value tries those before its first match."""
+    tried: list[int] = []
+    candidates = table_module._RuleIndex.candidates
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for each in candidates(*arguments):
+            tried.append(each[0])
+            yield each
+
+    monkeypatch.setattr(table_module._RuleIndex, "candidates", counted)
+    letters = "abcdefghijklmnop"
+    globs = [f"*{a}*{b}*{c}*" for a in letters for b in letters for c in letters]
+    for attribute, form in (("endpoint", "/**/{}"), ("user", "{}")):
+        rules = [rule(str(n), **{attribute: form.format(glob)}) for n, glob in enumerate(globs)]
+        table = RuleTable(rules)
+        tried.clear()
+        [[found]] = match(table, Request(**{attribute: "/x-cba-bcd"}), None)
+        assert globs[found.order] == "*a*b*c*"
+        assert max(tried) == found.order
+        assert not match(table, Request(**{attribute: "/x-y-z"}), None)
 
 
 # ----------------------------------------------------------------------- against a naive matcher
@@ -431,7 +457,7 @@ def _holds(match: Match, request: Request, tier: str | None) -> bool:
         return False
     path = request.endpoint
     return not match.endpoint or (
-        path is not None and any(compiled(it).matches_normalised(path) for it in match.endpoint)
+        path is not None and any(compiled(it).accepts(path) for it in match.endpoint)
     )
 
 

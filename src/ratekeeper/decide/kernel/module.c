@@ -41,7 +41,7 @@ PyObject *rk_make_decision(PyObject *limits, PyObject *rule, const rk_decision *
     decision_object *self;
     if (spare_count > 0) {
         self = spare[--spare_count];
-        PyObject_Init((PyObject *)self, &decision_type);
+        Py_SET_REFCNT(self, 1); /* it still has its type; PyObject_Init takes a nanosecond more */
     } else if ((self = PyObject_New(decision_object, &decision_type)) == NULL) {
         return NULL;
     }
@@ -822,11 +822,6 @@ slow:
     return PyObject_Vectorcall(self->slow, args, (size_t)nargs, kwnames);
 }
 
-typedef struct {
-    rk_hash hash; /* of the subject under the rule */
-    int64_t units, now_ns;
-} call;
-
 /* Read a number of units. More than any capacity with any credit is as much as just above it. */
 static bool parse_units(PyObject *value, int64_t *units)
 {
@@ -839,19 +834,21 @@ static bool parse_units(PyObject *value, int64_t *units)
     return true;
 }
 
-/* The arguments that check, refund and grant share. */
+/* Read the arguments that the verbs share. */
 static bool parse_call(counter_object *self, PyObject *subject, PyObject *units, PyObject *now,
-                       call *parsed)
+                       rk_change *parsed)
 {
     Py_ssize_t length;
     const char *bytes = PyUnicode_AsUTF8AndSize(subject, &length);
-    if (bytes == NULL || !parse_units(units, &parsed->units))
+    if (bytes == NULL || (units != NULL && !parse_units(units, &parsed->units)))
         return false;
     /* Last, because the conversions may have run any code, including close(). */
     if (!rk_table_is_open(self->table) || !rk_parse_now(self->table, now, &parsed->now_ns) ||
         !rk_table_is_open(self->table))
         return false;
-    parsed->hash = hash_of(self, bytes, length);
+    parsed->subject = hash_of(self, bytes, length);
+    parsed->limits = self->numbers;
+    parsed->count = self->count;
     return true;
 }
 
@@ -872,7 +869,7 @@ static bool is_refusal(rk_status status)
 
 static PyObject *decide(counter_object *self, PyObject *const *args, Py_ssize_t nargs, bool spend)
 {
-    call c;
+    rk_change c;
     if (nargs != 2 && nargs != 3) {
         PyErr_SetString(PyExc_TypeError, "expected a subject, a cost, and perhaps a time");
         return NULL;
@@ -880,12 +877,12 @@ static PyObject *decide(counter_object *self, PyObject *const *args, Py_ssize_t 
     if (!parse_call(self, args[0], args[1], nargs == 3 ? args[2] : Py_None, &c))
         return NULL;
     rk_decision decision;
-    rk_status status = check_hash(self, c.hash, c.now_ns, c.units, spend, &decision);
+    rk_status status = check_hash(self, c.subject, c.now_ns, c.units, spend, &decision);
     self->table->waited = false;
     if (status == RK_CAPACITY)
         return raise_capacity(self, args[1], decision.speaker);
     if (is_refusal(status))
-        rk_note_refused(self->table->table, c.hash, status);
+        rk_note_refused(self->table->table, c.subject, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
     return rk_make_decision(self->limits, self->rule, &decision);
@@ -917,81 +914,58 @@ static bool parse_charged(PyObject *value, int64_t *charged_ns)
     return true;
 }
 
-static PyObject *counter_refund(counter_object *self, PyObject *args)
+static PyObject *apply(counter_object *self, const rk_change *c)
 {
-    PyObject *subject, *units, *charged, *now = Py_None;
-    int64_t charged_ns;
-    call c;
     rk_status status;
-    if (!PyArg_ParseTuple(args, "UOO|O", &subject, &units, &charged, &now) ||
-        !parse_charged(charged, &charged_ns) || !parse_call(self, subject, units, now, &c))
-        return NULL;
     do {
-        status = rk_give_back(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
-                              c.units, charged_ns);
-    } while (try_again(self, c.hash, &status));
+        status = rk_apply(self->table->table, c);
+    } while (try_again(self, c->subject, &status));
+    if (is_refusal(status) && c->verb != RK_REFUND)
+        rk_note_refused(self->table->table, c->subject, status);
     if (status != RK_OK)
         return rk_raise_status(self->table, status);
     Py_RETURN_NONE;
+}
+
+static PyObject *counter_refund(counter_object *self, PyObject *args)
+{
+    PyObject *subject, *units, *charged, *now = Py_None;
+    rk_change c = {.verb = RK_REFUND};
+    if (!PyArg_ParseTuple(args, "UOO|O", &subject, &units, &charged, &now) ||
+        !parse_charged(charged, &c.time_ns) || !parse_call(self, subject, units, now, &c))
+        return NULL;
+    return apply(self, &c);
 }
 
 static PyObject *counter_owe(counter_object *self, PyObject *args)
 {
     PyObject *subject, *units, *now = Py_None;
-    call c;
-    rk_status status;
+    rk_change c = {.verb = RK_OWE};
     if (!PyArg_ParseTuple(args, "UO|O", &subject, &units, &now) ||
         !parse_call(self, subject, units, now, &c))
         return NULL;
-    do {
-        status = rk_charge_owing(self->table->table, c.hash, self->numbers, self->count, c.now_ns,
-                                 c.units);
-    } while (try_again(self, c.hash, &status));
-    if (is_refusal(status))
-        rk_note_refused(self->table->table, c.hash, status);
-    if (status != RK_OK)
-        return rk_raise_status(self->table, status);
-    Py_RETURN_NONE;
+    return apply(self, &c);
 }
 
 static PyObject *counter_grant(counter_object *self, PyObject *args)
 {
     PyObject *subject, *units, *ttl, *now = Py_None;
-    call c;
-    rk_status status;
+    rk_change c = {.verb = RK_GRANT};
     if (!PyArg_ParseTuple(args, "UOO|O", &subject, &units, &ttl, &now))
         return NULL;
-    long long ttl_ns = ttl == Py_None ? -1 : PyLong_AsLongLong(ttl);
+    c.time_ns = ttl == Py_None ? -1 : PyLong_AsLongLong(ttl);
     if (PyErr_Occurred() || !parse_call(self, subject, units, now, &c))
         return NULL;
-    if (c.units > RK_UNITS_MAX)
-        c.units = RK_UNITS_MAX;
-    do {
-        status = rk_grant(self->table->table, c.hash, self->numbers, self->count, c.now_ns, c.units,
-                          ttl_ns);
-    } while (try_again(self, c.hash, &status));
-    if (status == RK_FULL || status == RK_CROWDED)
-        rk_note_refused(self->table->table, c.hash, status);
-    if (status != RK_OK)
-        return rk_raise_status(self->table, status);
-    Py_RETURN_NONE;
+    c.units = c.units > RK_UNITS_MAX ? RK_UNITS_MAX : c.units;
+    return apply(self, &c);
 }
 
 static PyObject *counter_reset(counter_object *self, PyObject *subject)
 {
-    call c;
-    rk_status status;
-    PyObject *zero = PyLong_FromLong(0);
-    bool parsed = zero != NULL && parse_call(self, subject, zero, Py_None, &c);
-    Py_XDECREF(zero);
-    if (!parsed)
+    rk_change c = {.verb = RK_RESET};
+    if (!parse_call(self, subject, NULL, Py_None, &c))
         return NULL;
-    do {
-        status = rk_reset(self->table->table, c.hash, self->numbers, self->count);
-    } while (try_again(self, c.hash, &status));
-    if (status != RK_OK)
-        return rk_raise_status(self->table, status);
-    Py_RETURN_NONE;
+    return apply(self, &c);
 }
 
 /* Make a FastCheck; None if the time comes from another clock than the kernel's. */

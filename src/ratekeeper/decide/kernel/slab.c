@@ -165,15 +165,23 @@ static void recover(rk_table *table)
     note_moving(table, 0, 0);
 }
 
+/* The class of the largest block that starts at `from` and ends by `to`. */
+static uint32_t largest_class(uint32_t from, uint32_t to)
+{
+    uint32_t size_class = 0;
+    while (size_class + 1 < RK_BLOCK_CLASSES && from % (2u << size_class) == 0 &&
+           (2u << size_class) <= to - from)
+        size_class++;
+    return size_class;
+}
+
 /* Add the next part of the slab that was never used to the free blocks. */
 static bool extend(rk_table *table)
 {
-    uint32_t start = *(volatile uint32_t *)&table->header->slab_used, size_class = 0;
+    uint32_t start = *(volatile uint32_t *)&table->header->slab_used;
     if (start >= table->format.blocks)
         return false;
-    while (size_class + 1 < RK_BLOCK_CLASSES && start % (2u << size_class) == 0 &&
-           (2u << size_class) <= table->format.blocks - start)
-        size_class++;
+    uint32_t size_class = largest_class(start, table->format.blocks);
     note_moving(table, start, 1u << size_class);
     table->header->slab_used = start + (1u << size_class);
     set_free(table, size_class, start >> size_class);
@@ -348,10 +356,7 @@ static void mark(void *context, uint32_t block)
 static void free_run(rk_table *table, uint32_t from, uint32_t to)
 {
     while (from < to) {
-        uint32_t size_class = 0;
-        while (size_class + 1 < RK_BLOCK_CLASSES && from % (2u << size_class) == 0 &&
-               (2u << size_class) <= to - from)
-            size_class++;
+        uint32_t size_class = largest_class(from, to);
         set_free(table, size_class, from >> size_class);
         from += 1u << size_class;
     }

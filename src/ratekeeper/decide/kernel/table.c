@@ -157,7 +157,7 @@ static rk_cell *cell_at(rk_segment *segment, uint32_t slot)
 static uint32_t segment_index(const rk_table *table, rk_hash subject)
 {
     /* The upper half of the product is always below `segments`. */
-    return (uint32_t)((rk_u128)subject.low * table->format.segments >> 64);
+    return (uint32_t)((rk_u128)rk_spread(subject.low) * table->format.segments >> 64);
 }
 
 static rk_segment *segment_of(const rk_table *table, rk_hash subject)
@@ -176,7 +176,8 @@ static uint64_t in_group(uint64_t group, uint64_t mixed)
  * bucket. */
 static uint64_t place_of(rk_hash subject, const uint64_t salt[2])
 {
-    return in_group(subject.low, rk_mix((subject.high ^ salt[0]) + rk_mix(subject.low ^ salt[1])));
+    return in_group(subject.low,
+                    rk_mix((subject.high ^ salt[0]) + rk_spread(subject.low ^ salt[1])));
 }
 
 static uint64_t credit_place(uint64_t place)
@@ -371,10 +372,20 @@ static RARE void load_more(const rk_table *table, rk_segment *segment, part *p, 
     }
 }
 
+/* Clamp a time that only damage explains. Return false if it is so late that the state is dropped.
+ */
+static RARE bool repair_time(const rk_table *table, int64_t latest_ns, int64_t *last_ns)
+{
+    bool kept = !table->seen_ns || *last_ns <= table->seen_ns + AHEAD_NS_MAX;
+    *last_ns = *last_ns < RK_NOW_NS_MIN ? RK_NOW_NS_MIN : latest_ns;
+    return kept;
+}
+
 static void load(const rk_table *table, rk_segment *segment, rk_hash subject, const rk_limit *limit,
                  part *p)
 {
-    int64_t latest_ns = table->seen_ns ? table->seen_ns + limit->window_ns : RK_NOW_NS_MAX;
+    int64_t latest_ns =
+        table->seen_ns ? rk_min(table->seen_ns + limit->window_ns, RK_NOW_NS_MAX) : RK_NOW_NS_MAX;
     p->limit = limit;
     p->place = place_of(subject, limit->salt);
     p->slot = find(table, segment, p->place);
@@ -390,9 +401,13 @@ static void load(const rk_table *table, rk_segment *segment, rk_hash subject, co
         return;
     uint64_t meta = *tag_at(segment, p->slot);
     rk_cell cell = *cell_at(segment, p->slot);
-    p->before.last_ns = rk_min(rk_time_in_range(cell.last_ns), latest_ns);
+    p->before.last_ns = cell.last_ns;
     p->before.value = cell.value;
-    if (table->seen_ns && cell.last_ns > table->seen_ns + AHEAD_NS_MAX) {
+    bool kept = true;
+    /* A branch, which takes no time if it is foreseen, as rk_min and rk_max do. */
+    if (__builtin_expect(cell.last_ns < RK_NOW_NS_MIN || cell.last_ns > latest_ns, 0))
+        kept = repair_time(table, latest_ns, &p->before.last_ns);
+    if (!kept) {
         p->before.present = false;
     } else if (limit->algorithm == RK_SLIDING_WINDOW_LOG) {
         p->before.ring.latest_ns = latest_ns;
@@ -1377,23 +1392,21 @@ static rk_status finish_log(rk_table *table, part *p, const rk_rewrite *how, uin
     return status;
 }
 
-static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash subject,
-                                  const rk_limit *limits, int count, int64_t now_ns, int64_t units,
-                                  int64_t charged_ns)
+static rk_status give_back(rk_table *table, rk_segment *segment, const rk_change *c)
 {
     claims claim;
     no_claims(&claim);
     uint32_t writes = 0, taken[RK_LIMITS_MAX];
     int taken_count = 0;
     segment->push_count = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part p;
         uint32_t block;
-        load(table, segment, subject, &limits[i], &p);
-        if (p.slot < 0 || units == 0)
+        load(table, segment, c->subject, &c->limits[i], &p);
+        if (p.slot < 0)
             continue;
         p.credit_left = p.credit_units;
-        rk_rewrite how = rk_refund(&limits[i], &p.before, now_ns, units, charged_ns, &p.after);
+        rk_rewrite how = rk_refund(p.limit, &p.before, c->now_ns, c->units, c->time_ns, &p.after);
         rk_status status = finish_log(table, &p, &how, &block);
         if (status != RK_OK) {
             while (taken_count > 0)
@@ -1406,9 +1419,9 @@ static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash 
         if (had_block && block != p.block)
             taken[taken_count++] = block;
         rk_state unchanged;
-        rk_decide(p.limit, &p.after, now_ns, 0, &p.outcome, &unchanged);
+        rk_decide(p.limit, &p.after, c->now_ns, 0, &p.outcome, &unchanged);
         if (p.after.present || p.credit_left > 0)
-            journal_part(segment, &writes, &p, now_ns, now_ns + p.outcome.reset_after_ns);
+            journal_part(segment, &writes, &p, c->now_ns, c->now_ns + p.outcome.reset_after_ns);
         else
             journal(segment, &writes, p.slot, 0, 0, 0);
     }
@@ -1418,48 +1431,23 @@ static rk_status give_back_locked(rk_table *table, rk_segment *segment, rk_hash 
     return RK_OK;
 }
 
-static rk_status give_back_once(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                                int64_t now_ns, int64_t units, int64_t charged_ns)
-{
-    rk_segment *segment = segment_of(table, subject);
-    see(table, now_ns);
-    rk_status status = rk_lock_try(table, &segment->lock);
-    if (status != RK_OK)
-        return status;
-    status = give_back_locked(table, segment, subject, limits, count, now_ns, units, charged_ns);
-    rk_unlock(table, &segment->lock);
-    return rk_settled(table, status);
-}
-
-rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                       int64_t now_ns, int64_t units, int64_t charged_ns)
-{
-    rk_status status = give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
-    if (status != RK_LOG_FULL)
-        return status;
-    sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
-    return give_back_once(table, subject, limits, count, now_ns, units, charged_ns);
-}
-
-static rk_status owe_locked(rk_table *table, rk_segment *segment, rk_hash subject,
-                            const rk_limit *limits, int count, int64_t now_ns, int64_t units,
-                            bool may_sweep)
+static rk_status owe(rk_table *table, rk_segment *segment, const rk_change *c, bool may_sweep)
 {
     part parts[RK_LIMITS_MAX];
     rk_rewrite how[RK_LIMITS_MAX];
     uint32_t blocks[RK_LIMITS_MAX];
     claims claim;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part *p = &parts[i];
-        load(table, segment, subject, &limits[i], p);
+        load(table, segment, c->subject, &c->limits[i], p);
         p->credit_left = p->credit_units;
-        how[i] = rk_owe(&limits[i], &p->before, now_ns, units, &p->after);
+        how[i] = rk_owe(p->limit, &p->before, c->now_ns, c->units, &p->after);
         p->wants = p->after.debt > 0 ? WANTS_DEBT : 0;
         if (p->debt_slot < 0) /* as of a credit: one that counts nothing may be there */
             p->debt_slot = find(table, segment, debt_place(p->place));
     }
-    rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
-    for (int i = 0; status == RK_OK && i < count; i++) {
+    rk_status status = place_parts(table, segment, parts, c->count, c->now_ns, may_sweep, &claim);
+    for (int i = 0; status == RK_OK && i < c->count; i++) {
         status = finish_log(table, &parts[i], &how[i], &blocks[i]);
         for (int taken = 0; status != RK_OK && taken < i; taken++)
             if (how[taken].needed)
@@ -1469,116 +1457,67 @@ static rk_status owe_locked(rk_table *table, rk_segment *segment, rk_hash subjec
         return status;
     uint32_t writes = 0;
     segment->push_count = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part *p = &parts[i];
         rk_state unchanged;
         if (how[i].needed && p->before.present)
             claim.freed[claim.freed_count++] = p->block;
-        rk_decide(p->limit, &p->after, now_ns, 0, &p->outcome, &unchanged);
-        journal_part(segment, &writes, p, now_ns, now_ns + p->outcome.reset_after_ns);
+        rk_decide(p->limit, &p->after, c->now_ns, 0, &p->outcome, &unchanged);
+        journal_part(segment, &writes, p, c->now_ns, c->now_ns + p->outcome.reset_after_ns);
     }
     commit(table, segment, writes);
     give_blocks(table, &claim);
     return RK_OK;
 }
 
-static rk_status owe_once(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                          int64_t now_ns, int64_t units)
-{
-    rk_segment *segment = segment_of(table, subject);
-    see(table, now_ns);
-    rk_status status = rk_lock_try(table, &segment->lock);
-    if (status != RK_OK)
-        return status;
-    status = owe_locked(table, segment, subject, limits, count, now_ns, units, true);
-    if (status == RK_SWEPT)
-        status = owe_locked(table, segment, subject, limits, count, now_ns, units, false);
-    rk_unlock(table, &segment->lock);
-    return rk_settled(table, status);
-}
-
-rk_status rk_charge_owing(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                          int64_t now_ns, int64_t units)
-{
-    if (units == 0)
-        return RK_OK;
-    rk_status status = owe_once(table, subject, limits, count, now_ns, units);
-    if (status != RK_LOG_FULL)
-        return status;
-    sweep_for_blocks(table, now_ns, RK_SWEEP_SEGMENTS);
-    return owe_once(table, subject, limits, count, now_ns, units);
-}
-
-static rk_status grant_locked(rk_table *table, rk_segment *segment, rk_hash subject,
-                              const rk_limit *limits, int count, int64_t now_ns, int64_t units,
-                              int64_t ttl_ns, bool may_sweep)
+static rk_status grant(rk_table *table, rk_segment *segment, const rk_change *c, bool may_sweep)
 {
     part parts[RK_LIMITS_MAX];
     claims claim;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part *p = &parts[i];
-        load(table, segment, subject, &limits[i], p);
+        load(table, segment, c->subject, &c->limits[i], p);
         p->wants = WANTS_CREDIT;
         /* A credit whose state is gone may still exist, expired. It must not get a second slot:
          * either could be found first. */
         if (p->credit_slot < 0)
             p->credit_slot = find(table, segment, credit_place(p->place));
     }
-    rk_status status = place_parts(table, segment, parts, count, now_ns, may_sweep, &claim);
+    rk_status status = place_parts(table, segment, parts, c->count, c->now_ns, may_sweep, &claim);
     if (status != RK_OK)
         return status;
     uint32_t writes = 0;
     segment->push_count = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part *p = &parts[i];
-        int64_t until_ns = now_ns + (ttl_ns < 0 ? p->limit->window_ns : ttl_ns);
+        int64_t until_ns = c->now_ns + (c->time_ns < 0 ? p->limit->window_ns : c->time_ns);
         int64_t held = p->credit_units;
-        bool live = held > 0 && now_ns < p->credit_until_ns;
-        p->credit_left = live ? rk_min(held + units, RK_UNITS_MAX) : units;
+        bool live = held > 0 && c->now_ns < p->credit_until_ns;
+        p->credit_left = live ? rk_min(held + c->units, RK_UNITS_MAX) : c->units;
         p->credit_until_ns = live ? rk_max(p->credit_until_ns, until_ns) : until_ns;
         p->credit_units = -1; /* always written: the time may have changed */
         p->after = p->before;
         bool known = *tag_at(segment, p->slot) >> META_TAG_SHIFT == p->place >> META_TAG_SHIFT;
-        journal_part(segment, &writes, p, now_ns, known ? expiry_of(segment, p->slot) : until_ns);
+        journal_part(segment, &writes, p, c->now_ns,
+                     known ? expiry_of(segment, p->slot) : until_ns);
     }
     commit(table, segment, writes);
     give_blocks(table, &claim);
     return RK_OK;
 }
 
-rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                   int64_t now_ns, int64_t units, int64_t ttl_ns)
+static rk_status reset(rk_table *table, rk_segment *segment, const rk_change *c)
 {
-    if (units == 0)
-        return RK_OK;
-    rk_segment *segment = segment_of(table, subject);
-    see(table, now_ns);
-    rk_status status = rk_lock_try(table, &segment->lock);
-    if (status != RK_OK)
-        return status;
-    status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, true);
-    if (status == RK_SWEPT)
-        status = grant_locked(table, segment, subject, limits, count, now_ns, units, ttl_ns, false);
-    rk_unlock(table, &segment->lock);
-    return rk_settled(table, status);
-}
-
-rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int count)
-{
-    rk_segment *segment = segment_of(table, subject);
-    rk_status status = rk_lock_try(table, &segment->lock);
-    if (status != RK_OK)
-        return status;
     claims claim;
     no_claims(&claim);
     uint32_t writes = 0;
     segment->push_count = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < c->count; i++) {
         part p;
-        load(table, segment, subject, &limits[i], &p);
+        load(table, segment, c->subject, &c->limits[i], &p);
         if (p.slot < 0)
             continue;
-        if (limits[i].algorithm == RK_SLIDING_WINDOW_LOG && p.before.present)
+        if (p.limit->algorithm == RK_SLIDING_WINDOW_LOG && p.before.present)
             claim.freed[claim.freed_count++] = p.block;
         journal(segment, &writes, p.slot, 0, 0, 0);
         if (p.credit_slot >= 0)
@@ -1587,8 +1526,47 @@ rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int
     if (writes > 0)
         commit(table, segment, writes);
     give_blocks(table, &claim);
+    return RK_OK;
+}
+
+static rk_status apply_locked(rk_table *table, rk_segment *segment, const rk_change *c,
+                              bool may_sweep)
+{
+    switch (c->verb) {
+    case RK_REFUND:
+        return give_back(table, segment, c);
+    case RK_OWE:
+        return owe(table, segment, c, may_sweep);
+    case RK_GRANT:
+        return grant(table, segment, c, may_sweep);
+    default:
+        return reset(table, segment, c);
+    }
+}
+
+static rk_status apply_once(rk_table *table, const rk_change *c)
+{
+    rk_segment *segment = segment_of(table, c->subject);
+    see(table, c->now_ns);
+    rk_status status = rk_lock_try(table, &segment->lock);
+    if (status != RK_OK)
+        return status;
+    status = apply_locked(table, segment, c, true);
+    if (status == RK_SWEPT)
+        status = apply_locked(table, segment, c, false);
     rk_unlock(table, &segment->lock);
-    return rk_settled(table, RK_OK);
+    return rk_settled(table, status);
+}
+
+rk_status rk_apply(rk_table *table, const rk_change *c)
+{
+    if (c->units == 0 && c->verb != RK_RESET)
+        return RK_OK;
+    rk_status status = apply_once(table, c);
+    if (status != RK_LOG_FULL)
+        return status;
+    sweep_for_blocks(table, c->now_ns, RK_SWEEP_SEGMENTS);
+    return apply_once(table, c);
 }
 
 /* ---- marks ----

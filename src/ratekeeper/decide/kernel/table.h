@@ -68,7 +68,7 @@ rk_hash rk_subject_hash(const rk_table *table, const void *subject, size_t lengt
  */
 static inline rk_hash rk_group_hash(rk_hash subject, uint64_t rule)
 {
-    return (rk_hash){.low = rk_spread(subject.low ^ rule), .high = subject.high};
+    return (rk_hash){.low = subject.low ^ rule, .high = subject.high};
 }
 
 typedef struct {
@@ -105,16 +105,23 @@ rk_status rk_check_all(rk_table *table, rk_charge *charges, int count, int64_t n
                        int *at);
 /* Count a request that the table finally rejected with RK_FULL, RK_LOG_FULL or RK_CROWDED. */
 void rk_note_refused(rk_table *table, rk_hash subject, rk_status status);
-/* Refund `units` that were charged at `charged_ns`; RK_NO_TIME if that is not known. */
-rk_status rk_give_back(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                       int64_t now_ns, int64_t units, int64_t charged_ns);
-/* Charge `units` to each limit whether or not there is room for them: the excess is owed. */
-rk_status rk_charge_owing(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                          int64_t now_ns, int64_t units);
-/* A ttl_ns below 0 means one window of each limit. */
-rk_status rk_grant(rk_table *table, rk_hash subject, const rk_limit *limits, int count,
-                   int64_t now_ns, int64_t units, int64_t ttl_ns);
-rk_status rk_reset(rk_table *table, rk_hash subject, const rk_limit *limits, int count);
+typedef enum {
+    RK_REFUND, /* return units that were charged at `time_ns`; RK_NO_TIME if that is not known */
+    RK_OWE,    /* charge units whether or not there is room for them: the excess is owed */
+    RK_GRANT,  /* add units for `time_ns`; below 0: for one window of each limit */
+    RK_RESET,  /* forget the subject */
+} rk_verb;
+
+/* A change of a subject's states under all limits, or none. */
+typedef struct {
+    rk_verb verb;
+    rk_hash subject; /* rk_group_hash */
+    const rk_limit *limits;
+    int count;
+    int64_t now_ns, units, time_ns;
+} rk_change;
+
+rk_status rk_apply(rk_table *table, const rk_change *change);
 
 /* Remember a name for a subject, for `lasts_ns` and until RK_MARKS_MAX newer ones have come;
  * `is_new` says whether it was not known. The name is from 1 to 2^61. */

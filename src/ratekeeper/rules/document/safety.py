@@ -28,8 +28,11 @@ from ratekeeper.rules.document.model import (
 )
 from ratekeeper.rules.document.tree import below
 from ratekeeper.rules.matching.patterns import Network, compile_glob, compile_network
+from ratekeeper.rules.matching.table import tried_patterns
 
 FINDINGS_MAX: Final = 1_000
+# Each of these costs every request with a new path or key about a microsecond.
+TRIED_MAX: Final = 100
 
 
 def findings(document: Document, before: Document | None = None) -> tuple[SafetyFinding, ...]:
@@ -43,6 +46,7 @@ def findings(document: Document, before: Document | None = None) -> tuple[Safety
         _orphaned_tiers(document, before),
         _no_limits(document),
         _no_default_tier(document),
+        _tried(document),
         advice(document),
         _unreachable(document),
     )
@@ -283,6 +287,19 @@ def advice(document: Document) -> Iterator[SafetyFinding]:
                     f'write match: {{{name}: "*"}}, and limit the other requests by ip',
                     rule.id,
                 )
+
+
+def _tried(document: Document) -> Iterator[SafetyFinding]:
+    """Find many patterns that no text distinguishes, so that each is tried by itself."""
+    count = sum(tried_patterns(rule) for rule in document.rules if rule.mode != "off")
+    if count > TRIED_MAX:
+        yield SafetyFinding(
+            "slow-patterns",
+            "rules",
+            f"{count:,} patterns have no text of two characters in a row",
+            f"requests are compared with each of them, and {TRIED_MAX} are the most that is fast",
+            "write patterns with a longer text, such as /v1/*-report-*",
+        )
 
 
 def _unreachable(document: Document) -> Iterator[SafetyFinding]:

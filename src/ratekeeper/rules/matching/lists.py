@@ -42,6 +42,7 @@ from ratekeeper.rules.matching.patterns import (
     Address,
     Glob,
     Network,
+    NetworkTable,
     address_of,
     compile_glob,
     compile_network,
@@ -204,14 +205,14 @@ def _entry_of_line(raw: bytes, is_first: bool) -> str:
 # ── Looking up ─────────────────────────────────────────────────────────────────────────────────
 
 
-# The entry that matched: its attribute, a literal, and the rest, which is text or the three numbers
-# of a network. It is formatted only on demand.
-_Hit = tuple[str, str, str | tuple[int, int, int]]
+# The entry that matched: its attribute, a literal, and the rest, which is text or a network. It is
+# formatted only on demand.
+_Hit = tuple[str, str, str | Network]
 
 
 def _shown(hit: _Hit) -> str:
     attribute, literal, rest = hit
-    return f"{attribute}:{escaped(literal)}{rest if isinstance(rest, str) else Network(*rest)}"
+    return f"{attribute}:{escaped(literal)}{rest}"
 
 
 class _Values:
@@ -245,48 +246,6 @@ class _Values:
         return None
 
 
-class _Networks:
-    """The networks on a list: the prefixes by their length."""
-
-    __slots__ = ("by_length", "by_version")
-
-    def __init__(self) -> None:
-        self.by_length: dict[tuple[int, int], dict[int, None]] = {}
-        # The same for look-ups: the length, the bits to shift an address by, and the prefixes.
-        self.by_version: dict[int, list[tuple[int, int, dict[int, None]]]] = {4: [], 6: []}
-
-    def __bool__(self) -> bool:
-        return bool(self.by_length)
-
-    def add(self, network: Network) -> bool:
-        """Add a network; return True if it is the first of its length."""
-        version, length, prefix = network
-        known = self.by_length.get((version, length))
-        if known is None:
-            self.by_length[version, length] = {prefix: None}
-            return True
-        known[prefix] = None
-        return False
-
-    def remove(self, network: Network) -> None:
-        version, length, prefix = network
-        self.by_length.get((version, length), {}).pop(prefix, None)
-
-    def seal(self) -> None:
-        by_version: dict[int, list[tuple[int, int, dict[int, None]]]] = {4: [], 6: []}
-        for (version, length), prefixes in sorted(self.by_length.items()):
-            shift = Network(version, length, 0).shift
-            by_version[version].append((length, shift, prefixes))
-        self.by_version = by_version
-
-    def find(self, address: Address) -> _Hit | None:
-        version, value = address
-        for length, shift, prefixes in self.by_version[version]:
-            if value >> shift in prefixes:
-                return "ip", "", (version, length, value >> shift)
-        return None
-
-
 class _CompiledList:
     """One list, compiled: the values by the attribute of a request that they are compared with.
 
@@ -298,14 +257,14 @@ class _CompiledList:
 
     def __init__(self, verdict: Verdict, entries: Iterable[str]) -> None:
         self.verdict = verdict
-        self.networks = _Networks()
+        self.networks: NetworkTable[Verdict] = NetworkTable()
         self._values: dict[str, _Values] = {}
         self._globs = 0
+        self._sort_attributes()
         try:
             self._read(entries)
         except ConfigError as error:
             raise ConfigError(f"{verdict} list: {error}") from None
-        self._seal()
 
     def _read(self, entries: Iterable[str]) -> None:
         if isinstance(entries, str):
@@ -318,22 +277,18 @@ class _CompiledList:
                     f"there are more than {ENTRIES_MAX:,} entries; "
                     f"combine those with a common start into one, such as api_key:sk_internal_*"
                 )
-            self._add(text)
+            self.add(text)
 
     def add(self, text: str) -> None:
         """Add one entry. Raises ConfigError."""
-        if self._add(text):
-            self._seal()
-
-    def _add(self, text: str) -> bool:
-        """Add an entry; return True if it is the first of its attribute or prefix length."""
         attribute, pattern, is_prefix = _entry(text)
         if isinstance(pattern, Network):
-            return self.networks.add(pattern)
+            self.networks.add(pattern, self.verdict)
+            return
         known = self._values.get(attribute)
-        is_first = known is None
         if known is None:
             known = self._values[attribute] = _Values(attribute)
+            self._sort_attributes()
         if isinstance(pattern, Glob):
             self._add_glob(text, known, pattern)
         elif is_prefix:
@@ -342,7 +297,6 @@ class _CompiledList:
                 known.lengths = tuple(sorted((*known.lengths, len(pattern))))
         else:
             known.exact[pattern] = None
-        return is_first
 
     def _add_glob(self, text: str, known: _Values, glob: Glob) -> None:
         same = known.globs.get(glob.prefix, [])
@@ -383,8 +337,7 @@ class _CompiledList:
             for value in list(values.exact):
                 yield f"{attribute}:{value}"
 
-    def _seal(self) -> None:
-        self.networks.seal()
+    def _sort_attributes(self) -> None:
         by_name = list(self._values.items())
         self.fields = tuple(pair for pair in by_name if pair[0] in REQUEST_FIELDS)
         self.attributes = tuple(pair for pair in by_name if pair[0] not in REQUEST_FIELDS)
@@ -401,7 +354,10 @@ class _CompiledList:
             value = request.attributes.get(name)
             if value is not None and (hit := values.find(require_text(name, value))):
                 return hit
-        return self.networks.find(address) if address is not None else None
+        if address is not None:
+            for network, _ in self.networks.find(address):
+                return "ip", "", network
+        return None
 
 
 class Lists:
@@ -454,10 +410,7 @@ class Lists:
 
     def allowed_networks(self) -> Iterator[Network]:
         """Yield the networks on the allow list."""
-        for (version, length), prefixes in list(self._both[1].networks.by_length.items()):
-            # A copy: the follower may change the list meanwhile.
-            for prefix in list(prefixes):
-                yield Network(version, length, prefix)
+        yield from self._both[1].networks
 
     def exact_values(self) -> Iterator[str]:
         """Yield the values that are listed one by one: `user:42`."""

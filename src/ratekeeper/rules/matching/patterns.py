@@ -61,7 +61,7 @@ from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
 from itertools import groupby
 from socket import AF_INET, AF_INET6, inet_pton
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ratekeeper.core.errors import ConfigError, InvalidKey, show
 
@@ -151,6 +151,58 @@ def compile_network(text: str) -> Network:
             f"write {network} for the whole network, or the address alone"
         )
     return network
+
+
+_Item = TypeVar("_Item")
+
+
+class NetworkTable(Generic[_Item]):
+    """Items by network: an address takes one look-up for each prefix length that occurs.
+
+    Other threads may look up while one thread adds or removes.
+    """
+
+    __slots__ = ("_by_length",)
+
+    def __init__(self) -> None:
+        # By version and prefix length. A dict of lengths is replaced and never changed, so that a
+        # look-up may iterate over it.
+        self._by_length: dict[int, dict[int, dict[int, _Item]]] = {4: {}, 6: {}}
+
+    def __bool__(self) -> bool:
+        return any(self._by_length.values())
+
+    def __iter__(self) -> Iterator[Network]:
+        for version, lengths in self._by_length.items():
+            for length, items in lengths.items():
+                for prefix in list(items):
+                    yield Network(version, length, prefix)
+
+    def get(self, network: Network) -> _Item | None:
+        """Return the item of exactly this network."""
+        return self._by_length[network.version].get(network.prefix_length, {}).get(network.prefix)
+
+    def add(self, network: Network, item: _Item) -> None:
+        """Set the item of a network."""
+        version, length, prefix = network
+        lengths = self._by_length[version]
+        if length not in lengths:
+            lengths = self._by_length[version] = dict(sorted({**lengths, length: {}}.items()))
+        lengths[length][prefix] = item
+
+    def remove(self, network: Network) -> None:
+        """Remove a network, if it is there. A length without networks costs one look-up."""
+        self._by_length[network.version].get(network.prefix_length, {}).pop(network.prefix, None)
+
+    def find(self, address: Address) -> Iterator[tuple[Network, _Item]]:
+        """Yield the networks that an address is in, the widest first, with their items."""
+        version, value = address
+        bits = _BITS[version]
+        for length, items in self._by_length[version].items():
+            prefix = value >> (bits - length)
+            item = items.get(prefix)
+            if item is not None:
+                yield Network(version, length, prefix), item
 
 
 # ── Paths ──────────────────────────────────────────────────────────────────────────────────────
@@ -322,6 +374,7 @@ __all__ = [
     "EndpointPattern",
     "Glob",
     "Network",
+    "NetworkTable",
     "Regexes",
     "Segment",
     "Wildcard",
@@ -564,6 +617,7 @@ class EndpointPattern:
     segments: tuple[Segment, ...]
     regex: str | None
     accepts: Callable[[str], object] = field(repr=False, compare=False)
+    """The test of a normalised path."""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -592,10 +646,6 @@ class EndpointPattern:
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches a path, in one of its spellings."""
         return any(self.accepts(each) for each in spellings(path))
-
-    def matches_normalised(self, path: str) -> bool:
-        """Return whether the pattern matches a normalised path."""
-        return bool(self.accepts(path))
 
 
 def compile_endpoint(text: str) -> EndpointPattern:

@@ -17,13 +17,16 @@ that it shares with the fewest others:
 - its networks, in a dict by prefix length.
 - a literal text of each of its globs, and of each `re:` endpoint and each endpoint with a wildcard
   within a segment or with `**` before the end: the start of the value (`sk_*`), its end (`*.json`),
-  a whole word (`*-report-*`), or a gram, a text of a few characters anywhere in it (`*report*`). Of
-  several, the one that the fewest rules share. A look-up takes one step for each length of a start
-  or an end, for each word, and for each character of the value and each of the GRAM_LENGTHS that
-  occurs.
+  a whole word (`*-report-*`), a gram, which is any four characters in a row (`*report*`), or a
+  shorter text (`*eu*`). Of several, the one that the fewest rules share. A look-up takes one step
+  for each length of a start or an end, each word, each character, and each shorter text.
 - `re:` endpoints without a literal text are in one automaton.
 - Rules that have none of these are tested every time: those that match everything, and those that
   have only globs without a literal character.
+
+Candidates are tested in order, and only until every group has its rule. Patterns without a text of
+two characters distinguish hardly anything, so a document with many of them has a finding
+(`tried_patterns`).
 
 The `keys` of a rule are globs, too. They are looked up by the same literal texts (`FirstGlob`).
 
@@ -38,8 +41,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from heapq import merge
 from itertools import chain
 from operator import attrgetter, itemgetter
 from types import NoneType
@@ -53,6 +57,7 @@ from ratekeeper.rules.matching.patterns import (
     EndpointPattern,
     Glob,
     Network,
+    NetworkTable,
     Regexes,
     Wildcard,
     address_of,
@@ -63,8 +68,11 @@ from ratekeeper.rules.matching.patterns import (
     spellings,
 )
 
-# A literal in the middle of a pattern is indexed by so many of its first or last characters.
-GRAM_LENGTHS: Final = (6, 4, 2, 1)
+# A literal in the middle of a pattern is indexed by so many of its characters.
+_GRAM_LENGTH: Final = 4
+# More candidates than this are put in order one at a time, because the first may be the only one
+# that is needed.
+_SORTED_AT_ONCE: Final = 32
 _ROLLOUT_STEPS_PER_CENT: Final = 100
 _TEXTS: Final = frozenset({str, NoneType})
 
@@ -123,7 +131,7 @@ class CompiledRule:
 
     def _cost_at(self, path: str) -> int:
         for endpoint, units in self.costs:
-            if endpoint.matches_normalised(path):
+            if endpoint.accepts(path):
                 return units
         return self.rule.cost
 
@@ -142,9 +150,7 @@ class CompiledRule:
         return ""
 
     def _is_at(self, paths: Sequence[str]) -> bool:
-        return any(
-            endpoint.matches_normalised(path) for endpoint in self.endpoints for path in paths
-        )
+        return any(endpoint.accepts(path) for endpoint in self.endpoints for path in paths)
 
     def excludes(self, paths: Sequence[str], value_of: ValueOf) -> bool | None:
         """Return True if the rule applies to no request that has these values.
@@ -257,7 +263,7 @@ class _PathNode:
                 node = node.any
         node.ends += (candidate,)
 
-    def find(self, segments: list[str], found: list[_Candidate]) -> None:
+    def find(self, segments: list[str], found: list[_Candidates]) -> None:
         """Add the rules under a path of these segments to `found`, at its end or on the way."""
         node = self
         for position, segment in enumerate(segments, start=1):
@@ -267,7 +273,7 @@ class _PathNode:
                 if child is not None:
                     # Follow both: the child for any segment by recursion.
                     if other.open:
-                        found += other.open
+                        found.append(other.open)
                     other.find(segments[position:], found)
                 else:
                     child = other
@@ -275,9 +281,9 @@ class _PathNode:
                 return
             node = child
             if node.open:
-                found += node.open
+                found.append(node.open)
         if node.ends:
-            found += node.ends
+            found.append(node.ends)
 
 
 # Shared by all nodes without children.
@@ -298,77 +304,70 @@ def _is_in_tree(endpoint: EndpointPattern) -> bool:
     )
 
 
-# Where an index finds a text in a value: at its start or end, as a whole word, or anywhere.
-Place = Literal["start", "end", "word", "within"]
-_PLACES: Final[tuple[Place, ...]] = get_args(Place)  # those that take the least time first
+# Where an index finds a text in a value; those that take the least time first.
+Place = Literal["start", "end", "word", "gram", "short"]
+_PLACES: Final[tuple[Place, ...]] = get_args(Place)
 _WORD: Final = re.compile(r"[^/._:~-]+")
-_Found = TypeVar("_Found")
+_Found = TypeVar("_Found", bound=tuple[Any, ...])
+
+
+def _in_order(found: list[tuple[_Found, ...]]) -> Iterable[_Found]:
+    """Return what was found, by its first item; each of the tuples is in order."""
+    if len(found) <= 1:
+        return found[0] if found else ()
+    if sum(map(len, found)) > _SORTED_AT_ONCE:
+        return merge(*found, key=_order)
+    return sorted(chain.from_iterable(found), key=_order)
 
 
 class _ByLiteral(Generic[_Found]):
     """Rules or globs by a literal text of a value."""
 
-    __slots__ = ("_lengths", "_texts")
+    __slots__ = ("_ends", "_grams", "_short", "_starts", "_words")
 
     def __init__(self) -> None:
-        self._texts: dict[Place, dict[str, tuple[_Found, ...]]] = {}
-        self._lengths: dict[Place, tuple[int, ...]] = {}
+        self._starts: dict[int, dict[str, tuple[_Found, ...]]] = {}  # by length
+        self._ends: dict[int, dict[str, tuple[_Found, ...]]] = {}  # likewise
+        self._words: dict[str, tuple[_Found, ...]] = {}
+        # Tuples of characters, because `zip` returns those of a value in the least time.
+        self._grams: dict[tuple[str, ...], tuple[_Found, ...]] = {}
+        self._short: dict[int, dict[str, tuple[_Found, ...]]] = {}  # by length
 
     def add(self, place: Place, text: str, candidate: _Found) -> None:
-        texts = self._texts.setdefault(place, {})
-        texts[text] = (*texts.get(text, ()), candidate)
-        self._lengths[place] = tuple(sorted({*self._lengths.get(place, ()), len(text)}))
+        key: Any = text
+        texts: dict[Any, tuple[_Found, ...]]
+        if place == "start":
+            texts = self._starts.setdefault(len(text), {})
+        elif place == "end":
+            texts = self._ends.setdefault(len(text), {})
+        elif place == "gram":
+            texts, key = self._grams, tuple(text)
+        elif place == "short":
+            texts = self._short.setdefault(len(text), {})
+        else:
+            texts = self._words
+        texts[key] = (*texts.get(key, ()), candidate)
 
-    def find(self, value: str, found: list[_Found]) -> None:
+    def find(self, value: str, found: list[tuple[_Found, ...]]) -> None:
         """Add what is under the literal texts of a value to `found`; some perhaps twice."""
-        size = len(value)
-        for place, texts in self._texts.items():
-            if place == "word":
-                for text in _WORD.findall(value):
-                    if text in texts:
-                        found += texts[text]
-                continue
-            for length in self._lengths[place]:
-                if length > size:
-                    break
-                if place == "start":
-                    text = value[:length]
-                elif place == "end":
-                    text = value[-length:]
-                else:
-                    slices = map(slice, range(size - length + 1), range(length, size + 1))
-                    for text in filter(texts.__contains__, map(value.__getitem__, slices)):
-                        found += texts[text]
-                    continue
-                if text in texts:
-                    found += texts[text]
-
-
-class _ByNetwork:
-    """Rules by the networks of addresses."""
-
-    __slots__ = ("_lengths", "_prefixes")
-
-    def __init__(self) -> None:
-        self._prefixes: dict[Network, _Candidates] = {}
-        self._lengths: dict[int, dict[int, int]] = {4: {}, 6: {}}
-
-    def __bool__(self) -> bool:
-        return bool(self._prefixes)
-
-    def add(self, network: Network, candidate: _Candidate) -> None:
-        self._prefixes[network] = (*self._prefixes.get(network, ()), candidate)
-        self._lengths[network.version][network.prefix_length] = network.shift
-
-    def find(self, text: str, found: list[_Candidate]) -> None:
-        address = address_of(text)
-        if address is not None:
-            version, number = address
-            for length, shift in self._lengths[version].items():
-                # A plain tuple equals a Network.
-                known = self._prefixes.get((version, length, number >> shift))  # type: ignore[call-overload]  # likewise
-                if known is not None:
-                    found += known
+        for length, texts in self._starts.items():
+            text = value[:length]
+            if text in texts:
+                found.append(texts[text])
+        for length, texts in self._ends.items():
+            text = value[-length:]
+            if text in texts:
+                found.append(texts[text])
+        if self._words:
+            found += [self._words[text] for text in self._words.keys() & _WORD.findall(value)]
+        if self._grams:
+            grams = zip(value, value[1:], value[2:], value[3:], strict=False)
+            found += [self._grams[gram] for gram in self._grams.keys() & grams]
+        for length, texts in self._short.items():
+            present: Iterable[str] = filter(value.__contains__, texts)
+            if len(texts) > len(value):
+                present = texts.keys() & [value[at : at + length] for at in range(len(value))]
+            found += [texts[text] for text in present]
 
 
 # An index key of a pattern: the attribute (None: the path); the place of a literal text in the
@@ -381,8 +380,9 @@ _Option = tuple[RuleCondition | None, tuple[tuple[_Key, ...], ...]]
 
 def _options(rule: CompiledRule) -> list[_Option]:
     options: list[_Option] = []
-    if rule.endpoints:
-        options.append((None, tuple(map(_path_keys, rule.endpoints))))
+    paths = tuple(map(_path_keys, rule.endpoints))
+    if paths and all(paths):
+        options.append((None, paths))
     # In reverse order, because there are more tenants than methods.
     for condition in reversed(rule.conditions):
         name = condition.attribute
@@ -399,8 +399,9 @@ def _options(rule: CompiledRule) -> list[_Option]:
 def _path_keys(endpoint: EndpointPattern) -> tuple[_Key, ...]:
     if _is_in_tree(endpoint):
         return ((None, None, (endpoint.exact, endpoint.segments)),)
-    keys = tuple(_literal_keys(None, endpoint.literals))
-    return keys or ((None, None, endpoint.regex),)
+    # Every path has a slash.
+    keys = tuple(key for key in _literal_keys(None, endpoint.literals) if key[2] != "/")
+    return keys if keys or endpoint.regex is None else ((None, None, endpoint.regex),)
 
 
 def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]:
@@ -411,29 +412,44 @@ def _literal_keys(name: str | None, literals: tuple[str, ...]) -> Iterator[_Key]
         yield name, "start", first
     if last:
         yield name, "end", last
-    for text in filter(None, middle):
-        # Those with a separator on both sides are whole words of the value, too.
+    for text in middle:
+        # Words with a separator on both sides are whole words of the value, too.
         for word in _WORD.finditer(text):
             if word.start() > 0 and word.end() < len(text):
                 yield name, "word", word[0]
-        length = next(each for each in GRAM_LENGTHS if each <= len(text))
-        yield name, "within", text[:length]
-        yield name, "within", text[-length:]
+        for at in range(len(text) - _GRAM_LENGTH + 1):
+            yield name, "gram", text[at : at + _GRAM_LENGTH]
+        if 0 < len(text) < _GRAM_LENGTH:
+            yield name, "short", text
 
 
 def _rarest(keys: tuple[_Key, ...], crowd: Counter[_Key]) -> _Key:
     return min(keys, key=lambda key: (crowd[key], _cost_of(key), -len(str(key[2]))))
 
 
+def tried_patterns(rule: Rule) -> int:
+    """Count the conditions and keys of a rule that have no text of two characters to look up."""
+    compiled = compile_rule(rule, 0, 0)
+    is_tried = bool(compiled.endpoints or compiled.conditions) and not any(
+        all(map(_is_looked_up, keys)) for _, keys in _options(compiled)
+    )
+    globs = [glob for glob in map(compile_glob, rule.keys) if glob.exact is None]
+    return is_tried + sum(not _is_looked_up(_literal_keys(None, each.literals)) for each in globs)
+
+
+def _is_looked_up(keys: Iterable[_Key]) -> bool:
+    return any(place is None or len(str(text)) > 1 for _, place, text in keys)
+
+
 class FirstGlob:
     """Globs in order: finds the first that matches a value. A rule may have 5,000 for its keys."""
 
-    __slots__ = ("_always", "_by_literal", "_exact")
+    __slots__ = ("_by_literal", "_exact", "_tried")
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._exact: dict[str, tuple[int, Glob]] = {}
         self._by_literal: _ByLiteral[tuple[int, Glob]] = _ByLiteral()
-        self._always: list[tuple[int, Glob]] = []
+        self._tried: tuple[tuple[int, Glob], ...] = ()
         globs = [compile_glob(text) for text in texts]
         keys = [tuple(_literal_keys(None, glob.literals)) for glob in globs]
         crowd = Counter(chain.from_iterable(keys))
@@ -441,7 +457,7 @@ class FirstGlob:
             if glob.exact is not None:
                 self._exact.setdefault(glob.exact, (order, glob))
             elif not each:
-                self._always.append((order, glob))
+                self._tried += ((order, glob),)
             else:
                 _, place, text = _rarest(each, crowd)
                 assert place is not None  # noqa: S101 - literal keys have a place
@@ -449,13 +465,10 @@ class FirstGlob:
 
     def find(self, value: str) -> int | None:
         """Return the position of the first glob that matches the value; None if none does."""
-        found = list(self._always)
         exact = self._exact.get(value)
-        if exact is not None:
-            found.append(exact)
+        found = [self._tried, () if exact is None else (exact,)]
         self._by_literal.find(value, found)
-        found.sort(key=_order)
-        return next((order for order, glob in found if glob.matches(value)), None)
+        return next((order for order, glob in _in_order(found) if glob.matches(value)), None)
 
 
 def _decides(pattern: Glob | EndpointPattern, place: Place, text: str) -> bool:
@@ -471,11 +484,16 @@ def _decides(pattern: Glob | EndpointPattern, place: Place, text: str) -> bool:
     return False
 
 
+def _texts_first(endpoint: EndpointPattern) -> Test:
+    """Return the test of a path that looks for the literal texts before it compares segments."""
+    texts, accepts = tuple(set(endpoint.literals)), endpoint.accepts
+    return lambda path: all(map(path.__contains__, texts)) and accepts(path)
+
+
 class _RuleIndex:
     """All rules by their rarest condition. `positions` has each attribute's position in values."""
 
     __slots__ = (
-        "_always",
         "_by_literal",
         "_by_network",
         "_by_path",
@@ -485,6 +503,7 @@ class _RuleIndex:
         "_regex_rules",
         "_regexes",
         "_tree",
+        "_tried",
     )
 
     def __init__(self, rules: Sequence[CompiledRule], positions: dict[str, int]) -> None:
@@ -492,9 +511,9 @@ class _RuleIndex:
         self._tree: _PathNode | None = None
         self._by_value: dict[int, dict[str, _Candidates]] = {}
         self._by_literal: dict[int, _ByLiteral[_Candidate]] = {}
-        self._by_network = _ByNetwork()
+        self._by_network: NetworkTable[_Candidates] = NetworkTable()
         self._by_path: _ByLiteral[_Candidate] | None = None
-        self._always: list[_Candidate] = []
+        self._tried: _Candidates = ()
         self._regex_rules: list[_Candidate] = []
         regexes: list[str] = []
         options = [_options(rule) for rule in rules]
@@ -504,7 +523,7 @@ class _RuleIndex:
 
         for rule, each in zip(rules, options, strict=True):
             if not each:
-                self._always.append(_candidate(rule, (), self._tests(rule)))
+                self._tried += (_candidate(rule, rule.endpoints, self._tests(rule)),)
                 continue
             chosen = [
                 (condition, tuple(_rarest(key, crowd) for key in keys)) for condition, keys in each
@@ -534,6 +553,8 @@ class _RuleIndex:
                 if self._by_path is None:
                     self._by_path = _ByLiteral()
                 unsure = () if _decides(endpoint, place, str(text)) else (endpoint,)
+                if place == "short":  # many other rules may have the text
+                    unsure = (replace(endpoint, accepts=_texts_first(endpoint)),)
                 self._by_path.add(place, str(text), _candidate(rule, unsure, tests))
             elif endpoint.regex is not None:
                 regexes.append(endpoint.regex)
@@ -554,7 +575,7 @@ class _RuleIndex:
         patterns = condition.globs or (None,) * len(keys)
         for (_, place, text), glob in zip(keys, patterns, strict=True):
             if isinstance(text, Network):
-                self._by_network.add(text, sure)
+                self._by_network.add(text, (*(self._by_network.get(text) or ()), sure))
             elif place is None or glob is None:
                 by_value = self._by_value.setdefault(position, {})
                 by_value[str(text)] = (*by_value.get(str(text), ()), sure)
@@ -562,44 +583,46 @@ class _RuleIndex:
                 candidate = sure if _decides(glob, place, str(text)) else unsure
                 self._by_literal.setdefault(position, _ByLiteral()).add(place, str(text), candidate)
 
-    def candidates(self, path: str | None, values: Values) -> list[_Candidate]:
+    def candidates(self, path: str | None, values: Values) -> Iterable[_Candidate]:
         """Return the rules that may match, in the document's order; a rule may occur twice."""
-        found = self._always[:]
+        found = [self._tried] if self._tried else []
         if path is not None:
             if self._tree is not None:
                 if self._tree.open:
-                    found += self._tree.open
+                    found.append(self._tree.open)
                 self._tree.find(_segments(path), found)
             if self._by_path is not None:
                 self._by_path.find(path, found)
             if self._regexes is not None:
-                found += [self._regex_rules[index] for index in self._regexes.matching(path)]
+                matched = self._regexes.matching(path)
+                found.append(tuple([self._regex_rules[index] for index in matched]))
         for position, by_value in self._by_value.items():
             value = values[position]
             if value in by_value:
-                found += by_value[value]
+                found.append(by_value[value])
         for position, literals in self._by_literal.items():
             value = values[position]
             if value is not None:
                 literals.find(value, found)
         if self._ip is not None:
-            address = values[self._ip]
+            value = values[self._ip]
+            address = None if value is None else address_of(value)
             if address is not None:
-                self._by_network.find(address, found)
-        if len(found) > 1:
-            found.sort(key=_order)
-        return found
+                found += [item for _, item in self._by_network.find(address)]
+        return _in_order(found)
 
 
 def _cost_of(key: _Key) -> int:
     return 0 if key[1] is None else _PLACES.index(key[1])
 
 
-def _matching(candidates: list[_Candidate], path: str | None, values: Values) -> Matching:
+def _matching(
+    candidates: Iterable[_Candidate], groups: int, path: str | None, values: Values
+) -> Matching:
     """Return each group's matching rules, in order, up to the first that is for all subjects."""
     if not candidates:
         return ()
-    groups: dict[int, list[CompiledRule]] = {}
+    matched: dict[int, list[CompiledRule]] = {}
     complete: set[int] = set()
     before = None
     for _, rule, is_at, tests, group, for_all in candidates:
@@ -613,18 +636,18 @@ def _matching(candidates: list[_Candidate], path: str | None, values: Values) ->
                 break
         else:
             before = rule  # it may follow again, by another of its endpoints
-            if group in groups:
-                groups[group].append(rule)
+            if group in matched:
+                matched[group].append(rule)
             else:
-                groups[group] = [rule]
+                matched[group] = [rule]
             if for_all:
                 complete.add(group)
-    return tuple([tuple(groups[group]) for group in sorted(groups)])
+                if len(complete) == groups:
+                    break
+    return tuple([tuple(matched[group]) for group in sorted(matched)])
 
 
-def _different(
-    matched: Matching,
-) -> Matching:
+def _different(matched: Matching) -> Matching:
     """Return the rules that several spellings of a path match, by group, without repetitions."""
     different = {tuple(rule.order for rule in rules): rules for rules in matched}
     return tuple(sorted(different.values(), key=lambda rules: rules[0].group))
@@ -634,6 +657,7 @@ class RuleTable:
     """All rules of a document, compiled. Never changes."""
 
     __slots__ = (
+        "_groups",
         "_index",
         "_method",
         "_uses_endpoint",
@@ -667,6 +691,7 @@ class RuleTable:
         """The names of all values that a match depends on."""
         positions = {name: position for position, name in enumerate(self.names)}
         active = [each for each in self.rules if each.rule.mode != "off"]
+        self._groups = len({each.group for each in active})
         self._index = _RuleIndex(active, positions)
 
     def values_of(self, request: Request, tier: str | None) -> Values:
@@ -693,12 +718,11 @@ class RuleTable:
         if method is not None and not method.isupper():
             at = self._method
             values = (*values[:at], method.upper(), *values[at + 1 :])
-        matched = _matching(self._index.candidates(paths[0], values), paths[0], values)
-        if len(paths) > 1:
-            for path in paths[1:]:
-                matched += _matching(self._index.candidates(path, values), path, values)
-            matched = _different(matched)
-        return matched
+        matched: Matching = ()
+        for path in paths:
+            candidates = self._index.candidates(path, values)
+            matched += _matching(candidates, self._groups, path, values)
+        return matched if len(paths) == 1 else _different(matched)
 
     def _require_texts(self, values: Sequence[object]) -> None:
         for name, value in zip(self.names, values, strict=True):
