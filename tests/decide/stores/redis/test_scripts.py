@@ -11,6 +11,7 @@ import pytest
 
 from ratekeeper.decide.stores.redis import scripts
 from ratekeeper.decide.stores.redis.scripts import (
+    BATCH,
     CELL,
     CHECK,
     GRANT,
@@ -24,7 +25,7 @@ from ratekeeper.decide.stores.redis.scripts import (
 from tests.redis_servers import Single, running
 
 EVERY_SCRIPT = (CHECK, REFUND, GRANT, RESET)
-OTHERS = (JOINT_CHECK, REPORT, CELL, MARKS)
+OTHERS = (JOINT_CHECK, BATCH, REPORT, CELL, MARKS)
 REGIONAL = tuple(
     found
     for name, found in vars(scripts).items()
@@ -48,6 +49,7 @@ def test_every_script_has_its_own_name() -> None:
 def test_a_script_for_several_subjects_contains_the_script_for_one() -> None:
     """So both decide alike."""
     assert CHECK.text in JOINT_CHECK.text
+    assert CHECK.text in BATCH.text
     assert CHECK.text in REPORT.text
     assert REFUND.text in REPORT.text
 

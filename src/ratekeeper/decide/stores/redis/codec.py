@@ -443,29 +443,64 @@ class ReplyDecoder:
             raise _disagreement(reply, cost)
         return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
 
+    def checks_in_turn(
+        self, reply: list[int], cost: int, count: int, early_ns: int = 0
+    ) -> list[Decision]:
+        """Return the decisions on `count` equal requests in a row, from the reply to all of them.
+
+        Raises CapacityError, StoreError.
+        """
+        try:
+            *states, admitted = reply
+            now_us = states[0] if states[0] >= 0 else ~states[0]
+            decisions = self._decide_in_turn(
+                self._states(states, now_us), now_us * NS_PER_US, cost, min(admitted + 1, count)
+            )
+        except (IndexError, TypeError, StopIteration, ValueError) as error:
+            raise _invalid_reply(reply) from error
+        if sum(each.allowed for each in decisions) != admitted or (admitted > 0) != (reply[0] >= 0):
+            raise _disagreement(reply, cost)
+        decisions += decisions[-1:] * (count - len(decisions))
+        return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
+
     def _decide_in_turn(
         self, states: list[_LimitState], now_ns: int, cost: int, count: int
     ) -> list[Decision]:
-        decisions: list[Decision] = []
-        for _ in range(count):
-            outcomes: list[Outcome] = []
-            for index, (limit, algorithm, state, credit) in enumerate(states):
-                left = credit
-                if isinstance(state, _LogSummary):
-                    outcome = _log_outcome(state, limit, cost)
-                    last_us = max(state.last_us, state.now_us)
-                    after: State = state._replace(last_us=last_us, alive=state.alive + cost)
-                elif credit is None:
-                    after, outcome = algorithm.decide(state, limit, now_ns, cost)
-                else:
-                    after, left, outcome = credits_.decide(
-                        algorithm, state, credit, limit, now_ns, cost
-                    )
-                states[index] = (limit, algorithm, after, left)
-                outcomes.append(outcome)
-            granted = [credit[0] if credit else 0 for _, _, _, credit in states]
-            decisions.append(combine(self.limits, outcomes, self._rule, now_ns, granted))
-        return decisions
+        return [self._decide_next(states, now_ns, cost, cost) for _ in range(count)]
+
+    def _decide_next(
+        self, states: list[_LimitState], now_ns: int, requested: int, cost: int
+    ) -> Decision:
+        """Return the decision on a request, and replace the states by those after it."""
+        outcomes: list[Outcome] = []
+        before = list(states)
+        for index, (limit, algorithm, state, credit) in enumerate(before):
+            left = credit
+            if requested > limit.capacity and credit is None:
+                raise CapacityError(requested, limit)
+            if isinstance(state, _LogSummary):
+                outcome = _log_outcome(state, limit, cost)
+                last_us = max(state.last_us, state.now_us)
+                after: State = state._replace(last_us=last_us, alive=state.alive + cost)
+            elif credit is None:
+                after, outcome = algorithm.decide(state, limit, now_ns, cost)
+            else:
+                after, left, outcome = credits_.decide(
+                    algorithm, state, credit, limit, now_ns, cost
+                )
+            states[index] = (limit, algorithm, after, left)
+            outcomes.append(outcome)
+        granted = [credit[0] if credit else 0 for _, _, _, credit in states]
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
+        if decision.allowed or len(states) == 1 or not any(credit for *_, credit in before):
+            return decision
+        wait_ns = credits_.wait_together(
+            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in before],
+            now_ns,
+            cost,
+            decision.retry_after_ns,
+        )
+        return decision_with(decision, retry_after_ns=wait_ns)
 
     def fits(self, reply: list[int], cost: int) -> int:
         """Return how many checks of a cost would have passed, according to a denial's states."""
@@ -558,31 +593,7 @@ class ReplyDecoder:
     def _decide(self, reply: list[int], requested: int, cost: int) -> Decision:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
-        states = self._states(reply, now_us)
-        outcomes: list[Outcome] = []
-        granted: list[int] = []
-        for limit, algorithm, state, credit in states:
-            if requested > limit.capacity and credit is None:
-                raise CapacityError(requested, limit)
-            left = None
-            if isinstance(state, _LogSummary):
-                outcome = _log_outcome(state, limit, cost)
-            elif credit is None:
-                _, outcome = algorithm.decide(state, limit, now_ns, cost)
-            else:
-                _, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
-            outcomes.append(outcome)
-            granted.append(left[0] if left else 0)
-        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
-        if decision.allowed or len(states) == 1 or not self.has_grants(reply):
-            return decision
-        wait_ns = credits_.wait_together(
-            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in states],
-            now_ns,
-            cost,
-            decision.retry_after_ns,
-        )
-        return decision_with(decision, retry_after_ns=wait_ns)
+        return self._decide_next(self._states(reply, now_us), now_ns, requested, cost)
 
     def _states(self, reply: list[int], now_us: int) -> list[_LimitState]:
         """Return each limit's state and grant from the numbers of a reply."""

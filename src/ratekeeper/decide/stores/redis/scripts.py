@@ -8,6 +8,25 @@ scripts.
 The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
 there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
 
+`batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
+of one request. The groups are decided in order, and each of them alone: every charge of a group
+has room, or none is made. In a cluster, all keys of a call are in one slot.
+
+- A charge that fails (its state has another type, is damaged or full) has an error as its reply,
+  and its group is not charged, unless the charge is `optional`. Other groups go on.
+- A group of one charge may stand for several equal `requests` in a row. The script admits as many
+  of them as have room.
+- `CHARGES_MAX` bounds the charges of a call, because a script holds up its server.
+
+`charge_replies` returns the reply of each charge in order: a list, or an error. The decoder of the
+charge's rule reads it: `check` or `peek` for one request, `checks_in_turn` for several. A charge
+that was allowed in a group that was not charged has the reply of an allowed check: the caller sees
+that another charge of the group denies or fails, and reads it with `peek`. With lease terms, the
+last `lease_numbers` of the reply are the lease, which `lease` reads.
+
+A single check is the same call with one charge and no time: the script `RuleScripts.script`
+with the keys, the gate and the cost. Its reply is that of the charge.
+
 `RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
 one check on its way: the call, and when it was made. Nothing here does I/O.
 """
@@ -54,6 +73,10 @@ _SPACED: Final = re.compile(
 )
 # A line of a script that names numbers, all of them in capitals.
 _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
+# The charges that one call may have: at about 3 us each, other calls wait 100 us for it.
+CHARGES_MAX: Final = 32
+# An amount is a cost below this, plus this times a code: see `batch_call`.
+_AMOUNT_CODES: Final = 2**31
 # The payloads of a check are prepared for costs below this.
 _PREPARED_COSTS: Final = 16
 
@@ -114,6 +137,7 @@ def _function_of(name: bytes, script: LuaScript) -> bytes:
 
 
 JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"), reply=list)
+BATCH: Final = _script_of(_function_of(b"check", CHECK), _text_of("batch"), reply=list)
 REPORT: Final = _script_of(
     _function_of(b"check", CHECK),
     _function_of(b"refund", REFUND),
@@ -184,6 +208,7 @@ class RuleScripts:
         "field",
         "middle",
         "place",
+        "script",
         "tails",
     )
 
@@ -194,6 +219,7 @@ class RuleScripts:
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
     ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
+        self.script = CHECK
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
         # In a subject's hash of logs, all logs that the rule has or ever had are in this field.
@@ -217,6 +243,12 @@ class RuleScripts:
             return _SERVER_NOW
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
+
+    def lease_arguments(self, terms: LeaseTerms, cost: int) -> tuple[int, int, int]:
+        """Return the units to lease, twice the nodes, and how long, in microseconds."""
+        lasts_us = lifetime_ns(self.decoder.limits, terms.lifetime_ns) // NS_PER_US
+        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and cost else 0
+        return wanted, 2 * terms.nodes, lasts_us
 
     def key(self, subject: str) -> bytes:
         """Return the key that the slot of a subject's states follows from."""
@@ -323,18 +355,12 @@ class CheckAttempt:
         """Return the call, to send it again after a refusal."""
         arguments: tuple[bytes | int, ...] = (self.gate, self.count * self.cost, self.now)
         if self.terms is not None:
-            arguments = (*arguments, _SPEND, *self._lease_arguments(self.terms))
+            arguments = (*arguments, _SPEND, *self.lease_arguments())
         return ScriptCall(CHECK, self.key, arguments, (self.logs,) if self.logs else ())
 
     def lease_arguments(self) -> tuple[int, ...]:
         """Return the further arguments of a check that leases; none without terms."""
-        return () if self.terms is None else self._lease_arguments(self.terms)
-
-    def _lease_arguments(self, terms: LeaseTerms) -> tuple[int, int, int]:
-        """Return the units to lease, twice the nodes, and how long, in microseconds."""
-        lasts_us = lifetime_ns(self.scripts.decoder.limits, terms.lifetime_ns) // NS_PER_US
-        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and self.cost else 0
-        return wanted, 2 * terms.nodes, lasts_us
+        return () if self.terms is None else self.scripts.lease_arguments(self.terms, self.cost)
 
     def decision(self, reply: list[int]) -> Decision:
         """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
@@ -360,6 +386,52 @@ def joint_call(
         if spend:
             arguments += attempt.lease_arguments()
     return ScriptCall(JOINT_CHECK, keys[0], tuple(arguments), tuple(keys[1:]))
+
+
+class ScriptCharge(NamedTuple):
+    """One charge of a group; see `batch_call`."""
+
+    scripts: RuleScripts
+    subject: str
+    cost: int
+    optional: bool = False
+    """The others of its group are charged even if this one fails. A denial counts."""
+    requests: int = 1
+    """The equal requests in a row that this stands for; above 1 only if it is a group alone."""
+    terms: LeaseTerms | None = None
+    """The terms of a lease, for all charges of a call or for none. Then `requests` is 1."""
+
+
+def batch_call(
+    groups: Sequence[Sequence[ScriptCharge]], now: ScriptTime, *, spend: bool
+) -> ScriptCall:
+    """Return the call that decides groups of charges; in each of them, all are made or none.
+
+    `now` comes from `RuleScripts.now`. Without `spend`, the script only looks. In a cluster, all
+    subjects must be in one slot (`RuleScripts.key`).
+    """
+    arguments: list[bytes | int] = [now, _SPEND if spend else _PEEK]
+    keys: list[bytes] = []
+    for group in groups:
+        for at, charge in enumerate(group):
+            key, gate, logs = charge.scripts.place(charge.subject)
+            keys += [key, logs or key]
+            code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
+            arguments += [gate, charge.cost + _AMOUNT_CODES * code]
+            if spend and charge.terms is not None:
+                arguments += charge.scripts.lease_arguments(charge.terms, charge.cost)
+    return ScriptCall(BATCH, keys[0], tuple(arguments), tuple(keys[1:]))
+
+
+def charge_replies(reply: object, charges: int) -> list[object]:
+    """Return the reply of each charge of a call, in order.
+
+    The reply of a call for one charge is that charge's. An error of the whole call, or a reply that
+    is no list of as many, is the reply of every charge.
+    """
+    if charges > 1 and type(reply) is list and len(reply) == charges:
+        return cast("list[object]", reply)
+    return [reply] * charges
 
 
 class ReportAttempt(NamedTuple):
