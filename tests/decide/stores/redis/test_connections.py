@@ -22,10 +22,10 @@ from ratekeeper.decide.stores.redis.connections import (
     handshake_commands,
     handshake_payload,
 )
-from ratekeeper.decide.stores.redis.scripts import CHECK
+from ratekeeper.decide.stores.redis.scripts import COUNTS
 
 ADDRESS = Address("10.0.0.1", 6379)
-LOAD = ("SCRIPT", "LOAD", CHECK.text)
+LOAD = ("SCRIPT", "LOAD", COUNTS.text)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_handshake_is_one_payload() -> None:
     )
     assert reader.gets() == [b"AUTH", "é".encode(), b"a\r\nb\0"]
     assert reader.gets() == [b"SELECT", b"3"]
-    assert reader.gets() == [b"SCRIPT", b"LOAD", CHECK.text]
+    assert reader.gets() == [b"SCRIPT", b"LOAD", COUNTS.text]
     assert reader.gets() is False
 
 
@@ -76,8 +76,8 @@ def _refused(uri: str, *replies: object) -> str:
 
 def test_a_handshake_succeeds() -> None:
     """The server answers OK, the script's SHA, and the role of a primary."""
-    assert not _refused("redis://:pw@h/3", b"OK", b"OK", CHECK.sha)
-    assert not _refused("redis+sentinel://h/main", [b"master", 0, []], CHECK.sha)
+    assert not _refused("redis://:pw@h/3", b"OK", b"OK", COUNTS.sha)
+    assert not _refused("redis+sentinel://h/main", [b"master", 0, []], COUNTS.sha)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_rejected_login_fails_the_handshake(message: str, words: str) -> None:
 
 def test_an_unknown_database_fails_the_handshake() -> None:
     """The server does not have it, or is a cluster."""
-    assert "out of range" in _refused("redis://h/99", "ERR DB index is out of range", CHECK.sha)
+    assert "out of range" in _refused("redis://h/99", "ERR DB index is out of range", COUNTS.sha)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_error_that_any_first_command_gets_fails_the_handshake(message: str) 
 def test_with_sentinel_the_server_must_be_a_primary() -> None:
     """It may have been demoted after the Sentinel named it."""
     role = [b"slave", b"10.0.0.2", 6379, b"connected", 5]
-    error = _refused("redis+sentinel://h/main", role, CHECK.sha)
+    error = _refused("redis+sentinel://h/main", role, COUNTS.sha)
     assert error == "10.0.0.1:6379 is not the primary any more"
 
 

@@ -21,9 +21,7 @@ from ratekeeper.decide.stores.redis.connections import NotSent
 from ratekeeper.decide.stores.redis.counters import JointCheck
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.scripts import (
-    CHECK,
-    JOINT_CHECK,
-    REFUND,
+    CHANGE,
     RuleScripts,
     ScriptCall,
 )
@@ -39,7 +37,6 @@ SCRIPTS = {
     for subject, limit in (("a", 5), ("b", 6))
 }
 SUBJECTS = {scripts.key(subject): subject for subject, scripts in SCRIPTS.items()}
-NAMES = {CHECK: "check", JOINT_CHECK: "joint", REFUND: "refund"}
 
 
 class ScriptedDriver:
@@ -62,8 +59,12 @@ class ScriptedDriver:
 
 def _shown(call: ScriptCall) -> str:
     """Return the name of the script, and the subjects of its keys."""
-    name = "peek" if call.arguments[-1] == b"look" else NAMES[call.script]
-    subjects = [SUBJECTS[key] for key in (call.key, *call.more_keys)[::2]]
+    subjects = [SUBJECTS[key] for key in (call.key, *call.more_keys)]
+    name = "joint" if len(subjects) > 1 else "check"
+    if call.script is CHANGE:
+        name = "refund"
+    elif call.arguments[-1] == b"look":
+        name = "peek"
     return f"{name} {'+'.join(subjects)}"
 
 

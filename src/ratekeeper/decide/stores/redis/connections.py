@@ -60,7 +60,7 @@ from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUna
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.decide.stores.redis.breakers import ServerBreaker
 from ratekeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
-from ratekeeper.decide.stores.redis.scripts import CHECK, pack
+from ratekeeper.decide.stores.redis.scripts import COUNTS, pack
 
 # Backoff: the first and the longest pause after a failed connection.
 FIRST_NS: Final = 10_000_000
@@ -217,7 +217,7 @@ def handshake_commands(config: RedisConfig) -> list[_Command]:
     if config.mode == "sentinel":
         commands.append(("ROLE",))
     # Loaded in advance, so that no call needs a second round trip.
-    commands.append(("SCRIPT", "LOAD", CHECK.text))
+    commands.append(("SCRIPT", "LOAD", COUNTS.text))
     return commands
 
 

@@ -37,6 +37,7 @@ from ratekeeper.decide.stores.redis.scripts import (
     ReportAttempt,
     RuleScripts,
     ScriptCall,
+    charge_replies,
     joint_call,
     report_call,
 )
@@ -432,10 +433,7 @@ def reporting(
             cache.drop_subject(each.subject)
     answers: dict[int, Answer] = {}
     for group, reply in zip(groups.values(), replies, strict=True):
-        parts = reply if type(reply) is list else [reply] * len(group)
-        if len(parts) != len(group):
-            parts = [_unknown(reply)] * len(group)
-        for at, part in zip(group, parts, strict=True):
+        for at, part in zip(group, charge_replies(reply, len(group)), strict=True):
             answers[at] = _reported(driver, reports[at].scripts, part, moment[1])
     return [answers[at] for at in range(len(reports))]
 
