@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratekeeper.core.errors import ConfigError
-from ratekeeper.decide.stores import open_store
+from ratekeeper.decide.stores import SHARED_OPTIONS, open_store
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT
 from ratekeeper.testing import ManualClock
 
@@ -48,8 +49,10 @@ def test_a_valid_uri_opens_a_store(uri: str, states_max: int) -> None:
         ("memory://localhost", "has no address"),
         ("memory://localhost:6379/0", "has no address"),
         ("memory:///var/limits", "has no address"),
-        ("memory://?size=5", "has no option 'size'; there are capacity"),
-        ("memory://?capacity=5&size=5", "has no option 'size'"),
+        ("memory://?size=5", "no option size; the options are capacity, log_bytes, allowances"),
+        ("memory://?capacity=5&log_byte=5", "no option log_byte; did you mean log_bytes?"),
+        ("memory://?mode=600", "no option mode"),
+        ("memory://?capacity=5&capacity=6", "gives capacity twice"),
         ("memory://?capacity=", "capacity='' is not a whole number from 1 to 1,000,000,000"),
         ("memory://?capacity=0", "capacity='0' is not a whole number"),
         ("memory://?capacity=-1", "capacity='-1' is not a whole number"),
@@ -73,6 +76,13 @@ def test_an_invalid_uri_is_rejected(uri: str, problem: str) -> None:
     expected = f"store={shown!r}" if scheme.isidentifier() else "store=…"
     assert str(caught.value).startswith(expected)
     assert problem in str(caught.value)
+
+
+def test_the_documentation_lists_each_option() -> None:
+    """Each row of docs/library.md has the name, the default and the meaning from the table."""
+    text = (Path(__file__).parents[3] / "docs" / "library.md").read_text()
+    for each in SHARED_OPTIONS.values():
+        assert f"| `{each.name}` | {each.default} | {each.meaning} |" in text
 
 
 @pytest.mark.parametrize(
