@@ -12,7 +12,7 @@
                                      redis+cluster://, and each as valkey
 
 `LocalOptions` describes the options; those of a Redis URI are in `redis/config.py`. A file keeps
-the sizes that it was made with. With `shared://`, allowances are in a second file of its own, such as
+the sizes that it was made with. With `shared://`, allowances are in a second file, such as
 `/run/api.limits.allowances`. A file that another user owns, or that the group or every user can
 write, is rejected unless `mode` allows it.
 """

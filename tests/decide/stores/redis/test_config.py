@@ -29,7 +29,6 @@ from ratekeeper.decide.stores.redis.config import (
     parse,
 )
 
-DOCS = Path(__file__).parents[4] / "docs"
 LOCAL = (Address("localhost", 6379),)
 OPTION_NAMES = tuple(OPTIONS)
 
@@ -502,14 +501,6 @@ def test_the_error_for_an_unusable_file_names_it(
 def test_tls_trusts_the_system_authorities_by_default() -> None:
     """A server with a public certificate needs no option."""
     assert TlsOptions().context().verify_mode == ssl.CERT_REQUIRED
-
-
-def test_the_documentation_lists_each_option() -> None:
-    """Each row of docs/redis.md has the name, the default and the meaning from the table."""
-    rows = re.findall(r"(?m)^\| `[a-z_]+` \|.*\|$", (DOCS / "redis.md").read_text())
-    assert rows == [
-        f"| `{each.name}` | {each.default} | {each.meaning} |" for each in OPTIONS.values()
-    ]
 
 
 @pytest.mark.parametrize(
