@@ -583,8 +583,11 @@ class PipelineProtocol(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
-        """Send a call; return the future of its last reply, after `discarded` other replies."""
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
+        """Send a call; return the future of its last reply, after `discarded` other replies.
+
+        `reply` is the future, or has its methods.
+        """
         pending, buffer, transport = self._pending, self._buffer, self._transport
         if transport is None:
             raise NotSent(f"the connection is closed: {self._why or 'the server closed it'}")
@@ -593,7 +596,7 @@ class PipelineProtocol(asyncio.Protocol):
         idle = not pending
         for _ in range(discarded):
             pending.append(None)
-        future = self._loop.create_future()
+        future = reply or self._loop.create_future()
         pending.append(future)
         if idle:
             # No call to wait for. Other ready tasks will find this one pending, and form a batch.
@@ -766,10 +769,10 @@ class PipelinedConnection(ServerEndpoint):
         self._protocol: PipelineProtocol | None = None
         # Its result is the connection, or why there is none.
         self._connecting: asyncio.Task[PipelineProtocol | str] | None = None
-        # Number of calls that wait for it.
-        self._waiting = 0
+        # The calls that wait for it.
+        self._waiting: set[asyncio.Task[None]] = set()
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
         """Send a call, after connecting if necessary. The future may fail with NotSent.
 
         Its deadline begins when it is sent.
@@ -778,42 +781,53 @@ class PipelinedConnection(ServerEndpoint):
             raise self._breaker.refusal()
         protocol = self._protocol
         if protocol is not None and protocol.open:
-            return protocol.submit(payload, discarded)
-        return self._submit_when_connected(payload, discarded)
+            return protocol.submit(payload, discarded, reply)
+        return self._submit_when_connected(payload, discarded, reply)
 
     @property
     def connected(self) -> bool:
         """True if a call would leave at once."""
         return self._protocol is not None and self._protocol.open
 
-    def _submit_when_connected(self, payload: bytes, discarded: int) -> ReplyFuture:
+    def _submit_when_connected(self, payload: bytes, discarded: int, reply: Any) -> ReplyFuture:
         if self._closed:
             raise StoreUnavailable(_CLOSED)
-        if self._waiting >= PENDING_MAX:
+        if len(self._waiting) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
-        self._waiting += 1
-        sending = self._send_when_connected(self._connecting, payload, discarded)
-        return self._loop.create_task(sending)
+        future = reply or self._loop.create_future()
+        sending = self._send_when_connected(self._connecting, payload, discarded, future)
+        task = self._loop.create_task(sending)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return future
 
     async def _send_when_connected(
-        self, connecting: asyncio.Task[PipelineProtocol | str], payload: bytes, discarded: int
-    ) -> Any:
+        self,
+        connecting: asyncio.Task[PipelineProtocol | str],
+        payload: bytes,
+        discarded: int,
+        reply: ReplyFuture,
+    ) -> None:
         """Wait for the connection, for a deadline if the server has failed; then send the call."""
         began_ns = time.monotonic_ns()
         deadline_s = self._config.deadline_ns / NS_PER_SECOND
-        try:
-            while not (await asyncio.wait({connecting}, timeout=deadline_s))[0]:
-                # While the server has not failed, wait until connecting has succeeded or failed.
-                if self._breaker.failing:
-                    raise self._connect_late(began_ns)
-        finally:
-            self._waiting -= 1
-        made = _CLOSED if connecting.cancelled() else connecting.result()
-        if isinstance(made, str):
-            raise NotSent(made)
-        return await made.submit(payload, discarded)
+        error: NotSent | None = None
+        while error is None and not (await asyncio.wait({connecting}, timeout=deadline_s))[0]:
+            # While the server has not failed, wait until connecting has succeeded or failed.
+            if self._breaker.failing:
+                error = self._connect_late(began_ns)
+        if reply.done():
+            return
+        made = _CLOSED if connecting.cancelled() else error or connecting.result()
+        if isinstance(made, PipelineProtocol):
+            try:
+                made.submit(payload, discarded, reply)
+            except NotSent as refusal:
+                reply.set_exception(refusal)
+        else:
+            reply.set_exception(NotSent(str(made)))
 
     async def _connect(self) -> PipelineProtocol | str:
         began_ns = time.monotonic_ns()
