@@ -173,12 +173,11 @@ def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Sing
         for number in range(health_module.KEYS_COUNTED_MAX - 50):
             two.check(f"user:{number}")
         counted = count_states(topology, "rk")
-        assert (counted.states, counted.exact) == (1_900, True)
+        assert counted.states == 1_900
         for number in range(500):
             two.check(f"more:{number}")
         counted = count_states(topology, "rk")
         assert counted.states == pytest.approx(2_900, rel=0.02)
-        assert not counted.exact
 
 
 def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
@@ -199,7 +198,6 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
         pipeline.execute()
         before = scans_seen(single)
         counted = count_states(topology, "rk")
-        assert not counted.exact
         assert counted.keys == pytest.approx(10_000, rel=0.15)
         assert counted.states == pytest.approx(20_000, rel=0.15)
         assert scans_seen(single) - before == 10
@@ -212,7 +210,7 @@ def test_foreign_values_under_our_prefix_are_skipped(single: Single) -> None:
         Limiter("5/minute", store=store).check("a")
         single.admin.set("rk:{b}", "no hash")
         counted = count_states(topology, "rk")
-        assert (counted.keys, counted.exact) == (2, False)
+        assert counted.keys == 2
         single.admin.delete(key_of("a"))
         with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
             count_states(topology, "rk")
@@ -288,14 +286,10 @@ def test_health_holds_the_facts_of_one_server(single: Single) -> None:
     assert (node.server, node.version) == ("redis", info["redis_version"])
     assert (node.keys, node.evicted_keys, node.replicas_connected) == (1, 0, 0)
     assert (node.maxmemory_bytes, node.maxmemory_policy) == (0, "noeviction")
-    assert (node.aof_enabled, node.rdb_save_points, node.rdb_last_save_ok) == (False, "", True)
+    assert (node.aof_enabled, node.rdb_last_save_ok) == (False, True)
     assert node.used_memory_bytes == pytest.approx(info["used_memory"], rel=0.5)
-    assert node.uptime_seconds is not None
-    assert 0 <= info["uptime_in_seconds"] - node.uptime_seconds < 60
-    assert node.ops_per_second is not None
     assert node.latency_ms is not None
-    assert node.latency_max_ms is not None
-    assert 0 < node.latency_ms <= node.latency_max_ms < 1_000
+    assert 0 < node.latency_ms < 1_000
     assert node.clock_offset_ms == pytest.approx(0, abs=1_000)  # one machine, one clock
 
 
@@ -310,8 +304,8 @@ def test_a_server_without_aof_gets_a_warning() -> None:
     with Single() as server, opened(server.uri) as store:
         (warning, _) = store.health().warnings
         assert warning == (
-            f"AOF is off: counts would be lost at a restart (127.0.0.1:{server.port}): "
-            f"CONFIG SET appendonly yes, then CONFIG REWRITE"
+            f"AOF is off: a restart loses all counts since the last snapshot, if there is one "
+            f"(127.0.0.1:{server.port}): CONFIG SET appendonly yes, then CONFIG REWRITE"
         )
         server.admin.config_set("appendonly", "yes")
         health = store.health()
