@@ -406,13 +406,6 @@ def test_parse_returns_a_config_or_raises_config_error(
         assert read.addresses
 
 
-@given(_TEXT)
-def test_parse_accepts_or_rejects_any_text(uri: str) -> None:
-    """The same for text that does not resemble a URI."""
-    with suppress(ConfigError):
-        parse(uri)
-
-
 @given(
     st.text(ascii_letters + "-_/?#@&%é ", max_size=12),
     st.text(min_size=1, max_size=12),
