@@ -218,9 +218,21 @@ def test_successful_probes_close_the_breaker() -> None:
     breaker.at(1_111).probe_succeeded()
     assert (breaker.position, breaker.since_ms, breaker.counting) == ("closed", 1_111, False)
     assert breaker.changes == ["open", "half_open", "closed"]
-    # Old failures do not count, and the open time is the first one again.
+    # Old failures do not count.
     assert fail(breaker, 3_010, 3_011, 3_012, 3_013, 3_014) == [False] * 4 + [True]
-    assert (breaker.due_ms, breaker.state().opened_times) == (4_014, 2)
+    assert breaker.state().opened_times == 2
+
+
+def test_a_server_that_fails_soon_after_its_probes_rests_longer() -> None:
+    """An overloaded server answers probes. After a quiet window, the open time is the first one."""
+    breaker, now_ms, pauses_ms = opened_at_ms(5), 5, []
+    for quiet_ms in (0, 0, 9_000, 10_000):
+        pauses_ms.append(breaker.due_ms - now_ms)
+        for _ in range(2):
+            breaker.at(breaker.due_ms).probe_succeeded()
+        now_ms = breaker.now // MS + quiet_ms + 5
+        fail(breaker, *range(now_ms - 4, now_ms + 1))
+    assert [*pauses_ms, breaker.due_ms - now_ms] == [1_000, 2_000, 4_000, 8_000, 1_000]
 
 
 def test_a_failed_probe_reopens_a_half_open_breaker() -> None:

@@ -106,6 +106,7 @@ class ServerBreaker:
         self._reason = ""
         self._refusal = ""
         self._opened_times = 0
+        self._open_ns = config.breaker_open_ns
         self._probe_ns = 0
         self.failed_calls = 0
         # How long calls to the server took, of all threads and event loops.
@@ -117,7 +118,6 @@ class ServerBreaker:
     def _close(self) -> None:
         self._position: BreakerPosition = "closed"
         self._since_ns = self._now_ns()
-        self._open_ns = self._config.breaker_open_ns
         self._probed = 0
         self._moment_ns = -1
         # When the first call failed that no success has followed.
@@ -161,6 +161,11 @@ class ServerBreaker:
                 each.moments += is_moment
             if not (self._is_enough(self._window) or self._is_enough(self._run)):
                 return
+            # A server that answers probes, but not the calls after them, rests longer each time.
+            if now_ns - self._since_ns >= self._window_ns or not self._opened_times:
+                self._open_ns = self._config.breaker_open_ns
+            else:
+                self._open_ns = min(2 * self._open_ns, self._config.breaker_open_max_ns)
             self._opened_times += 1
             self._refusal = (
                 f"{self.address} failed {self._window.failures} times; its circuit breaker is open "
