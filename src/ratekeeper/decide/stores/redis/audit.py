@@ -40,7 +40,7 @@ from ratekeeper.decide.stores.redis.codec import (
     FIELD_BYTES,
     TIME_BYTES,
     is_bucket,
-    is_logs,
+    is_log,
     is_regional_state,
     regional_type,
 )
@@ -65,8 +65,8 @@ SEEN_MAX: Final = 2_000_000
 EXPIRY_MS_MIN: Final = 60_000
 # For the state of a global limit that has none: its windows are not known here.
 REGIONAL_EXPIRY_MS: Final = 86_400_000
-# The type of the key of a subject's logs.
-_LOGS_TYPE: Final = b"hash"
+# The type of the key of a log.
+_LOG_TYPE: Final = b"string"
 
 _PERMISSIONS: Final = (
     "; an audit needs +scan +type +pttl +hlen +hgetall +getrange +time +info, "
@@ -385,7 +385,7 @@ class _ServerAudit:
     def _judge_other(self, key: bytes, ttl_ms: int) -> None:
         """Look at logs, or at a key of global limits. A check reports what it cannot read."""
         is_state = is_regional_state(key)
-        if is_state or is_logs(key):
+        if is_state or is_log(key):
             self._found.states += 1
             if ttl_ms == -1:
                 self._never_expires(key, REGIONAL_EXPIRY_MS if is_state else 0)
@@ -414,7 +414,7 @@ def _type_of(key: bytes) -> bytes:
     """Return the type that a key of ours has; empty if it is another program's."""
     if is_bucket(key):
         return b"hash"
-    return _LOGS_TYPE if is_logs(key) else regional_type(key) or b""
+    return _LOG_TYPE if is_log(key) else regional_type(key) or b""
 
 
 # ── Replicas ───────────────────────────────────────────────────────────────────────────────────
