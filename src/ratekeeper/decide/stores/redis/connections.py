@@ -656,8 +656,11 @@ class PipelineProtocol(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
-        """Send a call; return the future of its last reply, after `discarded` other replies."""
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
+        """Send a call; return the future of its last reply, after `discarded` other replies.
+
+        `reply` is the future, or has its methods.
+        """
         pending, buffer, transport = self._pending, self._buffer, self._transport
         if transport is None:
             raise NotSent(f"the connection is closed: {self._why or 'the server closed it'}")
@@ -666,7 +669,7 @@ class PipelineProtocol(asyncio.Protocol):
         idle = not pending
         for _ in range(discarded):
             pending.append(None)
-        future = self._loop.create_future()
+        future = reply or self._loop.create_future()
         pending.append(future)
         if idle:
             # No call to wait for. Other ready tasks will find this one pending, and form a batch.
@@ -850,7 +853,7 @@ class PipelinedConnection(ServerEndpoint):
         self._connecting: asyncio.Task[None] | None = None
         self._queue: deque[_QueuedCall] = deque()
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
         """Send a call, after connecting if necessary. The future may fail with NotSent.
 
         Its deadline begins when it is sent.
@@ -859,15 +862,15 @@ class PipelinedConnection(ServerEndpoint):
             raise self._breaker.refusal()
         protocol = self._protocol
         if protocol is not None and protocol.open:
-            return protocol.submit(payload, discarded)
-        return self._submit_when_connected(payload, discarded)
+            return protocol.submit(payload, discarded, reply)
+        return self._submit_when_connected(payload, discarded, reply)
 
     @property
     def connected(self) -> bool:
         """True if a call would leave at once."""
         return self._protocol is not None and self._protocol.open
 
-    def _submit_when_connected(self, payload: bytes, discarded: int) -> ReplyFuture:
+    def _submit_when_connected(self, payload: bytes, discarded: int, reply: Any) -> ReplyFuture:
         if self._closed:
             raise StoreUnavailable(_CLOSED)
         if self._connecting is None:
@@ -875,7 +878,7 @@ class PipelinedConnection(ServerEndpoint):
             self._connecting = self._loop.create_task(self._connect())
         if len(self._queue) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
-        call = _QueuedCall(payload, discarded, self._loop.create_future())
+        call = _QueuedCall(payload, discarded, reply or self._loop.create_future())
         self._queue.append(call)
         self._wait_for_connection(call, time.monotonic_ns())
         return call.reply

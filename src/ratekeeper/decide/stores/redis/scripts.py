@@ -27,17 +27,15 @@ last `lease_numbers` of the reply are the lease, which `lease` reads.
 A single check is the same call with one charge and no time: the script `RuleScripts.script`
 with the keys, the gate and the cost. Its reply is that of the charge.
 
-`RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
-one check on its way: the call, and when it was made. Nothing here does I/O.
+`RuleScripts` writes one rule's calls: which script, which key, which arguments. Nothing here does
+I/O.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Final, NamedTuple, cast
@@ -46,7 +44,7 @@ from hiredis import pack_command
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
-from ratekeeper.core.model import UNITS_MAX, Decision, Limit
+from ratekeeper.core.model import UNITS_MAX, Limit
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
     NS_PER_US,
@@ -63,7 +61,7 @@ from ratekeeper.decide.stores.redis.config import RedisConfig
 ScriptTime = bytes | int
 SERVER_TIME: Final = b""
 UNKNOWN_TIME: Final = b""
-_SERVER_NOW: Final = (SERVER_TIME, 0)
+SERVER_NOW: Final = (SERVER_TIME, 0)
 _PEEK: Final = b"look"
 _SPEND: Final = b""
 # In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
@@ -77,8 +75,6 @@ _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 CHARGES_MAX: Final = 32
 # An amount is a cost below this, plus this times a code: see `batch_call`.
 _AMOUNT_CODES: Final = 2**31
-# The payloads of a check are prepared for costs below this.
-_PREPARED_COSTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +202,8 @@ class RuleScripts:
         "decoder",
         "encoded",
         "field",
-        "middle",
         "place",
         "script",
-        "tails",
     )
 
     place: Callable[[str], Place]
@@ -226,21 +220,11 @@ class RuleScripts:
         self.field = field_of(rule)
         self.encoded = encode_limits(limits, rule)
         self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
-        # Of a check's payload: the bytes between the key and the gate, and those after the gate.
-        # The gates of all subjects have the same length.
-        self.middle = b"\r\n$%d\r\n" % len(self.place("")[1])
-        self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
-
-    @staticmethod
-    def tail(cost: int) -> bytes:
-        """Return the end of a check's payload: the cost."""
-        digits = b"%d" % cost
-        return b"\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
         if self.by_server_clock and switches.clock is None:
-            return _SERVER_NOW
+            return SERVER_NOW
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
@@ -257,6 +241,17 @@ class RuleScripts:
     def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
         key, gate, logs = self.place(subject)
         return ScriptCall(script, key, (gate, *arguments), (logs,) if logs else ())
+
+    def check(self, subject: str, cost: int) -> ScriptCall:
+        """Return the call of a single check, decided by the server's clock."""
+        return self._call(self.script, subject, cost)
+
+    def check_command(self, subject: str, cost: int) -> tuple[bytes, bytes]:
+        """Return the key of `check`, and the command: faster than to make the call first."""
+        key, gate, logs = self.place(subject)
+        if logs:
+            return key, pack("EVALSHA", self.script.sha, 2, key, logs, gate, cost)
+        return key, pack("EVALSHA", self.script.sha, 1, key, gate, cost)
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
@@ -283,109 +278,6 @@ class RuleScripts:
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
         return self._call(RESET, subject, 0, self.now()[0])
-
-
-@lru_cache(maxsize=256)
-def _check_head(key_bytes: int) -> bytes:
-    """Return the payload of a check, EVALSHA <sha> 1 <key> <gate> <cost>, up to the key."""
-    return b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$%d\r\n" % (CHECK.sha, key_bytes)
-
-
-# The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
-CheckKey = tuple[RuleScripts, str, int]
-
-
-class CheckAttempt:
-    """One call of the check script: its subject, its cost and its time.
-
-    `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
-    start: it shows whether a denial in the reply is still up to date.
-    """
-
-    __slots__ = (
-        "cost",
-        "count",
-        "early_ns",
-        "gate",
-        "key",
-        "logs",
-        "mark",
-        "now",
-        "scripts",
-        "sent_ns",
-        "subject",
-        "terms",
-    )
-
-    def __init__(
-        self,
-        check: CheckKey,
-        mark: int,
-        count: int = 1,
-        moment: tuple[ScriptTime, int] | None = None,
-        terms: LeaseTerms | None = None,
-    ) -> None:
-        """`moment` is the time of several checks that are decided together.
-
-        With `terms`, the check leases units.
-        """
-        scripts, self.subject, self.cost = self.scripts, _, _ = check
-        if moment is not None:
-            self.now, self.early_ns = moment
-        elif scripts.by_server_clock and switches.clock is None:
-            self.now, self.early_ns = _SERVER_NOW
-        else:
-            self.now, self.early_ns = scripts.now()
-        self.mark = mark
-        self.count = count
-        self.terms = terms
-        self.key, self.gate, self.logs = scripts.place(self.subject)
-        self.sent_ns = time.monotonic_ns()
-
-    def payload(self) -> bytes:
-        """Return the bytes to send."""
-        cost = self.count * self.cost
-        if self.logs or self.now != SERVER_TIME:
-            return self.call().by_sha()
-        scripts, key = self.scripts, self.key
-        tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
-        return b"".join((_check_head(len(key)), key, scripts.middle, self.gate, tail))
-
-    def call(self) -> ScriptCall:
-        """Return the call, to send it again after a refusal."""
-        arguments: tuple[bytes | int, ...] = (self.gate, self.count * self.cost, self.now)
-        if self.terms is not None:
-            arguments = (*arguments, _SPEND, *self.lease_arguments())
-        return ScriptCall(CHECK, self.key, arguments, (self.logs,) if self.logs else ())
-
-    def lease_arguments(self) -> tuple[int, ...]:
-        """Return the further arguments of a check that leases; none without terms."""
-        return () if self.terms is None else self.scripts.lease_arguments(self.terms, self.cost)
-
-    def decision(self, reply: list[int]) -> Decision:
-        """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
-        return self.scripts.decoder.check(reply, self.cost, self.early_ns)
-
-    def denied_with_others(self, reply: list[int]) -> Decision:
-        """Return the decision of a check that was not charged because another one denies."""
-        return self.scripts.decoder.peek(reply, self.cost, self.early_ns)
-
-
-def joint_call(
-    attempts: Sequence[CheckAttempt], optional: Sequence[bool], *, spend: bool
-) -> ScriptCall:
-    """Return the call that decides several checks of one slot, all or none.
-
-    `optional` says for each check whether the others are charged even if it fails.
-    """
-    arguments: list[bytes | int] = [attempts[0].now, _SPEND if spend else _PEEK]
-    keys: list[bytes] = []
-    for attempt, may_fail in zip(attempts, optional, strict=True):
-        keys += [attempt.key, attempt.logs or attempt.key]
-        arguments += [attempt.gate, attempt.cost, int(may_fail)]
-        if spend:
-            arguments += attempt.lease_arguments()
-    return ScriptCall(JOINT_CHECK, keys[0], tuple(arguments), tuple(keys[1:]))
 
 
 class ScriptCharge(NamedTuple):
