@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratekeeper.decide.stores.redis.audit import PIECE_BYTES, Bucket, read_bucket
-from ratekeeper.decide.stores.redis.codec import encode_numbers
+from ratekeeper.decide.stores.redis.codec import encode_sequence
 
 BASE_US = 1_763_000_000_000_000
 ENDS_S = 1_763_000_060
@@ -19,7 +19,7 @@ BUCKET, COUNTER = (4, 0, 3_000_000), (5, 0, 12, 30)
 
 def packed(*numbers: int) -> bytes:
     """Return numbers as a state holds them: msgpack without the head of the array."""
-    return b"".join(encode_numbers((each,))[3:] for each in numbers)
+    return encode_sequence(numbers)
 
 
 def state(*numbers: int) -> bytes:

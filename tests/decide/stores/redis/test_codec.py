@@ -258,72 +258,32 @@ def plain_answers(draw: st.DrawFn) -> tuple[ReplyDecoder, list[int]]:
     return ReplyDecoder(limits, "rule"), reply
 
 
-def denied(reply: list[int]) -> list[int]:
-    """Return the same states in a denial."""
-    return [~reply[0], *reply[1:]]
-
-
-@given(plain_answers(), st.integers(1, 3))
-def test_a_batch_decides_as_single_checks_in_a_row(
-    found: tuple[ReplyDecoder, list[int]], cost: int
+@given(plain_answers(), st.integers(1, 3), st.integers(2, 50))
+def test_requests_in_a_row_are_decided_as_single_checks(
+    found: tuple[ReplyDecoder, list[int]], cost: int, requests: int
 ) -> None:
-    """Each check of the batch gets the decision of a single one, and so does the next denial."""
+    """Each of them spends what the next one finds; those without room have the same denial."""
     decoder, reply = found
-    count = decoder.fits(denied(reply), cost)
-    if not count:
-        return
-    decisions = decoder.checks(reply, cost, count)
-    assert decisions[0] == decoder.check(reply, cost)
-    # Remaining falls by the cost each time, and the last leaves less than one more would take.
-    remaining = [decision.remaining for decision in decisions]
-    assert remaining == sorted(remaining, reverse=True)
-    assert remaining[-1] < cost
-    follows = decoder.denial_after(reply, count * cost, cost)
-    assert follows is not None
-    decision = decoder.check(follows, cost)
-    assert not decision.allowed
-    assert decision.remaining == remaining[-1]
-    assert decision.retry_after_ns > 0
+    room = decoder.peek(reply, 0).remaining
+    admitted = min(room // cost, requests)
+    now_us = reply[0] if admitted else ~reply[0]
+    decisions = decoder.checks_in_turn([now_us, *reply[1:], admitted], cost, requests)
+    assert decisions[0] == decoder.check([now_us, *reply[1:]], cost)
+    left = [room - cost * min(number + 1, admitted) for number in range(requests)]
+    assert [each.remaining for each in decisions] == left
+    assert [each.allowed for each in decisions] == [True] * admitted + [False] * (
+        requests - admitted
+    )
     with pytest.raises(StoreUnavailable, match="this is a defect"):
-        decoder.checks(reply, cost, count + 1)
+        decoder.checks_in_turn([reply[0], *reply[1:], room // cost + 1], cost, room // cost + 1)
 
 
-def test_a_batch_that_used_a_grant_is_decided_one_by_one() -> None:
+def test_requests_in_a_row_use_a_grant_after_the_limit() -> None:
     """Own units come first; the remaining units count both."""
     decoder = ReplyDecoder((MINUTE,), "")
-    reply = [NOW_US, NOW_US, 8_000_000, 5, NOW_US + 1_000_000]
-    assert decoder.fits(denied(reply), 2) == 3
-    assert [each.remaining for each in decoder.checks(reply, 2, 3)] == [5, 3, 1]
-    assert decoder.denial_after(reply, 6, 2) is None
-
-
-@pytest.mark.parametrize(
-    ("alive", "cost", "count", "fits", "tells"),
-    [(3, 1, 1, 0, True), (3, 1, 2, 0, False), (1, 1, 5, 2, True), (0, 2, 3, 1, True)],
-)
-def test_a_log_explains_the_denial_of_the_requested_cost_only(
-    alive: int, cost: int, count: int, fits: int, tells: bool
-) -> None:
-    """Its reply has the time when the requested units fit."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    reply = [~NOW_US, NOW_US - 5, alive, NOW_US - 9]
-    assert decoder.fits(reply, cost) == fits
-    assert decoder.explains_one(reply, cost, count) is tells
-
-
-def test_the_denial_after_a_logs_last_unit_is_known_if_it_was_empty() -> None:
-    """Then all of its entries are of now; otherwise the oldest entry is unknown."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    assert decoder.denial_after([NOW_US, -1, 0, 0], 3, 1) == [~NOW_US, NOW_US, 3, NOW_US]
-    assert decoder.denial_after([NOW_US, NOW_US - 5, 1, 0], 2, 1) is None
-    assert decoder.denial_after([NOW_US, NOW_US - 5, 1, 0], 1, 1) == [~NOW_US, NOW_US, 2, 0]
-
-
-@pytest.mark.parametrize(("alive", "cost", "lasts"), [(3, 1, True), (2, 2, True), (2, 3, False)])
-def test_a_logs_denial_lasts_if_one_unit_is_missing(alive: int, cost: int, lasts: bool) -> None:
-    """If more are missing, some become free before the last, at an unknown time."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    assert decoder.lasts([~NOW_US, NOW_US - 5, alive, NOW_US - 9], cost) is lasts
+    reply = [NOW_US, NOW_US, 8_000_000, 5, NOW_US + 1_000_000, 3]
+    decisions = decoder.checks_in_turn(reply, 2, 4)
+    assert [each.remaining for each in decisions] == [5, 3, 1, 1]
 
 
 # ── Places in buckets ──────────────────────────────────────────────────────────────────────────

@@ -18,6 +18,7 @@ from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 from ratekeeper.core.steps import run
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig, parse
 from ratekeeper.decide.stores.redis.connections import NotSent, refusal_error
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.driver import (
     ASKING,
     ATTEMPTS_MAX,
@@ -69,7 +70,7 @@ class ScriptedDriver(RedisDriver):
     def __init__(self, config: RedisConfig, replies: list[Any]) -> None:
         self.steps: list[Step] = []
         self.replies = replies
-        super().__init__(ScriptedServers(config, self.steps))
+        super().__init__(ScriptedServers(config, self.steps), DenialCache(0))
 
     def send(self, key: bytes, payload: bytes) -> Any:
         return self._send_to(FIRST, payload, 0)

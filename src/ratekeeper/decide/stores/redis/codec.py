@@ -412,20 +412,6 @@ class ReplyDecoder:
             outcomes.append(decide(state, limit, now_ns, cost)[1])
         return combine(self.limits, outcomes, self._rule, now_ns, tick_ns=NS_PER_US)
 
-    def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
-        """Return the decisions on `count` checks in a row that the script allowed as one.
-
-        `reply` is the reply to that one check of `count * cost` units.
-        """
-        try:
-            states = self._states(reply, reply[0])
-        except (IndexError, TypeError, StopIteration) as error:
-            raise _invalid_reply(reply) from error
-        decisions = self._decide_in_turn(states, reply[0] * NS_PER_US, cost, count)
-        if not all(decision.allowed for decision in decisions):
-            raise _disagreement(reply, cost)
-        return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
-
     def checks_in_turn(
         self, reply: list[int], cost: int, count: int, early_ns: int = 0
     ) -> list[Decision]:
@@ -436,20 +422,17 @@ class ReplyDecoder:
         try:
             *states, admitted = reply
             now_us = states[0] if states[0] >= 0 else ~states[0]
-            decisions = self._decide_in_turn(
-                self._states(states, now_us), now_us * NS_PER_US, cost, min(admitted + 1, count)
-            )
+            found = self._states(states, now_us)
+            decisions = [
+                self._decide_next(found, now_us * NS_PER_US, cost, cost)
+                for _ in range(min(admitted + 1, count))
+            ]
         except (IndexError, TypeError, StopIteration, ValueError) as error:
             raise _invalid_reply(reply) from error
         if sum(each.allowed for each in decisions) != admitted or (admitted > 0) != (reply[0] >= 0):
             raise _disagreement(reply, cost)
         decisions += decisions[-1:] * (count - len(decisions))
         return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
-
-    def _decide_in_turn(
-        self, states: list[_LimitState], now_ns: int, cost: int, count: int
-    ) -> list[Decision]:
-        return [self._decide_next(states, now_ns, cost, cost) for _ in range(count)]
 
     def _decide_next(
         self, states: list[_LimitState], now_ns: int, requested: int, cost: int
@@ -484,77 +467,6 @@ class ReplyDecoder:
             decision.retry_after_ns,
         )
         return decision_with(decision, retry_after_ns=wait_ns)
-
-    def fits(self, reply: list[int], cost: int) -> int:
-        """Return how many checks of a cost would have passed, according to a denial's states."""
-        now_us = ~reply[0]
-        rooms: list[int] = []
-        for limit, algorithm, state, credit in self._states(reply, now_us):
-            if isinstance(state, _LogSummary):
-                room = limit.limit - state.alive
-            else:
-                room = algorithm.decide(state, limit, now_us * NS_PER_US, 0)[1].remaining
-            if credit is not None and credit[1] > now_us * NS_PER_US:
-                room += credit[0]
-            rooms.append(room)
-        return max(min(rooms), 0) // cost
-
-    def explains_one(self, reply: list[int], cost: int, count: int) -> bool:
-        """Return True if the denial of `count` checks as one contains the denial of a single one.
-
-        It does not if a log denies the single check: the log's reply contains the time when all
-        the requested units fit, not when one check fits.
-        """
-        return count == 1 or all(
-            not isinstance(state, _LogSummary) or cost <= limit.limit - state.alive
-            for limit, _, state, _ in self._states(reply, ~reply[0])
-        )
-
-    def has_grants(self, reply: list[int]) -> bool:
-        """Return True if the reply contains granted units."""
-        return (len(reply) - self._numbers) // len(self._parts) in (2, 6)
-
-    def lasts(self, reply: list[int], cost: int) -> bool:
-        """Return True if this reply is enough to decide the same check at a later time.
-
-        A log's summary is not enough if several units are missing: it contains the time when all
-        of them are free, not the times in between.
-        """
-        if cost == 1 or reply[0] >= 0:
-            return True
-        return all(
-            not isinstance(state, _LogSummary) or cost - max(limit.limit - state.alive, 0) <= 1
-            for limit, _, state, _ in self._states(reply, ~reply[0])
-        )
-
-    def denial_after(self, reply: list[int], spent: int, cost: int) -> list[int] | None:
-        """Return the script's denial of `cost` right after this reply allowed `spent` units.
-
-        Only for a cost that it would deny. Returns None if the reply is not enough: a log's denial
-        needs the time of the entry that must expire first, which an allowing reply does not have
-        unless the log was empty.
-        """
-        if len(reply) != self._numbers:
-            return None
-        now_us = reply[0]
-        denial = [~now_us]
-        place = 1
-        for limit, decide, kind in self._plain:
-            last_us = reply[place]
-            at_us = max(last_us, now_us)
-            if kind == LOG:
-                alive = reply[place + 1] + spent
-                denies = cost > limit.limit - alive
-                if denies and alive != spent:
-                    return None
-                denial += [at_us, alive, at_us if denies else 0]
-            else:
-                numbers = reply[place + 1 : place + NUMBERS_OF_KIND[kind]]
-                state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
-                last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
-                denial += [last_ns // NS_PER_US, *numbers]
-            place += NUMBERS_OF_KIND[kind]
-        return denial
 
     def spent(self, reply: list[int], cost: int) -> list[int]:
         """Return an allowed check's charges, four numbers for each limit.

@@ -27,14 +27,13 @@ last `lease_numbers` of the reply are the lease, which `lease` reads.
 A single check is the same call with one charge and no time: the script `RuleScripts.script`
 with the keys, the gate and the cost. Its reply is that of the charge.
 
-`RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
-one check on its way: the call, and when it was made. Nothing here does I/O.
+`RuleScripts` writes one rule's calls: which script, which key, which arguments. Nothing here does
+I/O.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
@@ -45,7 +44,7 @@ from hiredis import pack_command
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
-from ratekeeper.core.model import UNITS_MAX, Decision, Limit
+from ratekeeper.core.model import UNITS_MAX, Limit
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
     KINDS,
@@ -296,86 +295,6 @@ class RuleScripts:
         """Return the change of a report."""
         verb = _LATE if report.is_late else _BACK
         return self._change(report.subject, verb, min(report.units, UNITS_MAX), report.time_us)
-
-
-# The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
-CheckKey = tuple[RuleScripts, str, int]
-
-
-class CheckAttempt:
-    """One call of the check script: its subject, its cost and its time.
-
-    `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
-    start: it shows whether a denial in the reply is still up to date.
-    """
-
-    __slots__ = (
-        "cost",
-        "count",
-        "early_ns",
-        "key",
-        "mark",
-        "now",
-        "scripts",
-        "sent_ns",
-        "subject",
-        "terms",
-    )
-
-    def __init__(
-        self,
-        check: CheckKey,
-        mark: int,
-        count: int = 1,
-        moment: tuple[ScriptTime, int] | None = None,
-        terms: LeaseTerms | None = None,
-    ) -> None:
-        """`moment` is the time of several checks that are decided together.
-
-        With `terms`, the check leases units.
-        """
-        scripts, self.subject, self.cost = self.scripts, _, _ = check
-        if moment is not None:
-            self.now, self.early_ns = moment
-        elif scripts.by_server_clock and switches.clock is None:
-            self.now, self.early_ns = SERVER_NOW
-        else:
-            self.now, self.early_ns = scripts.now()
-        self.mark = mark
-        self.count = count
-        self.terms = terms
-        self.key = scripts.key(self.subject)
-        self.sent_ns = time.monotonic_ns()
-
-    def payload(self) -> bytes:
-        """Return the bytes to send."""
-        return self.call().by_sha()
-
-    def call(self) -> ScriptCall:
-        """Return the call, to send it again after a refusal."""
-        return joint_call([self], [False], spend=True)
-
-    def decision(self, reply: list[int]) -> Decision:
-        """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
-        return self.scripts.decoder.check(reply, self.cost, self.early_ns)
-
-    def denied_with_others(self, reply: list[int]) -> Decision:
-        """Return the decision of a check that was not charged because another one denies."""
-        return self.scripts.decoder.peek(reply, self.cost, self.early_ns)
-
-
-def joint_call(
-    attempts: Sequence[CheckAttempt], optional: Sequence[bool], *, spend: bool
-) -> ScriptCall:
-    """Return the call that decides several checks of one slot, all or none.
-
-    `optional` says for each check whether the others are charged even if it fails.
-    """
-    group = [
-        ScriptCharge(each.scripts, each.subject, each.count * each.cost, may_fail, terms=each.terms)
-        for each, may_fail in zip(attempts, optional, strict=True)
-    ]
-    return batch_call([group], attempts[0].now, spend=spend)
 
 
 class ScriptCharge(NamedTuple):
