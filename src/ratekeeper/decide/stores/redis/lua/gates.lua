@@ -5,6 +5,21 @@
 
 local fields, next_key = nil, 1
 
+-- Return until when a state is needed, also if the limit is slower than the one that wrote it.
+local function needed(gate, g, held, p, extra)
+    local kind, window, at, need = gate[g + KIND], gate[g + WINDOW], held[1] - held[p + 1], nil
+    if kind == BUCKET then
+        -- One step more: the bucket is full at the end of a step.
+        need = at + held[p + 2] / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
+    else
+        need = at - at % window + (kind == FIXED and window or 2 * window)
+    end
+    if extra then
+        return needed_with(extra, need, kind == BUCKET and gate[g + FULL] + gate[g + STEP] or 2 * window)
+    end
+    return need
+end
+
 -- Return the states of a gate, which has the limits up to `last`: the bucket, the array of the field
 -- with the states of the gate first, the logs, and the extras; each of them nil if there is none.
 -- `fields` and `rings` are those that the gates before in a group have charged.
@@ -29,6 +44,9 @@ local function opened(gate, last, strict)
         logs[g] = ring_of(name)
         logs[g].capacity, logs[g].window = gate[g + CAPACITY], gate[g + WINDOW]
         if logs[g].extra then
+            if not arrange then
+                meet_extras()
+            end
             extras = extras or {}
             extras[g] = logs[g].extra
         end
@@ -48,6 +66,9 @@ local function opened(gate, last, strict)
         end
     end
     if not usual or held[p] then
+        if not arrange then
+            meet_extras()
+        end
         extras = extras or {}
         held = arrange(gate, last, held, extras, strict)
         extras = next(extras) and extras

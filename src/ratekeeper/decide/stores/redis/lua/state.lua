@@ -50,11 +50,6 @@ else
     now = time[1] * 1000000 + time[2]
 end
 
--- Return how many numbers a state has.
-local function width_of(id)
-    return (id < 0 or id % 2 == 1) and 4 or 3
-end
-
 -- Return the array of a field, or nil. Time never rewinds for a state: its base is at least now.
 local function read(key, field)
     local raw, pieces = call('HGET', key, field), 1
@@ -78,79 +73,10 @@ local function read(key, field)
     local p, id = HELD_FIRST, held[HELD_FIRST]
     while id do
         held[p + 1] = held[p + 1] + shift
-        p = p + width_of(id)
+        p = p + ((id < 0 or id % 2 == 1) and 4 or 3)
         id = held[p]
     end
     return held
-end
-
--- Return the array with the states of a gate first, in its order. An absent state has -1 as its last
--- time. Of each limit that has units granted or leased, `extras` gets their units and ends: of the
--- grant, and of both groups of holds. If the gate is to be charged, the field must have room.
-local function arrange(gate, last, held, extras, strict)
-    local places, arranged, p = {}, held and {held[1], held[2], held[3]} or {now, 0, 0}, HELD_FIRST
-    while held and held[p] do
-        places[held[p]] = p
-        p = p + width_of(held[p])
-    end
-    local function take(id, width)
-        local q = places[id]
-        places[id] = nil
-        for number = 0, q and width - 1 or -1 do
-            arranged[#arranged + 1] = held[q + number]
-        end
-        return q
-    end
-    for g = GATE_FIRST, last, GATE_STEP do
-        local id, kind = gate[g + ID], gate[g + KIND]
-        if kind ~= LOG and not take(id, kind == COUNTER and 4 or 3) then
-            if strict and held and held[NUMBERS_MAX] then
-                error('CROWDED')
-            end
-            local size = #arranged
-            arranged[size + 1], arranged[size + 2], arranged[size + 3] = id, arranged[1] + 1, 0
-            arranged[size + 4] = kind == COUNTER and 0 or nil
-        end
-        for group = 0, kind ~= LOG and 2 or -1 do
-            local q = take(-id - group * HOLD, 0)
-            if q then
-                extras[g] = extras[g] or {0, 0, 0, 0, 0, 0}
-                extras[g][2 * group + 1], extras[g][2 * group + 2] = held[q + 2], held[q + 3]
-            end
-        end
-    end
-    p = HELD_FIRST
-    while held and held[p] do
-        local id = held[p]
-        local width = width_of(id)
-        if places[id] then
-            take(id, width)
-        end
-        p = p + width
-    end
-    return arranged
-end
-
--- Return the array of a field to write: without the states that are absent, and with the extras.
-local function complete(gate, held, extras)
-    local whole, p = {held[1], held[2], held[3]}, HELD_FIRST
-    while held[p] do
-        local finish = p + width_of(held[p])
-        for q = p, held[p + 1] <= held[1] and finish - 1 or 0 do
-            whole[#whole + 1] = held[q]
-        end
-        p = finish
-    end
-    for g, extra in pairs(extras) do
-        for group = 0, gate[g + KIND] ~= LOG and 2 or -1 do
-            if extra[2 * group + 1] > 0 then
-                local size = #whole
-                whole[size + 1], whole[size + 2] = -gate[g + ID] - group * HOLD, 0
-                whole[size + 3], whole[size + 4] = extra[2 * group + 1], extra[2 * group + 2]
-            end
-        end
-    end
-    return whole
 end
 
 -- Return the two counts of a window counter as of `at`.
@@ -174,26 +100,6 @@ local function drained(gate, g, last, level, full, at)
         return level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), last + elapsed
     end
     return 0, last + elapsed
-end
-
--- Return until when a state with its extra is needed. What is held needs `whole` more.
-local function needed_with(extra, need, whole)
-    return max(need, extra[1] > 0 and extra[2] or 0, extra[3] > 0 and max(extra[4], extra[6]) + whole or 0)
-end
-
--- Return until when a state is needed, also if the limit is slower than the one that wrote it.
-local function needed(gate, g, held, p, extra)
-    local kind, window, at, need = gate[g + KIND], gate[g + WINDOW], held[1] - held[p + 1], nil
-    if kind == BUCKET then
-        -- One step more: the bucket is full at the end of a step.
-        need = at + held[p + 2] / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
-    else
-        need = at - at % window + (kind == FIXED and window or 2 * window)
-    end
-    if extra then
-        return needed_with(extra, need, kind == BUCKET and gate[g + FULL] + gate[g + STEP] or 2 * window)
-    end
-    return need
 end
 
 -- Return the second when states end that are needed until then. It is an eighth later than
