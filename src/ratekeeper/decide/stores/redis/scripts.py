@@ -111,7 +111,7 @@ def _text_of(name: str, features: Sequence[str] = ()) -> bytes:
         elif line.startswith(b"--@ if "):
             sections.append(line[7:].decode() in features)
         elif line.startswith(b"--@ "):
-            kept.append(_text_of(line[4:].decode()))
+            kept.append(_text_of(line[4:].decode(), features))
         elif line and all(sections) and line[:2] != b"--":
             kept.append(_SPACED.sub(rb"\1\2\3", line.partition(b" -- ")[0]))
     return b"\n".join(kept)
