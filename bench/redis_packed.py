@@ -30,7 +30,7 @@ from bench.redis_measure import RedisEffort
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
-from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+from ratekeeper.decide.stores.redis.scripts import CHECK, RuleScripts, pack
 
 SUBJECTS: Final = (1_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 _CALLS: Final = 500
@@ -72,9 +72,9 @@ class _Loaded:
     reader: Any = field(default_factory=hiredis.Reader)
 
     def payload(self, number: int, cost: int) -> bytes:
-        attempt = CheckAttempt((self.scripts, f"user:{number}", cost), 0)
-        attempt.key = b"rk:{%%%b}" % bucket_name(number % self.buckets)
-        return attempt.payload()
+        gate = self.scripts.place(f"user:{number}")[1]
+        key = b"rk:{%%%b}" % bucket_name(number % self.buckets)
+        return pack("EVALSHA", CHECK.sha, 1, key, gate, cost)
 
     def run(self, numbers: Sequence[int], cost: Callable[[], int]) -> float:
         """Send these checks at once, and return the server's microseconds per call."""

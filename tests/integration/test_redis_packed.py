@@ -18,7 +18,7 @@ from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
-from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+from ratekeeper.decide.stores.redis.scripts import CHECK, RuleScripts
 from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE, PATIENT
@@ -70,10 +70,9 @@ def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
     for start in range(0, subjects, 5_000):
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(start, min(start + 5_000, subjects)):
-            attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
+            gate = scripts.place(f"user:{1_000_000 + number}")[1]
             key = b"rk:{%%%b}" % bucket_name(number % buckets)
-            cost = attempt.cost
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
+            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, gate, 1 + number % 4_000)
         pipeline.execute()
 
 
