@@ -17,7 +17,7 @@ from ratekeeper.core.steps import Call, Steps
 from ratekeeper.decide.store import Answer
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
-from ratekeeper.decide.stores.redis.scripts import BATCH, REFUND, ScriptCall
+from ratekeeper.decide.stores.redis.scripts import CHANGE, COUNTS, ScriptCall
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import answer
 
@@ -27,7 +27,7 @@ BOTH = "no connection; another part of the request may have been counted once"
 # A full bucket at a time in microseconds: allowed. And an empty one: denied.
 ALLOWED = [10, -1, 0]
 DENIED = [~10, 10, 9_000_000]
-NAMES = {BATCH.sha: "check", REFUND.sha: "undo"}
+NAMES = {COUNTS.sha: "check", CHANGE.sha: "undo"}
 
 
 class Servers:

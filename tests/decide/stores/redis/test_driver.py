@@ -28,13 +28,13 @@ from ratekeeper.decide.stores.redis.driver import (
     RedisServers,
     probe,
 )
-from ratekeeper.decide.stores.redis.scripts import CHECK, ScriptCall, pack
+from ratekeeper.decide.stores.redis.scripts import COUNTS, ScriptCall, pack
 
 STANDALONE = parse("redis://app:s3cret@host")
 SENTINEL = parse("redis+sentinel://s1,s2/main")
 CLUSTER = parse("redis+cluster://h1:7000,h2:7000")
 EVERY_MODE = (STANDALONE, SENTINEL, CLUSTER)
-CALL = ScriptCall(CHECK, b"rk:{alice}", (b"limits", 3))
+CALL = ScriptCall(COUNTS, b"rk:{alice}", (b"limits", 3))
 BY_SHA, BY_TEXT = CALL.by_sha(), CALL.by_text()
 ANSWER = [1, 2, 3]
 # The server that refuses first, and that has the key's slot.
@@ -137,10 +137,10 @@ def decoded(payload: bytes) -> list[Any]:
 
 def test_a_call_names_the_script_or_contains_it() -> None:
     """One key, and then the arguments: numbers as digits, bytes unchanged."""
-    call = ScriptCall(CHECK, b"rk:{a b\r\n}", (b"\x00\xff", 10**15, b""))
+    call = ScriptCall(COUNTS, b"rk:{a b\r\n}", (b"\x00\xff", 10**15, b""))
     rest = [b"1", b"rk:{a b\r\n}", b"\x00\xff", b"1000000000000000", b""]
-    assert decoded(call.by_sha()) == [[b"EVALSHA", CHECK.sha, *rest]]
-    assert decoded(call.by_text()) == [[b"EVAL", CHECK.text, *rest]]
+    assert decoded(call.by_sha()) == [[b"EVALSHA", COUNTS.sha, *rest]]
+    assert decoded(call.by_text()) == [[b"EVAL", COUNTS.text, *rest]]
     assert decoded(ASKING + pack("SELECT", 3)) == [[b"ASKING"], [b"SELECT", b"3"]]
 
 

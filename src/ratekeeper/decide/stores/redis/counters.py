@@ -34,6 +34,7 @@ from ratekeeper.decide.stores.redis.scripts import (
     ScriptCall,
     ScriptCharge,
     batch_call,
+    charge_replies,
     report_call,
 )
 
@@ -102,18 +103,16 @@ class CheckGroup:
         if not clustered and self.leases is None:
             return self.moment
         places = [charge.scripts.place(charge.subject) for charge in self.charges]
-        keys = {key for place in places for key in place[::2]} if clustered else ()
+        keys = {key for of_charge, _ in places for key in of_charge} if clustered else ()
         return self.moment, self.leases is None, frozenset(keys)
 
     def call(self) -> ScriptCall:
         """Return the call that decides this group."""
-        if self.alone and self.moment is SERVER_NOW:
-            return self.charges[0].scripts.check(*self.charges[0][1:3])
         return batch_call([self.charges], self.moment[0], spend=True)
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if self.alone and self.moment is SERVER_NOW:
+        if self.alone and self.moment is SERVER_NOW:  # without making the call first
             scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost)
         call = self.call()
@@ -399,10 +398,7 @@ def reporting(driver: RedisDriver, reports: Sequence[ReportAttempt]) -> Steps[li
             cache.drop(each.subject)
     answers: dict[int, Answer] = {}
     for group, reply in zip(groups.values(), replies, strict=True):
-        parts = reply if type(reply) is list else [reply] * len(group)
-        if len(parts) != len(group):
-            parts = [unknown_reply(reply)] * len(group)
-        for at, part in zip(group, parts, strict=True):
+        for at, part in zip(group, charge_replies(reply, len(group)), strict=True):
             answers[at] = _reported(driver, reports[at].scripts, part, early_ns)
     return [answers[at] for at in range(len(reports))]
 

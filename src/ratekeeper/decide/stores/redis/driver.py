@@ -52,7 +52,6 @@ from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreaker
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.connections import (
     BlockingConnection,
-    ConnectBackoff,
     ConnectionPool,
     NotSent,
     PipelinedConnection,
@@ -79,7 +78,8 @@ ATTEMPTS_MAX: Final = 16
 # The first pause before a call is sent again; each pause doubles, up to the longest.
 PAUSE_S_MIN: Final = 0.001
 PAUSE_S_MAX: Final = 0.032
-PROBES_MAX: Final = 16
+# After a lookup has failed, calls get its error at once, until the next lookup begins.
+_FIND_AGAIN_NS: Final = 200_000_000
 # While there are calls, the driver asks the Sentinels for the primary this often.
 LOOK_NS: Final = 2_000_000_000
 
@@ -112,19 +112,16 @@ class RedisServers:
         self._start()
 
     def _start(self) -> None:
-        # Probing and finding servers may take longer than a call. They have separate threads,
-        # because probes of dead hosts may occupy all of theirs.
-        self._probers = ThreadPoolExecutor(PROBES_MAX, "ratekeeper-redis-probes")
+        # Finding servers may take longer than a call.
         self._finder = ThreadPoolExecutor(1, "ratekeeper-redis-find")
         self._finding: Future[None] | None = None
         # Until when calls wait for a lookup, if none has succeeded; None: there was none yet.
         self._patient_until_ns: int | None = None
-        self._backoff = ConnectBackoff()
+        self._find_again_ns = 0
         single = self.config.mode == "standalone"
         self._prober = BreakerProber(
             self.breakers,
             lambda address: probe(address, self.config, self.tls),
-            self._probers,
             None if single else self.find,
             None if single else self.topology.known,
         )
@@ -182,7 +179,7 @@ class RedisServers:
         with self._lock:
             if self._finding is not None and not self._finding.done():
                 return self._finding
-            if self._finding is None or self._backoff.may_try(time.monotonic_ns()):
+            if self._finding is None or time.monotonic_ns() >= self._find_again_ns:
                 try:
                     self._finding = self._finder.submit(self._find)
                 except RuntimeError as error:  # the store is closed, or the process exits
@@ -199,14 +196,12 @@ class RedisServers:
         return max(due_ns, self._patient_until_ns or 0)
 
     def _find(self) -> None:
-        began_ns = time.monotonic_ns()
         try:
             self.topology.refresh()
-        except StoreError as error:
-            self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
+        except StoreError:
+            self._find_again_ns = time.monotonic_ns() + _FIND_AGAIN_NS
             raise
-        self._patient_until_ns = 0
-        self._backoff.succeeded()
+        self._patient_until_ns = self._find_again_ns = 0
 
     def forked(self) -> None:
         """In a forked child: start again, without the parent's threads."""
@@ -219,7 +214,6 @@ class RedisServers:
         self._prober.close()
         with self._lock:
             self.closed = True
-            self._probers.shutdown(wait=False, cancel_futures=True)
             self._finder.shutdown(wait=False)
         self.topology.close()
 

@@ -47,28 +47,34 @@ from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.model import UNITS_MAX, Limit
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
+    KINDS,
+    LOG,
     NS_PER_US,
     BucketPlaces,
     Place,
     ReplyDecoder,
     encode_limits,
-    encode_numbers,
-    field_of,
+    encode_sequence,
 )
 from ratekeeper.decide.stores.redis.config import RedisConfig
 
 # The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
 ScriptTime = bytes | int
 SERVER_TIME: Final = b""
-UNKNOWN_TIME: Final = b""
 SERVER_NOW: Final = (SERVER_TIME, 0)
-_PEEK: Final = b"look"
-_SPEND: Final = b""
+_LOOK: Final = b"look"
+# The verbs of lua/change.lua.
+_REFUND, _UNDO, _BACK, _LATE, _GRANT, _RESET = range(1, 7)
 # In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
 # Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
 _SPACED: Final = re.compile(
     rb" ?([=+*/<>~,%]+) ?|(?<![0-9]) (\.\.) | (-) (?!-)|(?<=[\])}]) (?=[a-z])| (?=[\[({#])"
 )
+_LOCALS: Final = re.compile(rb"\blocal (?:function )?([a-z_,]+)")
+# Local variables with the names of library functions.
+_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function"))
+# A word outside a text.
+_WORD: Final = re.compile(rb"(?<!')\b\w+\b(?!')")
 # A line of a script that names numbers, all of them in capitals.
 _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 # The charges that one call may have: at about 3 us each, other calls wait 100 us for it.
@@ -87,19 +93,28 @@ class LuaScript:
     """What it replies with: an array or a number."""
 
 
-def _text_of(name: str) -> bytes:
+def _text_of(name: str, features: Sequence[str] = ()) -> bytes:
     """Return a Lua file without comments, indentation and spaces around operators.
 
-    A line `--@ name` stands for another file: functions that only one branch needs.
+    Lines between `--@ if feature` and `--@ end` are only in scripts with that feature. A line
+    `--@ name` stands for another file: functions that only one branch needs.
 
     A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
     connection after a longer one, and the client would not see that it must log in (NOAUTH).
     """
     folder = files("ratekeeper.decide.stores.redis").joinpath("lua")
-    lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
-    included = (_text_of(line[4:].decode()) if line[:4] == b"--@ " else line for line in lines)
-    code = (line.partition(b" -- ")[0] for line in included if line and line[:2] != b"--")
-    return b"\n".join(_SPACED.sub(rb"\1\2\3", line) for line in code)
+    kept, sections = [], [True]
+    for raw in folder.joinpath(f"{name}.lua").read_bytes().splitlines():
+        line = raw.strip()
+        if line == b"--@ end":
+            sections.pop()
+        elif line.startswith(b"--@ if "):
+            sections.append(line[7:].decode() in features)
+        elif line.startswith(b"--@ "):
+            kept.append(_text_of(line[4:].decode()))
+        elif line and all(sections) and line[:2] != b"--":
+            kept.append(_SPACED.sub(rb"\1\2\3", line.partition(b" -- ")[0]))
+    return b"\n".join(kept)
 
 
 def _without_constants(text: bytes) -> bytes:
@@ -108,38 +123,38 @@ def _without_constants(text: bytes) -> bytes:
     for found in _CONSTANTS.finditer(text):
         values.update(zip(found[1].split(b","), found[2].split(b","), strict=True))
     text = _CONSTANTS.sub(b"", text)
-    return re.sub(rb"\b[A-Z_]+\b", lambda name: values.get(name[0], name[0]), text)
+    return _WORD.sub(lambda name: values.get(name[0], name[0]), text)
 
 
-def _script_of(*parts: bytes, reply: type[list[object] | int] = int) -> LuaScript:
-    text = _without_constants(b"\n".join(parts))
+def _with_short_names(text: bytes) -> bytes:
+    """Return a script whose local variables have names of two or three characters.
+
+    A field of a table that has the name of a variable is renamed with it.
+    """
+    names = (name for found in _LOCALS.findall(text) for name in found.split(b","))
+    long = dict.fromkeys(name for name in names if len(name) > 3 and name not in _LIBRARY)
+    short = {name: b"v%x" % number for number, name in enumerate(long)}
+    return _WORD.sub(lambda name: short.get(name[0], name[0]), text)
+
+
+def _script_named(
+    *names: str, features: Sequence[str] | None = None, reply: type[list[object] | int] = int
+) -> LuaScript:
+    """Return the script of these files, one after the other."""
+    text = _without_constants(b"\n".join(_text_of(name, features or ()) for name in names))
+    if features is not None:
+        text = _with_short_names(text)
     # Redis identifies scripts by SHA-1; it protects no secret.
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode(), reply)
 
 
-def _script_named(*names: str, reply: type[list[object] | int] = int) -> LuaScript:
-    return _script_of(*map(_text_of, names), reply=reply)
-
-
-_STATE: Final = ("arithmetic", "state")
-CHECK: Final = _script_named(*_STATE, "holds", "check", reply=list)
-REFUND: Final = _script_named(*_STATE, "holds", "refund")
-GRANT: Final = _script_named(*_STATE, "grant")
-RESET: Final = _script_named(*_STATE, "holds", "reset")
-
-
-def _function_of(name: bytes, script: LuaScript) -> bytes:
-    return b"\n".join((b"local function %b(redis, KEYS, ARGV)" % name, script.text, b"end"))
-
-
-JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"), reply=list)
-BATCH: Final = _script_of(_function_of(b"check", CHECK), _text_of("batch"), reply=list)
-REPORT: Final = _script_of(
-    _function_of(b"check", CHECK),
-    _function_of(b"refund", REFUND),
-    _text_of("report"),
-    reply=list,
-)
+_COUNTS: Final = ("arithmetic", "state", "holds", "gates")
+_LOGS: Final = ("arithmetic", "state", "rings", "holds", "gates")
+_EVERYTHING: Final = ("logs", "leases")
+COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
+LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
+LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
+CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -213,12 +228,11 @@ class RuleScripts:
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
     ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
-        self.script = CHECK
+        self.script = LOGS if LOG in map(KINDS.get, (each.algorithm for each in limits)) else COUNTS
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
-        # In a subject's hash of logs, all logs that the rule has or ever had are in this field.
-        self.field = field_of(rule)
-        self.encoded = encode_limits(limits, rule)
+        self.field = rule.encode()
+        self.encoded = encode_limits(limits) + self.field
         self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
 
     def now(self) -> tuple[ScriptTime, int]:
@@ -236,48 +250,46 @@ class RuleScripts:
 
     def key(self, subject: str) -> bytes:
         """Return the key that the slot of a subject's states follows from."""
-        return self.place(subject)[0]
+        return self.place(subject)[0][0]
 
-    def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
-        key, gate, logs = self.place(subject)
-        return ScriptCall(script, key, (gate, *arguments), (logs,) if logs else ())
+    def _changed(self, subject: str, verb: int, *numbers: int) -> ScriptCall:
+        return _change_call([self._change(subject, verb, *numbers)], self.now()[0])
 
-    def check(self, subject: str, cost: int) -> ScriptCall:
-        """Return the call of a single check, decided by the server's clock."""
-        return self._call(self.script, subject, cost)
+    def _change(self, subject: str, verb: int, *numbers: int) -> tuple[Place, bytes]:
+        return self.place(subject), encode_sequence((verb, *numbers))
 
     def check_command(self, subject: str, cost: int) -> tuple[bytes, bytes]:
-        """Return the key of `check`, and the command: faster than to make the call first."""
-        key, gate, logs = self.place(subject)
-        if logs:
-            return key, pack("EVALSHA", self.script.sha, 2, key, logs, gate, cost)
-        return key, pack("EVALSHA", self.script.sha, 1, key, gate, cost)
+        """Return the key and the command of `batch_call` for one check by the server's clock."""
+        keys, gate = self.place(subject)
+        return keys[0], pack("EVALSHA", self.script.sha, len(keys), *keys, gate, cost)
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
-        return self._call(CHECK, subject, cost, now, _PEEK)
+        return batch_call([[ScriptCharge(self, subject, cost)]], now, spend=False)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
-        charged: ScriptTime = (
-            UNKNOWN_TIME if charged_ns is None else max(charged_ns, 0) // NS_PER_US
-        )
-        return self._call(REFUND, subject, units, self.now()[0], charged)
+        charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
+        return self._changed(subject, _REFUND, units, charged)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
-        spent = encode_numbers(self.decoder.spent(reply, cost))
-        return self._call(REFUND, subject, 0, self.now()[0], UNKNOWN_TIME, spent)
+        return self._changed(subject, _UNDO, *self.decoder.spent(reply, cost))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""
         # Rounded up: a grant never ends before the promised time.
-        ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
-        return self._call(GRANT, subject, units, self.now()[0], ttl, UNITS_MAX)
+        ttl = 0 if ttl_ns is None else -(-ttl_ns // NS_PER_US) + 1
+        return self._changed(subject, _GRANT, units, ttl, UNITS_MAX)
 
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
-        return self._call(RESET, subject, 0, self.now()[0])
+        return self._changed(subject, _RESET)
+
+    def report(self, report: ReportAttempt) -> tuple[Place, bytes]:
+        """Return the change of a report."""
+        verb = _LATE if report.is_late else _BACK
+        return self._change(report.subject, verb, min(report.units, UNITS_MAX), report.time_us)
 
 
 class ScriptCharge(NamedTuple):
@@ -302,17 +314,24 @@ def batch_call(
     `now` comes from `RuleScripts.now`. Without `spend`, the script only looks. In a cluster, all
     subjects must be in one slot (`RuleScripts.key`).
     """
-    arguments: list[bytes | int] = [now, _SPEND if spend else _PEEK]
     keys: list[bytes] = []
+    arguments: list[bytes | int] = []
+    script = COUNTS
     for group in groups:
         for at, charge in enumerate(group):
-            key, gate, logs = charge.scripts.place(charge.subject)
-            keys += [key, logs or key]
+            of_charge, gate = charge.scripts.place(charge.subject)
+            keys += of_charge
+            if spend and charge.terms is not None:
+                script = LEASES
+                gate += encode_sequence(charge.scripts.lease_arguments(charge.terms, charge.cost))
+            elif script is COUNTS:
+                script = charge.scripts.script
             code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
             arguments += [gate, charge.cost + _AMOUNT_CODES * code]
-            if spend and charge.terms is not None:
-                arguments += charge.scripts.lease_arguments(charge.terms, charge.cost)
-    return ScriptCall(BATCH, keys[0], tuple(arguments), tuple(keys[1:]))
+    if now != SERVER_TIME or not spend:
+        moment = b"%d" % now if isinstance(now, int) else now
+        arguments.append(moment if spend else _LOOK + moment)
+    return ScriptCall(script, keys[0], tuple(arguments), tuple(keys[1:]))
 
 
 def charge_replies(reply: object, charges: int) -> list[object]:
@@ -339,10 +358,15 @@ class ReportAttempt(NamedTuple):
 
 def report_call(reports: Sequence[ReportAttempt], now: ScriptTime) -> ScriptCall:
     """Return the call for several reports whose keys are in one slot."""
+    return _change_call([each.scripts.report(each) for each in reports], now)
+
+
+def _change_call(changes: Sequence[tuple[Place, bytes]], now: ScriptTime) -> ScriptCall:
     keys: list[bytes] = []
-    arguments: list[bytes | int] = [now]
-    for scripts, subject, units, is_late, time_us in reports:
-        key, gate, logs = scripts.place(subject)
-        keys += [key, logs or key]
-        arguments += [gate, b"late" if is_late else b"back", min(units, UNITS_MAX), time_us]
-    return ScriptCall(REPORT, keys[0], tuple(arguments), tuple(keys[1:]))
+    arguments: list[bytes | int] = []
+    for (of_change, gate), change in changes:
+        keys += of_change
+        arguments += [gate, change]
+    if now != SERVER_TIME:
+        arguments.append(now)
+    return ScriptCall(CHANGE, keys[0], tuple(arguments), tuple(keys[1:]))
