@@ -242,7 +242,7 @@ class Batch:
             group = equal[0]
             try:
                 if len(equal) == 1:
-                    answers = (group.read(replies, at),)
+                    answers = [group.read(replies, at)]
                 else:
                     answers = group.read_equal(replies[at], len(equal))
             except Exception as error:  # every caller must see a defect, too
