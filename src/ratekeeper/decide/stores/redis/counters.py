@@ -116,7 +116,7 @@ class CheckGroup:
         if self.alone and self.moment is SERVER_NOW:  # without making the call first
             scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost)
-        call = self.call()
+        call = batch_call([self.charges], self.moment[0], spend=True)
         return call.key, call.by_sha()
 
     # ── Replies ────────────────────────────────────────────────────────────────────────────────
@@ -165,14 +165,15 @@ class CheckGroup:
                 if type(reply) is not list:
                     raise self._error(reply)
                 plain = reply if self.leases is None else self._without_lease(charge, reply)
-                answers.append(charge[0].decoder.check(plain, charge[2], self.moment[1]))
+                answers.append(charge.scripts.decoder.check(plain, charge.cost, self.moment[1]))
                 passes = passes and reply[0] >= 0
             except StoreError as error:
                 answers.append(error)
                 passes = passes and charge.optional
         if passes:
             self._charged = (replies, answers)
-            self._note_leases()
+            if self.leases is not None:
+                self._note_leases(self.leases)
             return answers
         # Nothing was charged, so the answers say what remains now.
         return [
@@ -187,13 +188,12 @@ class CheckGroup:
     def _without_lease(self, charge: ScriptCharge, reply: list[int]) -> list[int]:
         return reply if self.leases is None else reply[: -charge.scripts.decoder.lease_numbers]
 
-    def _note_leases(self) -> None:
+    def _note_leases(self, leases: Leases) -> None:
         """Keep the leases that came with the charges."""
-        if self.leases is not None:
-            for charge, reply, answer in zip(self.charges, *self._charged, strict=True):
-                if not isinstance(answer, StoreError):
-                    lease = charge.scripts.decoder.lease(reply, answer, charge.cost)
-                    self.leases[charge.scripts.encoded, charge.subject] = lease
+        for charge, reply, answer in zip(self.charges, *self._charged, strict=True):
+            if not isinstance(answer, StoreError):
+                lease = charge.scripts.decoder.lease(reply, answer, charge.cost)
+                leases[charge.scripts.encoded, charge.subject] = lease
 
     def _error(self, reply: Any) -> StoreError:
         """Return the error of a charge, from a reply that is no list."""

@@ -189,19 +189,18 @@ class ScriptCall:
 
     def by_sha(self) -> bytes:
         """Return the command that names the script."""
-        return pack("EVALSHA", self.script.sha, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVALSHA", self.script.sha, len(keys), *keys, *self.arguments)
 
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
-        return pack("EVAL", self.script.text, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVAL", self.script.text, len(keys), *keys, *self.arguments)
 
     def size(self) -> int:
         """Return about how many bytes the command has that names the script."""
         parts = (self.key, *self.more_keys, *self.arguments)
         return 80 + sum(6 + (len(each) if isinstance(each, bytes) else 8) for each in parts)
-
-    def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
-        return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)
 
 
 class RuleScripts:
