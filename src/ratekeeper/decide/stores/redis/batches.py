@@ -240,7 +240,7 @@ class SharedCall:
             self._refused(reply)
             return
         self._end()
-        replies = charge_replies(reply, self._charges)
+        replies = (reply,) if self._charges == 1 else charge_replies(reply, self._charges)
         at = 0
         for equal in self._groups:
             group = equal[0]
