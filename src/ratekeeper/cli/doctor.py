@@ -30,6 +30,7 @@ from ratekeeper.cli.common import (
 )
 from ratekeeper.core.clock import SystemClock
 from ratekeeper.core.errors import ConfigError, StoreError, StoreUnavailable
+from ratekeeper.core.model import Limit
 from ratekeeper.core.version import __version__
 from ratekeeper.decide import kernel
 from ratekeeper.decide.store import LOG_FULLNESS_HIGH, Store, StoreStats
@@ -64,7 +65,10 @@ CHECKS: Final = (
 """All checks, in the order in which they are printed. Not every store has all of them."""
 
 # The commands that the scripts call; the user needs permission for them.
-SCRIPT_COMMANDS: Final = ("hget", "hset", "hdel", "hrandfield", "pttl", "pexpire", "time")
+SCRIPT_COMMANDS: Final = (
+    *("hget", "hset", "hdel", "hrandfield", "pttl", "pexpire", "time"),
+    *("getrange", "setrange", "set", "del"),
+)
 FULLNESS_HIGH: Final = 0.9
 _SUBJECTS_TRIED_MAX: Final = 10_000
 _NS_PER_MS: Final = 1_000_000
@@ -369,7 +373,9 @@ def _try_scripts(
     """Check, refund, grant and reset a temporary subject on each primary."""
     user = config.username or "default"
     allowed = " ".join(f"+{name}" for name in ("eval", "evalsha", "script|load", *SCRIPT_COMMANDS))
-    limiter = Limiter("10/second", store=store, name="doctor", on_failure="raise")
+    # A log too: it needs more commands.
+    limits = [Limit(10, per=1), Limit(10, per=1, algorithm="sliding_window_log")]
+    limiter = Limiter(limits, store=store, name="doctor", on_failure="raise")
     answering = {node.address for node in health.nodes if node.reachable and not node.loading}
     findings = []
     for address, subject in _subjects(topology, config, limiter):
@@ -406,7 +412,8 @@ def _subjects(
 
 def _try_verbs(limiter: Limiter, subject: str) -> None:
     first = limiter.check(subject)
-    limiter.refund(subject)
+    limiter.check(subject)
+    limiter.refund(subject, 2)
     limiter.grant(subject, 1)
     limiter.reset(subject)
     after = limiter.peek(subject)

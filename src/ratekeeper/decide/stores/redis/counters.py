@@ -401,9 +401,8 @@ def reporting(driver: RedisDriver, reports: Sequence[ReportAttempt]) -> Steps[li
             cache.drop(each.subject)
     answers: dict[int, Answer] = {}
     for group, reply in zip(groups.values(), replies, strict=True):
-        parts: Sequence[Any] = charge_replies(reply, len(group))
-        for at, part in zip(group, parts, strict=True):
-            answers[at] = _reported(driver, reports[at].scripts, part, early_ns)
+        for at, found in zip(group, charge_replies(reply, len(group)), strict=True):
+            answers[at] = _reported(driver, reports[at].scripts, found, early_ns)
     return [answers[at] for at in range(len(reports))]
 
 

@@ -81,6 +81,8 @@ _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
 CHARGES_MAX: Final = 32
 # An amount is a cost below this, plus this times a code: see `batch_call`.
 _AMOUNT_CODES: Final = 2**31
+_COST_MAX: Final = _AMOUNT_CODES - 1  # above every capacity with a grant
+_TIME_MAX: Final = 2**52  # microseconds; 142 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def _text_of(name: str, features: Sequence[str] = ()) -> bytes:
         elif line.startswith(b"--@ if "):
             sections.append(line[7:].decode() in features)
         elif line.startswith(b"--@ "):
-            kept.append(_text_of(line[4:].decode()))
+            kept.append(_text_of(line[4:].decode(), features))
         elif line and all(sections) and line[:2] != b"--":
             kept.append(_SPACED.sub(rb"\1\2\3", line.partition(b" -- ")[0]))
     return b"\n".join(kept)
@@ -260,6 +262,7 @@ class RuleScripts:
     def check_command(self, subject: str, cost: int) -> tuple[bytes, bytes]:
         """Return the key and the command of `batch_call` for one check by the server's clock."""
         keys, gate = self.place(subject)
+        cost = min(cost, _COST_MAX)
         return keys[0], pack("EVALSHA", self.script.sha, len(keys), *keys, gate, cost)
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
@@ -269,7 +272,7 @@ class RuleScripts:
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
         charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
-        return self._changed(subject, _REFUND, units, charged)
+        return self._changed(subject, _REFUND, min(units, UNITS_MAX), charged)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
@@ -278,8 +281,8 @@ class RuleScripts:
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""
         # Rounded up: a grant never ends before the promised time.
-        ttl = 0 if ttl_ns is None else -(-ttl_ns // NS_PER_US) + 1
-        return self._changed(subject, _GRANT, units, ttl, UNITS_MAX)
+        ttl = 0 if ttl_ns is None else min(-(-ttl_ns // NS_PER_US), _TIME_MAX) + 1
+        return self._changed(subject, _GRANT, min(units, UNITS_MAX), ttl, UNITS_MAX)
 
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
@@ -326,7 +329,7 @@ def batch_call(
             elif script is COUNTS:
                 script = charge.scripts.script
             code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
-            arguments += [gate, charge.cost + _AMOUNT_CODES * code]
+            arguments += [gate, min(charge.cost, _COST_MAX) + _AMOUNT_CODES * code]
     if now != SERVER_TIME or not spend:
         moment = b"%d" % now if isinstance(now, int) else now
         arguments.append(moment if spend else _LOOK + moment)

@@ -243,7 +243,9 @@ end
 local function change(number)
     local gate = {cmsgpack.unpack(ARGV[2 * number - 1])}
     local verb = {cmsgpack.unpack(ARGV[2 * number])}
-    local key, held, logs, extras = opened(gate, #gate, verb[1] == LATE)
+    local key, held, logs, extras
+    local last_g, strict = #gate, verb[1] == LATE
+    --@ open
     local need, p = nil, HELD_FIRST
     extras, logs = extras or {}, logs or {}
     if verb[1] == LATE then

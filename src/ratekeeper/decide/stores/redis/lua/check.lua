@@ -52,27 +52,21 @@ local function blocking(ring, extra, cost)
 end
 --@ end
 
--- Return the code in an amount, and the rest of it: the cost.
-local function code_of(charge)
-    local amount = tonumber(ARGV[2 * charge])
-    if amount < AMOUNTS then
-        return 0, amount
-    end
-    local cost = amount % AMOUNTS
-    return (amount - cost) / AMOUNTS, cost
-end
-
 -- Return the reply to a charge; if it passes, also the states to write.
 local function decide(charge)
     local gate = {cmsgpack.unpack(ARGV[2 * charge - 1])}
-    local last_g, code, cost = #gate, code_of(charge)
-    local requests = floor(code / 4) + 1
+    local last_g, cost, requests = #gate, tonumber(ARGV[2 * charge]), 1
+    if cost >= AMOUNTS then
+        requests, cost = floor(cost / AMOUNTS / 4) + 1, cost % AMOUNTS
+    end
     local leases = false
 --@ if leases
     leases = last_g % GATE_STEP == 4
     last_g = leases and last_g - 3 or last_g
 --@ end
-    local key, held, logs, extras = opened(gate, last_g, cost > 0 and not look)
+    local key, held, logs, extras
+    local strict = cost > 0 and not look
+    --@ open
     local granted, holding, saved, rooms = false, false, nil, nil
     if extras then
         saved, rooms = {unpack(held or {})}, {}
@@ -100,7 +94,18 @@ local function decide(charge)
             if a > capacity * MICROS_PER_UNIT then
                 a = capacity * MICROS_PER_UNIT
             end
-            a, at = drained(gate, g, last, a, gate[g + FULL], now)
+            local elapsed = now - last
+            at = last
+            if elapsed > 0 then
+                elapsed = elapsed - elapsed % gate[g + STEP]
+                at = last + elapsed
+                if elapsed < gate[g + FULL] then
+                    -- Rounded down: a part of a millionth that is not refilled yet cannot be spent.
+                    a = a - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
+                else
+                    a = 0
+                end
+            end
             if extra then
                 a = max(a, level_with_holds(gate, g, extra, now))
             end
@@ -295,74 +300,71 @@ local function decide(charge)
     return answer, need, key, gate[1], held, logs
 end
 
--- Write the states after a charge. The bucket comes first, because a server without memory rejects
--- the first write: then nothing changes.
-local function keep(need, key, field, held, logs)
-    if key then
-        write(key, field, held, need)
-    end
---@ if logs
-    for _, ring in pairs(logs or {}) do
-        save(ring)
-    end
---@ end
-end
-
--- Return the reply to a charge that is a group of its own.
-local function decide_alone(charge)
-    local answer, need, key, field, held, logs = decide(charge)
+local charges = floor(#ARGV / 2)
+if charges == 1 then
+    local answer, need, key, field, held, logs = decide(1)
     if need and not look then
-        keep(need, key, field, held, logs)
+        if key then
+            write(key, field, held, need)
+        end
+--@ if logs
+        for _, ring in pairs(logs or {}) do
+            save(ring)
+        end
+--@ end
     end
     return answer
 end
 
-local charges = floor(#ARGV / 2)
-if charges == 1 then
-    return decide_alone(1)
+local function code_of(charge)
+    return floor(tonumber(ARGV[2 * charge]) / AMOUNTS)
 end
 
--- Decide the charges of a group; write their states if all of them pass.
+-- Decide the charges of a group; write their states if all of them pass. The bucket comes first,
+-- because a server without memory rejects the first write: then nothing changes.
 local function decide_group(first, last, answers)
     local passes, staged = true, {}
-    fields = {}
+    fields = last > first and {} or nil
     for charge = first, last do
         local done, answer, need, key, field, held, logs = pcall(decide, charge)
         if need then
-            staged[#staged + 1] = {need, key, field, held, logs}
+            staged[#staged + 1] = {key or false, field, held, need, logs}
         end
         passes = passes and (done and answer[1] >= 0 or not done and code_of(charge) % 4 >= 2)
         answers[charge] = answer
     end
-    fields = nil
 --@ if logs
     if look or not passes then
         rings = {}
     end
 --@ end
-    for _, states in ipairs(passes and not look and staged or {}) do
-        keep(unpack(states, 1, 5))
+    for number = 1, passes and not look and #staged or 0 do
+        local states = staged[number]
+        if states[1] then
+            write(states[1], states[2], states[3], states[4])
+        end
+--@ if logs
+        for _, ring in pairs(states[5] or {}) do
+            save(ring)
+        end
+--@ end
     end
 end
 
-local answers, charge = {}, 1
-while charge <= charges do
-    local last, done, failure = charge, nil, nil
+local answers, first = {}, 1
+while first <= charges do
+    local last = first
     while last < charges and code_of(last + 1) % 2 == 1 do
         last = last + 1
     end
-    if last == charge then
-        done, answers[charge] = pcall(decide_alone, charge)
-    else
-        done, failure = pcall(decide_group, charge, last, answers)
-    end
+    local done, failure = pcall(decide_group, first, last, answers)
 --@ if logs
     rings = done and rings or {}
 --@ end
-    for number = charge, last do
+    for number = first, last do
         local answer = failure or answers[number]
         answers[number] = type(answer) == 'table' and answer or {err = 'ERR ' .. tostring(answer)}
     end
-    charge = last + 1
+    first = last + 1
 end
 return answers

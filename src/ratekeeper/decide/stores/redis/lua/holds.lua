@@ -8,7 +8,7 @@
 -- A script makes its functions each time it runs, and each costs about 0.05 us. So these are made by
 -- `meet_extras`, when there are any.
 
-local arrange, complete, needed_with, live_holds, level_with_holds
+local arrange, complete, needed_with, live_holds, drained, level_with_holds
 
 local function meet_extras()
     -- Return how many numbers a state has.
@@ -98,6 +98,20 @@ local function meet_extras()
                 extra[3], extra[4] = 0, 0
             end
         end
+    end
+
+    -- Return the level of a bucket at a time, and the end of its last step. The refill is rounded down: a
+    -- part of a millionth that is not refilled yet cannot be spent. After `full` it is 0.
+    drained = function(gate, g, last, level, full, at)
+        local elapsed = at - last
+        if elapsed <= 0 then
+            return level, last
+        end
+        elapsed = elapsed - elapsed % gate[g + STEP]
+        if elapsed < full then
+            return level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), last + elapsed
+        end
+        return 0, last + elapsed
     end
 
     -- Return the level of the higher hold of a bucket. That of a late charge may be above the capacity:

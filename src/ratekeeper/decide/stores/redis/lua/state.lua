@@ -50,35 +50,6 @@ else
     now = time[1] * 1000000 + time[2]
 end
 
--- Return the array of a field, or nil. Time never rewinds for a state: its base is at least now.
-local function read(key, field)
-    local raw, pieces = call('HGET', key, field), 1
-    if not raw then
-        return
-    end
-    while #raw == pieces * PIECE_BYTES do
-        local more = call('HGET', key, '\2' .. pieces .. ':' .. field)
-        if not more then
-            break
-        end
-        raw, pieces = raw .. more, pieces + 1
-    end
-    local held = {0, 0, cmsgpack.unpack_limit(raw, 1000, 11)}
-    local base, ends = struct.unpack('>I7I4', raw)
-    if base >= 4503599627370496 then -- 2^52
-        error('LAYOUT')
-    end
-    held[1], held[2], held[3] = max(base, now), ends, pieces
-    local shift = held[1] - base
-    local p, id = HELD_FIRST, held[HELD_FIRST]
-    while id do
-        held[p + 1] = held[p + 1] + shift
-        p = p + ((id < 0 or id % 2 == 1) and 4 or 3)
-        id = held[p]
-    end
-    return held
-end
-
 -- Return the two counts of a window counter as of `at`.
 local function rolled(window, last, previous, current, at)
     local windows = (at - at % window - last + last % window) / window
@@ -86,20 +57,6 @@ local function rolled(window, last, previous, current, at)
         return previous, current
     end
     return windows == 1 and current or 0, 0
-end
-
--- Return the level of a bucket at a time, and the end of its last step. The refill is rounded down: a
--- part of a millionth that is not refilled yet cannot be spent. After `full` it is 0.
-local function drained(gate, g, last, level, full, at)
-    local elapsed = at - last
-    if elapsed <= 0 then
-        return level, last
-    end
-    elapsed = elapsed - elapsed % gate[g + STEP]
-    if elapsed < full then
-        return level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), last + elapsed
-    end
-    return 0, last + elapsed
 end
 
 -- Return the second when states end that are needed until then. It is an eighth later than
@@ -127,29 +84,28 @@ end
 local function write(key, field, held, need)
     local before, had = held[2], held[3]
     local ends = need and need + 1000 > before * 1000000 and later(before, need) or before
-    held[2] = min(ends, ENDS_MAX)
+    held[2] = ends < ENDS_MAX and ends or ENDS_MAX
     local packed = ''
     if held[HELD_FIRST] then
         packed = struct.pack('>I7I4', held[1], held[2]) .. cmsgpack.pack(unpack(held, HELD_FIRST))
     end
-    local pieces = ceil(#packed / PIECE_BYTES)
-    if pieces == 1 then
+    if packed ~= '' and #packed <= PIECE_BYTES and had <= 1 then
         call('HSET', key, field, packed)
-    elseif pieces == 0 then
-        call('HDEL', key, field)
     else
-        local fields = {field, string.sub(packed, 1, PIECE_BYTES)}
-        for number = 1, pieces - 1 do
-            fields[2 * number + 1] = '\2' .. number .. ':' .. field
+        local pieces, fields = ceil(#packed / PIECE_BYTES), {}
+        for number = 0, pieces - 1 do
+            fields[2 * number + 1] = number == 0 and field or '\2' .. number .. ':' .. field
             fields[2 * number + 2] =
                 string.sub(packed, number * PIECE_BYTES + 1, (number + 1) * PIECE_BYTES)
         end
-        call('HSET', key, unpack(fields))
+        if pieces > 0 then
+            call('HSET', key, unpack(fields))
+        end
+        for number = pieces, had - 1 do
+            call('HDEL', key, number == 0 and field or '\2' .. number .. ':' .. field)
+        end
+        held[3] = pieces
     end
-    for number = max(pieces, 1), had - 1 do
-        call('HDEL', key, '\2' .. number .. ':' .. field)
-    end
-    held[3] = pieces
     if ends > before then
         live_until(key, ends)
     end
