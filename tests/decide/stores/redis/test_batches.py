@@ -305,3 +305,22 @@ async def test_a_reply_of_another_program_fails_every_check() -> None:
     found = await asyncio.gather(*checks, return_exceptions=True)
     assert [type(each) for each in found] == [StoreUnavailable] * 2
     assert (await first).allowed
+
+
+@pytest.mark.parametrize("error", [NotSent("no primary is known"), ZeroDivisionError()])
+async def test_a_call_that_cannot_be_sent_leaves_nothing_in_flight(error: Exception) -> None:
+    """Every caller gets the error, also a defect of our own; the next check leaves at once."""
+    store = Store("redis://localhost", error)
+    first = await store.busy()
+
+    def connection_of(_: bytes) -> Any:
+        raise error
+
+    store.driver.connection_of = connection_of
+    checks = [store.check("a"), store.check("b")]
+    await turn()
+    found = await asyncio.gather(*checks, return_exceptions=True)
+    assert [type(each) for each in found] == [type(error)] * 2
+    store.wire.answer(ALLOWED)
+    assert (await first).allowed
+    assert store.driver.batches.in_flight == 0

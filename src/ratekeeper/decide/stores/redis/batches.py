@@ -20,6 +20,7 @@ the call that it would save.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Coroutine, Hashable, Iterable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final
@@ -116,26 +117,38 @@ class Batcher:
     def _send(self, groups: list[list[CheckGroup]], charges: int) -> None:
         """Send groups as one call. Those in one list are equal checks."""
         driver = self._driver
-        batch = Batch(self, groups, charges, driver.due_ns())
-        key, payload = batch.command()
+        due_ns = time.monotonic_ns() + driver.servers.config.deadline_ns
+        batch = SharedCall(self, groups, charges, due_ns)
+        self.in_flight += batch.checks
         try:
+            if batch.checks == 1:
+                key, payload = groups[0][0].command()
+            else:
+                call = batch.call()
+                key, payload = call.key, call.by_sha()
             connection = driver.connection_of(key)
             if not connection.connected:
                 if batch.checks > 1:
-                    # Each alone: a caller that is cancelled meanwhile is not charged.
-                    for equal in groups:
-                        for group in equal:
-                            self._send([[group]], len(group.charges))
+                    self._send_each(batch, groups)
                     return
                 batch.watch()
-            self.in_flight += batch.checks
             connection.submit(payload, 0, batch)
-        except StoreError as error:
+        except Exception as error:  # every caller must see a defect, too
             batch.set_exception(error)
+        self.coalesced += batch.checks if batch.checks > 1 else 0
+
+    def _send_each(self, batch: SharedCall, groups: list[list[CheckGroup]]) -> None:
+        """Send each group alone: a caller that is cancelled before there is a connection is not
+        charged.
+        """
+        self.in_flight -= batch.checks
+        for equal in groups:
+            for group in equal:
+                self._send([[group]], len(group.charges))
 
     # ── Answers ────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, batch: Batch, refusal: Any) -> None:
+    def settle(self, batch: SharedCall, refusal: Any) -> None:
         """Handle a reply that is no answer, in the background."""
         settling = self._driver.settle(batch.call(), batch.due_ns, refusal)
         self._spawn(settling).add_done_callback(batch.settled)
@@ -172,7 +185,7 @@ def _count_lost(undoing: asyncio.Future[None]) -> None:
         raise error
 
 
-class Batch:
+class SharedCall:
     """One call with several groups. A connection gives it the reply, as it does to a future."""
 
     __slots__ = ("_batcher", "_charges", "_done", "_groups", "_settles", "checks", "due_ns")
@@ -186,15 +199,6 @@ class Batch:
         self._done = self._settles = False
         self.due_ns = due_ns
         self.checks = 1 if len(groups) == 1 == len(groups[0]) else sum(map(len, groups))
-        if self.checks > 1:
-            batcher.coalesced += self.checks
-
-    def command(self) -> tuple[bytes, bytes]:
-        """Return the key of the call, and the bytes to send."""
-        if self.checks == 1:
-            return self._groups[0][0].command()
-        call = self.call()
-        return call.key, call.by_sha()
 
     def call(self) -> ScriptCall:
         """Return the call."""
@@ -236,13 +240,13 @@ class Batch:
             self._refused(reply)
             return
         self._end()
-        replies = charge_replies(reply, self._charges)
+        replies = (reply,) if self._charges == 1 else charge_replies(reply, self._charges)
         at = 0
         for equal in self._groups:
             group = equal[0]
             try:
                 if len(equal) == 1:
-                    answers = (group.read(replies, at),)
+                    answers = [group.read(replies, at)]
                 else:
                     answers = group.read_equal(replies[at], len(equal))
             except Exception as error:  # every caller must see a defect, too

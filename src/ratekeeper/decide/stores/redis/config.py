@@ -189,7 +189,7 @@ class RedisConfig:
         "the longest time for which a denial is cached; 0 turns it off",
     )
     coalesce: bool = option(
-        SWITCH, "on", "asyncio: send concurrent checks of a hot key as one call; `on` or `off`"
+        SWITCH, "on", "asyncio: requests of one turn of the event loop share calls; `on` or `off`"
     )
     breaker: bool = option(
         SWITCH, "on", "the circuit breaker: stop calling a server that keeps failing; `on` or `off`"

@@ -18,11 +18,11 @@ from typing import Any, Final
 from hiredis import ReplyError
 
 from ratekeeper.core import switches
-from ratekeeper.core.errors import CapacityError, StoreError, StoreUnavailable, show
+from ratekeeper.core.errors import StoreError, StoreUnavailable, show
 from ratekeeper.core.model import Decision
 from ratekeeper.core.steps import Ask, Steps, asking
 from ratekeeper.decide.decider import Group, deciding
-from ratekeeper.decide.leasing import Lease, LeaseTerms
+from ratekeeper.decide.leasing import NO_LEASE, Lease, LeaseTerms
 from ratekeeper.decide.store import Answer, Charge
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.denial_cache import Moment
@@ -44,6 +44,7 @@ REPORTS_MAX: Final = 64
 # By limits and subject: the leases that came with charges, and the terms of those to ask for.
 Leases = dict[tuple[bytes, str], Lease]
 Terms = dict[tuple[bytes, str], LeaseTerms]
+NOTHING: Final = ((), ())
 
 
 class CheckGroup:
@@ -95,8 +96,8 @@ class CheckGroup:
         if not scripts.by_server_clock or switches.clock is not None:
             self.moment = scripts.now()
         self._asked_ns = time.monotonic_ns()
-        # The replies to the charges that were made and not undone.
-        self._charged: list[tuple[ScriptCharge, list[int]]] = []
+        # The replies to charges that were made and not undone, and the answers.
+        self._charged: tuple[Sequence[Any], Sequence[Answer]] = NOTHING
 
     def lane(self, *, clustered: bool) -> Hashable:
         """Return the same for groups that can share a call."""
@@ -108,16 +109,14 @@ class CheckGroup:
 
     def call(self) -> ScriptCall:
         """Return the call that decides this group."""
-        if self.alone and self.moment is SERVER_NOW:
-            return self.charges[0].scripts.check(*self.charges[0][1:3])
         return batch_call([self.charges], self.moment[0], spend=True)
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if self.alone and self.moment is SERVER_NOW:
+        if self.alone and self.moment is SERVER_NOW:  # without making the call first
             scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost)
-        call = self.call()
+        call = batch_call([self.charges], self.moment[0], spend=True)
         return call.key, call.by_sha()
 
     # ── Replies ────────────────────────────────────────────────────────────────────────────────
@@ -159,42 +158,42 @@ class CheckGroup:
             self._links.cache.keep(charge, denial, self.moment, self._asked_ns)
 
     def _answers(self, replies: Sequence[Any]) -> list[Answer]:
-        answers: list[Answer | CapacityError] = []
-        charged: list[tuple[ScriptCharge, list[int]]] = []
-        passes, leases = True, {}
+        answers: list[Answer] = []
+        passes = True
         for charge, reply in zip(self.charges, replies, strict=True):
-            plain = reply
-            if self.leases is not None and type(reply) is list:
-                plain = reply[: -charge.scripts.decoder.lease_numbers]
             try:
-                if type(plain) is not list:
-                    raise self._error(plain)
-                decision = charge.scripts.decoder.check(plain, charge.cost, self.moment[1])
-            except (CapacityError, StoreError) as error:
+                if type(reply) is not list:
+                    raise self._error(reply)
+                plain = reply if self.leases is None else self._without_lease(charge, reply)
+                answers.append(charge.scripts.decoder.check(plain, charge.cost, self.moment[1]))
+                passes = passes and reply[0] >= 0
+            except StoreError as error:
                 answers.append(error)
-                passes = passes and charge.optional and isinstance(error, StoreError)
-                continue
-            answers.append(decision)
-            charged.append((charge, plain))
-            passes = passes and decision.allowed
-            if plain is not reply and decision.allowed:
-                lease = charge.scripts.decoder.lease(reply, decision, charge.cost)
-                leases[charge.scripts.encoded, charge.subject] = lease
-        for answer in answers:
-            if isinstance(answer, CapacityError):
-                raise answer
+                passes = passes and charge.optional
         if passes:
-            self._charged = charged
+            self._charged = (replies, answers)
             if self.leases is not None:
-                self.leases.update(leases)
-            return answers  # type: ignore[return-value]  # no CapacityError is among them
+                self._note_leases(self.leases)
+            return answers
         # Nothing was charged, so the answers say what remains now.
-        looks = {
-            at: charge.scripts.decoder.peek(reply, charge.cost, self.moment[1])
-            for at, (charge, reply) in enumerate(charged)
-        }
-        left = iter(looks.values())
-        return [each if isinstance(each, StoreError) else next(left) for each in answers]
+        return [
+            answer
+            if isinstance(answer, StoreError)
+            else charge.scripts.decoder.peek(
+                self._without_lease(charge, reply), charge.cost, self.moment[1]
+            )
+            for charge, reply, answer in zip(self.charges, replies, answers, strict=True)
+        ]
+
+    def _without_lease(self, charge: ScriptCharge, reply: list[int]) -> list[int]:
+        return reply if self.leases is None else reply[: -charge.scripts.decoder.lease_numbers]
+
+    def _note_leases(self, leases: Leases) -> None:
+        """Keep the leases that came with the charges."""
+        for charge, reply, answer in zip(self.charges, *self._charged, strict=True):
+            if not isinstance(answer, StoreError):
+                lease = charge.scripts.decoder.lease(reply, answer, charge.cost)
+                leases[charge.scripts.encoded, charge.subject] = lease
 
     def _error(self, reply: Any) -> StoreError:
         """Return the error of a charge, from a reply that is no list."""
@@ -206,18 +205,15 @@ class CheckGroup:
 
     def undoing(self, driver: RedisDriver) -> Steps[None]:
         """Return exactly the units that were taken, once. Raises StoreError if that failed."""
-        charged, self._charged = self._charged, []
+        charged, self._charged = self._charged, NOTHING
         calls: list[ScriptCall] = []
-        for charge, reply in charged:
-            scripts, subject, cost = charge[:3]
-            if cost:
-                calls.append(scripts.undo(subject, reply, cost))
-            lease = (
-                self.leases.pop((scripts.encoded, subject), None)
-                if self.leases is not None
-                else None
-            )
-            if lease is not None and lease.units:
+        for charge, reply, answer in zip(self.charges if charged[0] else (), *charged, strict=True):
+            scripts, subject, cost, *_ = charge
+            if isinstance(answer, StoreError) or not cost:
+                continue
+            calls.append(scripts.undo(subject, self._without_lease(charge, reply), cost))
+            lease = (self.leases or {}).pop((scripts.encoded, subject), NO_LEASE)
+            if lease.units:
                 ends_us = lease.ends_ns // NS_PER_US
                 back = ReportAttempt(scripts, subject, lease.units, False, ends_us)
                 calls.append(report_call([back], self.moment[0]))
@@ -226,7 +222,7 @@ class CheckGroup:
         try:
             undone = yield from driver.running_all(calls)
         finally:
-            for charge, _ in charged:
+            for charge in self.charges:
                 self._links.cache.drop(charge.subject)
         for each in undone:
             if isinstance(each, StoreError):
@@ -235,7 +231,7 @@ class CheckGroup:
     @property
     def is_charged(self) -> bool:
         """True if its charges were made and not undone."""
-        return bool(self._charged)
+        return bool(self._charged[0])
 
 
 class RedisCounter:
@@ -340,11 +336,7 @@ def check_together(
 ) -> list[Answer] | Ask:
     """Check several subjects; all pass or none is charged. See Store.check_together."""
     made = script_charges(charges, optional, terms)
-    slot_of = links.servers.slot
-    slots: dict[int, list[int]] = {}
-    if links.servers.clustered:
-        for at, charge in enumerate(made):
-            slots.setdefault(slot_of(charge.scripts.key(charge.subject)), []).append(at)
+    slots = _slots(links, made) if links.servers.clustered else {}
     if len(slots) <= 1:
         return Ask(links.wait, links.send, CheckGroup(links, made, leases=leases))
     error = _open_breaker(links, made)
@@ -357,6 +349,15 @@ def check_together(
         slot = _Slot(links, terms, leases)
         groups.append(Group(slot.decide, own, slot.undo))
     return asking(deciding, groups, charges, optional)
+
+
+def _slots(links: Links, charges: Sequence[ScriptCharge]) -> dict[int, list[int]]:
+    """Return the positions of the charges by their slots."""
+    slots: dict[int, list[int]] = {}
+    for at, charge in enumerate(charges):
+        slot = links.servers.slot(charge.scripts.key(charge.subject))
+        slots.setdefault(slot, []).append(at)
+    return slots
 
 
 def _open_breaker(links: Links, charges: Sequence[ScriptCharge]) -> StoreError | None:

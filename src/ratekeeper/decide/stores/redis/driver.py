@@ -443,7 +443,7 @@ class ThreadDriver(RedisDriver):
                 reply = self.settle(group.call(), due_ns, reply)
         except StoreError as error:
             return group.failed(error)
-        return group.read(charge_replies(reply, len(group.charges)))
+        return group.read((reply,) if group.alone else charge_replies(reply, len(group.charges)))
 
     def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
         return run(self.settling(call, due_ns, reply))

@@ -191,19 +191,18 @@ class ScriptCall:
 
     def by_sha(self) -> bytes:
         """Return the command that names the script."""
-        return pack("EVALSHA", self.script.sha, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVALSHA", self.script.sha, len(keys), *keys, *self.arguments)
 
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
-        return pack("EVAL", self.script.text, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVAL", self.script.text, len(keys), *keys, *self.arguments)
 
     def size(self) -> int:
         """Return about how many bytes the command has that names the script."""
         parts = (self.key, *self.more_keys, *self.arguments)
         return 80 + sum(6 + (len(each) if isinstance(each, bytes) else 8) for each in parts)
-
-    def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
-        return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)
 
 
 class RuleScripts:
@@ -260,13 +259,8 @@ class RuleScripts:
     def _change(self, subject: str, verb: int, *numbers: int) -> tuple[Place, bytes]:
         return self.place(subject), encode_sequence((verb, *numbers))
 
-    def check(self, subject: str, cost: int) -> ScriptCall:
-        """Return the call of a single check, decided by the server's clock."""
-        keys, gate = self.place(subject)
-        return ScriptCall(self.script, keys[0], (gate, min(cost, _COST_MAX)), keys[1:])
-
     def check_command(self, subject: str, cost: int) -> tuple[bytes, bytes]:
-        """Return the first key of `check`, and the command: faster than to make the call first."""
+        """Return the key and the command of `batch_call` for one check by the server's clock."""
         keys, gate = self.place(subject)
         cost = min(cost, _COST_MAX)
         return keys[0], pack("EVALSHA", self.script.sha, len(keys), *keys, gate, cost)
