@@ -172,6 +172,17 @@ async def test_a_caller_that_is_cancelled_before_its_group_leaves_costs_nothing(
     assert (await first).allowed
 
 
+async def test_a_request_whose_task_never_runs_is_not_sent() -> None:
+    """It is cancelled before its first step, so it could not undo its charges."""
+    store = Store()
+    charges = [(store.counter, subject, 1) for subject in "ab"]
+    ask: Any = store.store.check_together(charges)
+    request = asyncio.ensure_future(ask.send(*ask.args))
+    request.cancel()
+    await turn()
+    assert store.wire.calls == []
+
+
 @pytest.mark.parametrize("when", ["in flight", "answered"])
 @pytest.mark.parametrize("reply", [ALLOWED, DENIED])
 async def test_a_cancelled_request_of_several_charges_gets_them_back(
