@@ -13,6 +13,7 @@ from bench.redis_bytes import MANY, Bytes
 from bench.redis_measure import RedisEffort, RedisRow
 from bench.redis_packed import PackedRow
 from bench.redis_placement import Placement
+from bench.redis_scripts import ScriptTime
 
 _WIDTHS: Final = (20, 34, 10, 9, 9, 8, 11)
 _HEADINGS: Final = ("work", "engine", "checks/s", "p50 µs", "p99 µs", "ratio", "connections")
@@ -67,6 +68,7 @@ class RedisResults:
     works: list[RedisWork] = field(default_factory=list)
     sizes: list[Bytes] = field(default_factory=list)
     packed: list[PackedRow] = field(default_factory=list)
+    scripts: list[ScriptTime] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
 
 
@@ -260,6 +262,7 @@ def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort
             for each in results.sizes
         ],
         "packed": [asdict(row) for row in results.packed],
+        "scripts": [asdict(row) for row in results.scripts],
         "goals": [asdict(goal) for goal in results.goals],
     }
 

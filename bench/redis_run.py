@@ -36,14 +36,11 @@ from bench.redis_report import (
     rows_table,
     server_facts,
 )
+from bench.redis_scripts import SCRIPTS_HEADING, measure_scripts, scripts_line
 
 WORKS: Final = (
-    "redis async",
-    "redis sync",
-    "redis rules",
-    "redis cluster",
-    "redis bytes",
-    "redis packed",
+    *("redis async", "redis sync", "redis rules", "redis cluster"),
+    *("redis bytes", "redis packed", "redis scripts"),
 )
 TASKS: Final = (1, 64, CONNECTIONS_MAX)
 _LIMITS: Final = (("1 limit", ONE_LIMIT), ("4 limits", FOUR_LIMITS))
@@ -78,6 +75,8 @@ def run_redis(
         _run_bytes(effort, results, progress)
     if "redis packed" in works:
         _run_packed(effort, results, progress)
+    if "redis scripts" in works:
+        _run_scripts(effort, results, progress)
     results.goals = goals_of(results)
     if results.goals:
         print(goals_table(results.goals), flush=True)
@@ -171,3 +170,12 @@ def _run_packed(effort: RedisEffort, results: RedisResults, progress: Progress) 
         progress("")
         results.packed.append(row)
         print(packed_line(row), flush=True)
+
+
+def _run_scripts(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
+    print(SCRIPTS_HEADING, flush=True)
+    progress("measuring the scripts of redis …")
+    for row in measure_scripts(effort):
+        progress("")
+        results.scripts.append(row)
+        print(scripts_line(row), flush=True)

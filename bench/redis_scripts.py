@@ -37,6 +37,7 @@ _CALLS: Final = 100
 _BATCH: Final = 16
 _SUBJECTS: Final = 1_000
 _WARM_ROUNDS: Final = 30
+SCRIPTS_HEADING: Final = "\nredis, the server's time of a call in microseconds, and its quotient"
 _REPLY_BYTES: Final = 1 << 16
 _PLAIN: Final = b"""
 local time = redis.call('TIME')
@@ -141,11 +142,6 @@ def _round(server: Single, connection: socket.socket, payload: Callable[[], byte
                 raise RuntimeError(f"a script failed: {reply!r}")
             missing -= 1
     return float(server.admin.info("commandstats")["cmdstat_evalsha"]["usec_per_call"])
-
-
-def scripts_heading() -> str:
-    """Return the lines above the rows."""
-    return "\nredis, the server's time of a call in microseconds, and its quotient"
 
 
 def scripts_line(row: ScriptTime) -> str:

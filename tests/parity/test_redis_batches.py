@@ -186,9 +186,9 @@ def test_an_error_is_the_reply_of_its_charge_alone(server: Single) -> None:
 
 
 def test_a_look_charges_nothing(server: Single) -> None:
-    """Each group is decided as if it came first."""
+    """Each group is decided as if it came first, and its charges see one another."""
     two = ScriptCharge(minute(3), "subject", 2)
-    call = batch_call([[two], [two]], 10**15, spend=False)
+    call = batch_call([[two], [two], [two, two]], 10**15, spend=False)
     replies = cast("list[list[int]]", run(server, call))
-    assert [each[0] >= 0 for each in replies] == [True, True]
+    assert [each[0] >= 0 for each in replies] == [True, True, True, False]
     assert server.admin.keys() == []

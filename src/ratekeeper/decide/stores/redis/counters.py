@@ -347,7 +347,7 @@ def check_together(
     groups = []
     for own in places:
         slot = _Slot(links, terms, leases)
-        groups.append(Group(slot.decide, own))
+        groups.append(Group(slot.decide, own, slot.undo))
     return asking(deciding, groups, charges, optional)
 
 

@@ -110,7 +110,10 @@ local function write(key, field, held, need)
         live_until(key, ends)
     end
     if not given and (not need or now % (before > 0 and 128 or 8) == 0) then
-        local some, dead = call('HRANDFIELD', key, 32, 'WITHVALUES'), {}
+        local some, dead = redis.pcall('HRANDFIELD', key, 32, 'WITHVALUES'), {}
+        if some.err and not need then -- the user may not run it; a check has charged already
+            error(some)
+        end
         for i = 1, #some, 2 do
             local name, value = some[i], some[i + 1]
             -- A piece of a longer value has a longer name.
