@@ -50,7 +50,7 @@ class RedisWork:
     """One benchmark in a table, with one row per engine. The first row is ratekeeper."""
 
     kind: str
-    """async, sync or cluster."""
+    """async, sync, rules or cluster."""
     placement: str
     name: str
     rows: Sequence[RedisRow]
@@ -110,6 +110,7 @@ def rows_heading(kind: str, placement: Placement) -> str:
     rates = "ratio: checks/s of the first row / this row's"
     what, ratio = {
         "async": ("redis, asyncio", rates),
+        "rules": ("redis, asyncio, limiters with rules", rates),
         "cluster": ("redis cluster of three primaries and three replicas, asyncio", rates),
         "sync": ("redis, one blocking caller", "ratio: this row's p50 / the first row's"),
     }[kind]
@@ -194,6 +195,19 @@ def goals_of(results: RedisResults) -> list[Goal]:
                 Goal(_against(work, row), work.ratio(row), floor=0.5, goal=0.8)
                 for row in work.rows
                 if row.name.startswith("redis-benchmark")
+            ]
+        elif work.kind == "rules":
+            one, two = work.rows
+            what = f"two rules against one, {work.placement}"
+            goals += [
+                Goal(f"{what}: checks per second", 1 / two.behind(one), floor=0.4, goal=0.7),
+                Goal(
+                    f"{what}: processor time of the client",
+                    two.costlier(one),
+                    floor=3,
+                    goal=2,
+                    less_is_better=True,
+                ),
             ]
     for row in results.packed:
         goal = _BYTES_GOALS.get((row.work, row.subjects))

@@ -10,7 +10,15 @@ from tests.redis_servers import Cluster, Single
 
 from bench.redis_benchmark import RedisBenchmark
 from bench.redis_bytes import fillings, measure_bytes
-from bench.redis_engines import CONNECTIONS_MAX, ENGINES, FOUR_LIMITS, LIMITS_FIXED, ONE_LIMIT, OURS
+from bench.redis_engines import (
+    CONNECTIONS_MAX,
+    ENGINES,
+    FOUR_LIMITS,
+    LIMITS_FIXED,
+    ONE_LIMIT,
+    OURS,
+    RULES,
+)
 from bench.redis_measure import RedisEffort, measure_async, measure_sync
 from bench.redis_packed import measure_packed, packed_heading, packed_line
 from bench.redis_placement import FREE, Placement, placed, placements
@@ -31,7 +39,7 @@ from bench.redis_report import (
 from bench.redis_scripts import SCRIPTS_HEADING, measure_scripts, scripts_line
 
 WORKS: Final = (
-    *("redis async", "redis sync", "redis cluster"),
+    *("redis async", "redis sync", "redis rules", "redis cluster"),
     *("redis bytes", "redis packed", "redis scripts"),
 )
 TASKS: Final = (1, 64, CONNECTIONS_MAX)
@@ -59,6 +67,8 @@ def run_redis(
                     _run_async(server, tasks, placement, effort, results, progress)
                 if "redis sync" in works:
                     _run_sync(server, placement, effort, results, progress)
+                if "redis rules" in works:
+                    _run_rules(server, placement, effort, results, progress)
     if "redis cluster" in works:
         _run_cluster(effort, results, progress)
     if "redis bytes" in works:
@@ -113,6 +123,21 @@ def _run_sync(
         progress(f"measuring redis sync, {limits} …")
         rows = measure_sync(server, ENGINES, rates, effort)
         _show(RedisWork("sync", placement.name, limits, rows), results, progress)
+
+
+def _run_rules(
+    server: Single,
+    placement: Placement,
+    effort: RedisEffort,
+    results: RedisResults,
+    progress: Progress,
+) -> None:
+    print(rows_heading("rules", placement), flush=True)
+    progress("measuring redis rules …")
+    with asyncio.Runner() as runner:
+        rows = runner.run(measure_async(server, RULES, ONE_LIMIT, CONNECTIONS_MAX, effort))
+    name = f"{CONNECTIONS_MAX} tasks, rules"
+    _show(RedisWork("rules", placement.name, name, rows), results, progress)
 
 
 def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:

@@ -164,10 +164,23 @@ async def test_a_caller_that_is_cancelled_before_its_group_leaves_costs_nothing(
     for check in checks[:2]:
         check.cancel()
     await turn()
-    assert len(store.wire.calls) == 2
+    assert [payload for payload, _ in store.wire.calls][1:] == [
+        store.counter.scripts.check_command("d", 1)[1]
+    ]
     store.wire.answer(ALLOWED, ALLOWED)
     assert (await checks[2]).allowed
     assert (await first).allowed
+
+
+async def test_a_request_whose_task_never_runs_is_not_sent() -> None:
+    """It is cancelled before its first step, so it could not undo its charges."""
+    store = Store()
+    charges = [(store.counter, subject, 1) for subject in "ab"]
+    ask: Any = store.store.check_together(charges)
+    request = asyncio.ensure_future(ask.send(*ask.args))
+    request.cancel()
+    await turn()
+    assert store.wire.calls == []
 
 
 @pytest.mark.parametrize("when", ["in flight", "answered"])

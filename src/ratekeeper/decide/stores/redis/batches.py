@@ -64,6 +64,21 @@ class Batcher:
 
     def decide(self, group: CheckGroup) -> Awaitable[Any]:
         """Return the awaitable of the answer to a group."""
+        return self._submit(group) if group.alone else self._decide_several(group)
+
+    async def _decide_several(self, group: CheckGroup) -> Any:
+        """Await the answer. If the caller is cancelled and the answer is there, undo the charges.
+
+        If it is not there, they are undone when it comes.
+        """
+        try:
+            return await self._submit(group)
+        except asyncio.CancelledError:
+            self.undo(group)
+            raise
+
+    def _submit(self, group: CheckGroup) -> asyncio.Future[Any]:
+        """Send a group now or at the end of this turn; return the future of its answer."""
         loop = asyncio.get_running_loop()
         group.future = future = loop.create_future()
         waiting = self._waiting
@@ -76,18 +91,7 @@ class Batcher:
             if not waiting:
                 loop.call_soon(self._flush)
             waiting.append(group)
-        return future if group.alone else self._unless_cancelled(group)
-
-    async def _unless_cancelled(self, group: CheckGroup) -> Any:
-        """Await the answer. If the caller is cancelled and the answer is there, undo the charges.
-
-        If it is not there, they are undone when it comes.
-        """
-        try:
-            return await group.future
-        except asyncio.CancelledError:
-            self.undo(group)
-            raise
+        return future
 
     def _flush(self) -> None:
         """Send the groups of this turn, without those whose callers are cancelled by now."""
