@@ -22,7 +22,7 @@ from tests.redis_servers.server import program_path
 from bench.redis_engines import Rates, our_limits
 from bench.redis_measure import Sample
 from ratekeeper.decide.stores.redis.codec import BucketPlaces
-from ratekeeper.decide.stores.redis.scripts import CHECK
+from ratekeeper.decide.stores.redis.scripts import COUNTS
 
 CLIENTS: Final = 2
 PIPELINE: Final = 128
@@ -35,9 +35,9 @@ class RedisBenchmark:
     connections = CLIENTS
 
     def __init__(self, server: Single, rates: Rates, keys: int, requests: int) -> None:
-        _, gate, _ = BucketPlaces(our_limits(rates), rule="", prefix="rk", hash_key="").of("user")
+        _, gate = BucketPlaces(our_limits(rates), rule="", prefix="rk", hash_key="").of("user")
         literal = "".join(f"\\{byte:03}" for byte in gate)
-        sha = server.admin.script_load(f"ARGV[1] = '{literal}'\n{CHECK.text.decode()}")
+        sha = server.admin.script_load(f"ARGV[1] = '{literal}'\n{COUNTS.text.decode()}")
         self._command: list[str | bytes] = [
             program_path("redis-benchmark", "redis-tools"),
             *("-h", server.address[0], "-p", str(server.port)),

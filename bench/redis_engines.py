@@ -26,7 +26,7 @@ from limits import RateLimitItemPerSecond
 from limits.storage import storage_from_string
 
 from bench.engines import Session
-from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper import AsyncLimiter, Decision, Limit, Limiter, Request
 
 HOUR: Final = 3_600
 DAY: Final = 86_400
@@ -79,6 +79,24 @@ def _ours_async(uri: str, rates: Rates) -> AsyncSession:
 def _ours(uri: str, rates: Rates) -> Session:
     limiter = Limiter(our_limits(rates), store=_patient(uri), on_failure="raise")
     return Session(limiter.check, allowed=bool, close=limiter.close)
+
+
+def _rules_async(uri: str, rates: Rates, *, names: Sequence[str]) -> AsyncSession:
+    """Open a limiter with a rule for each of these attributes of a request."""
+    document = {
+        "version": 1,
+        "rules": [
+            {"id": name, "by": [name], "limits": [str(limit) for limit in our_limits(rates)]}
+            for name in names
+        ],
+    }
+    limiter = AsyncLimiter.from_rules(document, store=_patient(uri), on_failure="raise")
+
+    async def check(key: str) -> Decision:
+        # Sixteen users share a tenant.
+        return await limiter.check(Request(user=key, tenant=key[:-1]))
+
+    return AsyncSession(check, allowed=bool, close=limiter.close)
 
 
 def _items(rates: Rates) -> list[RateLimitItemPerSecond]:
@@ -181,6 +199,11 @@ def _limits_engine(name: str, strategy: str, *, full_answer: bool) -> RedisEngin
 
 
 OURS: Final = RedisEngine("ratekeeper token bucket", _ours_async, _ours, ours=True)
+# A check with one rule, and with two: of the user and of the tenant.
+RULES: Final = tuple(
+    RedisEngine(name, partial(_rules_async, names=names), _ours, ours=True)
+    for name, names in (("one rule", ["user"]), ("two rules", ["user", "tenant"]))
+)
 LIMITS_FIXED: Final = _limits_engine(
     "limits fixed window (hit() alone)", "FixedWindow", full_answer=False
 )

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import Final, Protocol
 
 from bench.engines import Session
@@ -64,6 +64,8 @@ class Sample:
     checks_per_second: float
     p50_us: float
     p99_us: float
+    processor_us: float = 0.0
+    """The processor time of this process for a check."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,11 @@ class RedisRow:
         """Return the checks per second of the first row, divided by those of this row."""
         pairs = zip(self.samples, first.samples, strict=True)
         return median(theirs.checks_per_second / mine.checks_per_second for mine, theirs in pairs)
+
+    def costlier(self, first: RedisRow) -> float:
+        """Return the processor time of a check, divided by that of the first row."""
+        pairs = zip(self.samples, first.samples, strict=True)
+        return median(mine.processor_us / theirs.processor_us for mine, theirs in pairs)
 
     def slower(self, first: RedisRow) -> float:
         """Return the p50 of this row, divided by that of the first row."""
@@ -183,6 +190,7 @@ async def _run_async(
 ) -> Sample:
     taken_ns: list[int] = []
     start_ns = perf_counter_ns()
+    processor_ns = process_time_ns()
     stop_ns = start_ns + int(seconds * 1e9)
 
     async def caller(key: str) -> None:
@@ -194,7 +202,8 @@ async def _run_async(
             begin_ns = end_ns
 
     await asyncio.gather(*map(caller, keys))
-    return _sample(taken_ns, perf_counter_ns() - start_ns)
+    elapsed_ns, processor_ns = perf_counter_ns() - start_ns, process_time_ns() - processor_ns
+    return replace(_sample(taken_ns, elapsed_ns), processor_us=processor_ns / len(taken_ns) / 1e3)
 
 
 def measure_sync(

@@ -13,6 +13,7 @@ from bench.redis_bytes import MANY, Bytes
 from bench.redis_measure import RedisEffort, RedisRow
 from bench.redis_packed import PackedRow
 from bench.redis_placement import Placement
+from bench.redis_scripts import ScriptTime
 
 _WIDTHS: Final = (20, 34, 10, 9, 9, 8, 11)
 _HEADINGS: Final = ("work", "engine", "checks/s", "p50 µs", "p99 µs", "ratio", "connections")
@@ -49,7 +50,7 @@ class RedisWork:
     """One benchmark in a table, with one row per engine. The first row is ratekeeper."""
 
     kind: str
-    """async, sync or cluster."""
+    """async, sync, rules or cluster."""
     placement: str
     name: str
     rows: Sequence[RedisRow]
@@ -67,6 +68,7 @@ class RedisResults:
     works: list[RedisWork] = field(default_factory=list)
     sizes: list[Bytes] = field(default_factory=list)
     packed: list[PackedRow] = field(default_factory=list)
+    scripts: list[ScriptTime] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
 
 
@@ -108,6 +110,7 @@ def rows_heading(kind: str, placement: Placement) -> str:
     rates = "ratio: checks/s of the first row / this row's"
     what, ratio = {
         "async": ("redis, asyncio", rates),
+        "rules": ("redis, asyncio, limiters with rules", rates),
         "cluster": ("redis cluster of three primaries and three replicas, asyncio", rates),
         "sync": ("redis, one blocking caller", "ratio: this row's p50 / the first row's"),
     }[kind]
@@ -193,6 +196,19 @@ def goals_of(results: RedisResults) -> list[Goal]:
                 for row in work.rows
                 if row.name.startswith("redis-benchmark")
             ]
+        elif work.kind == "rules":
+            one, two = work.rows
+            what = f"two rules against one, {work.placement}"
+            goals += [
+                Goal(f"{what}: checks per second", 1 / two.behind(one), floor=0.4, goal=0.7),
+                Goal(
+                    f"{what}: processor time of the client",
+                    two.costlier(one),
+                    floor=3,
+                    goal=2,
+                    less_is_better=True,
+                ),
+            ]
     for row in results.packed:
         goal = _BYTES_GOALS.get((row.work, row.subjects))
         if goal is not None:
@@ -246,6 +262,7 @@ def redis_json(results: RedisResults, facts: dict[str, Any], effort: RedisEffort
             for each in results.sizes
         ],
         "packed": [asdict(row) for row in results.packed],
+        "scripts": [asdict(row) for row in results.scripts],
         "goals": [asdict(goal) for goal in results.goals],
     }
 

@@ -10,7 +10,15 @@ from tests.redis_servers import Cluster, Single
 
 from bench.redis_benchmark import RedisBenchmark
 from bench.redis_bytes import fillings, measure_bytes
-from bench.redis_engines import CONNECTIONS_MAX, ENGINES, FOUR_LIMITS, LIMITS_FIXED, ONE_LIMIT, OURS
+from bench.redis_engines import (
+    CONNECTIONS_MAX,
+    ENGINES,
+    FOUR_LIMITS,
+    LIMITS_FIXED,
+    ONE_LIMIT,
+    OURS,
+    RULES,
+)
 from bench.redis_measure import RedisEffort, measure_async, measure_sync
 from bench.redis_packed import measure_packed, packed_heading, packed_line
 from bench.redis_placement import FREE, Placement, placed, placements
@@ -28,8 +36,12 @@ from bench.redis_report import (
     rows_table,
     server_facts,
 )
+from bench.redis_scripts import SCRIPTS_HEADING, measure_scripts, scripts_line
 
-WORKS: Final = ("redis async", "redis sync", "redis cluster", "redis bytes", "redis packed")
+WORKS: Final = (
+    *("redis async", "redis sync", "redis rules", "redis cluster"),
+    *("redis bytes", "redis packed", "redis scripts"),
+)
 TASKS: Final = (1, 64, CONNECTIONS_MAX)
 _LIMITS: Final = (("1 limit", ONE_LIMIT), ("4 limits", FOUR_LIMITS))
 
@@ -55,12 +67,16 @@ def run_redis(
                     _run_async(server, tasks, placement, effort, results, progress)
                 if "redis sync" in works:
                     _run_sync(server, placement, effort, results, progress)
+                if "redis rules" in works:
+                    _run_rules(server, placement, effort, results, progress)
     if "redis cluster" in works:
         _run_cluster(effort, results, progress)
     if "redis bytes" in works:
         _run_bytes(effort, results, progress)
     if "redis packed" in works:
         _run_packed(effort, results, progress)
+    if "redis scripts" in works:
+        _run_scripts(effort, results, progress)
     results.goals = goals_of(results)
     if results.goals:
         print(goals_table(results.goals), flush=True)
@@ -109,6 +125,21 @@ def _run_sync(
         _show(RedisWork("sync", placement.name, limits, rows), results, progress)
 
 
+def _run_rules(
+    server: Single,
+    placement: Placement,
+    effort: RedisEffort,
+    results: RedisResults,
+    progress: Progress,
+) -> None:
+    print(rows_heading("rules", placement), flush=True)
+    progress("measuring redis rules …")
+    with asyncio.Runner() as runner:
+        rows = runner.run(measure_async(server, RULES, ONE_LIMIT, CONNECTIONS_MAX, effort))
+    name = f"{CONNECTIONS_MAX} tasks, rules"
+    _show(RedisWork("rules", placement.name, name, rows), results, progress)
+
+
 def _run_cluster(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
     print(rows_heading("cluster", FREE), flush=True)
     progress("measuring redis cluster …")
@@ -139,3 +170,12 @@ def _run_packed(effort: RedisEffort, results: RedisResults, progress: Progress) 
         progress("")
         results.packed.append(row)
         print(packed_line(row), flush=True)
+
+
+def _run_scripts(effort: RedisEffort, results: RedisResults, progress: Progress) -> None:
+    print(SCRIPTS_HEADING, flush=True)
+    progress("measuring the scripts of redis …")
+    for row in measure_scripts(effort):
+        progress("")
+        results.scripts.append(row)
+        print(scripts_line(row), flush=True)

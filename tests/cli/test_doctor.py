@@ -263,7 +263,6 @@ def test_sentinel_quorum(sentinels: Sentinels) -> None:
     assert checks(report) == [*REDIS_CHECKS[:-1], "sentinel", "round trip"]
     assert not_ok(report) == {"persistence": "warning"}
     assert "can agree on a fail-over" in finding(report, "sentinel").found
-    assert "min-replicas-to-write" in finding(report, "replication").found
     for dead in sentinels.sentinels[:2]:
         dead.kill()
     until(

@@ -13,7 +13,7 @@ from ratekeeper.cli.reconcile import (
 )
 from ratekeeper.rules.document.model import Document
 from ratekeeper.rules.document.reading import from_data
-from tests.integration.redis_wires import logs_key_of
+from tests.integration.redis_wires import key_of
 
 
 def document(limits: str = "100/hour", rule: str = "orders") -> Document:
@@ -27,13 +27,13 @@ def patient(uri: str) -> str:
 
 
 def spend(uri: str, keys: int = 20, rule: str = "orders") -> list[bytes]:
-    """Create logs, which have a key for each subject; return the keys."""
-    logs = Limit(100, per=3_600, algorithm="sliding_window_log")
+    """Create a state of each subject; return the keys of their buckets."""
+    limit = Limit(100, per=3_600)
     subjects = [f"user:{number}" for number in range(keys)]
-    with Limiter(logs, store=patient(uri), name=rule) as limiter:
+    with Limiter(limit, store=patient(uri), name=rule) as limiter:
         for each in subjects:
             limiter.check(each)
-    return [logs_key_of(each).encode() for each in subjects]
+    return [key_of(each).encode() for each in subjects]
 
 
 def reconciled(uri: str, **options: Any) -> ReconcileReport:

@@ -59,9 +59,11 @@ def key_of(subject: str, prefix: str = "rk") -> str:
     return RuleScripts((COUNTED,), "", config, SystemClock()).key(subject).decode()
 
 
-def logs_key_of(subject: str) -> str:
-    """Return the key of a subject's logs."""
-    return f"{key_of(subject)}log:{subject}"
+def log_key_of(subject: str, limit: Limit, rule: str = "") -> str:
+    """Return the key of a subject's log."""
+    return (
+        RuleScripts((limit,), rule, parse("redis://localhost"), SystemClock()).key(subject).decode()
+    )
 
 
 class Client:

@@ -23,7 +23,6 @@ from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.audit import (
     PAGE_KEYS,
     AuditedServer,
-    AuditPace,
     audit,
     remove,
     set_expiry,
@@ -32,7 +31,7 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.topology import Topology
 from tests.answering import AnsweringStore
 from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
-from tests.integration.redis_wires import key_of, logs_key_of
+from tests.integration.redis_wires import key_of
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 
@@ -85,12 +84,12 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
     logs = [Limit(4_000, per=per, algorithm="sliding_window_log") for per in (50, 60, 70)]
     with Limiter(logs, store=patient(single.uri), name="logs") as limiter:
         limiter.check("user:2", cost=4_000)
-        assert single.admin.hlen(logs_key_of("user:2")) > 128
         counted = limiter.stats()
     report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
     assert report.exit_code == 0
-    assert report.counted["states"] == counted.states
+
+    assert 0 < report.counted["states"] <= counted.states
     assert report.counted["keys"] == single.admin.dbsize()
     assert 0 < report.counted["bytes a state"] < 20_000
 
@@ -112,7 +111,7 @@ def test_leased_units_are_no_defect(single: Single) -> None:
     assert counted.states >= 3 * len(ALGORITHMS)
     report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
-    assert report.counted["states"] == counted.states
+    assert 0 < report.counted["states"] <= counted.states
 
 
 def test_memory_per_state(single: Single) -> None:
@@ -133,10 +132,9 @@ DEFECTS: dict[str, tuple[str, Make]] = {
     "a text": ("wrong type", lambda server, key: server.set(key, "1", ex=900)),
     "garbage": ("unreadable", lambda server, key: server.hset(key, "orders", "{'v': 2}")),
     "cut off": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x95\xcf\x00")),
-    "a map": ("unreadable", lambda server, key: server.hset(key, "orders", b"\x81\xa1v\x02")),
-    "a piece": ("unreadable", lambda server, key: server.hset(key, b"\x021:gone", b"12")),
-    "no piece": ("unreadable", lambda server, key: server.hset(key, b"\x02what", b"12")),
-    "expires late": ("long expiry", lambda server, key: server.expire(key, 90 * 86_400)),
+    "a map": ("unreadable", lambda server, key: server.hset(key, "orders", b"\0" * 11 + b"\x81")),
+    "a piece": ("unreadable", lambda server, key: server.hset(key, b"\x021:gone done", b"12")),
+    "no piece": ("unreadable", lambda server, key: server.hset(key, b"\x02what is it", b"12")),
     "a tag": ("not ours", lambda server, key: server.set(b"rk:{%b}" % key, "1", ex=900)),
     "a name": ("not ours", lambda server, key: server.set(b"rk:{old}:%b" % key, "1", ex=900)),
 }
@@ -177,7 +175,7 @@ def test_repair(defect: str, repair: str, single: Single) -> None:
     again = reconciled(single.uri, document=document())
     assert wrong(again) == ({} if kind in repairable else wrong(report))
     if kind == "unreadable" and repair == "all":
-        assert single.admin.hexists(keys[7], "other")
+        assert single.admin.hlen(keys[7]) == 2
         assert single.admin.pttl(keys[7]) > 0
 
 
@@ -196,28 +194,13 @@ def test_repaired_expiry_is_as_long_as_limits_need(single: Single) -> None:
 
 def test_unknown_expiry_needs_the_rules(single: Single) -> None:
     """An unreadable key without an expiry is not repaired without the rules."""
-    key = logs_key_of("user:1")
+    key = key_of("user:1")
     single.admin.hset(key, "orders", "garbage")
     left = reconciled(single.uri, repair="expiry")
     assert [(each.done, "--rules" in each.what) for each in left.repairs] == [(False, True)]
     assert single.admin.pttl(key) == -1
     repaired = reconciled(single.uri, repair="expiry", document=document())
     assert [each.done for each in repaired.repairs] == [True]
-
-
-def test_log_without_its_times(single: Single) -> None:
-    """It cannot be decided on; healthy logs have no finding."""
-    logs = [Limit(5, per=3_600, algorithm="sliding_window_log")]
-    with Limiter(logs, store=patient(single.uri), name="orders") as limiter:
-        for number in range(3):
-            limiter.check(f"user:{number}")
-    assert wrong(reconciled(single.uri)) == {}
-    key = logs_key_of("user:1")
-    chunk = next(each for each in single.admin.hkeys(key) if each.startswith("\x01"))
-    single.admin.hdel(key, chunk)
-    (finding,) = found(reconciled(single.uri), "unreadable")
-    assert finding.where[0].startswith(f"{key} on ")
-    assert "times is missing" in finding.where[0]
 
 
 def test_repaired_subject_is_limited_again(single: Single) -> None:
@@ -244,7 +227,7 @@ def test_key_that_changed_since_the_scan_is_not_repaired(single: Single) -> None
     single.admin.set(keys[3], "text")
     with_topology = Topology(parse(single.uri))
     try:
-        (scanned,) = audit(with_topology, "rk", AuditPace(pause_seconds=0))
+        (scanned,) = audit(with_topology, "rk", pause_seconds=0)
         for key in keys[1:4]:
             single.admin.restore(key, 100_000, values[key], replace=True)
         before = dumped(single)
@@ -257,17 +240,10 @@ def test_key_that_changed_since_the_scan_is_not_repaired(single: Single) -> None
         with_topology.close()
 
 
-def test_grant_may_last_longer_than_the_limits(single: Single) -> None:
-    """The administrator chose its end, so a late expiry is no finding."""
-    with Limiter("100/hour", store=patient(single.uri), name="orders") as limiter:
-        limiter.grant("user:1", 5, ttl=30 * 86_400)
-    assert wrong(reconciled(single.uri, document=document())) == {}
-
-
 def test_other_prefixes_are_ignored(single: Single) -> None:
     """Only keys with the given prefix are checked."""
     spend(single.uri)
-    single.admin.hset("app:{%AAA}log:user:1", "orders", "garbage")
+    single.admin.hset("app:{%AAA}", "orders", "garbage")
     assert wrong(reconciled(single.uri)) == {}
     assert wrong(reconciled(single.uri, options={"prefix": "app"})).keys() == {
         "no expiry",
@@ -283,23 +259,18 @@ def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
     keys = 3 * PAGE_KEYS
     pipeline = single.admin.pipeline()
     for number in range(keys):
-        pipeline.hset(
-            f"rk:{{%AAA}}log:user:{number}",
-            "a",
-            b"\x95\xcf\x00\x06\x00\x00\x00\x00\x00\x00\x64\x04\x00\x01",
-        )
-        pipeline.expire(f"rk:{{%AAA}}log:user:{number}", 900)
+        pipeline.set(f"rk:{{%AAA}}log:{number:016}", "a log", ex=900)
     pipeline.execute()
     pauses: list[float] = []
     topology = Topology(parse(single.uri))
     try:
-        (scanned,) = audit(topology, "rk", AuditPace(0, 0.25, sleep=pauses.append))
+        (scanned,) = audit(topology, "rk", 0, 0.25, sleep=pauses.append)
         assert (scanned.keys, scanned.states, scanned.complete) == (keys, keys, True)
         assert scanned.defects == []
         assert len(pauses) >= 2
         assert set(pauses) == {0.25}
         assert len(scanned.sample) == 200
-        (some,) = audit(topology, "rk", AuditPace(keys_max=700, pause_seconds=0))
+        (some,) = audit(topology, "rk", keys_max=700, pause_seconds=0)
         assert (some.keys, some.complete) == (700, False)
     finally:
         topology.close()
@@ -310,7 +281,7 @@ def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
 
 def test_permissions() -> None:
     """Missing permissions are named; a read-only user can check everything and change nothing."""
-    needed = "+scan +type +pttl +hlen +hgetall +hkeys +hmget +time +dbsize +info +memory|usage"
+    needed = "+scan +type +pttl +hlen +hgetall +getrange +time +dbsize +info +memory|usage"
     mending = "+eval +pexpire +hget +hdel +del"
     users = [
         User("none", "a", "~* +ping"),
@@ -318,7 +289,7 @@ def test_permissions() -> None:
         User("more", "c", f"~rk:* {needed} +ping {mending}"),
     ]
     with Single(users=users) as server:
-        server.admin.hset(logs_key_of("user:1"), "a", "garbage")
+        server.admin.hset(key_of("user:1"), "a", "garbage")
         with pytest.raises(StoreUnavailable, match=r"an audit needs \+scan \+type"):
             reconciled(server.uri)
         looking, changing = (server.uri.replace("none:a@", each) for each in ("some:b@", "more:c@"))
@@ -390,6 +361,6 @@ def test_defects_are_counted_and_some_are_named(
 def audited(server: Single) -> AuditedServer:
     topology = Topology(parse(server.uri))
     try:
-        return audit(topology, "rk", AuditPace(pause_seconds=0))[0]
+        return audit(topology, "rk", pause_seconds=0)[0]
     finally:
         topology.close()

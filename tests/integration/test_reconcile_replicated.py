@@ -10,7 +10,7 @@ import pytest
 from ratekeeper import Limiter
 from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.integration.reconciling import found, patient, reconciled, spend, wrong
-from tests.integration.redis_wires import logs_key_of
+from tests.integration.redis_wires import key_of
 from tests.redis_servers import Cluster, Single, running, until
 
 SECONDS_MAX = 30.0
@@ -65,7 +65,7 @@ def test_write_that_was_not_replicated_is_drift(cluster: Cluster) -> None:
     drift = [each for each in found(report, "drift") if each.level == "problem"]
     assert len(drift) == 1
     assert f"of 127.0.0.1:{node.port}" in drift[0].where[0]
-    assert drift[0].where[1] == f"{keys[0].decode()}: its fields differ"
+    assert drift[0].where[1] == f"{keys[0].decode()}: its contents differ"
     cluster.flush()
 
 
@@ -120,7 +120,7 @@ def in_sync(primary: Single) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("field", "its fields differ"),
+        ("field", "its contents differ"),
         ("missing", "it does not exist"),
         ("extra", "it exists, but not on the primary"),
         ("expiry", "only one of the two has an expiry"),
@@ -133,14 +133,14 @@ def test_replica_that_differs(how: str, words: str, pair: tuple[Single, Single])
     primary.flush()
     spend(primary.uri)
     in_sync(primary)
-    key = logs_key_of("user:5")
+    key = key_of("user:5")
     match how:
         case "field":
             replica.admin.hset(key, "orders", "other")
         case "missing":
             replica.admin.delete(key)
         case "extra":
-            key = logs_key_of("user:more")
+            key = key_of("user:more")
             replica.admin.hset(key, "orders", "1")
         case "expiry":
             replica.admin.persist(key)

@@ -1,4 +1,4 @@
-"""Coalesced checks of a hot key: exact, each with its own decision, and few calls."""
+"""Checks that share calls: exact, each with its own decision, and few calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ratekeeper.core.clock import Clock
 from ratekeeper.core.errors import StoreError, StoreTimeout
 from ratekeeper.core.model import ALGORITHM_NAMES, AlgorithmName
 from ratekeeper.decide.stores import open_store
-from ratekeeper.decide.stores.redis.coalescing import FREE_MAX
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.testing import ManualClock
 from tests.integration.redis_hammer import Crew, Job, admitted
-from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, SECONDS_MAX, YEAR, counted
+from tests.integration.redis_wires import COUNTED, LATE_SECONDS_MAX, YEAR, counted
 from tests.integration.tcp_proxy import Proxy
 from tests.redis_servers import Single
 
@@ -137,13 +136,19 @@ async def test_a_hot_key_costs_few_calls(server: Single, key: str) -> None:
     assert rates[True] < 0.1
 
 
-async def test_a_few_callers_do_not_wait_for_one_another(server: Single, key: str) -> None:
-    """Their checks are sent separately, as without coalescing."""
+async def test_checks_of_many_keys_share_calls(server: Single, key: str) -> None:
+    """With one rule, and with several subjects: 64 callers make a few calls."""
     async with limiter_of(server.uri, COUNTED) as limiter:
         await limiter.check(key)
         before = calls_of(server)
-        await at_once(limiter, key, FREE_MAX)
-        assert calls_of(server) - before == FREE_MAX
+        found = await asyncio.gather(*(limiter.check(f"{key} {number}") for number in range(64)))
+        assert all(found)
+        several = [[(f"{key} {number}", 1), (f"{key} tenant", 1)] for number in range(64)]
+        both = await asyncio.gather(*map(limiter.evaluate_all, several))
+        assert all(each.decision for request in both for each in request)
+        # The first of each leaves alone; the others are 63 charges, and then 126.
+        assert calls_of(server) - before <= 1 + 2 + 1 + 4
+    assert counted(server.uri, f"{key} tenant") == 64
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "sliding_window_log"])
@@ -171,39 +176,19 @@ async def test_two_racing_stores_admit_exactly_the_limit(server: Single, key: st
             clock.advance(10)
 
 
-async def test_a_check_that_is_cancelled_while_it_waits_costs_nothing(
+async def test_a_check_that_is_cancelled_before_it_leaves_costs_nothing(
     server: Single, key: str
 ) -> None:
-    """It was not sent; the other checks of its batch are answered."""
-    with Proxy(server.port) as proxy:
-        async with limiter_of(proxy.uri, COUNTED) as limiter:
-            await limiter.check(key)
-            server.pause()
-            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX + 40)]
-            await asyncio.sleep(0.05)
-            for check in checks[FREE_MAX : FREE_MAX + 25]:
-                check.cancel()
-            server.resume()
-            outcomes = await asyncio.gather(*checks, return_exceptions=True)
-    assert sum(isinstance(each, Decision) for each in outcomes) == FREE_MAX + 15
-    assert counted(server.uri, key) == 1 + FREE_MAX + 15
-
-
-async def test_cancelling_the_first_check_does_not_cancel_waiting_ones(
-    server: Single, key: str
-) -> None:
-    """The checks that waited for it go on."""
-    with Proxy(server.port) as proxy:
-        async with limiter_of(proxy.uri, COUNTED) as limiter:
-            await limiter.check(key)
-            server.pause()
-            checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(FREE_MAX + 10)]
-            await asyncio.sleep(0.05)
-            for check in checks[:FREE_MAX]:
-                check.cancel()
-            await asyncio.sleep(0.05)
-            server.resume()
-            await asyncio.wait_for(asyncio.gather(*checks[FREE_MAX:]), SECONDS_MAX)
+    """It was not sent; the other checks of its call are answered."""
+    async with limiter_of(server.uri, COUNTED) as limiter:
+        await limiter.check(key)
+        checks = [asyncio.ensure_future(limiter.check(key)) for _ in range(40)]
+        await asyncio.sleep(0)  # the first has left, and the others leave at the end of the turn
+        for check in checks[1:26]:
+            check.cancel()
+        outcomes = await asyncio.gather(*checks, return_exceptions=True)
+    assert sum(isinstance(each, Decision) for each in outcomes) == 15
+    assert counted(server.uri, key) == 1 + 15
 
 
 async def test_each_check_ends_by_its_own_deadline(server: Single, key: str) -> None:
@@ -257,14 +242,14 @@ async def test_a_broken_connection_fails_all_checks_of_a_batch(server: Single, k
                 pytest.fail("no check passes again")
 
 
-async def test_waiting_checks_share_the_first_denial(server: Single, key: str) -> None:
+async def test_equal_checks_of_a_turn_share_one_call(server: Single, key: str) -> None:
     """They make no calls of their own."""
     async with limiter_of(server.uri, Limit(20, per=YEAR)) as limiter:
+        await limiter.peek(key)  # connects
         before = calls_of(server)
         found = await at_once(limiter, key, 200)
         assert sum(each.allowed for each in found) == 20
-        # At most twenty fit, so they leave in batches of twenty, with at most three calls each.
-        assert calls_of(server) - before <= FREE_MAX + 3 * 200 // 20
+        assert calls_of(server) - before <= 2
         again = calls_of(server)
         assert not any(each.allowed for each in await at_once(limiter, key, 200))
         assert calls_of(server) == again

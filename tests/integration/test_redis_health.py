@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import socket
 import threading
@@ -13,16 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from ratekeeper import AsyncLimiter, Limit, Limiter
+from ratekeeper import Limit, Limiter
 from ratekeeper.core.errors import StoreError, StoreTimeout, StoreUnavailable
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis import health as health_module
 from ratekeeper.decide.stores.redis.codec import bucket_name
-from ratekeeper.decide.stores.redis.health import RedisHealth, count_states, survey
+from ratekeeper.decide.stores.redis.health import RedisHealth, count_states
 from ratekeeper.decide.stores.redis.store import RedisStore
 from ratekeeper.decide.stores.redis.topology import Topology
-from ratekeeper.metrics.counters import JOIN, LimiterMetrics
-from ratekeeper.metrics.tally import RuleCounts
 from tests.answering import answer
 from tests.integration.redis_wires import key_of
 from tests.redis_servers import Server, Single, User, running, until
@@ -173,12 +170,11 @@ def test_a_thousand_subjects_are_counted_exactly_and_more_estimated(single: Sing
         for number in range(health_module.KEYS_COUNTED_MAX - 50):
             two.check(f"user:{number}")
         counted = count_states(topology, "rk")
-        assert (counted.states, counted.exact) == (1_900, True)
+        assert counted.states == 1_900
         for number in range(500):
             two.check(f"more:{number}")
         counted = count_states(topology, "rk")
         assert counted.states == pytest.approx(2_900, rel=0.02)
-        assert not counted.exact
 
 
 def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
@@ -199,7 +195,6 @@ def test_a_large_database_is_estimated_from_a_part(single: Single) -> None:
         pipeline.execute()
         before = scans_seen(single)
         counted = count_states(topology, "rk")
-        assert not counted.exact
         assert counted.keys == pytest.approx(10_000, rel=0.15)
         assert counted.states == pytest.approx(20_000, rel=0.15)
         assert scans_seen(single) - before == 10
@@ -212,7 +207,7 @@ def test_foreign_values_under_our_prefix_are_skipped(single: Single) -> None:
         Limiter("5/minute", store=store).check("a")
         single.admin.set("rk:{b}", "no hash")
         counted = count_states(topology, "rk")
-        assert (counted.keys, counted.exact) == (2, False)
+        assert counted.keys == 2
         single.admin.delete(key_of("a"))
         with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
             count_states(topology, "rk")
@@ -260,16 +255,6 @@ def test_a_dead_or_silent_server_is_a_store_error() -> None:
         assert store.health().nodes[0].reachable
 
 
-def test_a_closed_store_raises() -> None:
-    """`stats` and `health` of a closed store raise StoreUnavailable."""
-    with opened(running("single").uri) as store:
-        pass
-    with pytest.raises(StoreUnavailable, match="closed"):
-        store.stats()
-    with pytest.raises(StoreUnavailable, match="closed"):
-        store.health()
-
-
 def test_health_holds_the_facts_of_one_server(single: Single) -> None:
     """Each fact in the report equals the server's INFO."""
     with opened(single.uri) as store:
@@ -288,48 +273,11 @@ def test_health_holds_the_facts_of_one_server(single: Single) -> None:
     assert (node.server, node.version) == ("redis", info["redis_version"])
     assert (node.keys, node.evicted_keys, node.replicas_connected) == (1, 0, 0)
     assert (node.maxmemory_bytes, node.maxmemory_policy) == (0, "noeviction")
-    assert (node.aof_enabled, node.rdb_save_points, node.rdb_last_save_ok) == (False, "", True)
+    assert (node.aof_enabled, node.rdb_last_save_ok) == (False, True)
     assert node.used_memory_bytes == pytest.approx(info["used_memory"], rel=0.5)
-    assert node.uptime_seconds is not None
-    assert 0 <= info["uptime_in_seconds"] - node.uptime_seconds < 60
-    assert node.ops_per_second is not None
     assert node.latency_ms is not None
-    assert node.latency_max_ms is not None
-    assert 0 < node.latency_ms <= node.latency_max_ms < 1_000
+    assert 0 < node.latency_ms < 1_000
     assert node.clock_offset_ms == pytest.approx(0, abs=1_000)  # one machine, one clock
-
-
-def test_the_clock_offset_is_the_servers_clock_minus_ours() -> None:
-    """The offset is positive if the server's clock is ahead."""
-    assert health_module._offset_ms((100, 250_000), 100_000_000_000) == 250.0
-    assert health_module._offset_ms((100, 0), 101_500_000_000) == -1_500.0
-
-
-def test_a_server_without_aof_gets_a_warning() -> None:
-    """The warning names the server and the setting, and ends when AOF is on."""
-    with Single() as server, opened(server.uri) as store:
-        (warning, _) = store.health().warnings
-        assert warning == (
-            f"AOF is off: counts would be lost at a restart (127.0.0.1:{server.port}): "
-            f"CONFIG SET appendonly yes, then CONFIG REWRITE"
-        )
-        server.admin.config_set("appendonly", "yes")
-        health = store.health()
-        assert "persistence" not in levels(health)
-        assert (health.nodes[0].aof_enabled, health.nodes[0].aof_fsync) == (True, "everysec")
-
-
-def test_an_unsafe_policy_and_a_full_memory_are_found() -> None:
-    """An eviction policy that drops counts is a problem, and so is a full memory."""
-    lines = ["maxmemory 100mb", "maxmemory-policy allkeys-lru"]
-    with Single(aof=True, lines=lines) as server, opened(server.uri) as store:
-        assert levels(store.health())["eviction"] == "problem"
-        server.admin.config_set("maxmemory-policy", "volatile-ttl")
-        reported = levels(store.health())
-        assert "eviction" not in reported
-        assert "memory" not in reported
-        server.admin.config_set("maxmemory", server.admin.info("memory")["used_memory"])
-        assert levels(store.health())["memory"] == "problem"
 
 
 def test_a_snapshot_that_failed_is_a_problem() -> None:
@@ -363,19 +311,6 @@ def test_forbidden_facts_are_unknown_and_no_error() -> None:
             assert node.unanswered == ("TIME", "INFO", "DBSIZE", "CONFIG GET")
             assert (node.reachable, node.keys, node.clock_offset_ms) == (True, None, None)
             assert node.latency_ms is not None  # an error reply takes as long
-
-
-@pytest.mark.parametrize("login", ["", ":s3cret@", "nobody:s3cret@"])
-def test_a_rejected_login_is_reported_without_the_password(login: str) -> None:
-    """The node counts as unreachable with a rejected login, and the error hides the password."""
-    with Single(password="root") as server:
-        uri = f"redis://{login}127.0.0.1:{server.port}"
-        with opened(uri) as store, closing(Topology(store.config)) as topology:
-            (node,) = survey(topology, store.config).nodes
-            assert (node.reachable, node.login_refused) == (False, True)
-            with pytest.raises(StoreUnavailable, match="rejects the login") as caught:
-                store.health()
-            assert "s3cret" not in str(caught.value)
 
 
 def test_a_server_that_is_not_redis_is_unreachable() -> None:
@@ -427,35 +362,6 @@ def health_or_none(store: RedisStore) -> RedisHealth | None:
         return store.health()
     except StoreError:
         return None
-
-
-async def test_health_and_stats_from_asyncio() -> None:
-    """`stats` and `health` block, so an asyncio application calls them in a thread."""
-    running("single").flush()
-    with opened(running("single").uri) as store:
-        limiter = AsyncLimiter("5/minute", store=store)
-        await limiter.check("a")
-        assert (await asyncio.to_thread(store.stats)).states == 1
-        assert (await asyncio.to_thread(store.health)).nodes[0].reachable
-        await store.aclose()
-
-
-async def test_limiters_without_rules_count_their_checks_on_redis() -> None:
-    """For threads and asyncio alike; denials from the denial cache are counted as such."""
-    running("single").flush()
-    with opened(running("single").uri) as store:
-        awaited = AsyncLimiter("1/hour", store=store)
-        threads = Limiter("1/hour", store=store)
-        for _ in range(3):
-            await awaited.check("a")
-            await asyncio.to_thread(threads.check, "b")
-        await awaited.evaluate_all([("c", 1), ("d", 1)])
-        assert awaited.counts() == {"default": RuleCounts(allowed=3, denied=2)}
-        assert threads.counts() == {"default": RuleCounts(allowed=1, denied=2)}
-        found = LimiterMetrics(threads).snapshot().values["rule_decisions"]
-        sources = {labels.split(JOIN)[-1] for labels in found}
-        assert sources == {"store", "denied_cache"}
-        await store.aclose()
 
 
 # ── The status of servers, for metrics ─────────────────────────────────────────────────────────

@@ -149,7 +149,6 @@ def test_health_covers_every_node_of_a_cluster(cluster: Cluster) -> None:
         health = until(complete, "health has six nodes", SETTLED_SECONDS_MAX)
     assert (health.mode, health.cluster_state, health.slots_covered) == ("cluster", "ok", 16_384)
     assert sorted(str(node.role) for node in health.nodes) == ["primary"] * 3 + ["replica"] * 3
-    assert all(node.cluster_full_coverage is False for node in health.nodes)
     assert {finding.check for finding in health.findings} == {"persistence"}
     (persistence,) = health.findings
     assert len(persistence.nodes) == 6

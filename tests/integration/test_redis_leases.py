@@ -25,7 +25,7 @@ from ratekeeper.decide.leasing import (
 from ratekeeper.decide.store import Answer, Counter
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.counters import REPORTS_MAX
-from ratekeeper.decide.stores.redis.scripts import JOINT_CHECK, REPORT
+from ratekeeper.decide.stores.redis.scripts import CHANGE, LEASES
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import AnsweringCounter, answer, awaited
 from tests.conformance.stores import PATIENCE
@@ -171,7 +171,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(server: Single, wire: 
         server.admin.script_flush()
         reports = [GiveBack(counter, "a", 100, lease.ends_ns), LateCharge(counter, "c", 7, 0)]
         assert remaining(node.report(reports)) == [999, 993]
-        assert server.admin.script_exists(REPORT.sha.decode(), JOINT_CHECK.sha.decode()) == [
+        assert server.admin.script_exists(CHANGE.sha.decode(), LEASES.sha.decode()) == [
             True,
             False,
         ]

@@ -18,11 +18,11 @@ from ratekeeper.decide.store import LocalStore
 from ratekeeper.decide.stores import open_store
 from ratekeeper.decide.stores.redis.codec import BUCKETS, bucket_name
 from ratekeeper.decide.stores.redis.config import parse
-from ratekeeper.decide.stores.redis.scripts import CHECK, CheckAttempt, RuleScripts
+from ratekeeper.decide.stores.redis.scripts import COUNTS, RuleScripts
 from ratekeeper.decide.stores.redis.topology import slot_of
 from tests.answering import AnsweringStore
 from tests.conformance.stores import PATIENCE, PATIENT
-from tests.integration.redis_wires import YEAR, key_of, logs_key_of
+from tests.integration.redis_wires import YEAR, key_of, log_key_of
 from tests.redis_servers import Single, until
 
 SECONDS_MAX = 20.0
@@ -66,14 +66,14 @@ def _neighbours() -> tuple[str, ...]:
 def load(server: Single, limit: Limit, subjects: int, buckets: int) -> None:
     """Check subjects once, in that many buckets, as dense as they are with all buckets in use."""
     scripts = RuleScripts((limit,), "api", parse(server.uri), SystemClock())
-    server.admin.script_load(CHECK.text)
+    server.admin.script_load(COUNTS.text)
     for start in range(0, subjects, 5_000):
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(start, min(start + 5_000, subjects)):
-            attempt = CheckAttempt((scripts, f"user:{1_000_000 + number}", 1 + number % 4_000), 0)
+            gate = scripts.place(f"user:{1_000_000 + number}")[1]
             key = b"rk:{%%%b}" % bucket_name(number % buckets)
-            cost = attempt.cost
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, attempt.gate, cost)
+            cost = 1 + number % 4_000
+            pipeline.execute_command("EVALSHA", COUNTS.sha, 1, key, gate, cost)
         pipeline.execute()
 
 
@@ -135,13 +135,13 @@ def test_subjects_of_one_bucket_count_apart(
     assert counter.peek(granted, 0).remaining == 3
 
 
-def test_logs_have_a_hash_of_their_own_in_the_slot_of_the_bucket(
+def test_a_log_has_a_key_of_its_own_in_the_slot_of_the_bucket(
     server: Single, store: LocalStore
 ) -> None:
     """The other limits of the rule stay in the bucket; one script call decides all of them."""
     log = Limit(10, per=60, algorithm="sliding_window_log")
     store.counter([log, Limit(5, per=60)], "both").check("k", 1)
-    bucket, logs = key_of("k"), logs_key_of("k")
+    bucket, logs = key_of("k"), log_key_of("k", log, "both")
     assert set(server.admin.keys()) == {bucket, logs}
     assert slot_of(bucket.encode()) == slot_of(logs.encode())
 
@@ -195,7 +195,7 @@ def test_checks_of_several_rules_delete_states_that_have_ended(
 def test_new_subjects_delete_states_that_have_ended(server: Single, store: LocalStore) -> None:
     """Clients that come once, with random keys, do not make a bucket grow without end."""
     scripts = RuleScripts((Limit(5, per=0.05),), "", parse(server.uri), SystemClock())
-    server.admin.script_load(CHECK.text)
+    server.admin.script_load(COUNTS.text)
     key = key_of("k")
     store.counter([Limit(5, per=YEAR)], "").check("k", 5)  # keeps the bucket
 
@@ -203,7 +203,7 @@ def test_new_subjects_delete_states_that_have_ended(server: Single, store: Local
         pipeline = server.admin.pipeline(transaction=False)
         for number in range(first, first + subjects):
             gate = scripts.place(f"user:{number}")[1]
-            pipeline.execute_command("EVALSHA", CHECK.sha, 1, key, gate, 1)
+            pipeline.execute_command("EVALSHA", COUNTS.sha, 1, key, gate, 1)
         pipeline.execute()
 
     add(0, 300)
@@ -322,18 +322,20 @@ def test_a_key_has_a_bounded_number_of_limits_of_one_name(
 def test_states_of_another_version_are_refused_and_not_changed(
     server: Single, store: LocalStore, algorithms: tuple[Any, ...]
 ) -> None:
-    """The bits of a state above its time are the version of its layout."""
-    prepared = store.counter([Limit(9, per=3_600, algorithm=name) for name in algorithms], "orders")
+    """The version is above the time of a state, and in the first byte of a log."""
+    limits = [Limit(9, per=3_600, algorithm=name) for name in algorithms]
+    prepared = store.counter(limits, "orders")
     prepared.check("k", 1)
     raw = server.client()
-    if "sliding_window_log" in algorithms:
-        key, field = logs_key_of("k"), b"orders"
+    bucket, field = key_of("k"), b""
+    if limits[-1].algorithm == "sliding_window_log":
+        log = log_key_of("k", limits[-1], "orders")
+        raw.setrange(log, 0, b"\x10")
     else:
-        key, field = key_of("k"), next(iter(raw.hkeys(key_of("k"))))
-    value = raw.hget(key, field)
-    at = value.index(b"\xcf") + 2 if field == b"orders" else 0  # an 8-byte number of msgpack
-    other = value[:at] + bytes([value[at] | 0x10]) + value[at + 1 :]
-    raw.hset(key, field, other)
+        [field] = raw.hkeys(bucket)
+        value = raw.hget(bucket, field)
+        raw.hset(bucket, field, bytes([value[0] | 0x10]) + value[1:])
+    before = [raw.dump(key) for key in sorted(raw.keys())]
     for verb in (
         prepared.check,
         prepared.peek,
@@ -341,5 +343,25 @@ def test_states_of_another_version_are_refused_and_not_changed(
     ):
         with pytest.raises(StoreUnavailable, match="another version of Ratekeeper"):
             verb("k", 1)
-    assert raw.hget(key, field) == other
+    assert [raw.dump(key) for key in sorted(raw.keys())] == before
     raw.close()
+
+
+def memory_of(server: Single, limit: Limit, subject: str) -> int:
+    return int(server.admin.memory_usage(log_key_of(subject, limit)))
+
+
+def test_the_memory_of_a_log_follows_its_live_entries(server: Single, store: LocalStore) -> None:
+    """A large limit with few units takes few bytes; a burst does not leave its memory behind."""
+    limit = Limit(1_000_000, per=0.3, algorithm="sliding_window_log")
+    counter = store.counter([limit], "")
+    counter.check("k", 1)
+    assert memory_of(server, limit, "k") < 300
+    counter.check("k", 100_000)
+    assert 700_000 < memory_of(server, limit, "k") < 1_000_000
+
+    def small() -> bool:
+        counter.check("k", 1)
+        return memory_of(server, limit, "k") < 1_000
+
+    until(small, "the burst has left the log", SECONDS_MAX)

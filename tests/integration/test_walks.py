@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from ratekeeper import AsyncLimiter, Limiter, open_store
+from ratekeeper import AsyncLimiter, Limiter, Request, open_store
 from ratekeeper.service.http.context import ServiceContext, WorkerSettings
 from ratekeeper.service.http.tokens import Tokens
 from ratekeeper.testing import ManualClock
@@ -28,10 +28,11 @@ from tests.walks import (
 
 LEASED = "Follow a request: a leased check on Redis"
 REPEATED = "Follow a request: POST /v1/check with rules on Redis"
-FUNCTIONS_MAX = 28
-FILES_MAX = 14
+FUNCTIONS_MAX = 35
+FILES_MAX = 15
+TWO_RULES_MAX = 40
 
-RULES = {
+RULES: dict[str, Any] = {
     "version": 1,
     "rules": [
         {"id": "orders", "match": {"endpoint": "/orders"}, "by": ["user"], "limits": ["99/minute"]}
@@ -86,6 +87,25 @@ async def test_the_document_follows_a_check_on_redis() -> None:
     assert len(files(repeated)) <= FILES_MAX
     again = {folder for folder, runs in Counter(folders(repeated)).items() if runs > 1}
     assert again <= coroutine_folders(repeated)
+
+
+def test_a_check_with_two_rules_crosses_few_functions() -> None:
+    """In a thread. Both rules are decided in one call."""
+    rules = {
+        **RULES,
+        "rules": [*RULES["rules"], {"id": "all", "by": ["ip"], "limits": ["9/second"]}],
+    }
+    opened: Any = open_store(running("single").uri, deadline_ms=10_000, connect_ms=10_000)
+    walks: list[list[str]] = []
+    with Limiter.from_rules(rules, store=opened) as limiter:
+        for number in range(10):
+            request = Request(user="42", ip=f"192.0.2.{number}", endpoint="/orders")
+            limiter.check(request)
+            with recorded() as walk:
+                assert limiter.check(request).allowed
+            walks.append(walk.steps)
+    opened.close()
+    assert min(map(len, walks)) <= TWO_RULES_MAX
 
 
 def walk_of_a_lease(store: str) -> tuple[Walk, Walk]:

@@ -545,9 +545,8 @@ def _check_redis(
 
     needed_ms = 0 if options.document is None else needed_ms_of(options.document)
     pause_s = audit.PAUSE_SECONDS if options.pause_seconds is None else options.pause_seconds
-    pace = audit.AuditPace(options.keys_max, pause_s, ttl_ms_max=needed_ms or None)
     with closing(Topology(config)) as topology:
-        audited = audit.audit(topology, config.prefix, pace)
+        audited = audit.audit(topology, config.prefix, options.keys_max, pause_s)
         compared = [
             each
             for one in audited
@@ -555,7 +554,7 @@ def _check_redis(
         ]
         repairs = tuple(_repairs(topology, audited, options.repair, needed_ms))
         found = [
-            *_scan_findings(audited, config, options, repairs),
+            *_scan_findings(audited, config, repairs),
             *_drift_findings(compared),
             *_clock_findings(topology, config),
         ]
@@ -577,17 +576,12 @@ def _counted(audited: Sequence[AuditedServer]) -> dict[str, int]:
 def _scan_findings(
     audited: Sequence[AuditedServer],
     config: RedisConfig,
-    options: ReconcileOptions,
     repairs: Sequence[StateRepair],
 ) -> Iterator[ReconcileFinding]:
     yield _coverage(audited, config)
     for kind, (level, what, remedy) in _DEFECTS.items():
         count = sum(one.counts[kind] for one in audited)
-        if kind == "long expiry" and options.document is None:
-            yield ReconcileFinding(
-                kind, "ok", "not checked: give --rules to know how long is too long"
-            )
-        elif not count:
+        if not count:
             yield ReconcileFinding(kind, "ok", f"no key {_FINE[kind]}")
         else:
             some = [defect for one in audited for defect in one.defects if defect.kind == kind]
@@ -611,18 +605,13 @@ _DEFECTS: Final[Mapping[DefectKind, tuple[FindingLevel, str, str]]] = {
     ),
     "wrong type": (
         "problem",
-        "keys that are not hashes, so checks of their subjects fail: {count}",
+        "keys of the wrong type, so checks of their subjects fail: {count}",
         "give the program that writes them another prefix; --repair=all removes the keys",
     ),
     "unreadable": (
         "problem",
         "fields that cannot be read, so checks of their subjects fail: {count}",
         "does another version use this prefix? --repair=all removes the fields",
-    ),
-    "long expiry": (
-        "warning",
-        "keys that expire much later than any limit needs: {count}",
-        "were limits shortened, or is this the wrong document? The keys expire by themselves",
     ),
     "not ours": (
         "warning",
@@ -634,7 +623,6 @@ _FINE: Final[Mapping[DefectKind, str]] = {
     "no expiry": "lacks an expiry",
     "wrong type": "has the wrong type",
     "unreadable": "has a field that cannot be read",
-    "long expiry": "expires later than the limits need",
     "not ours": "belongs to another program",
 }
 
@@ -651,7 +639,7 @@ def _coverage(audited: Sequence[AuditedServer], config: RedisConfig) -> Reconcil
 
 
 def _memory(audited: Sequence[AuditedServer]) -> ReconcileFinding:
-    if not any(one.weighed for one in audited):
+    if not any(one.memory_bytes for one in audited):
         return ReconcileFinding(
             "memory", "ok", "unknown: there are no keys, or no server reports sizes"
         )

@@ -68,6 +68,8 @@ class Group(NamedTuple):
     decide: Callable[[Sequence[Charge], Container[int]], Any]
     """Charges all of them or none, as `Store.check_together`."""
     places: Sequence[int]
+    undo: Callable[[], Any] | None = None
+    """Return what the last `decide` charged, in one call; by default each charge is refunded."""
 
 
 def deciding(
@@ -84,7 +86,7 @@ def deciding(
         yield from decision.ask([first], [at for group in others for at in group.places])
         if others and decision.passes:
             # A look that failed is not repeated: its charge is optional, and answered by a policy.
-            rest = [Group(each.decide, decision.without_errors(each.places)) for each in others]
+            rest = [each._replace(places=decision.without_errors(each.places)) for each in others]
             yield from decision.ask([each for each in rest if each.places])
     except GeneratorExit:  # the event loop has ended: what would be returned is only counted
         undo = decision.undo()
@@ -123,10 +125,24 @@ def returning(charges: Sequence[Charge], answers: Sequence[Answer]) -> Steps[lis
 
     `lost` counts the charges whose error leaves open whether they were made.
     """
+    left, _ = yield from _returning(charges, answers, {})
+    return left
+
+
+def _returning(
+    charges: Sequence[Charge],
+    answers: Sequence[Answer],
+    undone: Mapping[int, Callable[[], Any]],
+) -> Steps[tuple[list[Answer], bool]]:
+    """See `returning`. `undone` has the calls that return the charges of a whole group.
+
+    The second result is False if a return failed.
+    """
     calls: list[Call] = []
+    own: dict[Callable[[], Any], None] = {}
     left: list[Answer] = []
     totals: dict[tuple[Counter, str], int] = {}
-    for (counter, subject, units), answer in zip(charges, answers, strict=True):
+    for at, ((counter, subject, units), answer) in enumerate(zip(charges, answers, strict=True)):
         if isinstance(answer, BaseException):
             lost.unknown += not isinstance(answer, NOT_CHARGED)
             left.append(answer)
@@ -134,12 +150,16 @@ def returning(charges: Sequence[Charge], answers: Sequence[Answer]) -> Steps[lis
         # An answer also counts the units of the charges before it, which are returned, too.
         total = totals.get((counter, subject), 0)
         if answer.charged_ns is not None:
-            calls.append(Undo(counter.refund, subject, units, answer.charged_ns))
+            if at in undone:
+                own[undone[at]] = None
+            else:
+                calls.append(Undo(counter.refund, subject, units, answer.charged_ns))
             total = totals[counter, subject] = total + units
         if total:
             left.append(decision_with(answer, charged_ns=None, remaining=answer.remaining + total))
         else:
             left.append(answer)
+    calls += map(Undo, own)
     failed: Sequence[object] = calls
     try:
         if calls:
@@ -148,7 +168,16 @@ def returning(charges: Sequence[Charge], answers: Sequence[Answer]) -> Steps[lis
     finally:
         lost.returns += len(failed)
     _raise_defects(failed)
-    return left
+    return left, not failed
+
+
+def _with_failed_return(answer: Answer) -> Answer:
+    """Return the error of a charge; it also says that another one may stay charged."""
+    if not isinstance(answer, StoreError) or "may have been counted" in str(answer):
+        return answer
+    both = StoreUnavailable(f"{answer}; another part of the request may have been counted once")
+    both.__cause__ = answer
+    return both
 
 
 def _raise_defects(results: Sequence[object]) -> None:
@@ -163,8 +192,8 @@ class _Decision:
 
     def __init__(self, charges: Sequence[Charge], optional: Container[int]) -> None:
         self.answers: dict[int, Any] = {}
-        self.made: list[int] = []
-        """The positions of the charges that were sent; their answers say which were made."""
+        self.made: list[Group] = []
+        """The groups that were sent; the answers say which charges were made."""
         self._charges = charges
         self._optional = optional
         self.cancelled = False
@@ -184,7 +213,7 @@ class _Decision:
         calls = [self._charge(group) for group in groups]
         calls += [Call(self._charges[at][0].peek, *self._charges[at][1:]) for at in looks]
         for group in groups:  # until the answers are there, any of them may have been charged
-            self.made += group.places
+            self.made.append(group)
             self.answers |= dict.fromkeys(group.places, _NO_ANSWER)
         batch = Together(calls, completes=True)
         results = yield batch
@@ -203,7 +232,13 @@ class _Decision:
 
     def undo(self) -> Steps[None]:
         """Return the units of all charges that were made."""
-        places, self.made = self.made, []
+        groups, self.made = self.made, []
+        places = [at for group in groups for at in group.places]
+        own = [group.undo for group in groups for _ in group.places]
+        undone = {at: undo for at, undo in enumerate(own) if undo is not None}
         charges = [self._charges[at] for at in places]
-        left = yield from returning(charges, [self.answers[at] for at in places])
+        answers = [self.answers[at] for at in places]
+        left, returned = yield from _returning(charges, answers, undone)
         self.answers |= zip(places, left, strict=True)
+        if not returned:
+            self.answers = {at: _with_failed_return(each) for at, each in self.answers.items()}

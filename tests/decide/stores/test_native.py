@@ -98,10 +98,10 @@ def test_stores_on_one_file_share_their_counts(tmp_path: Path, query: str) -> No
         ("shared:///a%00b", "has no absolute path"),
         (
             "shared:///a?size=5",
-            "has no option 'size'; there are capacity, log_bytes, allowances, mode",
+            "no option size; the options are capacity, log_bytes, allowances, mode",
         ),
         ("shared:///a?mode=644", "mode='644' is not one of 600, 660, 666"),
-        ("memory://?mode=600", "has no option 'mode'; there are capacity, log_bytes"),
+        ("memory://?mode=600", "no option mode; the options are capacity, log_bytes"),
         ("shared:///a?log_bytes=-5", "log_bytes='-5' is not a whole number"),
     ],
 )

@@ -11,20 +11,19 @@
     redis://localhost                every machine; also rediss://, redis+sentinel://,
                                      redis+cluster://, and each as valkey
 
-`capacity` is in states: one limit's count of one subject. `log_bytes` is the room for sliding
-window logs. Both count when the store is made; a file keeps what it was made with. `allowances` is
-the number of subjects that a node decides itself at a time; 100,000 by default. For `shared://`
-they are in a second file, `/run/api.limits.allowances`, made on first use. `mode` is the mode of a
-new file. A file that another user owns, or that the group or every user can write, is
-rejected unless `mode` allows it. What a Redis URI can say is in `redis/config.py`.
+`LocalOptions` describes the options; those of a Redis URI are in `redis/config.py`. A file keeps
+the sizes that it was made with. With `shared://`, allowances are in a second file, such as
+`/run/api.limits.allowances`. A file that another user owns, or that the group or every user can
+write, is rejected unless `mode` allows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, cast
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from typing import Final, cast
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
@@ -33,15 +32,45 @@ from ratekeeper.decide import kernel
 from ratekeeper.decide.allowances import ALLOWANCES_MAX_DEFAULT
 from ratekeeper.decide.store import LocalStore, Store, StoreStats
 from ratekeeper.decide.stores.memory import STATES_MAX_DEFAULT, PythonMemoryStore
+from ratekeeper.decide.stores.options import (
+    Option,
+    choice,
+    option,
+    options_of,
+    query_options,
+    read_options,
+    whole,
+)
 from ratekeeper.decide.stores.redis.config import SCHEMES as REDIS_SCHEMES
 from ratekeeper.decide.stores.redis.config import parse as parse_redis
 from ratekeeper.decide.stores.workers import warn_of_several_workers
 
-CAPACITY_MAX: Final = 1_000_000_000
 Options = dict[str, object]
-# Longer numbers are rejected without parsing: int() of a million digits takes seconds.
-_DIGITS_MAX: Final = 12
-_MODES: Final = {"600": 0o600, "660": 0o660, "666": 0o666}
+_NUMBER: Final = whole(1, 1_000_000_000, "50000")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """The options of a store on this machine; 0 where none is given."""
+
+    capacity: int = option(
+        _NUMBER, "", "number of states that fit: one limit of one key; by default a million", 0
+    )
+    log_bytes: int = option(
+        _NUMBER, "", "bytes for sliding window logs; by default 64 for each state", 0
+    )
+    allowances: int = option(
+        _NUMBER, "", "subjects that a node of a fleet decides at a time; by default 100,000", 0
+    )
+    mode: int = option(
+        choice({"600": 0o600, "660": 0o660, "666": 0o666}, "660"),
+        "600",
+        "of a new file: this user, also its group (`660`), or every user (`666`) may use it",
+    )
+
+
+SHARED_OPTIONS: Final = options_of(LocalOptions)
+MEMORY_OPTIONS: Final = {name: each for name, each in SHARED_OPTIONS.items() if name != "mode"}
 
 
 def open_store(uri: str, clock: Clock | None = None, **options: object) -> Store:
@@ -107,24 +136,12 @@ def _open_memory(uri: str, clock: Clock, given: Options) -> Store:
             f"store={uri!r}: memory:// is this process and has no address; "
             f'write "memory://" or "memory://?capacity=50000"'
         )
-    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "allowances"))
-    capacity = _number(uri, texts, "capacity") or STATES_MAX_DEFAULT
-    log_bytes = _number(uri, texts, "log_bytes")
-    allowances = _number(uri, texts, "allowances")
+    read = _options(MEMORY_OPTIONS, uri, parts, given)
     if not kernel.BUILT:
-        store = PythonMemoryStore(clock, capacity, allowances or ALLOWANCES_MAX_DEFAULT)
+        capacity = read.capacity or STATES_MAX_DEFAULT
+        store = PythonMemoryStore(clock, capacity, read.allowances or ALLOWANCES_MAX_DEFAULT)
         return switches.forgetting(store)
-    return switches.forgetting(_kernel_store(clock, None, capacity, log_bytes, allowances))
-
-
-class SharedFile(NamedTuple):
-    """The file that a URI names, and its options; 0 where none is given."""
-
-    path: Path
-    capacity: int
-    log_bytes: int
-    allowances: int
-    mode: int
+    return switches.forgetting(_kernel_store(clock, None, read))
 
 
 def _open_shared(uri: str, clock: Clock, given: Options) -> Store:
@@ -137,13 +154,13 @@ def examine_shared(uri: str, **options: object) -> tuple[StoreStats, str]:
     The damage is usually an empty text. Raises ConfigError, or StoreUnavailable if the file cannot
     be read, or if `open_store` would reject it.
     """
-    file = _shared_file(uri, options)
+    path, read = _shared_file(uri, options)
     from ratekeeper.decide.stores.native import examine_file  # noqa: PLC0415 - as in _kernel_store
 
-    return examine_file(file.path, file.capacity, file.log_bytes, file.mode)
+    return examine_file(path, read.capacity, read.log_bytes, read.mode)
 
 
-def _shared_file(uri: str, given: Options) -> SharedFile:
+def _shared_file(uri: str, given: Options) -> tuple[Path, LocalOptions]:
     """Return what a URI says. Raises ConfigError, and StoreUnavailable without the kernel."""
     parts = _split(uri)
     path = unquote(parts.path)
@@ -152,31 +169,37 @@ def _shared_file(uri: str, given: Options) -> SharedFile:
             f"store={uri!r} has no absolute path; with three slashes, for example "
             f'"shared:///run/api.limits"'
         )
-    texts = _texts(uri, parts, given, ("capacity", "log_bytes", "allowances", "mode"))
-    capacity, log_bytes = _number(uri, texts, "capacity"), _number(uri, texts, "log_bytes")
-    allowances = _number(uri, texts, "allowances")
-    mode = _mode(uri, texts)
+    read = _options(SHARED_OPTIONS, uri, parts, given)
     if not kernel.BUILT:
         raise StoreUnavailable(
             f"store={uri!r} needs the C kernel, which {kernel.MISSING[0]}: {kernel.MISSING[1]}; "
             f"memory:// works without"
         )
-    return SharedFile(Path(path), capacity, log_bytes, allowances, mode)
+    return Path(path), read
 
 
-def _kernel_store(
-    clock: Clock,
-    path: Path | None,
-    capacity: int,
-    log_bytes: int,
-    allowances: int,
-    mode: int = 0o600,
-) -> Store:
+def _options(
+    known: Mapping[str, Option], uri: str, parts: SplitResult, given: Options
+) -> LocalOptions:
+    """Return the options of the URI and of the call, which takes precedence."""
+    try:
+        merged = {**query_options(known, parts.query), **given}
+        return LocalOptions(**read_options(known, merged))
+    except ConfigError as error:
+        raise ConfigError(f"store={uri!r}: {error}") from None
+
+
+def _kernel_store(clock: Clock, path: Path | None, read: LocalOptions) -> Store:
     # Imported here, because the import fails if the kernel was not built.
     from ratekeeper.decide.stores.native import KernelStore  # noqa: PLC0415 - see above
 
     return KernelStore(
-        clock, capacity, path=path, log_bytes=log_bytes, mode=mode, allowances_max=allowances
+        clock,
+        read.capacity,
+        path=path,
+        log_bytes=read.log_bytes,
+        mode=read.mode,
+        allowances_max=read.allowances,
     )
 
 
@@ -191,41 +214,6 @@ def _open_redis(uri: str, clock: Clock, given: Options) -> Store:
             f"install them with: pip install 'ratekeeper[redis]'"
         ) from error
     return RedisStore(config, clock)
-
-
-def _texts(uri: str, parts: SplitResult, given: Options, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the options of the URI and of the call as texts."""
-    texts = dict(parse_qsl(parts.query, keep_blank_values=True))
-    for name, value in given.items():
-        texts[name] = value if isinstance(value, str) else show(value)
-    for name in texts:
-        if name not in known:
-            raise ConfigError(f"store={uri!r} has no option {name!r}; there are {', '.join(known)}")
-    return texts
-
-
-def _number(uri: str, texts: dict[str, str], name: str) -> int:
-    """Return an option that is a whole number from 1 up; 0 if it is not given."""
-    if name not in texts:
-        return 0
-    digits = texts[name].replace("_", "")
-    plain = digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX
-    if not plain or not 1 <= int(digits) <= CAPACITY_MAX:
-        raise ConfigError(
-            f"store={uri!r}: {name}={texts[name]!r} is not a whole number from 1 to "
-            f"{CAPACITY_MAX:,}; for example {name}=50000"
-        )
-    return int(digits)
-
-
-def _mode(uri: str, texts: dict[str, str]) -> int:
-    text = texts.get("mode", "600")
-    if text not in _MODES:
-        raise ConfigError(
-            f"store={uri!r}: mode={text!r} is not one of {', '.join(_MODES)}: only this user, also "
-            f"the file's group, or every user may read and write the counts"
-        )
-    return _MODES[text]
 
 
 _OPENERS: Final[dict[str, Callable[[str, Clock, Options], Store]]] = {

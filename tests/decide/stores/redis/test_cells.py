@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ class Driver:
 
 
 def cells_with(driver: Driver, clock: SystemClock | ManualClock | None = None) -> RedisCells:
-    return RedisCells(CONFIG, clock or SystemClock(), lambda: driver)  # type: ignore[arg-type, return-value]  # a stub
+    links: Any = SimpleNamespace(of_loop=lambda: driver)
+    return RedisCells(CONFIG, clock or SystemClock(), links)
 
 
 @pytest.mark.parametrize("name", ["", "n" * (CELL_NAME_BYTES_MAX + 1), "é" * CELL_NAME_BYTES_MAX])

@@ -20,16 +20,14 @@ from ratekeeper.decide.stores.redis import codec
 from ratekeeper.decide.stores.redis.codec import (
     BUCKETS,
     FIELD_BYTES,
-    FIELD_BYTES_MAX,
     BucketPlaces,
     ReplyDecoder,
     bucket_name,
     encode_limits,
-    encode_numbers,
-    field_of,
+    encode_sequence,
     id_of,
     is_bucket,
-    is_logs,
+    is_log,
 )
 from tests.redis_servers import Single, running
 
@@ -38,9 +36,8 @@ NUMBERS_A_LIMIT = 8
 
 
 def unpacked(packed: bytes) -> list[Any]:
-    """Decode a msgpack array of numbers and short texts."""
-    assert packed[0] == 0xDC
-    length, place, values = int.from_bytes(packed[1:3]), 3, []
+    """Decode msgpack of numbers and short texts, one after the other."""
+    place, values = 0, []
     sizes = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
     while place < len(packed):
         mark, place = packed[place], place + 1
@@ -54,7 +51,6 @@ def unpacked(packed: bytes) -> list[Any]:
             size = sizes[mark]
             values.append(int.from_bytes(packed[place : place + size]))
         place += size
-    assert len(values) == length
     return values
 
 
@@ -72,29 +68,24 @@ def limit_of(algorithm: str, units: int = 100, per: float = 60) -> Limit:
         (Limit(3, per=7, algorithm="leaky_bucket"), (1, 3, 3, 7, 7_000_000, 7_000_000, 1)),
         (Limit(7, per=60, algorithm="fixed_window"), (2, 7, 7, 60, 60_000_000, 60_000_000, 1)),
         (limit_of("sliding_window_counter", 7), (3, 7, 7, 60, 60_000_000, 60_000_000, 1)),
-        # … and for a log, times in a chunk
-        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 9, 1)),
-        (limit_of("sliding_window_log", 10), (4, 10, 1, 6, 60_000_000, 64, 1)),
-        (limit_of("sliding_window_log", 4_096), (4, 4_096, 1024, 15, 60_000_000, 64, 1)),
-        (limit_of("sliding_window_log", 4_097), (4, 4_097, 4097, 60, 60_000_000, 512, 1)),
+        (limit_of("sliding_window_log", 9), (4, 9, 3, 20, 60_000_000, 0, 1)),
     ],
 )
 def test_each_limit_is_encoded_as_eight_numbers(limit: Limit, numbers: tuple[int, ...]) -> None:
-    """The numbers are the limit's kind, its id and its arithmetic, after the rule's field."""
+    """The numbers are the limit's kind, its id and its arithmetic."""
     kind, *rest = numbers
-    assert unpacked(encode_limits([limit], "orders")) == [b"orders", kind, id_of(limit), *rest]
+    assert unpacked(encode_limits([limit])) == [kind, id_of(limit), *rest]
 
 
 def test_several_limits_are_encoded_in_their_order() -> None:
-    """The order holds even for more limits than a short msgpack array has."""
+    """Each has eight numbers."""
     limits = [
         limit_of(algorithm, per=per)
         for algorithm, per in product(ALGORITHM_NAMES, (1, 60, 3_600, 86_400))
     ]
-    values = unpacked(encode_limits(limits, ""))
-    assert values[0] == b""
-    assert values[2::NUMBERS_A_LIMIT] == [id_of(limit) for limit in limits]
-    assert len(values) == 1 + NUMBERS_A_LIMIT * 20
+    values = unpacked(encode_limits(limits))
+    assert values[1::NUMBERS_A_LIMIT] == [id_of(limit) for limit in limits]
+    assert len(values) == NUMBERS_A_LIMIT * 20
 
 
 def test_the_server_reads_the_same_numbers() -> None:
@@ -103,12 +94,12 @@ def test_the_server_reads_the_same_numbers() -> None:
     edges = [edge + step for edge in (0x80, 1 << 8, 1 << 16, 1 << 32, 1 << 53) for step in (-1, 0)]
     numbers = [0, 1, *(edge for edge in edges if edge <= 1 << 53)]
     script = """
-        local found = cmsgpack.unpack(ARGV[1])
+        local found = {cmsgpack.unpack(ARGV[1])}
         for i, value in ipairs(found) do found[i] = string.format('%.0f', value) end
         return found
     """
-    found = server.admin.eval(script, 0, encode_numbers(numbers))
-    assert [int(text) for text in found] == numbers == unpacked(encode_numbers(numbers))
+    found = server.admin.eval(script, 0, encode_sequence(numbers))
+    assert [int(text) for text in found] == numbers == unpacked(encode_sequence(numbers))
 
 
 @given(
@@ -120,8 +111,8 @@ def test_numbers_are_exact_and_fit_the_scripts(units: int, window_us: int, algor
     """The refill is exact, in lowest terms, and small enough for doubles."""
     limit = limit_of(algorithm, units, window_us / 1_000_000)
     window_us = limit.window_ns // 1_000
-    values = unpacked(encode_limits([limit], "rule"))
-    _, _, _, capacity, numerator, denominator, window, full_us, step_us = values
+    values = unpacked(encode_limits([limit]))
+    _, _, capacity, numerator, denominator, window, full_us, step_us = values
     assert step_us == 1
     assert (capacity, window) == (limit.capacity, window_us)
     rate = Fraction(numerator, denominator)
@@ -148,32 +139,15 @@ def test_a_limit_keeps_its_id_when_its_amount_changes(algorithm: str) -> None:
 def test_limits_with_the_same_identity_are_rejected() -> None:
     """A name makes them different."""
     with pytest.raises(ConfigError, match="cannot be distinguished; name one of them"):
-        encode_limits([Limit(5, per=60), Limit(9, per=60)], "rule")
-    encode_limits([Limit(5, per=60), Limit(9, per=60, name="second")], "rule")
+        encode_limits([Limit(5, per=60), Limit(9, per=60)])
+    encode_limits([Limit(5, per=60), Limit(9, per=60, name="second")])
 
 
 def test_limits_whose_ids_collide_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would share a state, so making the limiter raises an error."""
     monkeypatch.setattr(codec, "id_of", lambda limit: 2)
     with pytest.raises(ConfigError, match="cannot be distinguished"):
-        encode_limits([Limit(5, per=60), Limit(5, per=61)], "rule")
-
-
-@pytest.mark.parametrize("rule", ["", "a", "orders", "é" * 6, "x" * 12, "限制" * 2])
-def test_a_short_rule_name_is_its_field(rule: str) -> None:
-    """A name of up to 12 bytes stays readable for an operator."""
-    assert field_of(rule) == rule.encode()
-
-
-@pytest.mark.parametrize("rule", ["x" * 13, "é" * 7, "限制" * 3, "x" * 128, "é" * 128])
-def test_a_long_rule_name_is_hashed(rule: str) -> None:
-    """The field has 12 bytes and begins with an unprintable one, so it is no rule's name."""
-    field = field_of(rule)
-    assert len(field) == FIELD_BYTES_MAX
-    assert not field[:1].decode().isprintable()
-    assert field == field_of(rule)
-    assert field != field_of(rule[:-1] + "y")
-    assert field != field_of(rule + "x")
+        encode_limits([Limit(5, per=60), Limit(5, per=61)])
 
 
 # One limit, and decoder as check.lua gives them: the time, then the last time and the amount.
@@ -284,72 +258,32 @@ def plain_answers(draw: st.DrawFn) -> tuple[ReplyDecoder, list[int]]:
     return ReplyDecoder(limits, "rule"), reply
 
 
-def denied(reply: list[int]) -> list[int]:
-    """Return the same states in a denial."""
-    return [~reply[0], *reply[1:]]
-
-
-@given(plain_answers(), st.integers(1, 3))
-def test_a_batch_decides_as_single_checks_in_a_row(
-    found: tuple[ReplyDecoder, list[int]], cost: int
+@given(plain_answers(), st.integers(1, 3), st.integers(2, 50))
+def test_requests_in_a_row_are_decided_as_single_checks(
+    found: tuple[ReplyDecoder, list[int]], cost: int, requests: int
 ) -> None:
-    """Each check of the batch gets the decision of a single one, and so does the next denial."""
+    """Each of them spends what the next one finds; those without room have the same denial."""
     decoder, reply = found
-    count = decoder.fits(denied(reply), cost)
-    if not count:
-        return
-    decisions = decoder.checks(reply, cost, count)
-    assert decisions[0] == decoder.check(reply, cost)
-    # Remaining falls by the cost each time, and the last leaves less than one more would take.
-    remaining = [decision.remaining for decision in decisions]
-    assert remaining == sorted(remaining, reverse=True)
-    assert remaining[-1] < cost
-    follows = decoder.denial_after(reply, count * cost, cost)
-    assert follows is not None
-    decision = decoder.check(follows, cost)
-    assert not decision.allowed
-    assert decision.remaining == remaining[-1]
-    assert decision.retry_after_ns > 0
+    room = decoder.peek(reply, 0).remaining
+    admitted = min(room // cost, requests)
+    now_us = reply[0] if admitted else ~reply[0]
+    decisions = decoder.checks_in_turn([now_us, *reply[1:], admitted], cost, requests)
+    assert decisions[0] == decoder.check([now_us, *reply[1:]], cost)
+    left = [room - cost * min(number + 1, admitted) for number in range(requests)]
+    assert [each.remaining for each in decisions] == left
+    assert [each.allowed for each in decisions] == [True] * admitted + [False] * (
+        requests - admitted
+    )
     with pytest.raises(StoreUnavailable, match="this is a defect"):
-        decoder.checks(reply, cost, count + 1)
+        decoder.checks_in_turn([reply[0], *reply[1:], room // cost + 1], cost, room // cost + 1)
 
 
-def test_a_batch_that_used_a_grant_is_decided_one_by_one() -> None:
+def test_requests_in_a_row_use_a_grant_after_the_limit() -> None:
     """Own units come first; the remaining units count both."""
     decoder = ReplyDecoder((MINUTE,), "")
-    reply = [NOW_US, NOW_US, 8_000_000, 5, NOW_US + 1_000_000]
-    assert decoder.fits(denied(reply), 2) == 3
-    assert [each.remaining for each in decoder.checks(reply, 2, 3)] == [5, 3, 1]
-    assert decoder.denial_after(reply, 6, 2) is None
-
-
-@pytest.mark.parametrize(
-    ("alive", "cost", "count", "fits", "tells"),
-    [(3, 1, 1, 0, True), (3, 1, 2, 0, False), (1, 1, 5, 2, True), (0, 2, 3, 1, True)],
-)
-def test_a_log_explains_the_denial_of_the_requested_cost_only(
-    alive: int, cost: int, count: int, fits: int, tells: bool
-) -> None:
-    """Its reply has the time when the requested units fit."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    reply = [~NOW_US, NOW_US - 5, alive, NOW_US - 9]
-    assert decoder.fits(reply, cost) == fits
-    assert decoder.explains_one(reply, cost, count) is tells
-
-
-def test_the_denial_after_a_logs_last_unit_is_known_if_it_was_empty() -> None:
-    """Then all of its entries are of now; otherwise the oldest entry is unknown."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    assert decoder.denial_after([NOW_US, -1, 0, 0], 3, 1) == [~NOW_US, NOW_US, 3, NOW_US]
-    assert decoder.denial_after([NOW_US, NOW_US - 5, 1, 0], 2, 1) is None
-    assert decoder.denial_after([NOW_US, NOW_US - 5, 1, 0], 1, 1) == [~NOW_US, NOW_US, 2, 0]
-
-
-@pytest.mark.parametrize(("alive", "cost", "lasts"), [(3, 1, True), (2, 2, True), (2, 3, False)])
-def test_a_logs_denial_lasts_if_one_unit_is_missing(alive: int, cost: int, lasts: bool) -> None:
-    """If more are missing, some become free before the last, at an unknown time."""
-    decoder = ReplyDecoder((limit_of("sliding_window_log", 3),), "")
-    assert decoder.lasts([~NOW_US, NOW_US - 5, alive, NOW_US - 9], cost) is lasts
+    reply = [NOW_US, NOW_US, 8_000_000, 5, NOW_US + 1_000_000, 3]
+    decisions = decoder.checks_in_turn(reply, 2, 4)
+    assert [each.remaining for each in decisions] == [5, 3, 1, 1]
 
 
 # ── Places in buckets ──────────────────────────────────────────────────────────────────────────
@@ -365,9 +299,14 @@ def field_in(gate: bytes) -> bytes:
 
 def test_a_place_never_changes() -> None:
     """Nodes of all versions find the same states."""
-    key, gate, logs = places("orders").of("user:42")
-    assert (key, field_in(gate).hex(), logs) == (b"rk:{%yBO}", "c2d38a14c49a05a6", b"")
-    assert unpacked(gate)[1:] == [*unpacked(encode_limits((limit_of("token_bucket"),), ""))[1:], 0]
+    limit = limit_of("token_bucket")
+    (key,), gate = places("orders").of("user:42")
+    assert (key, field_in(gate).hex()) == (b"rk:{%yBO}", "c2d38a14c49a05a6")
+    assert unpacked(gate)[1:] == unpacked(encode_limits((limit,)))
+    log = limit_of("sliding_window_log")
+    both = BucketPlaces((log, limit), "orders", "rk", "").of("user:42")
+    assert both[0] == (b"rk:{%yBO}", b"rk:{%yBO}log:wtOKFMSaBaYitxNX")
+    assert BucketPlaces((log,), "orders", "rk", "").of("user:42")[0] == both[0][1:]
 
 
 @given(st.text(max_size=60), st.text(max_size=20), st.text(max_size=16))
@@ -375,7 +314,7 @@ def test_rules_of_a_subject_share_its_bucket(subject: str, rule: str, hash_key: 
     """So they are in one slot of a cluster. Their fields differ."""
     one, other = (places(name, hash_key).of(subject) for name in (rule, f"{rule} 2"))
     assert one[0] == other[0]
-    assert is_bucket(one[0])
+    assert is_bucket(one[0][0])
     assert field_in(one[1]) != field_in(other[1])
     assert len(field_in(one[1])) == FIELD_BYTES
 
@@ -397,17 +336,20 @@ def test_the_rules_of_a_store_hash_a_subject_once(monkeypatch: pytest.MonkeyPatc
 def test_subjects_spread_over_all_buckets() -> None:
     """With another hash key, the same subjects are elsewhere."""
     subjects = [f"user:{number}" for number in range(2_000)]
-    one, other = ({places(hash_key=key).of(each)[0] for each in subjects} for key in ("", "key"))
+    one, other = ({places(hash_key=key).of(each)[0][0] for each in subjects} for key in ("", "key"))
     assert len(one) > 1_980
     assert len(one & other) < 100
     assert len({bucket_name(number) for number in range(BUCKETS)}) == BUCKETS
 
 
-@given(st.text(min_size=1, max_size=8))
-def test_the_logs_of_a_subject_have_the_key_of_no_bucket_and_no_other_logs(subject: str) -> None:
-    """Even if a client chooses a subject that looks like a key."""
-    logs = BucketPlaces((limit_of("sliding_window_log"),), "r", "rk", "")
-    subjects = {subject, f"%{subject}", "%AAA", f"log:{subject}", f"{{%AAA}}log:{subject}"}
-    keys = {logs.of(each)[0] for each in subjects}
-    assert len(keys) == len(subjects)
-    assert all(is_logs(key) and not is_bucket(key) for key in keys)
+def test_each_log_has_a_key_of_its_own() -> None:
+    """It depends on the subject, the rule and the limit; no bucket has such a key."""
+    limits = [limit_of("sliding_window_log", per=per) for per in (1, 60)]
+    keys = [
+        key
+        for rule in ("r", "s")
+        for subject in ("user:1", "user:2", "{%AAA}")
+        for key in BucketPlaces(limits, rule, "rk", "").of(subject)[0]
+    ]
+    assert len(set(keys)) == 12
+    assert all(is_log(key) and not is_bucket(key) for key in keys)

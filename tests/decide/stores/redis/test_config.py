@@ -20,7 +20,7 @@ from ratekeeper.core.errors import ConfigError
 from ratekeeper.decide.stores.redis import config as module
 from ratekeeper.decide.stores.redis.config import (
     ADDRESSES_MAX,
-    READERS,
+    OPTIONS,
     SCHEMES,
     Address,
     RedisConfig,
@@ -30,7 +30,7 @@ from ratekeeper.decide.stores.redis.config import (
 )
 
 LOCAL = (Address("localhost", 6379),)
-OPTION_NAMES = tuple(READERS)
+OPTION_NAMES = tuple(OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_parse_reads_a_valid_uri(uri: str, expected: RedisConfig) -> None:
         ("redis://h:65536", "port of address 1"),
         ("redis+cluster://h:1,h:-1", "port of address 2"),
         ("redis://h:٣", "port of address 1"),
-        ("redis://h/one", "db is not a whole number from 0 to 2147483647; for example db=0"),
+        ("redis://h/one", "db is not a whole number from 0 to 2,147,483,647; for example db=0"),
         ("redis://h/-1", "db is not a whole number"),
         ("redis://h/2147483648", "db is not a whole number"),
         ("redis://h//0", "too many parts"),
@@ -145,7 +145,8 @@ def test_parse_reads_a_valid_uri(uri: str, expected: RedisConfig) -> None:
         ("redis://a:b@h?password=c", "gives password twice"),
         ("redis://h?prefix=a&prefix=a", "gives prefix twice"),
         ("redis://h?db", "the option db has no value; write db=…"),
-        ("redis://h?dbs=1", "no option dbs; the options are db, username, password, prefix"),
+        ("redis://h?dbs=1", "no option dbs; did you mean db?"),
+        ("redis://h?deadlin_ms=9", "no option deadlin_ms; did you mean deadline_ms?"),
         ("redis://h?d%20b=1", "no option of that name; the options are db"),
         ("redis://h?prefix=%ff", "prefix has a % escape that is not UTF-8"),
         ("redis://:%ff@h", "the password has a % escape"),
@@ -170,7 +171,7 @@ def test_parse_reads_a_valid_uri(uri: str, expected: RedisConfig) -> None:
         ("redis://h?tls_ca=/a.pem", "tls_ca without TLS; write rediss://"),
         ("rediss://h?tls_ca=", "tls_ca is not the path of a file"),
         ("rediss://h?tls_key=a", "tls_key without tls_cert"),
-        ("rediss://h?tls_verify=no", "tls_verify='no' must be full, ca or none"),
+        ("rediss://h?tls_verify=no", "tls_verify='no' is not one of full, ca, none"),
         ("rediss://h?tls_server_name=a%20b", "tls_server_name='a b' is not a host name"),
         ("redis://h?sentinel_password=a", "are for redis+sentinel://"),
         ("redis+sentinel://h", "for example redis+sentinel://h1,h2/mymaster"),
@@ -228,9 +229,9 @@ def test_an_argument_overrides_the_uri(option: dict[str, Any], field: str, value
         ({"deadline_ms": 1e300}, "deadline_ms=1e+300 is not"),
         ({"deadline_ms": True}, "deadline_ms=True is not"),
         ({"deadline_ms": -5}, "deadline_ms=-5 is not"),
-        ({"password": b"pw"}, "password must be text, not of type bytes"),
-        ({"password": "\ud800"}, "password is too long, or contains a character"),
-        ({"tls_ca": 5}, "tls_ca must be text, not of type int"),
+        ({"password": b"pw"}, "password is not text of at most 65,536 bytes"),
+        ({"password": "\ud800"}, "password is not text of at most 65,536 bytes"),
+        ({"tls_ca": 5}, "tls_ca is not the path of a file"),
         ({"timeout": 5}, "no option timeout; the options are db"),
     ],
 )
@@ -405,13 +406,6 @@ def test_parse_returns_a_config_or_raises_config_error(
         assert read.addresses
 
 
-@given(_TEXT)
-def test_parse_accepts_or_rejects_any_text(uri: str) -> None:
-    """The same for text that does not resemble a URI."""
-    with suppress(ConfigError):
-        parse(uri)
-
-
 @given(
     st.text(ascii_letters + "-_/?#@&%é ", max_size=12),
     st.text(min_size=1, max_size=12),
@@ -503,27 +497,6 @@ def test_tls_trusts_the_system_authorities_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("denied_cache_ns", 10**9),
-        ("coalesce", True),
-        ("breaker", True),
-        ("breaker_window_ns", 10 * 10**9),
-        ("breaker_failures", 5),
-        ("breaker_share", 0.5),
-        ("breaker_open_ns", 10**9),
-        ("breaker_open_max_ns", 3 * 10**9),
-        ("breaker_probes", 2),
-    ],
-)
-def test_the_options_for_failures_and_hot_keys_have_these_defaults(
-    field: str, value: object
-) -> None:
-    """The documentation names the same defaults."""
-    assert getattr(parse("redis://localhost"), field) == value
-
-
-@pytest.mark.parametrize(
     ("option", "given", "field", "value"),
     [
         ("denied_cache_ms", "0", "denied_cache_ns", 0),
@@ -557,11 +530,11 @@ def test_an_option_may_be_text_or_an_argument(
 @pytest.mark.parametrize(
     ("option", "given", "problem"),
     [
-        ("denied_cache_ms", "-1", "denied_cache_ms='-1' is not a number of milliseconds"),
+        ("denied_cache_ms", "-1", "denied_cache_ms='-1' is not 0 or a number of milliseconds"),
         ("denied_cache_ms", False, "denied_cache_ms=False is not"),
-        ("coalesce", "maybe", "coalesce='maybe' must be on or off; for example"),
-        ("coalesce", 1, "coalesce=1 must be on or off"),
-        ("breaker", "a=b", "breaker=(not shown) must be on or off"),
+        ("coalesce", "maybe", "coalesce='maybe' is not one of on, true, off, false; for"),
+        ("coalesce", 1, "coalesce=1 is not one of on"),
+        ("breaker", "a=b", "breaker=(not shown) is not one of on"),
         ("breaker_failures", "0", "breaker_failures='0' is not a whole number from 1 to"),
         ("breaker_failures", 10**7, "is not a whole number from 1 to 1,000,000"),
         ("breaker_failures", True, "breaker_failures=True is not"),
@@ -572,7 +545,7 @@ def test_an_option_may_be_text_or_an_argument(
         ("breaker_share", True, "breaker_share=True is not a number above"),
         ("breaker_window_ms", "0", "breaker_window_ms='0' is not a number of milliseconds"),
         ("breaker_open_ms", "4000", "breaker_open_ms is more than breaker_open_max_ms"),
-        ("breaker_open_max_ms", 999, "breaker_open_ms is more than breaker_open_max_ms"),
+        ("breaker_open_max_ms", 99, "breaker_open_ms is more than breaker_open_max_ms"),
     ],
 )
 def test_the_error_for_a_wrong_option_names_it(option: str, given: Any, problem: str) -> None:

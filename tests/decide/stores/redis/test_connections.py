@@ -1,4 +1,4 @@
-"""The handshake of a new connection, the backoff between attempts to connect, and the reader."""
+"""The handshake of a new connection, and the reader of replies."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from hiredis import ReplyError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper.decide.stores.redis import connections as module
 from ratekeeper.decide.stores.redis.config import Address, parse
 from ratekeeper.decide.stores.redis.connections import (
-    FIRST_NS,
-    LONGEST_NS,
-    ConnectBackoff,
     NotSent,
     ReplyReader,
     check_handshake,
     handshake_commands,
     handshake_payload,
 )
-from ratekeeper.decide.stores.redis.scripts import CHECK
+from ratekeeper.decide.stores.redis.scripts import COUNTS
 
 ADDRESS = Address("10.0.0.1", 6379)
-LOAD = ("SCRIPT", "LOAD", CHECK.text)
+LOAD = ("SCRIPT", "LOAD", COUNTS.text)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def test_the_handshake_is_one_payload() -> None:
     )
     assert reader.gets() == [b"AUTH", "é".encode(), b"a\r\nb\0"]
     assert reader.gets() == [b"SELECT", b"3"]
-    assert reader.gets() == [b"SCRIPT", b"LOAD", CHECK.text]
+    assert reader.gets() == [b"SCRIPT", b"LOAD", COUNTS.text]
     assert reader.gets() is False
 
 
@@ -76,8 +72,8 @@ def _refused(uri: str, *replies: object) -> str:
 
 def test_a_handshake_succeeds() -> None:
     """The server answers OK, the script's SHA, and the role of a primary."""
-    assert not _refused("redis://:pw@h/3", b"OK", b"OK", CHECK.sha)
-    assert not _refused("redis+sentinel://h/main", [b"master", 0, []], CHECK.sha)
+    assert not _refused("redis://:pw@h/3", b"OK", b"OK", COUNTS.sha)
+    assert not _refused("redis+sentinel://h/main", [b"master", 0, []], COUNTS.sha)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_a_rejected_login_fails_the_handshake(message: str, words: str) -> None:
 
 def test_an_unknown_database_fails_the_handshake() -> None:
     """The server does not have it, or is a cluster."""
-    assert "out of range" in _refused("redis://h/99", "ERR DB index is out of range", CHECK.sha)
+    assert "out of range" in _refused("redis://h/99", "ERR DB index is out of range", COUNTS.sha)
 
 
 @pytest.mark.parametrize(
@@ -135,93 +131,8 @@ def test_an_error_that_any_first_command_gets_fails_the_handshake(message: str) 
 def test_with_sentinel_the_server_must_be_a_primary() -> None:
     """It may have been demoted after the Sentinel named it."""
     role = [b"slave", b"10.0.0.2", 6379, b"connected", 5]
-    error = _refused("redis+sentinel://h/main", role, CHECK.sha)
+    error = _refused("redis+sentinel://h/main", role, COUNTS.sha)
     assert error == "10.0.0.1:6379 is not the primary any more"
-
-
-# ── Backoff ───────────────────────────────────────────────────────────────────────────────────
-
-MS = 1_000_000
-
-
-@pytest.fixture(autouse=True)
-def longest_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the random part, so that each pause has its full length."""
-    monkeypatch.setattr(module, "random", lambda: 1.0)
-
-
-def test_without_a_failure_every_caller_may_connect() -> None:
-    """Any number of callers may connect at any time."""
-    backoff = ConnectBackoff()
-    assert all(backoff.may_try(now_ns) for now_ns in (0, 0, 5, 5, 10**18))
-
-
-def test_after_a_failure_one_caller_per_pause_may_connect() -> None:
-    """No caller may connect during a pause, and one may after each pause."""
-    backoff = ConnectBackoff()
-    backoff.failed(100 * MS, 100 * MS, "refused")
-    assert backoff.reason == "refused"
-    asked_ms = (100, 109, 110, 110, 119, 120, 120)
-    allowed = [backoff.may_try(ms * MS) for ms in asked_ms]
-    assert allowed == [False, False, True, False, False, True, False]
-
-
-def test_pauses_double_up_to_the_longest() -> None:
-    """Pauses are 10 ms, 20 ms and so on, up to a second."""
-    backoff = ConnectBackoff()
-    now_ns, pauses_ms = 0, []
-    for _ in range(10):
-        backoff.failed(now_ns + 1, now_ns + 1, "down")
-        tried_ns = now_ns + 1
-        while not backoff.may_try(tried_ns):
-            tried_ns += MS
-        pauses_ms.append((tried_ns - now_ns) // MS)
-        now_ns = tried_ns
-    assert pauses_ms == [10, 20, 40, 80, 160, 320, 640, 1000, 1000, 1000]
-    assert (pauses_ms[0] * MS, pauses_ms[-1] * MS) == (FIRST_NS, LONGEST_NS)
-
-
-def test_concurrent_failures_count_as_one() -> None:
-    """A hundred threads that find a server dead do not double the pause a hundred times."""
-    backoff = ConnectBackoff()
-    for number in range(100):
-        backoff.failed(5 * MS, 10 * MS + number, f"down {number}")
-    assert backoff.reason == "down 0"
-    assert not backoff.may_try(19 * MS)
-    assert backoff.may_try(20 * MS)
-
-
-def test_an_attempt_sees_a_failure_since_its_start() -> None:
-    """An attempt need not connect after another one failed; a later attempt may connect."""
-    backoff = ConnectBackoff()
-    assert not backoff.failed_since(0)
-    backoff.failed(5 * MS, 10 * MS, "down")
-    assert backoff.failed_since(5 * MS)
-    assert backoff.failed_since(10 * MS)
-    assert not backoff.failed_since(10 * MS + 1)
-    backoff.succeeded()
-    assert not backoff.failed_since(5 * MS)
-
-
-def test_a_success_forgets_all_failures() -> None:
-    """Every caller may connect at once, and the next failure has the first pause again."""
-    backoff = ConnectBackoff()
-    for number in range(1, 8):
-        backoff.failed(number * MS, number * MS, "down")
-    backoff.succeeded()
-    assert all(backoff.may_try(8 * MS) for _ in range(3))
-    backoff.failed(9 * MS, 9 * MS, "down")
-    assert not backoff.may_try(9 * MS + FIRST_NS - 1)
-    assert backoff.may_try(9 * MS + FIRST_NS)
-
-
-def test_pauses_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They differ by up to half, so that a fleet does not connect in step."""
-    monkeypatch.setattr(module, "random", lambda: 0.0)
-    backoff = ConnectBackoff()
-    backoff.failed(0, 0, "down")
-    assert not backoff.may_try(FIRST_NS // 2 - 1)
-    assert backoff.may_try(FIRST_NS // 2)
 
 
 # ── Replies ────────────────────────────────────────────────────────────────────────────────────

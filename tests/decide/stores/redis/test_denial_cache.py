@@ -1,257 +1,146 @@
-"""Cached denials: found while they are valid, never longer, and not after a drop."""
+"""Remembered denials: found while they are valid, never longer, and not after a drop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ratekeeper.decide.stores.redis.denial_cache import (
-    DROPS_MAX,
-    ENTRIES_MAX,
-    CachedDenial,
-    DenialTable,
-)
+from ratekeeper import Decision, Limit
+from ratekeeper.core.clock import SystemClock
+from ratekeeper.decide.stores.redis import denial_cache
+from ratekeeper.decide.stores.redis.config import parse
+from ratekeeper.decide.stores.redis.denial_cache import DENIALS_MAX, DenialCache
+from ratekeeper.decide.stores.redis.scripts import SERVER_NOW, RuleScripts, ScriptCharge
+from ratekeeper.testing import ManualClock
 
-COUNTER = ("gate", "a")
-CHECK = ("gate", "a", 1)
-
-
-def denial(
-    sent_ns: int = 0, until_ns: int = 100, reply: int = 1, counters: Any = (COUNTER,)
-) -> CachedDenial:
-    """Return a denial whose reply arrived the moment it was sent."""
-    return CachedDenial(sent_ns, until_ns, sent_ns, [[reply]], tuple(counters))
+MS = 1_000_000
+LIMIT = Limit(1, per=60)
+CONFIG = parse("redis://localhost")
 
 
-def kept(*subjects: str, entries_max: int = ENTRIES_MAX) -> DenialTable:
-    """Return a table with one denial of each subject, cached in this order."""
-    denials: DenialTable = DenialTable(entries_max)
-    for subject in subjects:
-        denials.keep(about(subject), denial(counters=[("gate", subject)]), denials.mark)
-    return denials
+class Checks:
+    """Checks of one rule, by a clock that the test sets, and the denials of its store."""
 
+    def __init__(self, longest_ns: int = 1_000 * MS) -> None:
+        self.clock = ManualClock(1_700_000_000)
+        self.cache = DenialCache(longest_ns)
+        self.scripts = self.of(LIMIT)
 
-def about(subject: str) -> tuple[str, str, int]:
-    return ("gate", subject, 1)
+    def of(self, limit: Limit, rule: str = "rule") -> RuleScripts:
+        return RuleScripts((limit,), rule, CONFIG, self.clock)
 
+    def deny(self, subject: str = "a", wait_ms: int = 500, asked_ns: int | None = None) -> None:
+        """Keep a denial of a check that was sent now."""
+        now = self.scripts.now()
+        denial = Decision(
+            False, LIMIT, 0, wait_ms * MS, 900 * MS, rule="rule", decided_ns=self.clock.now_ns()
+        )
+        asked_ns = denial_cache.time.monotonic_ns() if asked_ns is None else asked_ns
+        self.cache.keep(ScriptCharge(self.scripts, subject, 1), denial, now, asked_ns)
 
-def known(denials: DenialTable, check: object = CHECK, now_ns: int = 5) -> bool:
-    return denials.find(check, now_ns) is not None
+    def find(self, subject: str = "a", cost: int = 1) -> Decision | None:
+        return self.cache.find(self.scripts, subject, cost)
 
 
 @pytest.mark.parametrize(
-    ("now_ns", "found"),
-    [(9, False), (10, True), (50, True), (99, True), (100, False), (999, False)],
+    ("after_ms", "found"), [(-1, False), (0, True), (499, True), (500, False), (9_999, False)]
 )
-def test_a_denial_is_valid_from_its_sending_until_its_end(now_ns: int, found: bool) -> None:
-    """A denial is invalid before it was sent, and at its end, when a check may be allowed."""
-    denials: DenialTable = DenialTable()
-    denials.keep(CHECK, denial(10, 100), denials.mark)
-    assert known(denials, CHECK, now_ns) is found
-    assert denials.hits == int(found)
+def test_a_denial_is_valid_until_its_retry_after(after_ms: int, found: bool) -> None:
+    """Not before it was sent, and not at its end, when a check is allowed."""
+    checks = Checks()
+    checks.deny()
+    checks.clock.advance_ns(after_ms * MS)
+    assert (checks.find() is not None) is found
+    assert checks.cache.hits == int(found)
+    assert checks.cache.by_rule == ({"rule": 1} if found else {})
 
 
-@pytest.mark.parametrize("check", [("gate", "b", 1), ("gate", "a", 2), ("gate 2", "a", 1)])
-def test_another_check_is_another_entry(check: object) -> None:
-    """Nothing is cached for another subject, cost or limits."""
-    assert not known(kept("a"), check)
-
-
-def test_a_refund_drops_denials_answered_since_the_charge() -> None:
-    """That includes denials sent before it: the server may have decided after the charge."""
-    for received_ns, stays in ((19, True), (20, False), (25, False)):
-        denials: DenialTable = DenialTable()
-        slow = CachedDenial(10, 100, received_ns, [[1]], (COUNTER,))
-        denials.keep(CHECK, slow, denials.mark)
-        denials.refunded([COUNTER], 20)
-        assert known(denials, now_ns=30) is stays
-
-
-def test_a_later_denial_replaces_an_earlier_one() -> None:
-    """A check has one cached denial, the last."""
-    denials = kept("a")
-    denials.keep(CHECK, denial(50, 200, 2), denials.mark)
-    found = denials.find(CHECK, 150)
+def test_waits_shrink_with_time() -> None:
+    """They end at the same instant each time; nothing remains."""
+    checks = Checks()
+    checks.deny()
+    checks.clock.advance_ns(123 * MS)
+    found = checks.find()
     assert found is not None
-    assert found.replies[0][0] == 2
-    assert denials.count == 1
+    assert (found.allowed, found.remaining) == (False, 0)
+    assert found.retry_after_ns == (500 - 123) * MS
+    assert found.reset_after_ns == (900 - 123) * MS
+    assert found.decided_ns == checks.clock.now_ns()
 
 
-def test_dropping_a_subject_drops_all_of_its_denials() -> None:
-    """The drop covers any cost and any limits; other subjects keep their denials."""
-    denials = kept("a", "b")
-    denials.keep(("other", "a", 2), denial(counters=[("other", "a")]), denials.mark)
-    denials.drop_subject("a")
-    assert not known(denials)
-    assert not known(denials, ("other", "a", 2))
-    assert known(denials, about("b"))
-    assert denials.count == 1
+def test_a_denial_is_kept_for_a_second_at_most() -> None:
+    """Another process may have given units back. With 0, nothing is kept."""
+    checks = Checks()
+    checks.deny(wait_ms=60_000)
+    checks.clock.advance_ns(999 * MS)
+    assert checks.find() is not None
+    checks.clock.advance_ns(1 * MS)
+    assert checks.find() is None
+    off = Checks(longest_ns=0)
+    off.deny()
+    assert off.find() is None
 
 
-def test_a_check_sent_before_a_drop_is_not_cached_after_it() -> None:
-    """Its reply was on the way while the subject got units back."""
-    denials: DenialTable = DenialTable()
-    mark = denials.mark
-    denials.drop_subject("a")
-    denials.keep(CHECK, denial(), mark)
-    denials.keep(about("b"), denial(counters=[("gate", "b")]), mark)
-    assert not known(denials)
-    assert known(denials, about("b"))
-    denials.keep(CHECK, denial(), denials.mark)
-    assert known(denials)
+def test_a_denial_that_has_ended_is_forgotten() -> None:
+    """A check after its end may have changed the state, even if a test sets its clock back."""
+    checks = Checks()
+    checks.deny()
+    checks.clock.advance_ns(500 * MS)
+    assert checks.find(cost=3) is None
+    checks.clock.advance_ns(-100 * MS)
+    assert checks.find() is None
 
 
-def test_a_charge_drops_the_denials_of_its_counter_only() -> None:
-    """A smaller cost was allowed, so less remains; other rules of the subject are not affected."""
-    denials = kept("a")
-    denials.keep(("other", "a", 2), denial(counters=[("other", "a")]), denials.mark)
-    mark = denials.mark
-    denials.spent([COUNTER])
-    assert not known(denials)
-    assert known(denials, ("other", "a", 2))
-    denials.keep(CHECK, denial(), mark)  # it was in flight
-    assert not known(denials)
+def test_another_subject_limit_or_cost_is_not_denied() -> None:
+    """A denial is about the limits of one rule, one subject and one unit."""
+    checks = Checks()
+    checks.deny()
+    assert checks.find("b") is None
+    assert checks.find(cost=2) is None
+    for other in (checks.of(Limit(2, per=60)), checks.of(LIMIT, "other rule")):
+        assert checks.cache.find(other, "a", 1) is None
+    assert checks.cache.find(checks.of(LIMIT), "a", 1) is not None
 
 
-def test_the_last_charge_caches_the_denial_that_follows() -> None:
-    """It drops the other denials of the counter."""
-    denials = kept("a")
-    denials.spent([COUNTER], ("gate", "a", 2), denial(), denials.mark)
-    assert not known(denials)
-    assert known(denials, ("gate", "a", 2))
+def test_a_drop_also_ends_denials_that_are_on_their_way() -> None:
+    """The check was sent before the subject got units, and its reply comes afterwards."""
+    checks = Checks()
+    before_ns = denial_cache.time.monotonic_ns()
+    checks.deny()
+    checks.cache.drop("a")
+    assert checks.find() is None
+    checks.deny(asked_ns=before_ns)
+    assert checks.find() is None
+    checks.deny()
+    assert checks.find() is not None
+    checks.cache.clear()
+    assert checks.find() is None
 
 
-def test_the_last_charge_caches_nothing_after_a_drop() -> None:
-    """A refund was in flight at the same time, and the order on the server is unknown."""
-    denials = kept("a")
-    mark = denials.mark
-    denials.drop_subject("a")
-    denials.spent([COUNTER], CHECK, denial(), mark)
-    assert not known(denials)
+def test_the_oldest_denial_is_evicted() -> None:
+    """The number of denials is bounded; one that is denied again is the newest."""
+    checks = Checks()
+    for number in range(DENIALS_MAX):
+        checks.deny(f"user {number}")
+    checks.deny("user 0")
+    checks.deny("one more")
+    assert len(checks.cache.denials) == DENIALS_MAX
+    assert checks.find("user 0") is not None
+    assert checks.find("user 1") is None
+    assert checks.find("one more") is not None
 
 
-def test_a_refund_drops_denials_made_during_the_charge() -> None:
-    """The charge may have caused them; denials from before the charge stay."""
-    denials = kept("a")  # sent at 0
-    denials.keep(("gate", "a", 2), denial(20), denials.mark)
-    mark = denials.mark
-    both = denial(10, counters=[("gate", "b")])
-    denials.refunded([COUNTER], 10, "both", both, mark)
-    assert known(denials)
-    assert not known(denials, ("gate", "a", 2), 25)
-    assert known(denials, "both", 25)
-    denials.keep(("gate", "a", 3), denial(15), mark)  # it was in flight
-    assert not known(denials, ("gate", "a", 3), 25)
-
-
-def test_events_at_counters_that_allowed_do_not_drop_a_denial() -> None:
-    """A tenant's users are denied by their own limits while the tenant is charged all the time."""
-    denials: DenialTable = DenialTable()
-    mark = denials.mark
-    tenant = ("tenants", "t")
-    denials.refunded([tenant], 0, "ann", denial(counters=[("users", "ann")]), mark)
-    denials.refunded([tenant], 0, "bob", denial(counters=[("users", "bob")]), mark)
-    denials.spent([tenant])
-    assert known(denials, "ann")
-    assert known(denials, "bob")
-
-
-def test_a_forgotten_drop_still_counts() -> None:
-    """The table remembers a bounded number of drops; older ones apply to all counters."""
-    denials: DenialTable = DenialTable()
-    mark = denials.mark
-    denials.drop_subject("a")
-    for number in range(DROPS_MAX):
-        denials.drop_subject(f"other {number}")
-    denials.keep(CHECK, denial(), mark)
-    assert not known(denials)
-
-
-def test_a_drop_at_any_denying_subject_drops_a_joint_denial() -> None:
-    """A joint denial does not answer a check of one of its subjects alone."""
-    for given_to in "ab":
-        denials: DenialTable = DenialTable()
-        counters = [("gate", "a"), ("gate", "b")]
-        denials.keep("both", denial(counters=counters), denials.mark)
-        assert known(denials, "both")
-        assert not known(denials)
-        denials.drop_subject(given_to)
-        assert not known(denials, "both")
-        assert (denials.count, denials.checks_of_subject) == (0, {})
-
-
-def test_a_full_table_evicts_the_oldest_denial() -> None:
-    """A subject that was denied again is not the oldest."""
-    denials = kept("a", "b", "c", "a", entries_max=3)
-    denials.keep(about("d"), denial(counters=[("gate", "d")]), denials.mark)
-    assert [known(denials, about(name)) for name in "abcd"] == [True, False, True, True]
-    assert set(denials.checks_of_subject) == {"a", "c", "d"}
-
-
-def test_one_subject_with_many_costs_stays_within_the_bound() -> None:
-    """Each cost is a separate entry, and the bound covers them all."""
-    denials: DenialTable = DenialTable(entries_max=4)
-    for cost in range(100):
-        denials.keep(("gate", "a", cost), denial(), denials.mark)
-        assert denials.count <= 4
-    assert known(denials, ("gate", "a", 99))
-
-
-def test_reset_forgets_everything() -> None:
-    """A forked child and a closed store empty their cache with it."""
-    denials = kept("a")
-    denials.reset()
-    assert not known(denials)
-    assert (denials.count, denials.hits, denials.checks_of_subject) == (0, 0, {})
-
-
-_STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["keep", "late", "given", "spent", "find"]),
-        st.lists(st.sampled_from("abcde"), min_size=1, max_size=3, unique=True),
-        st.integers(0, 3),
-    ),
-    max_size=60,
-)
-
-
-@given(_STEPS, st.integers(1, 6))
-def test_no_denial_is_found_after_a_drop_and_the_table_is_bounded(
-    steps: Sequence[tuple[str, list[str], int]], entries_max: int
-) -> None:
-    """For any sequence of operations.
-
-    "late": the denial was sent before the last drop at one of its counters.
-    """
-    denials: DenialTable = DenialTable(entries_max)
-    dropped_at: dict[str, int] = {}
-    last_dropped = ""
-    for number, (verb, subjects, cost) in enumerate(steps, start=1):
-        check = (*subjects, cost)
-        counters = tuple(("gate", each) for each in subjects)
-        match verb:
-            case "keep":
-                denials.keep(check, CachedDenial(0, 9, 0, [[number]], counters), denials.mark)
-            case "late":
-                denials.keep(check, CachedDenial(0, 9, 0, [[-number]], counters), denials.mark - 1)
-                found = denials.find(check, 5)
-                if last_dropped in subjects:
-                    assert found is None or found.replies[0][0] != -number
-            case "given" | "spent":
-                last_dropped = subjects[0]
-                dropped_at[last_dropped] = number
-                if verb == "given":
-                    denials.drop_subject(last_dropped)
-                else:
-                    denials.spent([("gate", last_dropped)])
-            case "find":
-                found = denials.find(check, 5)
-                if found is not None and found.replies[0][0] > 0:
-                    assert all(found.replies[0][0] > dropped_at.get(each, 0) for each in subjects)
-        assert denials.count <= entries_max
-        checks = {each for kept_by in denials.checks_of_subject.values() for each in kept_by}
-        assert len(checks) == denials.count
+def test_by_the_servers_clock_waits_count_from_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The denial ends as if the server had decided at once; its waits as if it had just now."""
+    monotonic_ns = 1_000 * MS
+    monkeypatch.setattr(denial_cache.time, "monotonic_ns", lambda: monotonic_ns)
+    cache = DenialCache(1_000 * MS)
+    scripts = RuleScripts((LIMIT,), "rule", CONFIG, SystemClock())
+    monotonic_ns += 30 * MS  # the reply took so long
+    denial = Decision(False, LIMIT, 0, 500 * MS, 900 * MS, rule="rule")
+    cache.keep(ScriptCharge(scripts, "a", 1), denial, SERVER_NOW, 1_000 * MS)
+    monotonic_ns += 100 * MS + 1
+    found = cache.find(scripts, "a", 1)
+    assert found is not None
+    assert found.retry_after_ns == 400 * MS  # rounded up to a microsecond
+    monotonic_ns = 1_500 * MS
+    assert cache.find(scripts, "a", 1) is None

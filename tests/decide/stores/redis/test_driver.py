@@ -18,6 +18,7 @@ from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable
 from ratekeeper.core.steps import run
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig, parse
 from ratekeeper.decide.stores.redis.connections import NotSent, refusal_error
+from ratekeeper.decide.stores.redis.denial_cache import DenialCache
 from ratekeeper.decide.stores.redis.driver import (
     ASKING,
     ATTEMPTS_MAX,
@@ -27,13 +28,13 @@ from ratekeeper.decide.stores.redis.driver import (
     RedisServers,
     probe,
 )
-from ratekeeper.decide.stores.redis.scripts import CHECK, ScriptCall, pack
+from ratekeeper.decide.stores.redis.scripts import COUNTS, ScriptCall, pack
 
 STANDALONE = parse("redis://app:s3cret@host")
 SENTINEL = parse("redis+sentinel://s1,s2/main")
 CLUSTER = parse("redis+cluster://h1:7000,h2:7000")
 EVERY_MODE = (STANDALONE, SENTINEL, CLUSTER)
-CALL = ScriptCall(CHECK, b"rk:{alice}", (b"limits", 3))
+CALL = ScriptCall(COUNTS, b"rk:{alice}", (b"limits", 3))
 BY_SHA, BY_TEXT = CALL.by_sha(), CALL.by_text()
 ANSWER = [1, 2, 3]
 # The server that refuses first, and that has the key's slot.
@@ -69,7 +70,7 @@ class ScriptedDriver(RedisDriver):
     def __init__(self, config: RedisConfig, replies: list[Any]) -> None:
         self.steps: list[Step] = []
         self.replies = replies
-        super().__init__(ScriptedServers(config, self.steps))
+        super().__init__(ScriptedServers(config, self.steps), DenialCache(0))
 
     def send(self, key: bytes, payload: bytes) -> Any:
         return self._send_to(FIRST, payload, 0)
@@ -136,10 +137,10 @@ def decoded(payload: bytes) -> list[Any]:
 
 def test_a_call_names_the_script_or_contains_it() -> None:
     """One key, and then the arguments: numbers as digits, bytes unchanged."""
-    call = ScriptCall(CHECK, b"rk:{a b\r\n}", (b"\x00\xff", 10**15, b""))
+    call = ScriptCall(COUNTS, b"rk:{a b\r\n}", (b"\x00\xff", 10**15, b""))
     rest = [b"1", b"rk:{a b\r\n}", b"\x00\xff", b"1000000000000000", b""]
-    assert decoded(call.by_sha()) == [[b"EVALSHA", CHECK.sha, *rest]]
-    assert decoded(call.by_text()) == [[b"EVAL", CHECK.text, *rest]]
+    assert decoded(call.by_sha()) == [[b"EVALSHA", COUNTS.sha, *rest]]
+    assert decoded(call.by_text()) == [[b"EVAL", COUNTS.text, *rest]]
     assert decoded(ASKING + pack("SELECT", 3)) == [[b"ASKING"], [b"SELECT", b"3"]]
 
 

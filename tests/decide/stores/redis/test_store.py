@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import pytest
 
 from ratekeeper import Limit, StoreUnavailable
@@ -13,7 +10,6 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.connections import NotSent
 from ratekeeper.decide.stores.redis.store import RedisStore
 from tests.answering import answer, awaited
-from tests.decide.stores.redis.test_counters import ALLOWED, DENIED, ScriptedDriver, joint_check
 
 LIMITS = (Limit(5, per=60),)
 
@@ -47,25 +43,6 @@ async def test_asyncio_reports_the_same_error() -> None:
     answers = await awaited(store.check_together([(counter, "alice", 1), (counter, "bob", 1)]))
     assert [type(answer) for answer in answers] == [NotSent, NotSent]
     assert store.check_together([]) == []
-    await store.aclose()
-
-
-@pytest.mark.parametrize("reply", [ALLOWED, DENIED])
-async def test_a_caller_that_is_cancelled_when_all_is_decided_has_spent_nothing(
-    monkeypatch: pytest.MonkeyPatch, reply: list[int]
-) -> None:
-    """The reply has come, but the caller has not run since; a denial is not refunded."""
-    store = RedisStore(parse("redis://127.0.0.1:1"))
-    driver: Any = ScriptedDriver([[reply, ALLOWED]], [1, 1], clustered=False)
-    monkeypatch.setattr(store, "_driver_of_loop", lambda: driver)
-    check = asyncio.ensure_future(store._shielded(joint_check()))
-    while not driver.calls:  # noqa: ASYNC110 - the turn of the loop matters
-        await asyncio.sleep(0)
-    check.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await check
-    refunds = [["refund a", "refund b"]] if reply is ALLOWED else []
-    assert driver.calls == [["joint a+b"], *refunds]
     await store.aclose()
 
 

@@ -11,7 +11,7 @@ Read in this order:
     breakers       circuit breakers and their probes
     driver         calls carried out: send, retry, redirect
     denial_cache   checks that need no call
-    coalescing     checks that share a call
+    batches        requests that share a call
     counters, store   the part that a limiter sees
     pubsub         messages between processes
     findings, health, audit

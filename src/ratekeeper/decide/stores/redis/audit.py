@@ -1,23 +1,23 @@
 """Audit the keys in Redis: read every key of ours on every primary, and report defects.
 
-Scripts write a hash and its expiry in one step, so there should be no defects. But servers are
+Scripts write a state and its expiry in one step, so there should be no defects. But servers are
 restored from old backups, other programs write under the same prefix, and versions change. A key
 without an expiry stays forever, and a key that no script can read fails every check of its subject.
 
 **Reading.** `audit` walks the keys with SCAN and reads LOOK_KEYS at a time, with a pause in
 between. It requests type, expiry and fields in two or three round trips for the whole batch, each
 of which keeps a server busy for less than a millisecond. So a check waits at most that long. A key
-that was changed, moved or dropped meanwhile is not a defect. Before a key is reported as
-unreadable, it is read a second time. `read_subject` decodes a hash without trusting its contents: a
-field that this version did not write is reported, with the fields that belong to it, and never
-raises an error.
+that was changed, moved or dropped meanwhile is not a defect. Before a bucket is reported as
+unreadable, it is read a second time. `read_bucket` does not trust the contents: a field that this
+version did not write is reported, with the fields that belong to it, and never raises an error. The
+times in a log are not read.
 
-**Replicas.** `compare_replicas` compares a sample of keys with each replica, field by field. A
-replica lags behind its primary, so a difference is at first only suspicious. A suspicious key is
-read again in an order that leaves no doubt: the key on the primary; the primary's replication
-offset; the key on the replica, once it has reached that offset; and the key on the primary again.
-If both reads of the primary agree and the replica differs, the two have drifted. A key that changed
-in between proves nothing and is counted as unsettled.
+**Replicas.** `compare_replicas` compares a sample of keys with each replica. A replica lags behind
+its primary, so a difference is at first only suspicious. A suspicious key is read again in an order
+that leaves no doubt: the key on the primary; the primary's replication offset; the key on the
+replica, once it has reached that offset; and the key on the primary again. If both reads of the
+primary agree and the replica differs, the two have drifted. A key that changed in between proves
+nothing and is counted as unsettled.
 
 **Repairing** is a separate step. Each repair is a script that looks again, and changes nothing if
 the key is no longer as it was found. Repairs only touch keys named `<prefix>:{…}`.
@@ -30,7 +30,7 @@ import re
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -40,8 +40,7 @@ from ratekeeper.decide.stores.redis.codec import (
     FIELD_BYTES,
     TIME_BYTES,
     is_bucket,
-    is_log_id,
-    is_logs,
+    is_log,
     is_regional_state,
     regional_type,
 )
@@ -57,24 +56,24 @@ from ratekeeper.decide.stores.redis.topology import (
 PAGE_KEYS: Final = 500
 LOOK_KEYS: Final = 100
 PAUSE_SECONDS: Final = 0.002
-# Of a hash with more fields, only the names and the rules' own fields are read.
-FIELDS_READ_MAX: Final = 128
-FIELDS_NAMED_MAX: Final = 20_000
+# Of a bucket with more fields, only type and expiry are read.
+FIELDS_READ_MAX: Final = 2_000
 DEFECTS_MAX: Final = 10_000
 SAMPLE_MAX: Final = 200
 # Keys seen so far, by their hashes: SCAN may return a key twice.
 SEEN_MAX: Final = 2_000_000
-TTL_SLACK_MS: Final = 3_600_000
 EXPIRY_MS_MIN: Final = 60_000
 # For the state of a global limit that has none: its windows are not known here.
 REGIONAL_EXPIRY_MS: Final = 86_400_000
+# The type of the key of a log.
+_LOG_TYPE: Final = b"string"
 
 _PERMISSIONS: Final = (
-    "; an audit needs +scan +type +pttl +hlen +hgetall +hkeys +hmget +time +info, "
+    "; an audit needs +scan +type +pttl +hlen +hgetall +getrange +time +info, "
     "and repairs need +eval +pexpire +hget +hdel +del"
 )
 
-DefectKind = Literal["no expiry", "long expiry", "wrong type", "unreadable", "not ours"]
+DefectKind = Literal["no expiry", "wrong type", "unreadable", "not ours"]
 
 # Set an expiry on a key that has none.
 _EXPIRE: Final = b"""
@@ -95,62 +94,16 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-# ── A bucket, or the logs of a subject
-# ────────────────────────────────────────────────────────────────────────────────
+# ── A bucket ───────────────────────────────────────────────────────────────────────────────────
 
 PIECE_BYTES: Final = 64
-CHUNK_TIMES_MAX: Final = 512
-# A rule has a handful of limits; another program wrote anything longer than this.
-NUMBERS_MAX: Final = 4_096
-# Enough for a log of a million times in chunks of 512.
-CHUNKS_MAX: Final = 4_096
-_FIRST: Final = 2  # the first limit's place, after base and ttl
-_CHUNK_MARK, _PIECE_MARK = 1, 2
 _END_BYTES: Final = 4
-
-_PIECE_NAME: Final = re.compile(rb"\x02([1-9][0-9]{0,5}):(.+)", re.DOTALL)
-_CHUNK_NAME: Final = re.compile(rb"\x01([0-9]{1,11})\.([0-9]{1,16}):(.+)", re.DOTALL)
-
-
+_TIME_US_MAX: Final = 2**52  # the bits above are the version of the layout
 _HOLD: Final = 2**33
+_PIECE_NAME: Final = re.compile(rb"\x02([1-9][0-9]{0,5}):(.+)", re.DOTALL)
 
 
-class StoredState(NamedTuple):
-    """The numbers of one limit. A negative id marks units granted on top of it, or leased of it."""
-
-    id: int
-    lag_us: float
-    a: float
-    b: float
-
-    @property
-    def has_end(self) -> bool:
-        """True for a grant or a hold: `a` is the units, `b` their end in microseconds."""
-        return self.id < 0
-
-    @property
-    def limit_id(self) -> int:
-        """The id of the limit. See state.lua for those of its grant and its holds."""
-        return abs(self.id) % _HOLD
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRule:
-    """One rule's states of one subject."""
-
-    base_us: float
-    ttl_ms: float
-    states: tuple[StoredState, ...]
-
-    @property
-    def needed_until_us(self) -> float:
-        """The time in microseconds until which the hash must exist for these states."""
-        ends = [state.b for state in self.states if state.has_end]
-        return max([self.base_us + self.ttl_ms * 1_000, *ends])
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableField:
+class Unreadable(NamedTuple):
     """A field that no script of this version can read, or that belongs to no state."""
 
     field: bytes
@@ -162,130 +115,73 @@ class UnreadableField:
     """The fields to remove: the field itself and its parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSubject:
-    """The contents of one hash, by rule's field."""
+class Bucket(NamedTuple):
+    """The contents of a bucket."""
 
-    rules: Mapping[bytes, StoredRule] = field(default_factory=dict)
-    unreadable: tuple[UnreadableField, ...] = ()
-
-    @property
-    def states(self) -> int:
-        """Number of states. A grant counts as part of its limit's state."""
-        return sum(len({state.limit_id for state in held.states}) for held in self.rules.values())
+    states: int
+    """Number of states. Grants and leased units count as part of their limit's state."""
+    needed_until_us: float
+    unreadable: tuple[Unreadable, ...]
 
 
-def is_part(name: bytes, *, in_bucket: bool = False) -> bool:
-    """Return True for a field that belongs to another: a chunk of a log, or a piece."""
-    return len(name) > FIELD_BYTES if in_bucket else name[:1] in {b"\x01", b"\x02"}
-
-
-def read_subject(
-    values: Mapping[bytes, bytes],
-    names: Container[bytes] | None = None,
-    *,
-    in_bucket: bool = False,
-) -> StoredSubject:
-    """Return the contents of a bucket, or of a subject's hash of logs.
-
-    `names` has the names of all its fields if `values` omits chunks of logs.
-    """
-    rules: dict[bytes, StoredRule] = {}
-    wrong: list[UnreadableField] = []
-    parts: dict[bytes, list[bytes]] = {}
+def read_bucket(values: Mapping[bytes, bytes]) -> Bucket:
+    """Return the contents of a bucket from its fields."""
+    wrong: list[Unreadable] = []
+    states, ends_us = 0, 0.0
+    # A field that continues another is longer than a rule's field.
+    pieces: dict[bytes, list[bytes]] = {}
     for name in values:
-        if is_part(name, in_bucket=in_bucket):
-            parts.setdefault(_owner(name), []).append(name)
-    present = values if names is None else names
+        if len(name) > FIELD_BYTES:
+            found = _PIECE_NAME.fullmatch(name)
+            pieces.setdefault(name if found is None else found[2], []).append(name)
     for name, raw in values.items():
-        if is_part(name, in_bucket=in_bucket):
+        if len(name) > FIELD_BYTES:
             continue
-        mine = parts.pop(name, [])
+        mine, used = pieces.pop(name, []), 0
+        whole = raw
+        while len(whole) == (used + 1) * PIECE_BYTES:
+            piece = values.get(b"\x02%d:%b" % (used + 1, name))
+            if piece is None:
+                break
+            whole, used = whole + piece, used + 1
         try:
-            held, used = _read_rule(name, raw, values, in_bucket=in_bucket)
-            if not in_bucket:
-                used |= _check_log_chunks(name, held, values, present)
+            count, end_us = _states(whole)
         except ValueError as error:
-            wrong.append(UnreadableField(name, raw, str(error), (name, *mine)))
+            wrong.append(Unreadable(name, raw, str(error), (name, *mine)))
             continue
-        rules[name] = held
-        # A script may leave an empty chunk until it drops the next one.
-        if left := tuple(each for each in mine if each not in used and each[0] == _PIECE_MARK):
-            wrong.append(UnreadableField(name, raw, "pieces that belong to no state", left))
-    for owner, ownerless in parts.items():
-        # A part whose name does not tell its owner is reported under its own name.
+        states, ends_us = states + count, max(ends_us, end_us)
+        read = {b"\x02%d:%b" % (number, name) for number in range(1, used + 1)}
+        if left := tuple(each for each in mine if each not in read):
+            wrong.append(Unreadable(name, raw, "pieces that belong to no state", left))
+    for owner, ownerless in pieces.items():
         why = "parts of a rule's states, without the rule's own field"
-        wrong.append(UnreadableField(owner, values.get(owner), why, tuple(ownerless)))
-    return StoredSubject(rules, tuple(wrong))
+        wrong.append(Unreadable(owner, values.get(owner), why, tuple(ownerless)))
+    return Bucket(states, ends_us, tuple(wrong))
 
 
-def _owner(name: bytes) -> bytes:
-    found = (_CHUNK_NAME if name[0] == _CHUNK_MARK else _PIECE_NAME).fullmatch(name)
-    return name if found is None else found[found.re.groups]
-
-
-def _read_rule(
-    name: bytes, raw: bytes, values: Mapping[bytes, bytes], *, in_bucket: bool
-) -> tuple[StoredRule, set[bytes]]:
-    """Return a rule's states and the names of their pieces. Raises ValueError."""
-    used: set[bytes] = set()
-    while len(raw) == (len(used) + 1) * PIECE_BYTES:
-        piece = b"\x02%d:%b" % (len(used) + 1, name)
-        if piece not in values:
-            break
-        raw += values[piece]
-        used.add(piece)
-    return _stored_rule(list((_bucket_numbers if in_bucket else _numbers)(raw))), used
-
-
-def _stored_rule(numbers: list[float]) -> StoredRule:
-    if len(numbers) <= _FIRST:
-        raise ValueError("it contains no state")
-    states: list[StoredState] = []
-    place = _FIRST
-    while place < len(numbers):
-        if not numbers[place].is_integer() or numbers[place] == 0:
+def _states(raw: bytes) -> tuple[int, float]:
+    """Return the number of a rule's states, and until when they are needed. Raises ValueError."""
+    place = TIME_BYTES + _END_BYTES
+    if len(raw) <= place:
+        raise ValueError("it ends too early")
+    if int.from_bytes(raw[:TIME_BYTES]) >= _TIME_US_MAX:
+        raise ValueError("another version has written it")
+    ends_us = int.from_bytes(raw[TIME_BYTES:place]) * 1e6
+    limits = set()
+    while place < len(raw):
+        number, place = _number(raw, place)
+        if not float(number).is_integer() or number == 0:
             raise ValueError("the number of a limit is invalid")
-        number = int(numbers[place])
-        width = 4 if number < 0 or number % 2 else 3
-        found = numbers[place + 1 : place + width]
-        if len(found) != width - 1:
-            raise ValueError("it ends in the middle of a state")
-        states.append(StoredState(number, *found, *([0.0] if width == 3 else [])))
-        place += width
-    if numbers[0] < 0:
-        raise ValueError("its time is before 1970")
-    return StoredRule(numbers[0], numbers[1], tuple(states))
+        limits.add(abs(number) % _HOLD)
+        has_end = number < 0  # units that are granted or leased, and their end
+        for _ in range(3 if has_end or number % 2 else 2):
+            last, place = _number(raw, place)
+        if has_end:
+            ends_us = max(ends_us, last)
+    return len(limits), ends_us
 
 
-def _check_log_chunks(
-    name: bytes,
-    held: StoredRule,
-    values: Mapping[bytes, bytes],
-    present: Container[bytes],
-) -> set[bytes]:
-    """Return the chunks of the logs. Raises ValueError if one is missing or cut off."""
-    used: set[bytes] = set()
-    for state in held.states:
-        per_chunk = int(state.b) % 1_024
-        kept = int(state.b) // 1_024
-        if state.has_end or not is_log_id(state.id) or not 0 < per_chunk <= CHUNK_TIMES_MAX:
-            continue
-        first, last = int(state.a) // per_chunk, (int(state.a) + kept - 1) // per_chunk
-        if not 0 <= last - first < CHUNKS_MAX or not kept:
-            continue
-        chunks = [b"\x01%d.%d:%b" % (state.id, number, name) for number in range(first, last + 1)]
-        if not all(chunk in present for chunk in chunks):
-            raise ValueError("a part of a log's times is missing")
-        for chunk in chunks:
-            if len(values.get(chunk, b"")) % TIME_BYTES:
-                raise ValueError("a log's times are cut off")
-        used.update(chunks)
-    return used
-
-
-# Msgpack, as far as Redis writes it here: one array of numbers.
-
+# The numbers of msgpack, as far as Redis writes them here.
 _SIZES: Final[Mapping[int, str]] = {
     0xCA: ">f",
     0xCB: ">d",
@@ -298,44 +194,6 @@ _SIZES: Final[Mapping[int, str]] = {
     0xD2: ">i",
     0xD3: ">q",
 }
-_HEADS: Final = {0xDC: ">H", 0xDD: ">I"}
-
-
-def _numbers(raw: bytes) -> Iterator[float]:
-    """Yield the numbers of a msgpack array. Raises ValueError."""
-    if not raw:
-        raise ValueError("it is empty")
-    count, place = _length(raw)
-    if count > NUMBERS_MAX:
-        raise ValueError(f"it has {count:,} numbers")
-    for _ in range(count):
-        number, place = _number(raw, place)
-        yield float(number)
-    if place != len(raw):
-        raise ValueError("bytes follow the states")
-
-
-def _bucket_numbers(raw: bytes) -> Iterator[float]:
-    """Yield the numbers of a state in a bucket. Raises ValueError."""
-    place = TIME_BYTES + _END_BYTES
-    if len(raw) < place:
-        raise ValueError("it ends too early")
-    base_us = int.from_bytes(raw[:TIME_BYTES])
-    yield float(base_us)
-    yield int.from_bytes(raw[TIME_BYTES:place]) * 1_000 - base_us / 1_000
-    while place < len(raw):
-        number, place = _number(raw, place)
-        yield float(number)
-
-
-def _length(raw: bytes) -> tuple[int, int]:
-    mark = raw[0]
-    if mark & 0xF0 == 0x90:
-        return mark & 0x0F, 1
-    if mark not in _HEADS:
-        raise ValueError("it is not an array")
-    count, place = _unpacked(_HEADS[mark], raw, 1)
-    return int(count), place
 
 
 def _number(raw: bytes, place: int) -> tuple[float, int]:
@@ -348,21 +206,16 @@ def _number(raw: bytes, place: int) -> tuple[float, int]:
         return mark - 256, place + 1
     if mark not in _SIZES:
         raise ValueError("something in it is no number")
-    return _unpacked(_SIZES[mark], raw, place + 1)
-
-
-def _unpacked(form: str, raw: bytes, place: int) -> tuple[float, int]:
     try:
-        (number,) = struct.unpack_from(form, raw, place)
+        (number,) = struct.unpack_from(_SIZES[mark], raw, place + 1)
     except struct.error:
         raise ValueError("it ends too early") from None
     if number != number or abs(number) == float("inf"):  # noqa: PLR0124 - that is how NaN is known
         raise ValueError("something in it is no number")
-    return number, place + struct.calcsize(form)
+    return number, place + 1 + struct.calcsize(_SIZES[mark])
 
 
-# ── All keys of a primary
-# ───────────────────────────────────────────────────────────────────────────
+# ── All keys of a primary ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +226,10 @@ class KeyDefect:
     node: str
     key: bytes
     why: str
-    type: str = "hash"
+    type: bytes = b"hash"
     needed_ms: int = 0
     """For a key without expiry: how long its states need it; 0 if unknown."""
-    unreadable: UnreadableField | None = None
+    unreadable: Unreadable | None = None
 
 
 @dataclass(slots=True)
@@ -387,8 +240,6 @@ class AuditedServer:
     keys: int = 0
     states: int = 0
     memory_bytes: int = 0
-    weighed: int = 0
-    """Keys whose size the server returned."""
     complete: bool = True
     """True if the audit read every key."""
     keys_in_all: int | None = None
@@ -400,37 +251,46 @@ class AuditedServer:
     """A uniform random sample of the keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditPace:
-    """How fast the audit reads, and the known limits."""
-
-    keys_max: int = 0
-    """Number of keys to read on each primary; 0: all."""
-    pause_seconds: float = PAUSE_SECONDS
-    ttl_ms_max: int | None = None
-    """The longest expiry that a current limit needs; None if the limits are unknown."""
-    sleep: Callable[[float], None] = time.sleep
-
-
-def audit(topology: Topology, prefix: str, pace: AuditPace) -> list[AuditedServer]:
-    """Read every key of ours on every primary.
+def audit(
+    topology: Topology,
+    prefix: str,
+    keys_max: int = 0,
+    pause_seconds: float = PAUSE_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[AuditedServer]:
+    """Read every key of ours on every primary, or at most `keys_max` of them if it is not 0.
 
     Raises StoreUnavailable or StoreTimeout if a primary does not answer or denies permission.
     """
     # The primaries may have changed since the last refresh.
     topology.primaries()
     topology.refresh()
-    return [_ServerAudit(topology, each, prefix, pace).run() for each in topology.primaries()]
+
+    def pause() -> None:
+        sleep(pause_seconds)
+
+    return [
+        _ServerAudit(topology, each, prefix, keys_max, pause).run() for each in topology.primaries()
+    ]
 
 
 class _ServerAudit:
     """The audit of one primary."""
 
-    def __init__(self, topology: Topology, address: Address, prefix: str, pace: AuditPace) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        address: Address,
+        prefix: str,
+        keys_max: int,
+        pause: Callable[[], None],
+    ) -> None:
         self._client: Any = topology.client(address)
         self._found = AuditedServer(address)
-        self._head = prefix.encode() + b":{"
-        self._pace = pace
+        self._node = str(address)
+        self._pattern = f"{prefix}:{{*"
+        self._keys_max = keys_max
+        self._pause = pause
         self._seen: set[int] = set()
         self._random = random.Random()  # noqa: S311 - it chooses samples, not secrets
 
@@ -447,17 +307,17 @@ class _ServerAudit:
         cursor, first = 0, True
         while first or cursor:
             first = False
-            how = ("MATCH", self._head + b"*", "COUNT", PAGE_KEYS)
+            how = ("MATCH", self._pattern, "COUNT", PAGE_KEYS)
             cursor, found = self._client.execute_command("SCAN", cursor, *how)
             page = self._unseen(found)
-            if self._pace.keys_max:
-                room = self._pace.keys_max - self._found.keys
+            if self._keys_max:
+                room = self._keys_max - self._found.keys
                 if len(page) > room or (len(page) == room and cursor):
                     self._found.complete = False
                     page, cursor = page[:room], 0
             for start in range(0, max(len(page), 1), LOOK_KEYS):
                 yield page[start : start + LOOK_KEYS]
-                self._pace.sleep(self._pace.pause_seconds)
+                self._pause()
 
     def _unseen(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that were not seen before."""
@@ -470,64 +330,74 @@ class _ServerAudit:
         return page
 
     def _inspect(self, page: Sequence[bytes]) -> None:
-        """Read types and expiries first, then the fields."""
+        """Read types and expiries first, then the buckets."""
         if not page:
             return
         words = ("TYPE", "PTTL", "HLEN", "MEMORY USAGE")
         commands = [(word, key) for key in page for word in words]
         replies = pipelined(self._client, [("TIME",), *commands])
         now_us = _time_us(replies[0])
-        hashes: list[tuple[bytes, int]] = []
-        sizes: dict[bytes, int] = {}
+        buckets: dict[bytes, int] = {}
+        small: list[bytes] = []
         for place, key in enumerate(page):
             kind, ttl_ms, fields, weight = replies[1 + 4 * place : 5 + 4 * place]
             _raise_forbidden(kind, ttl_ms)
             if not isinstance(kind, bytes) or not isinstance(ttl_ms, int) or kind == b"none":
                 continue  # the key has expired, or moved to another node
             self._count(key, weight)
-            if (wanted := regional_type(key)) is not None:
-                self._judge_regional(key, kind, wanted, ttl_ms)
-            elif not is_bucket(key) and not is_logs(key):
-                self._note(
-                    KeyDefect(
-                        "not ours", self._node, key, "its name does not have the form of our keys"
-                    )
-                )
-            elif kind != b"hash":
-                text = kind.decode(errors="replace")
-                self._note(KeyDefect("wrong type", self._node, key, f"it is a {text}", type=text))
-            elif isinstance(fields, int):
-                hashes.append((key, ttl_ms))
-                sizes[key] = fields
-        reads = self._read_all([key for key, _ in hashes], sizes)
-        for key, ttl_ms in hashes:
-            self._judge(key, ttl_ms, reads[key], now_us)
+            wanted = _type_of(key)
+            if not wanted:
+                why = "its name does not have the form of our keys"
+                self._note(KeyDefect("not ours", self._node, key, why))
+            elif kind != wanted:
+                why = f"it is a {kind.decode(errors='replace')}"
+                self._note(KeyDefect("wrong type", self._node, key, why, type=kind))
+            elif not is_bucket(key):
+                self._judge_other(key, ttl_ms)
+            else:
+                buckets[key] = ttl_ms
+                if isinstance(fields, int) and fields <= FIELDS_READ_MAX:
+                    small.append(key)
+        read = dict.fromkeys(buckets, Bucket(0, 0.0, ())) | self._read(small)
+        # Read them again: a key may have changed between two round trips.
+        read |= self._read([key for key in read if read[key].unreadable])
+        for key, ttl_ms in buckets.items():
+            self._judge_bucket(key, ttl_ms, read[key], now_us)
 
-    def _judge_regional(self, key: bytes, kind: bytes, wanted: bytes, ttl_ms: int) -> None:
-        """Look at a key of global limits. Its value is not read: a check reports what it cannot."""
-        if not wanted:
-            why = "its name does not have the form of our keys"
-            self._note(KeyDefect("not ours", self._node, key, why))
-        elif kind != wanted:
-            text = kind.decode(errors="replace")
-            self._note(KeyDefect("wrong type", self._node, key, f"it is a {text}", type=text))
-        elif is_regional_state(key):
+    def _read(self, keys: Iterable[bytes]) -> dict[bytes, Bucket]:
+        commands = [("HGETALL", key) for key in keys]
+        replies = pipelined(self._client, commands)
+        _raise_forbidden(*replies)
+        return {
+            key: read_bucket(values if isinstance(values, dict) else {})
+            for (_, key), values in zip(commands, replies, strict=True)
+        }
+
+    def _judge_bucket(self, key: bytes, ttl_ms: int, read: Bucket, now_us: int) -> None:
+        self._found.states += read.states
+        for wrong in read.unreadable:
+            why = f"field {wrong.field!r}: {wrong.why}"
+            self._note(KeyDefect("unreadable", self._node, key, why, unreadable=wrong))
+        needed_ms = round((read.needed_until_us - now_us) / 1_000) if read.states else 0
+        if ttl_ms == -1:
+            self._never_expires(key, max(needed_ms, EXPIRY_MS_MIN) if read.states else 0)
+
+    def _judge_other(self, key: bytes, ttl_ms: int) -> None:
+        """Look at logs, or at a key of global limits. A check reports what it cannot read."""
+        is_state = is_regional_state(key)
+        if is_state or is_log(key):
             self._found.states += 1
             if ttl_ms == -1:
-                lasts_ms = max(self._pace.ttl_ms_max or 0, REGIONAL_EXPIRY_MS)
-                why = "it never expires"
-                self._note(KeyDefect("no expiry", self._node, key, why, needed_ms=round(lasts_ms)))
+                self._never_expires(key, REGIONAL_EXPIRY_MS if is_state else 0)
 
-    @property
-    def _node(self) -> str:
-        return str(self._found.address)
+    def _never_expires(self, key: bytes, needed_ms: int) -> None:
+        why = "it never expires"
+        self._note(KeyDefect("no expiry", self._node, key, why, needed_ms=needed_ms))
 
     def _count(self, key: bytes, weight: object) -> None:
         found = self._found
         found.keys += 1
-        if isinstance(weight, int):
-            found.memory_bytes += weight
-            found.weighed += 1
+        found.memory_bytes += weight if isinstance(weight, int) else 0
         # Reservoir sampling: the place of the nth key is taken with probability SAMPLE_MAX / n.
         if len(found.sample) < SAMPLE_MAX:
             found.sample.append(key)
@@ -539,73 +409,15 @@ class _ServerAudit:
         if len(self._found.defects) < DEFECTS_MAX:
             self._found.defects.append(defect)
 
-    # The contents of hashes.
 
-    def _read_all(
-        self, keys: Sequence[bytes], sizes: dict[bytes, int]
-    ) -> dict[bytes, StoredSubject]:
-        found = self._read(keys, sizes)
-        # Read them again: a key may have changed between two round trips.
-        doubtful = [key for key in keys if found[key].unreadable]
-        return found | self._read(doubtful, sizes)
-
-    def _read(self, keys: Sequence[bytes], sizes: dict[bytes, int]) -> dict[bytes, StoredSubject]:
-        found: dict[bytes, StoredSubject] = dict.fromkeys(keys, StoredSubject())
-        small = [key for key in keys if sizes[key] <= FIELDS_READ_MAX]
-        large = [key for key in keys if FIELDS_READ_MAX < sizes[key] <= FIELDS_NAMED_MAX]
-        for key, values in zip(
-            small, pipelined(self._client, [("HGETALL", key) for key in small]), strict=True
-        ):
-            _raise_forbidden(values)
-            if isinstance(values, dict):
-                found[key] = read_subject(values, in_bucket=is_bucket(key))
-        for key in large:
-            found[key] = self._read_large(key)
-        return found
-
-    def _read_large(self, key: bytes) -> StoredSubject:
-        """Read a hash without the chunks of its logs, which may be megabytes."""
-        in_bucket = is_bucket(key)
-        try:
-            names = self._client.execute_command("HKEYS", key)
-            wanted = [name for name in names if in_bucket or name[:1] != b"\x01"]
-            values = self._client.execute_command("HMGET", key, *wanted) if wanted else []
-        except ResponseError as error:
-            _raise_forbidden(error)
-            return StoredSubject()  # the key has moved to another node, or is not a hash
-        pairs = zip(wanted, values, strict=True)
-        known = {name: value for name, value in pairs if value is not None}
-        return read_subject(known, set(names), in_bucket=in_bucket)
-
-    def _judge(self, key: bytes, ttl_ms: int, read: StoredSubject, now_us: int) -> None:
-        self._found.states += read.states
-        for wrong in read.unreadable:
-            why = f"field {wrong.field!r}: {wrong.why}"
-            self._note(KeyDefect("unreadable", self._node, key, why, unreadable=wrong))
-        ends_us = [each.needed_until_us for each in read.rules.values()]
-        needed_ms = round((max(ends_us) - now_us) / 1_000) if ends_us else 0
-        if ttl_ms == -1:
-            wants = max(needed_ms, EXPIRY_MS_MIN) if ends_us else 0
-            self._note(KeyDefect("no expiry", self._node, key, "it never expires", needed_ms=wants))
-            return
-        most_ms = self._pace.ttl_ms_max
-        if most_ms is None:
-            return
-        if ttl_ms > max(2 * most_ms, _longest_grant_ms(read, now_us)) + TTL_SLACK_MS:
-            needed_s = most_ms / 1_000
-            why = f"it expires in {ttl_ms / 1_000:,.0f} s; no limit needs more than {needed_s:,.0f}"
-            self._note(KeyDefect("long expiry", self._node, key, why))
+def _type_of(key: bytes) -> bytes:
+    """Return the type that a key of ours has; empty if it is another program's."""
+    if is_bucket(key):
+        return b"hash"
+    return _LOG_TYPE if is_log(key) else regional_type(key) or b""
 
 
-def _longest_grant_ms(read: StoredSubject, now_us: int) -> float:
-    """Return how long the longest grant may keep a key. An operator chose it, not a limit."""
-    ends = (s.b for each in read.rules.values() for s in each.states if s.has_end)
-    # Scripts set an expiry an eighth later than necessary.
-    return 1.25 * (max(ends, default=0.0) - now_us) / 1_000
-
-
-# ── Replicas
-# ────────────────────────────────────────────────────────────────────────────────────────
+# ── Replicas ───────────────────────────────────────────────────────────────────────────────────
 
 KEYS_PER_TRIP: Final = 100
 # Keys that the replica itself returns: a key that only the replica has is drift too.
@@ -615,8 +427,8 @@ _CATCH_UP_PAUSE_SECONDS: Final = 0.02
 REPLICAS_MAX: Final = 32
 # Replicas receive the absolute expiry time: the remaining time differs by their clocks.
 EXPIRY_MS_APART_MAX: Final = 5_000
-
-_REPLICA: Final = re.compile(r"slave\d+")
+# Of a string, such as a long log, this much is compared.
+_STRING_BYTES_MAX: Final = 4_096
 
 
 @dataclass(slots=True)
@@ -636,11 +448,10 @@ class ReplicaComparison:
     """Why it could not be compared; empty if it could."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """One server's copy of a key."""
 
-    fields: Any
+    contents: Any
     ttl_ms: int
 
     def differs(self, other: _Copy) -> str:
@@ -649,8 +460,8 @@ class _Copy:
             return (
                 "it does not exist" if other.ttl_ms == -2 else "it exists, but not on the primary"
             )
-        if self.fields != other.fields:
-            return "its fields differ"
+        if self.contents != other.contents:
+            return "its contents differ"
         if (self.ttl_ms == -1) != (other.ttl_ms == -1):
             return "only one of the two has an expiry"
         apart_ms = abs(self.ttl_ms - other.ttl_ms)
@@ -660,49 +471,34 @@ class _Copy:
 
 
 def compare_replicas(
-    topology: Topology,
-    primary: Address,
-    keys: Sequence[bytes],
-    prefix: str,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
+    topology: Topology, primary: Address, keys: Sequence[bytes], prefix: str
 ) -> list[ReplicaComparison]:
     """Compare keys of a primary with each of its replicas. Raises StoreError for the primary."""
+    client: Any = topology.client(primary)
     with store_errors(primary, _PERMISSIONS):
-        found = _replicas(topology.client(primary))
-    return [_Pair(topology, primary, each, prefix, sleep).compared(keys) for each in found]
-
-
-def _replicas(client: Any) -> list[Address]:
-    info = client.execute_command("INFO", "replication")
-    replicas = [info[name] for name in info if _REPLICA.fullmatch(name)]
+        info = client.execute_command("INFO", "replication")
+    replicas = [info[name] for name in info if re.fullmatch(r"slave\d+", name)]
     found = [Address(str(each["ip"]), int(each["port"])) for each in replicas if each.get("port")]
-    return found[:REPLICAS_MAX]
+    return [_Pair(topology, primary, each, prefix).compared(keys) for each in found[:REPLICAS_MAX]]
 
 
 class _Pair:
     """A primary and one of its replicas."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        primary: Address,
-        replica: Address,
-        prefix: str,
-        sleep: Callable[[float], None],
-    ) -> None:
+    def __init__(self, topology: Topology, primary: Address, replica: Address, prefix: str) -> None:
         self._address = replica
         self._primary: Any = topology.client(primary)
         self._replica: Any = topology.client(replica)
-        self._pattern = prefix.encode() + b":{*"
-        self._sleep = sleep
+        self._pattern = f"{prefix}:{{*"
         self._found = ReplicaComparison(str(primary), str(replica))
 
     def compared(self, keys: Sequence[bytes]) -> ReplicaComparison:
         try:
-            wanted = list(dict.fromkeys((*keys, *self._own_keys())))
+            how = ("MATCH", self._pattern, "COUNT", OWN_KEYS_MAX)
+            _, own = self._replica.execute_command("SCAN", 0, *how)
+            wanted = list(dict.fromkeys((*keys, *own[:OWN_KEYS_MAX])))
             before = self._copies(self._primary, wanted)
-            there = self._copies(self._replica, wanted, of_replica=True)
+            there = self._copies(self._replica, wanted)
             self._found.compared = len(wanted)
             suspected = [key for key in wanted if before[key].differs(there[key])]
             if suspected:
@@ -711,15 +507,10 @@ class _Pair:
             self._found.error = str(store_error(self._address, error, _PERMISSIONS))
         return self._found
 
-    def _own_keys(self) -> list[bytes]:
-        how = ("MATCH", self._pattern, "COUNT", OWN_KEYS_MAX)
-        _, found = self._replica.execute_command("SCAN", 0, *how)
-        return list(found)[:OWN_KEYS_MAX]
-
     def _settle(self, keys: Sequence[bytes]) -> None:
         before = self._copies(self._primary, keys)
         self._found.behind = not self._caught_up()
-        there = self._copies(self._replica, keys, of_replica=True)
+        there = self._copies(self._replica, keys)
         after = self._copies(self._primary, keys)
         for key in keys:
             how = before[key].differs(there[key])
@@ -738,30 +529,28 @@ class _Pair:
                 return True
             if time.monotonic() >= until_s:
                 return False
-            self._sleep(_CATCH_UP_PAUSE_SECONDS)
+            time.sleep(_CATCH_UP_PAUSE_SECONDS)
 
-    def _copies(
-        self, client: Any, keys: Sequence[bytes], *, of_replica: bool = False
-    ) -> Mapping[bytes, _Copy]:
+    def _copies(self, client: Any, keys: Sequence[bytes]) -> Mapping[bytes, _Copy]:
         found: dict[bytes, _Copy] = {}
         for start in range(0, len(keys), KEYS_PER_TRIP):
             some = keys[start : start + KEYS_PER_TRIP]
+            commands: list[tuple[Any, ...]] = [("READONLY",)]
+            for key in some:
+                commands += [("HGETALL", key), ("GETRANGE", key, 0, _STRING_BYTES_MAX)]
+                commands.append(("PTTL", key))
             # A replica in a cluster redirects reads to its primary unless it gets READONLY first.
-            # Outside a cluster READONLY fails, which does no harm.
-            first = [("READONLY",)] if of_replica else []
-            replies = pipelined(
-                client, [*first, *((word, key) for key in some for word in ("HGETALL", "PTTL"))]
-            )[len(first) :]
+            # Elsewhere READONLY fails or changes nothing.
+            replies = pipelined(client, commands)[1:]
             for place, key in enumerate(some):
-                fields, ttl_ms = replies[2 * place : 2 * place + 2]
-                # For a key that is not a hash, both servers return an error: compare its text.
-                same = fields if isinstance(fields, dict) else str(fields)
+                *contents, ttl_ms = replies[3 * place : 3 * place + 3]
+                # One of the two commands fails, with the same error on both servers.
+                same = [str(each) if isinstance(each, Exception) else each for each in contents]
                 found[key] = _Copy(same, ttl_ms if isinstance(ttl_ms, int) else -2)
         return found
 
 
-# ── Repairs
-# ─────────────────────────────────────────────────────────────────────────────────────────
+# ── Repairs ────────────────────────────────────────────────────────────────────────────────────
 
 
 def set_expiry(topology: Topology, address: Address, key: bytes, ttl_ms: int) -> bool:
@@ -772,9 +561,8 @@ def set_expiry(topology: Topology, address: Address, key: bytes, ttl_ms: int) ->
 def remove(topology: Topology, address: Address, defect: KeyDefect) -> bool:
     """Remove an unreadable key or field; return False if it is no longer as it was found."""
     if defect.kind == "wrong type":
-        return _repair(topology, address, _REMOVE_KEY, defect.key, defect.type.encode())
-    wrong = defect.unreadable
-    if defect.kind != "unreadable" or wrong is None:
+        return _repair(topology, address, _REMOVE_KEY, defect.key, defect.type)
+    if (wrong := defect.unreadable) is None:
         return False
     value = (b"0", b"") if wrong.value is None else (b"1", wrong.value)
     return _repair(
@@ -786,10 +574,6 @@ def _repair(topology: Topology, address: Address, script: bytes, key: bytes, *wo
     with store_errors(address, _PERMISSIONS):
         client: Any = topology.client(address)
         return bool(client.execute_command("EVAL", script, 1, key, *words))
-
-
-# ── Commands
-# ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _raise_forbidden(*replies: object) -> None:

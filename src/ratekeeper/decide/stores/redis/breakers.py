@@ -28,20 +28,19 @@ the server itself returns (MOVED, LOADING, out of memory) is an answer, not a fa
 A probe does what a call does, from end to end: a new connection with its handshake, which loads the
 script again, a PING, and the script on a key of its own, where it spends nothing. It has the
 deadline of a call: a server that answers too late is not back. If another server may have taken
-over, the prober looks that up too, more often than it probes the dead server. Calls go to the new
-primary as soon as it is known; its own breaker is closed. A server that has no slots any more is
-not probed further, and its breaker is closed.
+over, the prober looks that up too, twice a second. Calls go to the new primary as soon as it is
+known; its own breaker is closed. A server that has no slots any more is not probed further, and its
+breaker is closed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from random import random
 from typing import Final
 
@@ -52,8 +51,6 @@ from ratekeeper.core.histogram import Histogram
 from ratekeeper.decide.store import BreakerPosition, BreakerState
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 
-# The window is counted in this many parts, and moves on by one of them.
-PARTS: Final = 10
 # Failures at fewer moments never open the breaker, however many calls failed.
 MOMENTS_MIN: Final = 3
 # The open time varies by this share, so that the nodes of a fleet do not probe in step.
@@ -68,249 +65,76 @@ _WINDOW_DEADLINES_MIN: Final = 4
 # If a probe is this late, its thread may be missing: the process may have had none left.
 OVERDUE_NS: Final = 5 * NS_PER_SECOND
 # While a breaker is open, the prober looks this often for another primary.
-LOOK_NS: Final = NS_PER_SECOND // 2
+LOOK_S: Final = 0.5
 
 BreakerListener = Callable[[BreakerState], object]
 
 
-# ── The state machine of one breaker ───────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """When a breaker opens, for how long, and when it closes."""
-
-    window_ns: int = 10_000_000_000
-    failures: int = 5
-    share: float = 0.5
-    """The share of the calls in the window that must have failed."""
-    open_ns: int = 1_000_000_000
-    open_max_ns: int = 3_000_000_000
-    probes: int = 2
-    """Number of probes that must succeed in a row to close it."""
-
-
 @dataclass(slots=True)
-class _WindowPart:
-    """The calls in one part of the window, or since the last success."""
+class _Window:
+    """The calls in one window of time. The next window begins with the next failure."""
 
-    number: int
-    """Of the part; for the calls since the last success, the time of the first, in nanoseconds."""
+    began_ns: int
     failures: int = 0
     successes: int = 0
     moments: int = 0
 
 
-class CircuitBreaker:
-    """The state machine of one server's breaker.
-
-    Pure: every method gets the time, of any monotonic clock, and nothing blocks. Not thread-safe.
-    """
-
-    __slots__ = (
-        "_moment_ns",
-        "_open_ns",
-        "_parts",
-        "_probed",
-        "_random",
-        "_run",
-        "_settings",
-        "counting",
-        "failing_since_ns",
-        "failures",
-        "opened_times",
-        "position",
-        "probe_ns",
-        "since_ns",
-    )
-
-    def __init__(
-        self, settings: BreakerSettings, now_ns: int = 0, random: Callable[[], float] = random
-    ) -> None:
-        self._settings = settings
-        self._random = random
-        self.opened_times = 0
-        self.probe_ns = 0
-        """When the next probe is due, while the breaker is not closed."""
-        self._close(now_ns)
-
-    def _close(self, now_ns: int) -> None:
-        self.position: BreakerPosition = "closed"
-        self.since_ns = now_ns
-        self.failures = 0
-        # True if successes must be counted. False while it is closed and nothing has failed.
-        self.counting = False
-        self.failing_since_ns: int | None = None
-        """When the first call failed that no success has followed; None if there is none."""
-        self._parts: deque[_WindowPart] = deque(maxlen=PARTS + 1)
-        # The failures that no success has followed, in one window from the first of them.
-        self._run: _WindowPart | None = None
-        self._moment_ns = -1
-        self._open_ns = self._settings.open_ns
-        self._probed = 0
-
-    def failed(self, began_ns: int, now_ns: int, count: int = 1) -> bool:
-        """Count `count` failed calls, the last of which began at `began_ns`.
-
-        Return True if that opened the breaker.
-        """
-        if self.position != "closed" or count <= 0:
-            return False
-        self.counting = True
-        if self.failing_since_ns is None:
-            self.failing_since_ns = now_ns
-        part, run = self._part(now_ns), self._run
-        if run is None or now_ns - run.number >= self._settings.window_ns:
-            run = self._run = _WindowPart(now_ns)
-        is_moment = began_ns > self._moment_ns
-        if is_moment:
-            self._moment_ns = now_ns
-        for each in (part, run):
-            each.failures += count
-            each.moments += is_moment
-        self.failures = sum(each.failures for each in self._parts)
-        if not (self._is_enough([run]) or self._is_enough(self._parts)):
-            return False
-        self.position = "open"
-        self.since_ns = now_ns
-        self.opened_times += 1
-        self._probe_after(self._open_ns, now_ns)
-        return True
-
-    def _is_enough(self, parts: Collection[_WindowPart]) -> bool:
-        """Return True if the calls in these parts open the breaker."""
-        settings = self._settings
-        failures = sum(each.failures for each in parts)
-        moments = sum(each.moments for each in parts)
-        calls = failures + sum(each.successes for each in parts)
-        return (
-            failures >= settings.failures
-            and moments >= min(MOMENTS_MIN, settings.failures)
-            and failures >= settings.share * calls
-        )
-
-    def succeeded(self, now_ns: int, count: int = 1) -> None:
-        """Count successful calls. Need not be called unless it is `counting`."""
-        if self.position != "closed" or not self.counting:
-            return
-        self.failing_since_ns = self._run = None
-        self._part(now_ns).successes += count
-        self.failures = sum(each.failures for each in self._parts)
-        if not self.failures:
-            self.counting = False
-            self._parts.clear()
-
-    def probe_failed(self, now_ns: int) -> None:
-        """Stay open for twice as long."""
-        if self.position == "closed":
-            return
-        if self.position == "half_open":
-            self.position = "open"
-            self.since_ns = now_ns
-        self._probed = 0
-        self._open_ns = min(2 * self._open_ns, self._settings.open_max_ns)
-        self._probe_after(self._open_ns, now_ns)
-
-    def probe_succeeded(self, now_ns: int) -> None:
-        """Close after enough successful probes in a row."""
-        if self.position == "closed":
-            return
-        self._probed += 1
-        if self._probed >= self._settings.probes:
-            self._close(now_ns)
-            return
-        if self.position == "open":
-            self.position = "half_open"
-            self.since_ns = now_ns
-        self._probe_after(self._settings.open_ns // GAP_PARTS, now_ns)
-
-    def forget(self, now_ns: int) -> None:
-        """Close, and forget all failures: the server is no longer in use."""
-        if self.position != "closed" or self.counting:
-            self._close(now_ns)
-
-    def _probe_after(self, pause_ns: int, now_ns: int) -> None:
-        share = 1 - JITTER + 2 * JITTER * self._random()
-        self.probe_ns = now_ns + int(pause_ns * share)
-
-    def _part(self, now_ns: int) -> _WindowPart:
-        """Return the current part of the window; drop the parts that have left it."""
-        parts = self._parts
-        number = now_ns * PARTS // self._settings.window_ns
-        while parts and parts[0].number <= number - PARTS:
-            parts.popleft()
-        if not parts or parts[-1].number < number:
-            parts.append(_WindowPart(number))
-        return parts[-1]
-
-
-# ── The breakers of a store's servers, shared by threads and event loops ───────────────────────
-
-
-def settings_of(config: RedisConfig) -> BreakerSettings:
-    """Return the settings that a URI gives."""
-    return BreakerSettings(
-        window_ns=max(config.breaker_window_ns, _WINDOW_DEADLINES_MIN * config.deadline_ns),
-        failures=config.breaker_failures,
-        share=config.breaker_share,
-        open_ns=config.breaker_open_ns,
-        open_max_ns=config.breaker_open_max_ns,
-        probes=config.breaker_probes,
-    )
-
-
 class ServerBreaker:
     """The breaker of one server. Every call reads `open` and `counting` without a lock."""
-
-    __slots__ = (
-        "_breaker",
-        "_changed",
-        "_enabled",
-        "_lock",
-        "_overdue",
-        "_overdue_ns",
-        "_reason",
-        "_refusal",
-        "address",
-        "counting",
-        "failed_calls",
-        "failing",
-        "open",
-        "seconds",
-    )
 
     def __init__(
         self,
         address: Address,
         config: RedisConfig,
-        changed: Callable[[ServerBreaker], None],
-        overdue: Callable[[], None],
+        changed: Callable[[ServerBreaker], None] = lambda _: None,
+        overdue: Callable[[], None] = lambda: None,
+        *,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        random: Callable[[], float] = random,
     ) -> None:
         """`changed` is called after each change, `overdue` when a probe is late."""
         self.address = address
+        self._config = config
+        self._window_ns = max(config.breaker_window_ns, _WINDOW_DEADLINES_MIN * config.deadline_ns)
+        self._changed = changed
         self._overdue = overdue
         self._overdue_ns = 0
-        self._enabled = config.breaker
-        self._breaker = CircuitBreaker(settings_of(config), time.monotonic_ns())
-        self._changed = changed
+        self._now_ns = now_ns
+        self._random = random
         self._lock = fork_safe(threading.Lock())
         self._reason = ""
         self._refusal = ""
+        self._opened_times = self._failures = 0
+        self._open_ns = config.breaker_open_ns
+        self._probe_ns = 0
         self.failed_calls = 0
         # How long calls to the server took, of all threads and event loops.
         self.seconds = Histogram()
-        self.open = False
-        # True if `succeeded` must be called.
-        self.counting = False
         # True from a failure on until the server answers: calls do not wait for a connection then.
         self.failing = False
+        self._close()
+
+    def _close(self) -> None:
+        self._position: BreakerPosition = "closed"
+        self._since_ns = self._now_ns()
+        self._probed = 0
+        self._moment_ns = -1
+        # When the first call failed that no success has followed.
+        self._failing_since_ns: int | None = None
+        # All calls since a failure; and those since the last success, which are all failures.
+        self._window: _Window | None = None
+        self._run: _Window | None = None
+        self.failing = self.open = False
+        # True if `succeeded` must be called. False while nothing has failed.
+        self.counting = False
 
     def refusal(self) -> StoreUnavailable:
         """Return the error of a call while the breaker is open.
 
         A new one each time, because each caller adds its own traceback.
         """
-        now_ns = time.monotonic_ns()
+        now_ns = self._now_ns()
         if now_ns > self._overdue_ns:
             self._overdue_ns = now_ns + OVERDUE_NS
             self._overdue()
@@ -318,80 +142,135 @@ class ServerBreaker:
 
     def failed(self, reason: object, began_ns: int, count: int = 1) -> None:
         """Count `count` failed calls, the last of which began at `began_ns`."""
-        self.failed_calls += count
-        self.failing = self.counting = True
-        if not self._enabled:
-            return
         with self._lock:
+            self.failed_calls += count
+            self.failing = self.counting = True
             self._reason = str(reason)[:REASON_CHARACTERS_MAX]
-            opened = self._breaker.failed(began_ns, time.monotonic_ns(), count)
-            self._publish()
-        if opened:
-            self._changed(self)
+            if self.open or not self._config.breaker:
+                return
+            now_ns = self._now_ns()
+            if self._failing_since_ns is None:
+                self._failing_since_ns = now_ns
+            is_moment = began_ns > self._moment_ns
+            if is_moment:
+                self._moment_ns = now_ns
+            self._window = self._current(self._window, now_ns)
+            self._run = self._current(self._run, now_ns)
+            for each in (self._window, self._run):
+                each.failures += count
+                each.moments += is_moment
+            if not (self._is_enough(self._window) or self._is_enough(self._run)):
+                return
+            # A server that answers probes, but not the calls after them, rests longer each time.
+            if now_ns - self._since_ns >= self._window_ns or not self._opened_times:
+                self._open_ns = self._config.breaker_open_ns
+            else:
+                self._open_ns = min(2 * self._open_ns, self._config.breaker_open_max_ns)
+            self._opened_times += 1
+            self._failures = self._window.failures
+            self._move("open")
+            self._probe_after(self._open_ns)
+        self._changed(self)
 
     def succeeded(self, count: int = 1) -> None:
-        """Count successful calls. To be called while it is `counting`."""
-        self.failing = False
+        """Count successful calls. Need not be called unless it is `counting`."""
         with self._lock:
-            self._breaker.succeeded(time.monotonic_ns(), count)
-            self._publish()
+            if self.open:
+                return
+            self.failing = False
+            self._failing_since_ns = self._run = None
+            window = self._window
+            if window is None or self._now_ns() - window.began_ns >= self._window_ns:
+                self._window = None
+                self.counting = False
+            else:
+                window.successes += count
 
     def probe_failed(self, reason: object) -> None:
         """Stay open for twice as long."""
-        self._step(self._breaker.probe_failed, str(reason)[:REASON_CHARACTERS_MAX])
+        with self._lock:
+            if not self.open:
+                return
+            self._reason = str(reason)[:REASON_CHARACTERS_MAX]
+            self._probed = 0
+            self._open_ns = min(2 * self._open_ns, self._config.breaker_open_max_ns)
+            self._probe_after(self._open_ns)
+            if self._position == "open":
+                return
+            self._move("open")
+        self._changed(self)
 
     def probe_succeeded(self) -> None:
         """Close after enough successful probes in a row."""
-        self._step(self._breaker.probe_succeeded)
+        with self._lock:
+            if not self.open:
+                return
+            self._probed += 1
+            if self._probed >= self._config.breaker_probes:
+                self._close()
+            else:
+                self._probe_after(self._config.breaker_open_ns // GAP_PARTS)
+                if self._position == "half_open":
+                    return
+                self._move("half_open")
+        self._changed(self)
 
     def forget(self) -> None:
         """Close, and forget all failures: the server is no longer in use."""
-        self._step(self._breaker.forget)
+        with self._lock:
+            was_open = self.open
+            if was_open or self.counting:
+                self._close()
+        if was_open:
+            self._changed(self)
 
     def due_ns(self) -> int | None:
         """Return when the next probe is due; None while the breaker is closed."""
-        return self._breaker.probe_ns if self.open else None
+        return self._probe_ns if self.open else None
 
     def state(self) -> BreakerState:
         """Return the current state."""
         with self._lock:
-            breaker, now_ns = self._breaker, time.monotonic_ns()
-            due_s = max(breaker.probe_ns - now_ns, 0) / NS_PER_SECOND
-            since_ns = breaker.failing_since_ns
+            now_ns, since_ns = self._now_ns(), self._failing_since_ns
             return BreakerState(
                 str(self.address),
-                breaker.position,
-                (now_ns - breaker.since_ns) / NS_PER_SECOND,
-                breaker.failures,
-                breaker.opened_times,
-                due_s if self.open else None,
+                self._position,
+                (now_ns - self._since_ns) / NS_PER_SECOND,
+                0 if self._window is None else self._window.failures,
+                self._opened_times,
+                max(self._probe_ns - now_ns, 0) / NS_PER_SECOND if self.open else None,
                 self._reason,
                 self.failed_calls,
                 0.0 if since_ns is None else (now_ns - since_ns) / NS_PER_SECOND,
             )
 
-    def _step(self, step: Callable[[int], None], reason: str | None = None) -> None:
-        with self._lock:
-            if reason is not None:
-                self._reason = reason
-            before = self._breaker.position
-            step(time.monotonic_ns())
-            self._publish()
-            after = self._breaker.position
-            self.failing = self.open
-        if after != before:
-            self._changed(self)
+    def _move(self, position: BreakerPosition) -> None:
+        self._position = position
+        self._since_ns = self._now_ns()
+        self.open = True
 
-    def _publish(self) -> None:
-        """Set the attributes that calls read without the lock."""
-        self.open = self._breaker.position != "closed"
-        self.counting = self._breaker.counting
-        if self.open:
-            self._overdue_ns = self._breaker.probe_ns + OVERDUE_NS
-            self._refusal = (
-                f"{self.address} failed {self._breaker.failures} times; its circuit breaker is "
-                f"open until it answers a probe: {self._reason}"
-            )
+    def _current(self, window: _Window | None, now_ns: int) -> _Window:
+        if window is None or now_ns - window.began_ns >= self._window_ns:
+            return _Window(now_ns)
+        return window
+
+    def _is_enough(self, window: _Window) -> bool:
+        """Return True if the calls in the window open the breaker."""
+        failures, config = window.failures, self._config
+        return (
+            failures >= config.breaker_failures
+            and window.moments >= min(MOMENTS_MIN, config.breaker_failures)
+            and failures >= config.breaker_share * (failures + window.successes)
+        )
+
+    def _probe_after(self, pause_ns: int) -> None:
+        share = 1 - JITTER + 2 * JITTER * self._random()
+        self._probe_ns = self._now_ns() + int(pause_ns * share)
+        self._overdue_ns = self._probe_ns + OVERDUE_NS
+        self._refusal = (
+            f"{self.address} failed {self._failures} times; its circuit breaker is open until it "
+            f"answers a probe: {self._reason}"
+        )
 
 
 class ServerBreakers:
@@ -450,82 +329,66 @@ class ServerBreakers:
 
 
 class BreakerProber:
-    """Probes servers in the background, from when a breaker opens until all are closed.
+    """Probes servers in the background, each in a thread of its own while its breaker is open.
 
-    `probe` probes one server and raises if it fails. `executor` runs probes, which may block.
-    `find` looks up where the servers are, and `in_use` returns those that have slots; both are
-    None for a store with a single server.
+    `probe` probes one server and raises if it fails. `find` looks up where the servers are, and
+    `in_use` returns those that have slots; both are None for a store with a single server.
     """
 
     def __init__(
         self,
         breakers: ServerBreakers,
         probe: Callable[[Address], None],
-        executor: Executor,
         find: Callable[[], object] | None,
         in_use: Callable[[], Collection[Address]] | None,
     ) -> None:
         self._breakers = breakers
         self._probe = probe
-        self._executor = executor
         self._find = find
         self._in_use = in_use
-        self._closed = False
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._in_flight: set[Address] = set()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        # The servers with a probing thread; None is the thread that looks up the servers.
+        self._running: set[Address | None] = set()
         breakers.on_open = self.wake
 
     def wake(self) -> None:
-        """Start probing, or look again at once: a breaker has opened."""
-        with self._wake:
-            if self._thread is None and not self._closed:
-                # A daemon: a process that exits does not wait for dead servers.
-                thread = threading.Thread(
-                    target=self._watch, name="ratekeeper-redis-probe", daemon=True
-                )
-                # Starting fails if the process exits or has too many threads. In the second case
-                # the next refused call wakes the prober again.
-                with suppress(RuntimeError):
-                    thread.start()
-                    self._thread = thread
-            self._wake.notify()
+        """Start the threads that are missing: a breaker has opened."""
+        opened = [each for each in self._breakers.all() if each.open]
+        for breaker in opened:
+            self._start(breaker.address, partial(self._probe_if_due, breaker))
+        if opened and self._find is not None:
+            self._start(None, self._look)
 
     def close(self) -> None:
         """Stop probing."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._closed.set()
 
-    def _watch(self) -> None:
-        look_ns = 0
-        while True:
-            now_ns = time.monotonic_ns()
-            if self._find is not None and now_ns >= look_ns:
-                look_ns = now_ns + LOOK_NS
-                self._look()
-            opened = [each for each in self._breakers.all() if each.open]
-            for breaker in opened:
-                self._start_probe(breaker, now_ns)
-            with self._wake:
-                if self._closed or not any(each.open for each in self._breakers.all()):
-                    self._thread = None
-                    return
-                self._wake.wait(self._pause_s(opened, look_ns))
+    def _start(self, key: Address | None, step: Callable[[], float | None]) -> None:
+        with self._lock:
+            if key in self._running or self._closed.is_set():
+                return
+            # A daemon: a process that exits does not wait for dead servers.
+            name = "ratekeeper-redis-probe"
+            thread = threading.Thread(target=self._run, args=(key, step), name=name, daemon=True)
+            # Starting fails if the process exits or has too many threads. In the second case the
+            # next refused call wakes the prober again.
+            with suppress(RuntimeError):
+                thread.start()
+                self._running.add(key)
 
-    def _pause_s(self, opened: list[ServerBreaker], look_ns: int) -> float:
-        """Return the time until the next probe or look. A probe that ends wakes the thread."""
-        dues = [
-            due_ns
-            for breaker in opened
-            if breaker.address not in self._in_flight and (due_ns := breaker.due_ns()) is not None
-        ]
-        next_ns = min([*dues, look_ns] if self._find is not None else dues, default=None)
-        if next_ns is None:
-            return LOOK_NS / NS_PER_SECOND
-        return max(next_ns - time.monotonic_ns(), 0) / NS_PER_SECOND
+    def _run(self, key: Address | None, step: Callable[[], float | None]) -> None:
+        """Repeat a step, with the pauses that it returns, until it returns None."""
+        while (pause_s := step()) is not None and not self._closed.wait(pause_s):
+            pass
+        with self._lock:
+            self._running.discard(key)
+        # The breaker may have opened again after the last step.
+        self.wake()
 
-    def _look(self) -> None:
+    def _look(self) -> float | None:
+        if not self._breakers.any_open:
+            return None
         with suppress(StoreError):
             if self._find is not None:
                 self._find()
@@ -533,25 +396,19 @@ class BreakerProber:
             for breaker in self._breakers.all():
                 if breaker.address not in used:
                     breaker.forget()
+        return LOOK_S
 
-    def _start_probe(self, breaker: ServerBreaker, now_ns: int) -> None:
+    def _probe_if_due(self, breaker: ServerBreaker) -> float | None:
         due_ns = breaker.due_ns()
-        if due_ns is None or now_ns < due_ns or breaker.address in self._in_flight:
-            return
-        self._in_flight.add(breaker.address)
-        try:
-            self._executor.submit(self._run_probe, breaker)
-        except RuntimeError as error:  # no thread available, or the process exits
-            self._in_flight.discard(breaker.address)
-            breaker.probe_failed(error)
-
-    def _run_probe(self, breaker: ServerBreaker) -> None:
+        if due_ns is None:
+            return None
+        left_ns = due_ns - time.monotonic_ns()
+        if left_ns > 0:
+            return left_ns / NS_PER_SECOND
         try:
             self._probe(breaker.address)
         except Exception as error:  # any error means that there was no valid answer
             breaker.probe_failed(error)
         else:
             breaker.probe_succeeded()
-        with self._wake:
-            self._in_flight.discard(breaker.address)
-            self._wake.notify()
+        return 0

@@ -8,7 +8,6 @@ takes over has them as it has all other keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +18,7 @@ from ratekeeper.core.steps import run_async
 from ratekeeper.decide.store import require_cell_name, require_cell_value
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.config import RedisConfig
-from ratekeeper.decide.stores.redis.driver import AsyncioDriver
+from ratekeeper.decide.stores.redis.driver import Links
 from ratekeeper.decide.stores.redis.scripts import CELL, SERVER_TIME, ScriptCall, ScriptTime
 
 _NS_PER_MS = 1_000_000
@@ -28,13 +27,11 @@ _NS_PER_MS = 1_000_000
 class RedisCells:
     """The cells of one Redis. See Cells for its methods. Each is one round trip."""
 
-    def __init__(
-        self, config: RedisConfig, clock: Clock, driver_of_loop: Callable[[], AsyncioDriver]
-    ) -> None:
+    def __init__(self, config: RedisConfig, clock: Clock, links: Links) -> None:
         self._head = config.prefix.encode() + b":cells:{"
         self._clock = clock
         self._by_server_clock = type(clock) is SystemClock
-        self._driver_of_loop = driver_of_loop
+        self._links = links
 
     async def read(self, name: str) -> tuple[bytes | None, int]:
         """See Cells."""
@@ -55,7 +52,7 @@ class RedisCells:
     async def _run(self, name: str, *arguments: bytes | int) -> tuple[int, Any]:
         """Run the script; return the server's time and the second part of the reply."""
         call = ScriptCall(CELL, self._key(name), (self._now(), *arguments))
-        reply = await run_async(self._driver_of_loop().running(call))
+        reply = await run_async(self._links.of_loop().running(call))
         if len(reply) != 2 or type(reply[0]) is not int:
             raise _invalid(reply)
         return reply[0] * NS_PER_US, reply[1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -30,9 +31,6 @@ from ratekeeper.decide.credit import Credit
 from ratekeeper.decide.leasing import Lease
 
 NS_PER_US: Final = 1_000
-# A rule's name is its field, so that an operator can read a hash; a longer name is hashed.
-FIELD_BYTES_MAX: Final = 12
-_DIGEST_MARK: Final = b"\x03"  # names are printable, so no name begins with it
 TIME_BYTES: Final = 7
 
 # As in state.lua. A leaky bucket admits the same requests as a token bucket.
@@ -46,19 +44,14 @@ KINDS: Final[dict[AlgorithmName, int]] = {
 }
 NUMBERS_OF_KIND: Final = {BUCKET: 2, FIXED: 2, COUNTER: 3, LOG: 3}
 
-# (limit up to, times in one chunk of its log). Nine times are 63 bytes, which keeps a small hash in
-# its compact form. A long log has longer chunks: a million times must not be 100,000 fields.
-_CHUNKS: Final = ((9, 9), (4_096, 64), (1_000_000, 512))
-
-
 # All limits but logs keep their states in buckets, which many subjects share. With ten million
 # subjects, a bucket has 38 of them: few enough for Redis to store it in one packed piece.
 BUCKETS: Final = 2**18
 _BUCKET_NAME: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _BUCKET_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}")
-# A subject's logs have a hash of their own, with the hash tag of the subject's bucket.
-_LOGS: Final = b"log:"
-_LOGS_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:.+", re.DOTALL)
+# A log has a key of its own, with the hash tag of the subject's bucket.
+_LOG: Final = b"log:"
+_LOG_KEY: Final = re.compile(rb"[^{]*:\{%[A-Za-z0-9_-]{3}\}log:[A-Za-z0-9_-]{16}")
 # Global limits have keys of their own: see regional.py.
 _REGIONAL_KEY: Final = re.compile(rb"[^{]*:\{%r[0-9]{0,2}\}:(.+)", re.DOTALL)
 _REGIONAL_STATE: Final = re.compile(rb"[0-9a-f]{16}:")
@@ -70,19 +63,12 @@ _REGIONAL_TYPES: Final = {
 }
 FIELD_BYTES: Final = 8  # of a field in a bucket; the name of a piece is longer
 _FIELD_BITS: Final = 8 * FIELD_BYTES
-_NO_LOGS: Final = b"\x00"  # ends the gate of a rule whose states are all in buckets
+_FIELD_MARK: Final = bytes((0xA0 | FIELD_BYTES,))  # msgpack of a text of so many bytes
+_ID_BYTES: Final = 4
 _CACHED_SUBJECTS: Final = 4_096  # of each store, about 1.5 MB
 
 
 # ── Limits as bytes ────────────────────────────────────────────────────────────────────────────
-
-
-def field_of(rule: str) -> bytes:
-    """Return the name of a rule's field in a subject's hash of logs."""
-    name = rule.encode()
-    if len(name) <= FIELD_BYTES_MAX:
-        return name
-    return _DIGEST_MARK + blake2b(name, digest_size=FIELD_BYTES_MAX - 1).digest()
 
 
 def id_of(limit: Limit) -> int:
@@ -101,10 +87,9 @@ def is_log_id(number: int) -> bool:
     return number % 4 == 3
 
 
-def encode_limits(limits: Sequence[Limit], rule: str) -> bytes:
-    """Return the gate of a rule that has only logs: its field, and eight numbers per limit."""
-    values = _numbers_of(limits)
-    return b"".join((_array_head(1 + len(values)), _text(field_of(rule)), *map(_number, values)))
+def encode_limits(limits: Sequence[Limit]) -> bytes:
+    """Return eight numbers for each limit, as msgpack: a gate without its field."""
+    return encode_sequence(_numbers_of(limits))
 
 
 def _numbers_of(limits: Sequence[Limit]) -> list[int]:
@@ -122,7 +107,7 @@ def _numbers_of(limits: Sequence[Limit]) -> list[int]:
             limit.capacity,
             *refill_per_us(limit),
             limit.window_ns // NS_PER_US,
-            _chunk_or_fill(limit),
+            _fill_us(limit),
             max(limit.refill_step_ns // NS_PER_US, 1),
         ]
     return values
@@ -157,18 +142,18 @@ def is_bucket(key: bytes) -> bool:
     return _BUCKET_KEY.fullmatch(key) is not None
 
 
-def is_logs(key: bytes) -> bool:
-    """Return True for the key of a subject's logs."""
-    return _LOGS_KEY.fullmatch(key) is not None
+def is_log(key: bytes) -> bool:
+    """Return True for the key of a log."""
+    return _LOG_KEY.fullmatch(key) is not None
 
 
-Place = tuple[bytes, bytes, bytes]
-"""The key of a subject's states; the gate, which is the first argument of a script; and the key of
-the logs, if the states include logs under another key: otherwise it is empty."""
+Place = tuple[tuple[bytes, ...], bytes]
+"""The keys of a subject's states, and the gate, which is an argument of a script. The first key is
+the bucket, if the rule has other limits than logs; then the key of each log."""
 
 
 class BucketPlaces:
-    """The places of a rule's states: in a bucket, and those of logs in a hash beside the bucket.
+    """The places of a rule's states: in a bucket, and those of logs in strings beside the bucket.
 
     The place of a limit depends on the subject, the rule and the limit, not on the other limits of
     the rule. So a limit keeps its count when the rule gets or loses another limit, and a gate of
@@ -179,36 +164,34 @@ class BucketPlaces:
     subjects share a count if 82 bits of their hashes are equal: among ten million subjects, with a
     probability of one in 10**11. A client that wants to share the count of another one must find
     a subject with the same 82 bits, which takes 2**81 attempts on average.
+
+    The name of a log is the field and the number of the limit.
     """
 
-    __slots__ = ("_end", "_find", "_mask", "_start", "of")
+    __slots__ = ("_end", "_find", "_in_bucket", "_logs", "_mask", "of")
 
     of: Callable[[str], Place]
     """Return the place of a subject."""
 
     def __init__(self, limits: Sequence[Limit], rule: str, prefix: str, hash_key: str) -> None:
-        logs = sum(limit.algorithm == "sliding_window_log" for limit in limits)
-        numbers = _numbers_of(limits)
-        self._start = _array_head(2 + len(numbers)) + bytes((0xA0 | FIELD_BYTES,))
-        self._end = b"".join(map(_number, numbers)) + (_text(field_of(rule)) if logs else _NO_LOGS)
+        numbers = map(id_of, limits)
+        self._logs = tuple(each.to_bytes(_ID_BYTES) for each in numbers if is_log_id(each))
+        self._in_bucket = len(self._logs) < len(limits)
+        self._end = encode_limits(limits)
         name = blake2b(rule.encode(), digest_size=FIELD_BYTES)
         self._mask = int.from_bytes(name.digest())
         self._find = _bucket_finder(prefix, hash_key)
-        self.of = self._in_bucket if not logs else self._in_both
-        if logs == len(limits):
-            self._end = encode_limits(limits, rule)
-            self.of = self._in_logs
+        self.of = self._with_logs if self._logs else self._counts
 
-    def _in_bucket(self, subject: str) -> Place:
+    def _counts(self, subject: str) -> Place:
         key, bits = self._find(subject)
-        return key, self._start + (bits ^ self._mask).to_bytes(FIELD_BYTES) + self._end, b""
+        return (key,), _FIELD_MARK + (bits ^ self._mask).to_bytes(FIELD_BYTES) + self._end
 
-    def _in_logs(self, subject: str) -> Place:
-        return self._find(subject)[0] + _LOGS + subject.encode(), self._end, b""
-
-    def _in_both(self, subject: str) -> Place:
-        key, gate, _ = self._in_bucket(subject)
-        return key, gate, key + _LOGS + subject.encode()
+    def _with_logs(self, subject: str) -> Place:
+        (key,), gate = self._counts(subject)
+        field = gate[1 : 1 + FIELD_BYTES]
+        logs = (b"%b%b%b" % (key, _LOG, urlsafe_b64encode(field + each)) for each in self._logs)
+        return ((key, *logs) if self._in_bucket else tuple(logs)), gate
 
 
 @lru_cache(maxsize=16)
@@ -254,10 +237,10 @@ def refill_per_us(limit: Limit) -> tuple[int, int]:
     return numerator, denominator
 
 
-def _chunk_or_fill(limit: Limit) -> int:
-    """Return a log's times per chunk, or the microseconds in which a bucket fills from empty."""
+def _fill_us(limit: Limit) -> int:
+    """Return the microseconds in which a bucket fills from empty, rounded up; 0 for a log."""
     if limit.algorithm == "sliding_window_log":
-        return next(per_chunk for limit_max, per_chunk in _CHUNKS if limit.limit <= limit_max)
+        return 0
     numerator, denominator = refill_per_us(limit)
     return -(-limit.capacity * MICROS_PER_UNIT * denominator // numerator)
 
@@ -429,114 +412,61 @@ class ReplyDecoder:
             outcomes.append(decide(state, limit, now_ns, cost)[1])
         return combine(self.limits, outcomes, self._rule, now_ns, tick_ns=NS_PER_US)
 
-    def checks(self, reply: list[int], cost: int, count: int, early_ns: int = 0) -> list[Decision]:
-        """Return the decisions on `count` checks in a row that the script allowed as one.
+    def checks_in_turn(
+        self, reply: list[int], cost: int, count: int, early_ns: int = 0
+    ) -> list[Decision]:
+        """Return the decisions on `count` equal requests in a row, from the reply to all of them.
 
-        `reply` is the reply to that one check of `count * cost` units.
+        Raises CapacityError, StoreError.
         """
         try:
-            states = self._states(reply, reply[0])
-        except (IndexError, TypeError, StopIteration) as error:
+            *states, admitted = reply
+            now_us = states[0] if states[0] >= 0 else ~states[0]
+            found = self._states(states, now_us)
+            decisions = [
+                self._decide_next(found, now_us * NS_PER_US, cost, cost)
+                for _ in range(min(admitted + 1, count))
+            ]
+        except (IndexError, TypeError, StopIteration, ValueError) as error:
             raise _invalid_reply(reply) from error
-        decisions = self._decide_in_turn(states, reply[0] * NS_PER_US, cost, count)
-        if not all(decision.allowed for decision in decisions):
+        if sum(each.allowed for each in decisions) != admitted or (admitted > 0) != (reply[0] >= 0):
             raise _disagreement(reply, cost)
+        decisions += decisions[-1:] * (count - len(decisions))
         return [_earlier(each, early_ns) for each in decisions] if early_ns else decisions
 
-    def _decide_in_turn(
-        self, states: list[_LimitState], now_ns: int, cost: int, count: int
-    ) -> list[Decision]:
-        decisions: list[Decision] = []
-        for _ in range(count):
-            outcomes: list[Outcome] = []
-            for index, (limit, algorithm, state, credit) in enumerate(states):
-                left = credit
-                if isinstance(state, _LogSummary):
-                    outcome = _log_outcome(state, limit, cost)
-                    last_us = max(state.last_us, state.now_us)
-                    after: State = state._replace(last_us=last_us, alive=state.alive + cost)
-                elif credit is None:
-                    after, outcome = algorithm.decide(state, limit, now_ns, cost)
-                else:
-                    after, left, outcome = credits_.decide(
-                        algorithm, state, credit, limit, now_ns, cost
-                    )
-                states[index] = (limit, algorithm, after, left)
-                outcomes.append(outcome)
-            granted = [credit[0] if credit else 0 for _, _, _, credit in states]
-            decisions.append(combine(self.limits, outcomes, self._rule, now_ns, granted))
-        return decisions
-
-    def fits(self, reply: list[int], cost: int) -> int:
-        """Return how many checks of a cost would have passed, according to a denial's states."""
-        now_us = ~reply[0]
-        rooms: list[int] = []
-        for limit, algorithm, state, credit in self._states(reply, now_us):
+    def _decide_next(
+        self, states: list[_LimitState], now_ns: int, requested: int, cost: int
+    ) -> Decision:
+        """Return the decision on a request, and replace the states by those after it."""
+        outcomes: list[Outcome] = []
+        before = list(states)
+        for index, (limit, algorithm, state, credit) in enumerate(before):
+            left = credit
+            if requested > limit.capacity and credit is None:
+                raise CapacityError(requested, limit)
             if isinstance(state, _LogSummary):
-                room = limit.limit - state.alive
+                outcome = _log_outcome(state, limit, cost)
+                last_us = max(state.last_us, state.now_us)
+                after: State = state._replace(last_us=last_us, alive=state.alive + cost)
+            elif credit is None:
+                after, outcome = algorithm.decide(state, limit, now_ns, cost)
             else:
-                room = algorithm.decide(state, limit, now_us * NS_PER_US, 0)[1].remaining
-            if credit is not None and credit[1] > now_us * NS_PER_US:
-                room += credit[0]
-            rooms.append(room)
-        return max(min(rooms), 0) // cost
-
-    def explains_one(self, reply: list[int], cost: int, count: int) -> bool:
-        """Return True if the denial of `count` checks as one contains the denial of a single one.
-
-        It does not if a log denies the single check: the log's reply contains the time when all
-        the requested units fit, not when one check fits.
-        """
-        return count == 1 or all(
-            not isinstance(state, _LogSummary) or cost <= limit.limit - state.alive
-            for limit, _, state, _ in self._states(reply, ~reply[0])
+                after, left, outcome = credits_.decide(
+                    algorithm, state, credit, limit, now_ns, cost
+                )
+            states[index] = (limit, algorithm, after, left)
+            outcomes.append(outcome)
+        granted = [credit[0] if credit else 0 for _, _, _, credit in states]
+        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
+        if decision.allowed or len(states) == 1 or not any(credit for *_, credit in before):
+            return decision
+        wait_ns = credits_.wait_together(
+            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in before],
+            now_ns,
+            cost,
+            decision.retry_after_ns,
         )
-
-    def has_grants(self, reply: list[int]) -> bool:
-        """Return True if the reply contains granted units."""
-        return (len(reply) - self._numbers) // len(self._parts) in (2, 6)
-
-    def lasts(self, reply: list[int], cost: int) -> bool:
-        """Return True if this reply is enough to decide the same check at a later time.
-
-        A log's summary is not enough if several units are missing: it contains the time when all
-        of them are free, not the times in between.
-        """
-        if cost == 1 or reply[0] >= 0:
-            return True
-        return all(
-            not isinstance(state, _LogSummary) or cost - max(limit.limit - state.alive, 0) <= 1
-            for limit, _, state, _ in self._states(reply, ~reply[0])
-        )
-
-    def denial_after(self, reply: list[int], spent: int, cost: int) -> list[int] | None:
-        """Return the script's denial of `cost` right after this reply allowed `spent` units.
-
-        Only for a cost that it would deny. Returns None if the reply is not enough: a log's denial
-        needs the time of the entry that must expire first, which an allowing reply does not have
-        unless the log was empty.
-        """
-        if len(reply) != self._numbers:
-            return None
-        now_us = reply[0]
-        denial = [~now_us]
-        place = 1
-        for limit, decide, kind in self._plain:
-            last_us = reply[place]
-            at_us = max(last_us, now_us)
-            if kind == LOG:
-                alive = reply[place + 1] + spent
-                denies = cost > limit.limit - alive
-                if denies and alive != spent:
-                    return None
-                denial += [at_us, alive, at_us if denies else 0]
-            else:
-                numbers = reply[place + 1 : place + NUMBERS_OF_KIND[kind]]
-                state = (last_us * NS_PER_US, *numbers) if last_us >= 0 else None
-                last_ns, *numbers = decide(state, limit, now_us * NS_PER_US, spent)[0]
-                denial += [last_ns // NS_PER_US, *numbers]
-            place += NUMBERS_OF_KIND[kind]
-        return denial
+        return decision_with(decision, retry_after_ns=wait_ns)
 
     def spent(self, reply: list[int], cost: int) -> list[int]:
         """Return an allowed check's charges, four numbers for each limit.
@@ -558,31 +488,7 @@ class ReplyDecoder:
     def _decide(self, reply: list[int], requested: int, cost: int) -> Decision:
         now_us = reply[0] if reply[0] >= 0 else ~reply[0]
         now_ns = now_us * NS_PER_US
-        states = self._states(reply, now_us)
-        outcomes: list[Outcome] = []
-        granted: list[int] = []
-        for limit, algorithm, state, credit in states:
-            if requested > limit.capacity and credit is None:
-                raise CapacityError(requested, limit)
-            left = None
-            if isinstance(state, _LogSummary):
-                outcome = _log_outcome(state, limit, cost)
-            elif credit is None:
-                _, outcome = algorithm.decide(state, limit, now_ns, cost)
-            else:
-                _, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
-            outcomes.append(outcome)
-            granted.append(left[0] if left else 0)
-        decision = combine(self.limits, outcomes, self._rule, now_ns, granted)
-        if decision.allowed or len(states) == 1 or not self.has_grants(reply):
-            return decision
-        wait_ns = credits_.wait_together(
-            [(algorithm, state, credit, limit) for limit, algorithm, state, credit in states],
-            now_ns,
-            cost,
-            decision.retry_after_ns,
-        )
-        return decision_with(decision, retry_after_ns=wait_ns)
+        return self._decide_next(self._states(reply, now_us), now_ns, requested, cost)
 
     def _states(self, reply: list[int], now_us: int) -> list[_LimitState]:
         """Return each limit's state and grant from the numbers of a reply."""

@@ -25,9 +25,9 @@ for its connection until then: an application that starts is not refused because
 connection takes longer than a call. Once the server has failed, and until it answers again, a call
 waits only as long as its deadline.
 
-Both share the rest (`ServerEndpoint`): the handshake; a backoff, so that a call to a dead server
-fails at once and only a few calls try to connect; and reports to the server's circuit breaker. Both
-parse with a `ReplyReader`, which never allocates memory for elements that a server only announces.
+Both share the handshake and the server's circuit breaker: it counts their failures, and once it is
+open, calls to the dead server fail before anything is sent, and none connects. Both parse with a
+`ReplyReader`, which never allocates memory for elements that a server only announces.
 
 An error says whether the call may have reached the server. `NotSent` means that it has not left
 this process. Any other error after sending ends with "the call may have been counted once".
@@ -41,15 +41,12 @@ import re
 import select
 import socket
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from itertools import islice
-from random import random
 from typing import Any, Final
 
 import hiredis
@@ -57,14 +54,10 @@ from hiredis import ReplyError
 
 from ratekeeper.core.clock import NS_PER_SECOND
 from ratekeeper.core.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from ratekeeper.core.forks import fork_safe
 from ratekeeper.decide.stores.redis.breakers import ServerBreaker
 from ratekeeper.decide.stores.redis.config import REPEATED_ARGUMENTS, Address, RedisConfig
-from ratekeeper.decide.stores.redis.scripts import CHECK, pack
+from ratekeeper.decide.stores.redis.scripts import COUNTS, pack
 
-# Backoff: the first and the longest pause after a failed connection.
-FIRST_NS: Final = 10_000_000
-LONGEST_NS: Final = 1_000_000_000
 # Threads: idle connections kept per server; more threads at a time open and close theirs.
 IDLE_MAX: Final = 64
 # Threads: connections to one server that are made at the same time.
@@ -110,8 +103,8 @@ _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
     "WRONGPASS": "; check username and password",
     "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
-    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, and for global limits and cells "
-    "+get +mget +set +setrange +hkeys +zadd +zrem +zrangebyscore +zcard",
+    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, for logs +getrange +setrange +set +del, "
+    "and for global limits and cells +get +mget +hkeys +zadd +zrem +zrangebyscore +zcard",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: repair the disk, or see its log",
     "WRONGTYPE": "; another application has a key of that name: set another prefix=",
@@ -217,7 +210,7 @@ def handshake_commands(config: RedisConfig) -> list[_Command]:
     if config.mode == "sentinel":
         commands.append(("ROLE",))
     # Loaded in advance, so that no call needs a second round trip.
-    commands.append(("SCRIPT", "LOAD", CHECK.text))
+    commands.append(("SCRIPT", "LOAD", COUNTS.text))
     return commands
 
 
@@ -243,52 +236,6 @@ def check_handshake(
 # ── One server, as threads and asyncio both see it ─────────────────────────────────────────────
 
 
-class ConnectBackoff:
-    """After a failure, pauses between attempts to connect; the pause doubles each time.
-
-    Not thread-safe. Times are of a monotonic clock.
-    """
-
-    __slots__ = ("_failed_ns", "_pause_ns", "_until_ns", "reason")
-
-    def __init__(self) -> None:
-        self._failed_ns = 0
-        self._pause_ns = 0
-        self._until_ns = 0
-        self.reason = ""
-
-    def may_try(self, now_ns: int) -> bool:
-        """Return True if the caller may connect. After a failure, one caller per pause may."""
-        if not self._pause_ns:
-            return True
-        if now_ns < self._until_ns:
-            return False
-        self._until_ns = now_ns + self._pause_ns
-        return True
-
-    def failed_since(self, began_ns: int) -> bool:
-        """Return True if another attempt has failed since this one began."""
-        return bool(self._pause_ns) and self._failed_ns >= began_ns
-
-    def failed(self, began_ns: int, now_ns: int, reason: str) -> None:
-        """Start the next pause. A random part keeps a fleet from connecting in step.
-
-        If a hundred threads find a server dead at the same time, that is one failure: otherwise a
-        short outage would cause the longest pause.
-        """
-        if self.failed_since(began_ns):
-            return
-        self.reason = reason
-        self._failed_ns = now_ns
-        self._pause_ns = min(max(2 * self._pause_ns, FIRST_NS), LONGEST_NS)
-        share = 0.5 + random() / 2  # noqa: S311 - it protects no secret
-        self._until_ns = now_ns + int(self._pause_ns * share)
-
-    def succeeded(self) -> None:
-        """Forget all failures."""
-        self._pause_ns = 0
-
-
 class ServerEndpoint:
     """One server: how to connect to it, and what to do when that fails."""
 
@@ -303,28 +250,10 @@ class ServerEndpoint:
         self._config = config
         self._tls = tls
         self._breaker = breaker
-        self._backoff = ConnectBackoff()
-        self._lock = fork_safe(threading.Lock())
         self._closed = False
-
-    def _require_may_connect(self, now_ns: int) -> None:
-        with self._lock:
-            if not self._backoff.may_try(now_ns):
-                raise self._is_down()
-
-    def _is_down(self) -> NotSent:
-        return NotSent(f"{self.address} is down: {self._backoff.reason}")
-
-    def _connected(self) -> None:
-        """Note that a connection was made."""
-        self._breaker.failing = False
-        with self._lock:
-            self._backoff.succeeded()
 
     def _connect_failed(self, began_ns: int, reason: str) -> NotSent:
         """Note that no connection could be made; return the error of the calls that wait for it."""
-        with self._lock:
-            self._backoff.failed(began_ns, time.monotonic_ns(), reason)
         why = f"cannot connect to {self.address}: {reason}"
         self._breaker.failed(why, began_ns)
         return NotSent(why)
@@ -545,7 +474,6 @@ class ConnectionPool(ServerEndpoint):
     def _dial(self, deadline_ns: int) -> BlockingConnection:
         """Return a new connection. Another thread makes it: it may take longer than the call."""
         began_ns = time.monotonic_ns()
-        self._require_may_connect(began_ns)
         try:
             dialing = self._dialer.submit(self._connect, began_ns)
             return self._awaited(dialing, began_ns, deadline_ns)
@@ -577,14 +505,13 @@ class ConnectionPool(ServerEndpoint):
         return connection
 
     def _connect(self, began_ns: int) -> BlockingConnection:
-        with self._lock:
-            if self._backoff.failed_since(began_ns):
-                raise self._is_down()
+        if self._breaker.open:
+            raise self._breaker.refusal()
         try:
             connection = BlockingConnection(self.address, self._config, self._tls)
         except StoreError as error:
             raise self._connect_failed(began_ns, str(error)) from error
-        self._connected()
+        self._breaker.failing = False
         return connection
 
     def _keep(self, dialing: Future[BlockingConnection]) -> None:
@@ -656,8 +583,11 @@ class PipelineProtocol(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
-        """Send a call; return the future of its last reply, after `discarded` other replies."""
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
+        """Send a call; return the future of its last reply, after `discarded` other replies.
+
+        `reply` is the future, or has its methods.
+        """
         pending, buffer, transport = self._pending, self._buffer, self._transport
         if transport is None:
             raise NotSent(f"the connection is closed: {self._why or 'the server closed it'}")
@@ -666,7 +596,7 @@ class PipelineProtocol(asyncio.Protocol):
         idle = not pending
         for _ in range(discarded):
             pending.append(None)
-        future = self._loop.create_future()
+        future = reply or self._loop.create_future()
         pending.append(future)
         if idle:
             # No call to wait for. Other ready tasks will find this one pending, and form a batch.
@@ -823,16 +753,6 @@ class PipelineProtocol(asyncio.Protocol):
         self._abort(StoreUnavailable("the store was closed"))
 
 
-@dataclass(slots=True)
-class _QueuedCall:
-    """A call that waits for the connection, and then for its reply."""
-
-    payload: bytes
-    discarded: int
-    reply: ReplyFuture
-    timer: asyncio.TimerHandle | None = None
-
-
 class PipelinedConnection(ServerEndpoint):
     """The connection of one event loop to one server, made at the first call."""
 
@@ -847,10 +767,12 @@ class PipelinedConnection(ServerEndpoint):
         super().__init__(address, config, tls, breaker)
         self._loop = loop
         self._protocol: PipelineProtocol | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._queue: deque[_QueuedCall] = deque()
+        # Its result is the connection, or why there is none.
+        self._connecting: asyncio.Task[PipelineProtocol | str] | None = None
+        # The calls that wait for it.
+        self._waiting: set[asyncio.Task[None]] = set()
 
-    def submit(self, payload: bytes, discarded: int = 0) -> ReplyFuture:
+    def submit(self, payload: bytes, discarded: int = 0, reply: Any = None) -> ReplyFuture:
         """Send a call, after connecting if necessary. The future may fail with NotSent.
 
         Its deadline begins when it is sent.
@@ -859,63 +781,65 @@ class PipelinedConnection(ServerEndpoint):
             raise self._breaker.refusal()
         protocol = self._protocol
         if protocol is not None and protocol.open:
-            return protocol.submit(payload, discarded)
-        return self._submit_when_connected(payload, discarded)
+            return protocol.submit(payload, discarded, reply)
+        return self._submit_when_connected(payload, discarded, reply)
 
     @property
     def connected(self) -> bool:
         """True if a call would leave at once."""
         return self._protocol is not None and self._protocol.open
 
-    def _submit_when_connected(self, payload: bytes, discarded: int) -> ReplyFuture:
+    def _submit_when_connected(self, payload: bytes, discarded: int, reply: Any) -> ReplyFuture:
         if self._closed:
             raise StoreUnavailable(_CLOSED)
-        if self._connecting is None:
-            self._require_may_connect(time.monotonic_ns())
-            self._connecting = self._loop.create_task(self._connect())
-        if len(self._queue) >= PENDING_MAX:
+        if len(self._waiting) >= PENDING_MAX:
             raise NotSent(f"{PENDING_MAX:,} calls wait for a connection to {self.address}")
-        call = _QueuedCall(payload, discarded, self._loop.create_future())
-        self._queue.append(call)
-        self._wait_for_connection(call, time.monotonic_ns())
-        return call.reply
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+        future = reply or self._loop.create_future()
+        sending = self._send_when_connected(self._connecting, payload, discarded, future)
+        task = self._loop.create_task(sending)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return future
 
-    def _wait_for_connection(self, call: _QueuedCall, began_ns: int) -> None:
-        """Fail a call that has no connection at its deadline, if the server has failed.
-
-        While the server has not failed, the call waits until connecting has succeeded or failed.
-        """
+    async def _send_when_connected(
+        self,
+        connecting: asyncio.Task[PipelineProtocol | str],
+        payload: bytes,
+        discarded: int,
+        reply: ReplyFuture,
+    ) -> None:
+        """Wait for the connection, for a deadline if the server has failed; then send the call."""
+        began_ns = time.monotonic_ns()
         deadline_s = self._config.deadline_ns / NS_PER_SECOND
-        call.timer = self._loop.call_later(deadline_s, self._expire, call, began_ns)
-
-    def _expire(self, call: _QueuedCall, began_ns: int) -> None:
-        if call.reply.done():
+        error: NotSent | None = None
+        while error is None and not (await asyncio.wait({connecting}, timeout=deadline_s))[0]:
+            # While the server has not failed, wait until connecting has succeeded or failed.
+            if self._breaker.failing:
+                error = self._connect_late(began_ns)
+        if reply.done():
             return
-        if self._breaker.failing:
-            call.reply.set_exception(self._connect_late(began_ns))
+        made = _CLOSED if connecting.cancelled() else error or connecting.result()
+        if isinstance(made, PipelineProtocol):
+            try:
+                made.submit(payload, discarded, reply)
+            except NotSent as refusal:
+                reply.set_exception(refusal)
         else:
-            self._wait_for_connection(call, began_ns)
+            reply.set_exception(NotSent(str(made)))
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> PipelineProtocol | str:
         began_ns = time.monotonic_ns()
         try:
-            protocol = await self._open_connection()
+            self._protocol = await self._open_connection()
         except (OSError, TimeoutError, StoreError) as error:
             reason = _reason(error) or f"no answer in {self._config.connect_ns / 1e6:g} ms"
-            self._fail_queue(str(self._connect_failed(began_ns, reason)))
-            return
+            return str(self._connect_failed(began_ns, reason))
         finally:
             self._connecting = None
-        self._connected()
-        self._protocol = protocol
-        while self._queue:
-            call = self._taken()
-            if call.reply.done():
-                continue
-            try:
-                _forward(protocol.submit(call.payload, call.discarded), call.reply)
-            except NotSent as error:
-                call.reply.set_exception(error)
+        self._breaker.failing = False
+        return self._protocol
 
     async def _open_connection(self) -> PipelineProtocol:
         """Return a new connection, after the handshake."""
@@ -945,19 +869,6 @@ class PipelinedConnection(ServerEndpoint):
         protocol.handshake_done(config.deadline_ns / NS_PER_SECOND)
         return protocol
 
-    def _fail_queue(self, why: str) -> None:
-        while self._queue:
-            reply = self._taken().reply
-            if not reply.done():
-                reply.set_exception(NotSent(why))
-
-    def _taken(self) -> _QueuedCall:
-        """Return the first call of the queue, which does not wait for the connection any more."""
-        call = self._queue.popleft()
-        if call.timer is not None:
-            call.timer.cancel()
-        return call
-
     def retire(self) -> bool:
         """Close the connection unless calls need it; return whether it was closed."""
         if self._connecting is not None or (self._protocol and not self._protocol.idle):
@@ -971,25 +882,9 @@ class PipelinedConnection(ServerEndpoint):
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
-        self._fail_queue(_CLOSED)
         if self._protocol is not None:
             self._protocol.close()
             await self._protocol.closed
-
-
-def _forward(source: ReplyFuture, target: ReplyFuture) -> None:
-    """Give `target` the result of `source`."""
-
-    def done(future: ReplyFuture) -> None:
-        error = None if future.cancelled() else future.exception()
-        if target.done():
-            return
-        if error is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(future.result())
-
-    source.add_done_callback(done)
 
 
 def _reason(error: Exception) -> str:

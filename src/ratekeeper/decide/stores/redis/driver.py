@@ -16,6 +16,7 @@ that has never found its servers waits for them once, for as long as connecting 
 `RedisDriver` has the logic, once, as steps without I/O (see `core/steps.py`). `ThreadDriver` and
 `AsyncioDriver` carry the steps out: they know how to send, to sleep and to wait. `RedisServers` is
 the part that all drivers of a store share: where the servers are, and their circuit breakers.
+`Links` are the drivers of a store, one for threads and one for each event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ import ssl
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from random import random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hiredis import ReplyError
 
@@ -38,13 +46,12 @@ from ratekeeper.core.clock import NS_PER_SECOND, SystemClock
 from ratekeeper.core.errors import StoreError, StoreFull, StoreUnavailable, show
 from ratekeeper.core.forks import fork_safe
 from ratekeeper.core.model import Limit
-from ratekeeper.core.steps import Call, Steps, Together, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Together, run, run_async
+from ratekeeper.decide.stores.redis.batches import Batcher
 from ratekeeper.decide.stores.redis.breakers import BreakerProber, ServerBreakers
-from ratekeeper.decide.stores.redis.coalescing import Coalescer
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
 from ratekeeper.decide.stores.redis.connections import (
     BlockingConnection,
-    ConnectBackoff,
     ConnectionPool,
     NotSent,
     PipelinedConnection,
@@ -52,8 +59,17 @@ from ratekeeper.decide.stores.redis.connections import (
     refusal_error,
 )
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
-from ratekeeper.decide.stores.redis.scripts import SERVER_TIME, RuleScripts, ScriptCall, pack
+from ratekeeper.decide.stores.redis.scripts import (
+    SERVER_TIME,
+    RuleScripts,
+    ScriptCall,
+    charge_replies,
+    pack,
+)
 from ratekeeper.decide.stores.redis.topology import Topology, slot_of
+
+if TYPE_CHECKING:
+    from ratekeeper.decide.stores.redis.counters import CheckGroup
 
 Refusal = ReplyError | NotSent
 
@@ -62,7 +78,8 @@ ATTEMPTS_MAX: Final = 16
 # The first pause before a call is sent again; each pause doubles, up to the longest.
 PAUSE_S_MIN: Final = 0.001
 PAUSE_S_MAX: Final = 0.032
-PROBES_MAX: Final = 16
+# After a lookup has failed, calls get its error at once, until the next lookup begins.
+_FIND_AGAIN_NS: Final = 200_000_000
 # While there are calls, the driver asks the Sentinels for the primary this often.
 LOOK_NS: Final = 2_000_000_000
 
@@ -95,19 +112,16 @@ class RedisServers:
         self._start()
 
     def _start(self) -> None:
-        # Probing and finding servers may take longer than a call. They have separate threads,
-        # because probes of dead hosts may occupy all of theirs.
-        self._probers = ThreadPoolExecutor(PROBES_MAX, "ratekeeper-redis-probes")
+        # Finding servers may take longer than a call.
         self._finder = ThreadPoolExecutor(1, "ratekeeper-redis-find")
         self._finding: Future[None] | None = None
         # Until when calls wait for a lookup, if none has succeeded; None: there was none yet.
         self._patient_until_ns: int | None = None
-        self._backoff = ConnectBackoff()
+        self._find_again_ns = 0
         single = self.config.mode == "standalone"
         self._prober = BreakerProber(
             self.breakers,
             lambda address: probe(address, self.config, self.tls),
-            self._probers,
             None if single else self.find,
             None if single else self.topology.known,
         )
@@ -139,6 +153,13 @@ class RedisServers:
         """
         self.breakers.require_closed(self.topology.slots[self.slot(key)])
 
+    def error_of(self, refusal: ReplyError) -> StoreError:
+        """Return our error for a server's error."""
+        error = refusal_error(refusal, self.config)
+        if isinstance(error, StoreFull):
+            self.refused += 1
+        return error
+
     def _look(self) -> None:
         """Ask the Sentinels for the primary, in the background.
 
@@ -158,7 +179,7 @@ class RedisServers:
         with self._lock:
             if self._finding is not None and not self._finding.done():
                 return self._finding
-            if self._finding is None or self._backoff.may_try(time.monotonic_ns()):
+            if self._finding is None or time.monotonic_ns() >= self._find_again_ns:
                 try:
                     self._finding = self._finder.submit(self._find)
                 except RuntimeError as error:  # the store is closed, or the process exits
@@ -175,14 +196,12 @@ class RedisServers:
         return max(due_ns, self._patient_until_ns or 0)
 
     def _find(self) -> None:
-        began_ns = time.monotonic_ns()
         try:
             self.topology.refresh()
-        except StoreError as error:
-            self._backoff.failed(began_ns, time.monotonic_ns(), str(error))
+        except StoreError:
+            self._find_again_ns = time.monotonic_ns() + _FIND_AGAIN_NS
             raise
-        self._patient_until_ns = 0
-        self._backoff.succeeded()
+        self._patient_until_ns = self._find_again_ns = 0
 
     def forked(self) -> None:
         """In a forked child: start again, without the parent's threads."""
@@ -195,7 +214,6 @@ class RedisServers:
         self._prober.close()
         with self._lock:
             self.closed = True
-            self._probers.shutdown(wait=False, cancel_futures=True)
             self._finder.shutdown(wait=False)
         self.topology.close()
 
@@ -225,8 +243,9 @@ class RedisDriver(ABC):
     The abstract methods return their result (threads) or an awaitable of it (asyncio).
     """
 
-    def __init__(self, servers: RedisServers) -> None:
+    def __init__(self, servers: RedisServers, cache: DenialCache) -> None:
         self.servers = servers
+        self.cache = cache
 
     @abstractmethod
     def send(self, key: bytes, payload: bytes) -> Any:
@@ -316,7 +335,7 @@ class RedisDriver(ABC):
                 if word != "TRYAGAIN":
                     due_ns = yield from self._finding(due_ns)
             else:
-                raise self.error_of(refusal)
+                raise servers.error_of(refusal)
             payload = call.by_text() if by_text else call.by_sha()
             # The process may have waited for a processor since the answer, so one attempt begins.
             is_free = attempt == 0 and not isinstance(refusal, NotSent)
@@ -330,7 +349,7 @@ class RedisDriver(ABC):
             if not isinstance(reply, Refusal):
                 return _valid(call, reply)
             refusal = reply
-        raise refusal if isinstance(refusal, NotSent) else self.error_of(refusal)
+        raise refusal if isinstance(refusal, NotSent) else servers.error_of(refusal)
 
     def _finding(self, due_ns: int) -> Steps[int]:
         """Look up where the servers are, and wait for it until the deadline.
@@ -349,13 +368,6 @@ class RedisDriver(ABC):
             if error is not None:
                 raise error
         return due_ns if until_ns == due_ns else self.due_ns()
-
-    def error_of(self, refusal: ReplyError) -> StoreError:
-        """Return our error for a server's error."""
-        error = refusal_error(refusal, self.servers.config)
-        if isinstance(error, StoreFull):
-            self.servers.refused += 1
-        return error
 
 
 def _is_temporary(word: str, config: RedisConfig) -> bool:
@@ -414,14 +426,24 @@ def _only_store_errors(results: list[Any]) -> list[Any]:
 class ThreadDriver(RedisDriver):
     """Calls from threads, each of which blocks until its reply."""
 
-    def __init__(self, servers: RedisServers) -> None:
-        super().__init__(servers)
+    def __init__(self, servers: RedisServers, cache: DenialCache) -> None:
+        super().__init__(servers, cache)
         self._pools: dict[Address, ConnectionPool] = {}
         self._lock = fork_safe(threading.Lock())
 
-    def run(self, call: ScriptCall) -> Any:
-        """Send a call and return its reply. Raises StoreError."""
-        return run(self.running(call))
+    def decide(self, group: CheckGroup) -> Any:
+        """Return the answer to a group of charges."""
+        due_ns = time.monotonic_ns() + self.servers.config.deadline_ns
+        try:
+            try:
+                reply = self.send(*group.command())
+            except NotSent as error:
+                reply = error
+            if type(reply) is not list:
+                reply = self.settle(group.call(), due_ns, reply)
+        except StoreError as error:
+            return group.failed(error)
+        return group.read((reply,) if group.alone else charge_replies(reply, len(group.charges)))
 
     def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
         return run(self.settling(call, due_ns, reply))
@@ -503,12 +525,11 @@ class AsyncioDriver(RedisDriver):
     def __init__(
         self, servers: RedisServers, loop: asyncio.AbstractEventLoop, cache: DenialCache
     ) -> None:
-        super().__init__(servers)
-        deadline_ns = servers.config.deadline_ns
-        self.coalescer = Coalescer(deadline_ns, cache, self.run, self._is_connected)
+        super().__init__(servers, cache)
         # None after closing, so that the store keeps no reference to a loop that has ended.
         self.loop: asyncio.AbstractEventLoop | None = loop
         self._connections: dict[Address, PipelinedConnection] = {}
+        self.batches = Batcher(self)
         self._closing: asyncio.Task[None] | None = None
         self._until_loop_ends = self._end_with_loop()
         with suppress(StopIteration):
@@ -526,18 +547,17 @@ class AsyncioDriver(RedisDriver):
             await self.close()
             del self._until_loop_ends  # it refers to the loop
 
-    async def run(self, call: ScriptCall) -> Any:
-        """Send a call and return its reply. Raises StoreError."""
-        return await run_async(self.running(call))
-
     async def settle(self, call: ScriptCall, due_ns: int, reply: Any) -> Any:
         return await run_async(self.settling(call, due_ns, reply))
 
     def send(self, key: bytes, payload: bytes) -> ReplyFuture:
+        return self.connection_of(key).submit(payload)
+
+    def connection_of(self, key: bytes) -> PipelinedConnection:
+        """Return the connection to the server of a key, connected or not. Raises NotSent."""
         servers = self.servers
         address = servers.address_of(slot_of(key) if servers.clustered else 0)
-        connection = self._connections.get(address) or self._connection(address)
-        return connection.submit(payload)
+        return self._connections.get(address) or self._connection(address)
 
     async def _send_all(self, calls: Sequence[ScriptCall], _due_ns: int, /) -> list[Any]:
         """Send all calls at once, so that they leave in one batch."""
@@ -566,12 +586,6 @@ class AsyncioDriver(RedisDriver):
         # `wait` does not cancel it at the timeout: other calls wait for the same lookup.
         return bool((await asyncio.wait({awaited}, timeout=seconds))[0])
 
-    def _is_connected(self, key: bytes) -> bool:
-        """Return True if a call of the key would leave at once."""
-        address = self.servers.topology.slots[self.servers.slot(key)]
-        connection = self._connections.get(address) if address is not None else None
-        return connection is not None and connection.connected
-
     def _connection(self, address: Address) -> PipelinedConnection:
         connection = self._connections.get(address)
         if connection is None:
@@ -598,3 +612,80 @@ class AsyncioDriver(RedisDriver):
         self.loop = None
         while self._connections:
             await self._connections.popitem()[1].close()
+
+
+# ── The links of a store ───────────────────────────────────────────────────────────────────────
+
+
+class Links:
+    """The drivers of a store: one for threads, and one for each event loop."""
+
+    def __init__(self, servers: RedisServers, cache: DenialCache) -> None:
+        self.servers = servers
+        self.cache = cache
+        self.threads = ThreadDriver(servers, cache)
+        self.wait = self.threads.decide
+        self._lock = fork_safe(threading.Lock())
+        self._last: AsyncioDriver | None = None
+        # A loop that is garbage-collected takes its driver along.
+        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def send(self, group: CheckGroup) -> Awaitable[Any]:
+        """Return the awaitable of the answer to a group of charges."""
+        driver = self._last
+        if driver is None or driver.loop is not asyncio.get_running_loop():
+            driver = self._last = self.of_loop()
+        return driver.batches.decide(group)
+
+    def ask(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
+        """Return the Ask of steps that begin with a driver."""
+        return Ask(self._run, self._run_async, steps, *args)
+
+    def _run(self, steps: Callable[..., Steps[Any]], *args: Any) -> Any:
+        return run(steps(self.threads, *args))
+
+    def _run_async(self, steps: Callable[..., Steps[Any]], *args: Any) -> Awaitable[Any]:
+        return run_async(steps(self.of_loop(), *args))
+
+    def of_loop(self) -> AsyncioDriver:
+        """Return the driver of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            driver = self._drivers.get(loop)
+            if driver is None:
+                # The connections of a closed loop keep it alive, so drop it here.
+                for closed in [each for each in self._drivers if each.is_closed()]:
+                    del self._drivers[closed]
+                driver = self._drivers[loop] = AsyncioDriver(self.servers, loop, self.cache)
+            return driver
+
+    @property
+    def coalesced(self) -> int:
+        """Number of checks that shared a call with others, in the current event loops."""
+        return sum(driver.batches.coalesced for driver in list(self._drivers.values()))
+
+    def close(self) -> None:
+        """Close the connections of threads now, and those of event loops in their loops."""
+        self.cache.clear()
+        self.servers.close()
+        self.threads.close()
+        for loop, driver in list(self._drivers.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(driver.close_soon)
+
+    async def aclose(self) -> None:
+        """Close, and wait until this loop's connections are closed."""
+        driver = self._drivers.pop(asyncio.get_running_loop(), None)
+        self.close()
+        if driver is not None:
+            await driver.close()
+
+    def forked(self) -> None:
+        """In a forked child: drop the parent's connections."""
+        self.cache.clear()
+        self.servers.forked()
+        self.threads.forked()
+        self._drivers.clear()
+        self._last = None

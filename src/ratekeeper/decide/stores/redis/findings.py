@@ -6,10 +6,11 @@ Pure: it does no I/O and needs no Redis library. `health` collects the facts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ratekeeper.decide.stores.redis.config import Mode, RedisConfig
 
@@ -29,6 +30,18 @@ FORBIDDEN: Final = re.compile("NOPERM|can't run this command|ACL failure")
 FindingLevel = Literal["ok", "warning", "problem"]
 
 
+FactSource = Literal["INFO", "CLUSTER INFO"]
+
+
+def _fact(source: FactSource, name: str, read: Callable[[Any], Any]) -> Any:
+    """Describe a fact: the command that returns it, the server's name of it, and its reader."""
+    return field(default=None, metadata={"source": source, "name": name, "read": read})
+
+
+def _is(expected: str) -> Callable[[Any], bool]:
+    return lambda value: bool(value == expected)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
     """The facts about one server. A fact that it did not return is None."""
@@ -38,45 +51,50 @@ class ServerHealth:
     """True if it answers; if not, `reason` says why."""
     reason: str = ""
     login_refused: bool = False
-    role: Literal["primary", "replica"] | None = None
+    role: Literal["primary", "replica"] | None = _fact(
+        "INFO", "role", {"master": "primary", "slave": "replica"}.get
+    )
     server: str | None = None
     """redis or valkey."""
-    version: str | None = None
-    uptime_seconds: int | None = None
-    loading: bool | None = None
+    version: str | None = _fact("INFO", "redis_version", str)
+    loading: bool | None = _fact("INFO", "loading", bool)
     """True while it reads its data from disk and refuses all calls."""
     latency_ms: float | None = None
     """Round trip of a PING, the median of up to 20."""
-    latency_max_ms: float | None = None
     clock_offset_ms: float | None = None
     """The server's clock minus ours; half of the round trip is subtracted."""
-    ops_per_second: int | None = None
     keys: int | None = None
     """Keys of any prefix in the store's database."""
-    used_memory_bytes: int | None = None
-    maxmemory_bytes: int | None = None
+    used_memory_bytes: int | None = _fact("INFO", "used_memory", int)
+    maxmemory_bytes: int | None = _fact("INFO", "maxmemory", int)
     """0 if unbounded."""
-    maxmemory_policy: str | None = None
-    evicted_keys: int | None = None
-    aof_enabled: bool | None = None
+    maxmemory_policy: str | None = _fact("INFO", "maxmemory_policy", str)
+    evicted_keys: int | None = _fact("INFO", "evicted_keys", int)
+    aof_enabled: bool | None = _fact("INFO", "aof_enabled", bool)
     aof_fsync: str | None = None
-    aof_last_write_ok: bool | None = None
-    rdb_save_points: str | None = None
-    """As in `save 3600 1`; empty if snapshots are off."""
-    rdb_last_save_ok: bool | None = None
+    aof_last_write_ok: bool | None = _fact("INFO", "aof_last_write_status", _is("ok"))
+    rdb_last_save_ok: bool | None = _fact("INFO", "rdb_last_bgsave_status", _is("ok"))
     replicas_connected: int | None = None
     """Replicas of this server that are in sync."""
     replication_lag_bytes: int | None = None
     """Bytes that the slowest replica has not acknowledged."""
-    min_replicas_to_write: int | None = None
-    link_up: bool | None = None
+    link_up: bool | None = _fact("INFO", "master_link_status", _is("up"))
     """For a replica: True if it is connected to its primary."""
-    cluster_enabled: bool | None = None
-    cluster_state: str | None = None
-    cluster_slots_ok: int | None = None
-    cluster_full_coverage: bool | None = None
+    cluster_enabled: bool | None = _fact("INFO", "cluster_enabled", bool)
+    cluster_state: str | None = _fact("CLUSTER INFO", "cluster_state", str)
+    cluster_slots_ok: int | None = _fact("CLUSTER INFO", "cluster_slots_ok", int)
     unanswered: tuple[str, ...] = ()
     """The commands that it did not answer."""
+
+
+def facts_in(source: FactSource, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts in a reply, as far as the server returned valid values."""
+    found = {}
+    for each in fields(ServerHealth):
+        if each.metadata.get("source") == source:
+            with suppress(LookupError, TypeError, ValueError):
+                found[each.name] = each.metadata["read"](reply[each.metadata["name"]])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +175,7 @@ def _evaluate_access(node: ServerHealth, config: RedisConfig) -> Iterator[_Findi
 
 def _evaluate_storage(node: ServerHealth) -> Iterator[_FindingParts]:
     if node.aof_enabled is False:
-        lost = "fall back to the last snapshot at" if node.rdb_save_points else "be lost at"
-        found = f"AOF is off: counts would {lost} a restart"
+        found = "AOF is off: a restart loses all counts since the last snapshot, if there is one"
         yield "persistence", "warning", found, "CONFIG SET appendonly yes, then CONFIG REWRITE"
     if node.aof_last_write_ok is False:
         found = "the AOF cannot be written, so the server refuses every check"

@@ -24,14 +24,14 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from importlib.resources import files
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import redis
 from redis.exceptions import (
@@ -52,6 +52,7 @@ from ratekeeper.decide.stores.redis.findings import (
     HealthFinding,
     ServerHealth,
     evaluate,
+    facts_in,
     merge_findings,
 )
 from ratekeeper.decide.stores.redis.topology import (
@@ -85,18 +86,15 @@ _COUNT: Final = files("ratekeeper.decide.stores.redis").joinpath("lua/count.lua"
 _COUNT_SHA: Final = sha1(_COUNT, usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class StateCounts:
-    """The states of one prefix on all primaries. A *state* is one limit's count of one subject."""
+class StateCounts(NamedTuple):
+    """The states of one prefix. A *state* is one limit's count of one subject."""
 
     keys: int
     states: int
-    exact: bool
-    """True if everything was counted; otherwise the numbers are estimates from a part."""
     bytes: int
     """Memory of all keys, estimated from a sample; 0 if the server does not say."""
     expired_keys: int
-    """Keys of any prefix that these servers expired; 0 if they do not say."""
+    """Keys of any prefix that the servers expired; 0 if they do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +124,12 @@ def count_states(topology: Topology, prefix: str) -> StateCounts:
 
     Raises StoreUnavailable or StoreTimeout if a primary does not answer or denies permission.
     """
-    primaries = topology.primaries()
     try:
-        counted = _count_all(topology, primaries, prefix)
+        return _count_all(topology, prefix)
     except StoreError:
-        counted = []
-    if counted and not any(one.moved for one in counted):
-        return _sum(counted)
-    # A primary may have been replaced, or may have lost slots, since the last refresh.
-    topology.refresh()
-    return _sum(_count_all(topology, topology.primaries(), prefix))
+        # A primary may have been replaced, or may have lost slots, since the last refresh.
+        topology.refresh()
+        return _count_all(topology, prefix, without_moved=True)
 
 
 def forget_states(topology: Topology, prefix: str) -> int:
@@ -167,84 +161,51 @@ def _unlink(client: Any, pattern: str) -> None:
                 raise reply
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """The counts of one primary."""
-
-    counts: StateCounts
-    moved: bool
-    """True if a key has moved to another node."""
-
-
-def _count_all(topology: Topology, primaries: Sequence[Address], prefix: str) -> list[_Counted]:
+def _count_all(topology: Topology, prefix: str, *, without_moved: bool = False) -> StateCounts:
+    primaries = topology.primaries()
     keys_max = max(KEYS_LOOKED_AT_MAX // len(primaries), 1)
-    return [_count(topology, address, prefix, keys_max) for address in primaries]
+    parts = []
+    for address in primaries:
+        needed = "; to count, the user needs +scan +eval +evalsha +hkeys +hget +get"
+        with store_errors(address, needed):
+            client = topology.client(address)
+            parts.append(_count(client, f"{prefix}:{{*", keys_max, without_moved=without_moved))
+    return StateCounts(*map(sum, zip(*parts, strict=True)))
 
 
-def _sum(counted: Sequence[_Counted]) -> StateCounts:
-    parts = [one.counts for one in counted]
-    return StateCounts(
-        keys=sum(part.keys for part in parts),
-        states=sum(part.states for part in parts),
-        exact=all(part.exact for part in parts),
-        bytes=sum(part.bytes for part in parts),
-        expired_keys=sum(part.expired_keys for part in parts),
-    )
-
-
-def _count(topology: Topology, address: Address, prefix: str, keys_max: int) -> _Counted:
-    with store_errors(address, "; to count, the user needs +scan +eval +evalsha +hkeys +hget +get"):
-        return _Scan(topology.client(address), f"{prefix}:{{*", keys_max).counted()
-
-
-class _Scan:
-    """A scan of one primary's keys."""
-
-    def __init__(self, client: Any, pattern: str, keys_max: int) -> None:
-        self._client = client
-        page = min(KEYS_PER_SCAN, keys_max)
-        how = ("MATCH", pattern, "COUNT", page)
-        first, dbsize, info = pipelined(client, [("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats")])
-        if isinstance(first, ResponseError):
-            raise first
-        cursor, found = first
-        keys, looked_at = set(found), page
-        while cursor and looked_at < keys_max:
-            cursor, found = client.execute_command("SCAN", cursor, *how)
-            keys.update(found)
-            looked_at += page
-        self.whole = cursor == 0
-        self.keys: list[bytes] = list(keys)
-        self.key_count = len(keys)
-        if cursor and isinstance(dbsize, int):
-            self.key_count = max(dbsize * len(keys) // looked_at, len(keys))
-        self.expired_keys = info.get("expired_keys", 0) if isinstance(info, dict) else 0
-
-    def counted(self) -> _Counted:
-        """Return the counts of this primary."""
-        sample = self.keys
-        if len(sample) > KEYS_COUNTED_MAX:
-            sample = random.sample(sample, KEYS_COUNTED_MAX)
-        # The first call contains the script; the others name it.
-        calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
-        calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
-        weighing = [("MEMORY USAGE", key) for key in sample[:KEYS_WEIGHED_MAX]]
-        replies = pipelined(self._client, [*calls, *weighing])
-        states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
-        sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
-        moved = any(isinstance(reply, MovedError) for reply in replies)
-        if sample and not states and not moved:
-            raise replies[0]
-        return _Counted(
-            StateCounts(
-                keys=self.key_count,
-                states=_scaled(states, self.key_count),
-                exact=self.whole and len(states) == self.key_count,
-                bytes=_scaled(sizes, self.key_count),
-                expired_keys=self.expired_keys,
-            ),
-            moved,
-        )
+def _count(client: Any, pattern: str, keys_max: int, *, without_moved: bool) -> StateCounts:
+    """Count the states of one primary."""
+    page = min(KEYS_PER_SCAN, keys_max)
+    how = ("MATCH", pattern, "COUNT", page)
+    first, dbsize, info = pipelined(client, [("SCAN", 0, *how), ("DBSIZE",), ("INFO", "stats")])
+    if isinstance(first, ResponseError):
+        raise first
+    cursor, found = first
+    keys, looked_at = dict.fromkeys(found), page
+    while cursor and looked_at < keys_max:
+        cursor, found = client.execute_command("SCAN", cursor, *how)
+        keys |= dict.fromkeys(found)
+        looked_at += page
+    count = len(keys)
+    if cursor and isinstance(dbsize, int):
+        count = max(dbsize * count // looked_at, count)
+    sample = list(keys)
+    if len(sample) > KEYS_COUNTED_MAX:
+        sample = random.sample(sample, KEYS_COUNTED_MAX)
+    # The first call contains the script; the others name it.
+    calls = [("EVAL", _COUNT, 1, key) for key in sample[:1]]
+    calls += [("EVALSHA", _COUNT_SHA.encode(), 1, key) for key in sample[1:]]
+    weighing = [("MEMORY USAGE", key) for key in sample[:KEYS_WEIGHED_MAX]]
+    replies = pipelined(client, [*calls, *weighing])
+    states = [reply for reply in replies[: len(sample)] if isinstance(reply, int)]
+    moved = [reply for reply in replies if isinstance(reply, MovedError)]
+    if moved and not without_moved:
+        raise moved[0]
+    if sample and not states and not moved:
+        raise replies[0]
+    sizes = [reply for reply in replies[len(sample) :] if isinstance(reply, int)]
+    expired = info.get("expired_keys", 0) if isinstance(info, dict) else 0
+    return StateCounts(count, _scaled(states, count), _scaled(sizes, count), expired)
 
 
 def _scaled(sample: Sequence[int], keys: int) -> int:
@@ -352,36 +313,6 @@ def survey(topology: Topology, config: RedisConfig) -> RedisHealth:
     )
 
 
-_Reader = Callable[[Any], Any]
-# Our field: the server's name of it, and the function that converts its value.
-_FROM_INFO: Final[Mapping[str, tuple[str, _Reader]]] = {
-    "role": ("role", {"master": "primary", "slave": "replica"}.get),
-    "version": ("redis_version", str),
-    "uptime_seconds": ("uptime_in_seconds", int),
-    "loading": ("loading", bool),
-    "ops_per_second": ("instantaneous_ops_per_sec", int),
-    "used_memory_bytes": ("used_memory", int),
-    "maxmemory_bytes": ("maxmemory", int),
-    "maxmemory_policy": ("maxmemory_policy", str),
-    "evicted_keys": ("evicted_keys", int),
-    "aof_enabled": ("aof_enabled", bool),
-    "aof_last_write_ok": ("aof_last_write_status", "ok".__eq__),
-    "rdb_last_save_ok": ("rdb_last_bgsave_status", "ok".__eq__),
-    "link_up": ("master_link_status", "up".__eq__),
-    "cluster_enabled": ("cluster_enabled", bool),
-}
-_FROM_CONFIG: Final[Mapping[str, tuple[str, _Reader]]] = {
-    "aof_fsync": ("appendfsync", str),
-    "rdb_save_points": ("save", str),
-    "min_replicas_to_write": ("min-replicas-to-write", int),
-    "cluster_full_coverage": ("cluster-require-full-coverage", "yes".__eq__),
-}
-_FROM_CLUSTER: Final[Mapping[str, tuple[str, _Reader]]] = {
-    "cluster_state": ("cluster_state", str),
-    "cluster_slots_ok": ("cluster_slots_ok", int),
-}
-
-
 def _server_health(topology: Topology, address: Address, mode: Mode) -> ServerHealth:
     client: Any = topology.client(address)
     try:
@@ -415,29 +346,27 @@ def _query_server(client: redis.Redis, address: str, mode: Mode) -> ServerHealth
     server_time = _permitted(client, "TIME")
     between_ns = (before_ns + time.time_ns()) // 2
 
-    settings = [("CONFIG", "GET", name) for name, _ in _FROM_CONFIG.values()]
-    cluster = [("CLUSTER", "INFO")] if mode == "cluster" else []
-    info, keys, *replies = pipelined(client, [("INFO",), ("DBSIZE",), *settings, *cluster])
-    replies_of = {"TIME": server_time, "INFO": info, "DBSIZE": keys, "CONFIG GET": replies[0]}
-    if cluster:
-        replies_of["CLUSTER INFO"] = replies[-1]
-    unanswered = tuple(
-        name
-        for name, reply in replies_of.items()
-        if reply is None or isinstance(reply, ResponseError)
-    )
-    configured = {reply[0].decode(): reply[1].decode() for reply in replies if _is_setting(reply)}
+    commands: list[tuple[str, ...]] = [("INFO",), ("DBSIZE",), ("CONFIG", "GET", "appendfsync")]
+    commands += [("CLUSTER", "INFO")] if mode == "cluster" else []
+    names = (" ".join(each[:2]) for each in commands)
+    replies = dict(zip(names, pipelined(client, commands), strict=True))
+    asked = {"TIME": server_time, **replies}
+    keys, setting = replies["DBSIZE"], replies["CONFIG GET"]
     return ServerHealth(
         address,
         reachable=True,
         latency_ms=median(times_ns) / _NS_PER_MS,
-        latency_max_ms=max(times_ns) / _NS_PER_MS,
         clock_offset_ms=server_time and _offset_ms(server_time, between_ns),
         keys=None if isinstance(keys, ResponseError) else keys,
-        unanswered=unanswered,
-        **_from_info(info),
-        **_read(_FROM_CONFIG, configured),
-        **_read(_FROM_CLUSTER, _lines(replies[-1]) if cluster else {}),
+        # CONFIG GET returns a name and a value.
+        aof_fsync=setting[1].decode() if isinstance(setting, list) and len(setting) == 2 else None,
+        unanswered=tuple(
+            name
+            for name, reply in asked.items()
+            if reply is None or isinstance(reply, ResponseError)
+        ),
+        **_from_info(replies["INFO"]),
+        **facts_in("CLUSTER INFO", _lines(replies.get("CLUSTER INFO"))),
     )
 
 
@@ -484,11 +413,6 @@ def _offset_ms(server_time: tuple[int, int], ours_ns: int) -> float:
     return (seconds * NS_PER_SECOND + microseconds * 1_000 - ours_ns) / _NS_PER_MS
 
 
-def _is_setting(reply: object) -> bool:
-    """Return True for [name, value] of CONFIG GET; it is empty for an unknown setting."""
-    return isinstance(reply, list) and len(reply) == 2
-
-
 def _lines(reply: object) -> dict[str, str]:
     """Read CLUSTER INFO: a name, a colon and a value on each line."""
     if not isinstance(reply, bytes):
@@ -497,21 +421,10 @@ def _lines(reply: object) -> dict[str, str]:
     return {name: value for name, colon, value in pairs if colon}
 
 
-def _read(fields: Mapping[str, tuple[str, _Reader]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our fields, as far as the server returned valid values."""
-    found = {}
-    for field, (name, reader) in fields.items():
-        try:
-            found[field] = reader(facts[name])
-        except (LookupError, TypeError, ValueError):
-            continue
-    return found
-
-
 def _from_info(info: Any) -> dict[str, Any]:
     if not isinstance(info, dict):
         return {}
-    found = _read(_FROM_INFO, info)
+    found = facts_in("INFO", info)
     if "valkey_version" in info:
         # For old clients, Valkey reports a Redis version besides.
         found |= {"server": "valkey", "version": str(info["valkey_version"])}

@@ -17,9 +17,7 @@ No denial is cached: an accepted total may give room at any moment.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,7 +35,7 @@ from ratekeeper.core.model import (
     Limit,
     Limits,
 )
-from ratekeeper.core.steps import Ask, Steps, run, run_async
+from ratekeeper.core.steps import Ask, Steps, run_async
 from ratekeeper.decide.ledgers import BucketLedger, Ledger, LogLedger, WindowLedger
 from ratekeeper.decide.regional import (
     GROUPS,
@@ -64,8 +62,7 @@ from ratekeeper.decide.stores.redis.codec import (
     refill_per_us,
 )
 from ratekeeper.decide.stores.redis.config import Address, RedisConfig
-from ratekeeper.decide.stores.redis.connections import NotSent
-from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisDriver, ThreadDriver
+from ratekeeper.decide.stores.redis.driver import Links, RedisDriver
 from ratekeeper.decide.stores.redis.scripts import (
     REGIONAL_ACCEPT,
     REGIONAL_CHANGE,
@@ -106,7 +103,6 @@ _ALGORITHMS: Final = {kind: name for name, kind in _KINDS.items()}
 _MODES: Final[tuple[AcrossRegions, ...]] = ("exact", "eventual")
 _GATE_MODE, _GATE_FIRST, _GATE_STEP = 1, 3, 6
 # The payloads of a check are prepared for costs below this.
-_PREPARED_COSTS: Final = 16
 
 
 # ── Limits, states and replies ─────────────────────────────────────────────────────────────────
@@ -352,20 +348,6 @@ def _invalid(reply: object) -> StoreUnavailable:
     return StoreUnavailable(f"the server's reply is not one of the script: {show(reply)}")
 
 
-def _check_head(due: bytes, shares: bytes) -> bytes:
-    """Return the beginning of the payload of a check.
-
-    EVALSHA <sha> 3 <due> <shares> <state> <time> <gate> <cost>, up to the length of <state>.
-    """
-    return b"*9\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n3\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$" % (
-        REGIONAL_CHECK.sha,
-        len(due),
-        due,
-        len(shares),
-        shares,
-    )
-
-
 class _Keys:
     """The keys of a region in its Redis."""
 
@@ -374,12 +356,8 @@ class _Keys:
     def __init__(self, config: RedisConfig) -> None:
         prefix = config.prefix.encode()
         heads = [b"%b:{%%r%d}:" % (prefix, group) for group in range(GROUPS)]
-        # Of each group: the subjects that are due, the shares, the beginning of the states, and the
-        # beginning of the payload of a check.
-        self.groups = [
-            (head + b"due", head + b"shares", head, _check_head(head + b"due", head + b"shares"))
-            for head in heads
-        ]
+        # Of each group: the subjects that are due, the shares, and the beginning of the states.
+        self.groups = [(head + b"due", head + b"shares", head) for head in heads]
         self.leader = b"%b:{%%r}:leader" % prefix
         self.notes = b"%b:{%%r}:notes" % prefix
 
@@ -391,7 +369,7 @@ class _Keys:
         *arguments: bytes | int,
     ) -> ScriptCall:
         """Return a call on the states of some subjects of a group."""
-        due, shares, head, _ = self.groups[group]
+        due, shares, head = self.groups[group]
         states = [head + member for member in members]
         return ScriptCall(script, due, arguments, (shares, *states))
 
@@ -419,8 +397,6 @@ class _GlobalRule:
         "_hash",
         "_number",
         "_rule",
-        "_tail",
-        "_tails",
         "limits",
         "now",
     )
@@ -443,19 +419,12 @@ class _GlobalRule:
         self._number = number.encode() + b":"
         # The hash of SubjectKey.group, as far as the rule goes.
         self._hash = blake2b(SubjectKey(number, "").group_text.encode(), digest_size=2)
-        # The end of a check's payload: no time, the gate, and the cost.
-        self._tail = b"\r\n$0\r\n\r\n$%d\r\n%b\r\n$" % (len(self._encoded), self._encoded)
-        self._tails = [self._tail_of(cost) for cost in range(_PREPARED_COSTS)]
-
-    def _tail_of(self, cost: int) -> bytes:
-        digits = b"%d" % cost
-        return b"%b%d\r\n%b\r\n" % (self._tail, len(digits), digits)
 
     def keys_of(self, subject: str) -> tuple[bytes, bytes, bytes]:
         """Return the subjects that are due, the shares, and the state of the subject."""
         name, hashed = subject.encode(), self._hash.copy()
         hashed.update(name)
-        due, shares, head, _ = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
+        due, shares, head = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
         return due, shares, b"%b%b%b" % (head, self._number, name)
 
     def call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
@@ -463,18 +432,11 @@ class _GlobalRule:
         due, shares, state = self.keys_of(subject)
         return ScriptCall(script, due, (self.now(), self._encoded, *arguments), (shares, state))
 
-    def check_payload(self, subject: str, cost: int) -> tuple[bytes, bytes]:
-        """Return the key and the bytes of a check."""
-        if self.now() != SERVER_TIME:
-            call = self.call(REGIONAL_CHECK, subject, cost)
-            return call.key, call.by_sha()
-        # As `keys_of`, with the bytes of the group's own keys.
-        name, hashed = subject.encode(), self._hash.copy()
-        hashed.update(name)
-        due, _, head, start = self._groups[int.from_bytes(hashed.digest()) % GROUPS]
-        state = b"%b%b%b" % (head, self._number, name)
-        tail = self._tails[cost] if cost < _PREPARED_COSTS else self._tail_of(cost)
-        return due, b"%b%d\r\n%b%b" % (start, len(state), state, tail)
+    def checking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
+        """Charge a request, if it has room."""
+        call = self.call(REGIONAL_CHECK, subject, cost)
+        reply = yield from driver.running(call)
+        return self.decision(subject, reply, cost, spend=True)
 
     def peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
         """Decide a request, but charge nothing."""
@@ -569,92 +531,35 @@ class _GlobalRule:
 class RedisGlobalCounter(GlobalCounter):
     """One global rule's limits on Redis."""
 
-    __slots__ = (
-        "_driver",
-        "_driver_of_loop",
-        "_rule",
-        "_servers",
-        "_threads",
-        "limits",
-    )
+    __slots__ = ("_links", "_rule", "limits")
 
-    def __init__(
-        self,
-        rule: _GlobalRule,
-        threads: ThreadDriver,
-        driver_of_loop: Callable[[], AsyncioDriver],
-    ) -> None:
+    def __init__(self, rule: _GlobalRule, links: Links) -> None:
         self.limits = rule.limits
         self._rule = rule
-        self._threads = threads
-        self._servers = threads.servers
-        self._driver_of_loop = driver_of_loop
-        self._driver: AsyncioDriver | None = None
+        self._links = links
 
     def fast_check(self, fallback: Callable[..., Decision]) -> None:
         """Return None: the server decides."""
 
     def check(self, subject: str, cost: int) -> Ask:
         """Spend `cost` units if every limit has room for this region. One round trip."""
-        return Ask(self._check, self._check_async, subject, cost)
+        return self._links.ask(self._rule.checking, subject, cost)
 
     def peek(self, subject: str, cost: int) -> Ask:
         """Return the answer of `check`, with the remaining quota as it is now."""
-        return self._asking(self._rule.peeking, subject, cost)
+        return self._links.ask(self._rule.peeking, subject, cost)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
         """Give units of this region back. The other regions learn it with the next report."""
-        return self._asking(self._rule.refunding, subject, units, charged_ns)
+        return self._links.ask(self._rule.refunding, subject, units, charged_ns)
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> Ask | None:
         """Add extra units in this region."""
-        return self._asking(self._rule.granting, subject, units, ttl_ns) if units else None
+        return self._links.ask(self._rule.granting, subject, units, ttl_ns) if units else None
 
     def reset(self, subject: str) -> Ask:
         """Forget the counts of the subject in this region."""
-        return self._asking(self._rule.resetting, subject)
-
-    def _asking(self, steps: Callable[..., Steps[Any]], *args: Any) -> Ask:
-        """Return the Ask of steps that begin with a driver."""
-        return Ask(self._in_thread, self._awaited, steps, *args)
-
-    def _in_thread(self, steps: Callable[..., Steps[Any]], *args: Any) -> Any:
-        return run(steps(self._threads, *args))
-
-    def _awaited(self, steps: Callable[..., Steps[Any]], *args: Any) -> Awaitable[Any]:
-        return run_async(steps(self._driver_of_loop(), *args))
-
-    def _check(self, subject: str, cost: int) -> Decision:
-        if self._servers.breakers.any_open:
-            self._servers.require_closed(self._rule.keys_of(subject)[0])
-        sent_ns = time.monotonic_ns()
-        try:
-            reply = self._threads.send(*self._rule.check_payload(subject, cost))
-        except NotSent as error:
-            reply = error
-        if type(reply) is not list:
-            call = self._rule.call(REGIONAL_CHECK, subject, cost)
-            due_ns = sent_ns + self._servers.config.deadline_ns
-            reply = self._threads.settle(call, due_ns, reply)
-        return self._rule.decision(subject, reply, cost, spend=True)
-
-    async def _check_async(self, subject: str, cost: int) -> Decision:
-        driver = self._driver
-        if driver is None or driver.loop is not asyncio.get_running_loop():
-            driver = self._driver = self._driver_of_loop()
-        servers = driver.servers
-        if servers.breakers.any_open:
-            servers.require_closed(self._rule.keys_of(subject)[0])
-        sent_ns = time.monotonic_ns()
-        try:
-            reply = await driver.send(*self._rule.check_payload(subject, cost))
-        except NotSent as error:
-            reply = error
-        if type(reply) is not list:
-            call = self._rule.call(REGIONAL_CHECK, subject, cost)
-            due_ns = sent_ns + servers.config.deadline_ns
-            reply = await driver.settle(call, due_ns, reply)
-        return self._rule.decision(subject, reply, cost, spend=True)
+        return self._links.ask(self._rule.resetting, subject)
 
 
 # ── The calls of a sync ────────────────────────────────────────────────────────────────────────
@@ -663,19 +568,12 @@ class RedisGlobalCounter(GlobalCounter):
 class RedisRegional:
     """The counts of one region in its Redis. See RegionalCounts for its methods."""
 
-    def __init__(
-        self,
-        config: RedisConfig,
-        clock: Clock,
-        threads: ThreadDriver,
-        driver_of_loop: Callable[[], AsyncioDriver],
-    ) -> None:
+    def __init__(self, config: RedisConfig, clock: Clock, links: Links) -> None:
         self._config = config
         self._clock = clock
         self._by_server_clock = type(clock) is SystemClock
         self._keys = _Keys(config)
-        self._threads = threads
-        self._driver_of_loop = driver_of_loop
+        self._links = links
         # The token that all groups have, of the lead that this object has taken last.
         self._fenced = 0
         self._sent_bytes = self._received_bytes = 0
@@ -694,7 +592,7 @@ class RedisRegional:
     ) -> RedisGlobalCounter:
         """Prepare a rule's limits."""
         found = self._rule_of(limits, rule, across)
-        return RedisGlobalCounter(found, self._threads, self._driver_of_loop)
+        return RedisGlobalCounter(found, self._links)
 
     async def _all(self, calls: Sequence[ScriptCall]) -> list[list[Any]]:
         """Return the replies to all calls. Raises StoreError if one fails."""
@@ -705,7 +603,7 @@ class RedisRegional:
         return replies
 
     async def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        replies = await run_async(self._driver_of_loop().running_all(calls))
+        replies = await run_async(self._links.of_loop().running_all(calls))
         self._sent_bytes += sum(each.size() for each in calls)
         self._received_bytes += _size(replies)
         return replies
@@ -857,7 +755,7 @@ class RedisRegional:
 
     def _server_groups(self) -> dict[Address, int]:
         """Return one group of keys for each server. Raises NotSent while they are unknown."""
-        servers = self._driver_of_loop().servers
+        servers = self._links.servers
         return {
             servers.address_of(servers.slot(due)): group
             for group, (due, *_) in enumerate(self._keys.groups)

@@ -1,24 +1,38 @@
 """The scripts that run inside Redis, and the calls of them.
 
-Each script is a `.lua` file behind the functions that it shares with others (`lua/arithmetic.lua`,
-`lua/state.lua`; for limits that regions share, `lua/regional.lua`). A server identifies a script
-by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
-scripts.
+Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
+(`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
+makes takes time. `CHANGE` does the other verbs. A server identifies a script by the SHA-1 of its
+text, so two versions of Ratekeeper on one server never run each other's scripts.
 
-The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
-there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
+`batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
+of one request. The groups are decided in order, and each of them alone: every charge of a group
+has room, or none is made. In a cluster, all keys of a call are in one slot.
 
-`RuleScripts` writes one rule's calls: which script, which key, which arguments. `CheckAttempt` is
-one check on its way: the call, and when it was made. Nothing here does I/O.
+- A charge that fails (its state has another type, is damaged or full) has an error as its reply,
+  and its group is not charged, unless the charge is `optional`. Other groups go on.
+- A group of one charge may stand for several equal `requests` in a row. The script admits as many
+  of them as have room.
+- `CHARGES_MAX` bounds the charges of a call, because a script holds up its server.
+
+`charge_replies` returns the reply of each charge in order: a list, or an error. The decoder of the
+charge's rule reads it: `check` or `peek` for one request, `checks_in_turn` for several. A charge
+that was allowed in a group that was not charged has the reply of an allowed check: the caller sees
+that another charge of the group denies or fails, and reads it with `peek`. With lease terms, the
+last `lease_numbers` of the reply are the lease, which `lease` reads.
+
+A single check is the same call with one charge and no time: the script `RuleScripts.script`
+with the keys, the gate and the cost. Its reply is that of the charge.
+
+`RuleScripts` writes one rule's calls: which script, which key, which arguments. Nothing here does
+I/O.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Final, NamedTuple, cast
@@ -27,35 +41,45 @@ from hiredis import pack_command
 
 from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, SystemClock
-from ratekeeper.core.model import UNITS_MAX, Decision, Limit
+from ratekeeper.core.model import UNITS_MAX, Limit
 from ratekeeper.decide.leasing import LeaseTerms, lifetime_ns
 from ratekeeper.decide.stores.redis.codec import (
+    KINDS,
+    LOG,
     NS_PER_US,
     BucketPlaces,
     Place,
     ReplyDecoder,
     encode_limits,
-    encode_numbers,
-    field_of,
+    encode_sequence,
 )
 from ratekeeper.decide.stores.redis.config import RedisConfig
 
 # The time argument of a script: microseconds from a test's clock, or SERVER_TIME.
 ScriptTime = bytes | int
 SERVER_TIME: Final = b""
-UNKNOWN_TIME: Final = b""
-_SERVER_NOW: Final = (SERVER_TIME, 0)
-_PEEK: Final = b"look"
-_SPEND: Final = b""
+SERVER_NOW: Final = (SERVER_TIME, 0)
+_LOOK: Final = b"look"
+# The verbs of lua/change.lua.
+_REFUND, _UNDO, _BACK, _LATE, _GRANT, _RESET = range(1, 7)
 # In Lua: no text of a script contains such an operator between spaces, or a bracket beside one.
 # Two are left alone: a number before `..` would end in a point, and `- -` would begin a comment.
 _SPACED: Final = re.compile(
     rb" ?([=+*/<>~,%]+) ?|(?<![0-9]) (\.\.) | (-) (?!-)|(?<=[\])}]) (?=[a-z])| (?=[\[({#])"
 )
+_LOCALS: Final = re.compile(rb"\blocal (?:function )?([a-z_,]+)")
+# Local variables with the names of library functions.
+_LIBRARY: Final = frozenset((b"call", b"ceil", b"floor", b"function"))
+# A word outside a text.
+_WORD: Final = re.compile(rb"(?<!')\b\w+\b(?!')")
 # A line of a script that names numbers, all of them in capitals.
 _CONSTANTS: Final = re.compile(rb"^local ([A-Z_,]+)=([0-9,]+)\n", re.MULTILINE)
-# The payloads of a check are prepared for costs below this.
-_PREPARED_COSTS: Final = 16
+# The charges that one call may have: at about 3 us each, other calls wait 100 us for it.
+CHARGES_MAX: Final = 32
+# An amount is a cost below this, plus this times a code: see `batch_call`.
+_AMOUNT_CODES: Final = 2**31
+_COST_MAX: Final = _AMOUNT_CODES - 1  # above every capacity with a grant
+_TIME_MAX: Final = 2**52  # microseconds; 142 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +92,28 @@ class LuaScript:
     """What it replies with: an array or a number."""
 
 
-def _text_of(name: str) -> bytes:
+def _text_of(name: str, features: Sequence[str] = ()) -> bytes:
     """Return a Lua file without comments, indentation and spaces around operators.
 
-    A line `--@ name` stands for another file: functions that only one branch needs.
+    Lines between `--@ if feature` and `--@ end` are only in scripts with that feature. A line
+    `--@ name` stands for another file: functions that only one branch needs.
 
     A client that is not logged in may send at most 16 KiB in one argument. Redis closes the
     connection after a longer one, and the client would not see that it must log in (NOAUTH).
     """
     folder = files("ratekeeper.decide.stores.redis").joinpath("lua")
-    lines = [line.strip() for line in folder.joinpath(f"{name}.lua").read_bytes().splitlines()]
-    included = (_text_of(line[4:].decode()) if line[:4] == b"--@ " else line for line in lines)
-    code = (line.partition(b" -- ")[0] for line in included if line and line[:2] != b"--")
-    return b"\n".join(_SPACED.sub(rb"\1\2\3", line) for line in code)
+    kept, sections = [], [True]
+    for raw in folder.joinpath(f"{name}.lua").read_bytes().splitlines():
+        line = raw.strip()
+        if line == b"--@ end":
+            sections.pop()
+        elif line.startswith(b"--@ if "):
+            sections.append(line[7:].decode() in features)
+        elif line.startswith(b"--@ "):
+            kept.append(_text_of(line[4:].decode(), features))
+        elif line and all(sections) and line[:2] != b"--":
+            kept.append(_SPACED.sub(rb"\1\2\3", line.partition(b" -- ")[0]))
+    return b"\n".join(kept)
 
 
 def _without_constants(text: bytes) -> bytes:
@@ -89,37 +122,38 @@ def _without_constants(text: bytes) -> bytes:
     for found in _CONSTANTS.finditer(text):
         values.update(zip(found[1].split(b","), found[2].split(b","), strict=True))
     text = _CONSTANTS.sub(b"", text)
-    return re.sub(rb"\b[A-Z_]+\b", lambda name: values.get(name[0], name[0]), text)
+    return _WORD.sub(lambda name: values.get(name[0], name[0]), text)
 
 
-def _script_of(*parts: bytes, reply: type[list[object] | int] = int) -> LuaScript:
-    text = _without_constants(b"\n".join(parts))
+def _with_short_names(text: bytes) -> bytes:
+    """Return a script whose local variables have names of two or three characters.
+
+    A field of a table that has the name of a variable is renamed with it.
+    """
+    names = (name for found in _LOCALS.findall(text) for name in found.split(b","))
+    long = dict.fromkeys(name for name in names if len(name) > 3 and name not in _LIBRARY)
+    short = {name: b"v%x" % number for number, name in enumerate(long)}
+    return _WORD.sub(lambda name: short.get(name[0], name[0]), text)
+
+
+def _script_named(
+    *names: str, features: Sequence[str] | None = None, reply: type[list[object] | int] = int
+) -> LuaScript:
+    """Return the script of these files, one after the other."""
+    text = _without_constants(b"\n".join(_text_of(name, features or ()) for name in names))
+    if features is not None:
+        text = _with_short_names(text)
     # Redis identifies scripts by SHA-1; it protects no secret.
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode(), reply)
 
 
-def _script_named(*names: str, reply: type[list[object] | int] = int) -> LuaScript:
-    return _script_of(*map(_text_of, names), reply=reply)
-
-
-_STATE: Final = ("arithmetic", "state")
-CHECK: Final = _script_named(*_STATE, "holds", "check", reply=list)
-REFUND: Final = _script_named(*_STATE, "holds", "refund")
-GRANT: Final = _script_named(*_STATE, "grant")
-RESET: Final = _script_named(*_STATE, "holds", "reset")
-
-
-def _function_of(name: bytes, script: LuaScript) -> bytes:
-    return b"\n".join((b"local function %b(redis, KEYS, ARGV)" % name, script.text, b"end"))
-
-
-JOINT_CHECK: Final = _script_of(_function_of(b"check", CHECK), _text_of("joint"), reply=list)
-REPORT: Final = _script_of(
-    _function_of(b"check", CHECK),
-    _function_of(b"refund", REFUND),
-    _text_of("report"),
-    reply=list,
-)
+_COUNTS: Final = ("arithmetic", "state", "holds")
+_LOGS: Final = ("arithmetic", "state", "rings", "holds")
+_EVERYTHING: Final = ("logs", "leases")
+COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
+LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)
+LEASES: Final = _script_named(*_LOGS, "check", features=_EVERYTHING, reply=list)
+CHANGE: Final = _script_named(*_LOGS, "change", features=_EVERYTHING, reply=list)
 
 # Of limits that regions share.
 _CHECK: Final = ("arithmetic", "regional", "regional_check")
@@ -154,19 +188,18 @@ class ScriptCall:
 
     def by_sha(self) -> bytes:
         """Return the command that names the script."""
-        return pack("EVALSHA", self.script.sha, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVALSHA", self.script.sha, len(keys), *keys, *self.arguments)
 
     def by_text(self) -> bytes:
         """Return the command that contains the script, for a server that does not know it yet."""
-        return pack("EVAL", self.script.text, *self._keys_and_arguments())
+        keys = (self.key, *self.more_keys)
+        return pack("EVAL", self.script.text, len(keys), *keys, *self.arguments)
 
     def size(self) -> int:
         """Return about how many bytes the command has that names the script."""
         parts = (self.key, *self.more_keys, *self.arguments)
         return 80 + sum(6 + (len(each) if isinstance(each, bytes) else 8) for each in parts)
-
-    def _keys_and_arguments(self) -> tuple[bytes | int, ...]:
-        return (1 + len(self.more_keys), self.key, *self.more_keys, *self.arguments)
 
 
 class RuleScripts:
@@ -182,9 +215,8 @@ class RuleScripts:
         "decoder",
         "encoded",
         "field",
-        "middle",
         "place",
-        "tails",
+        "script",
     )
 
     place: Callable[[str], Place]
@@ -194,172 +226,122 @@ class RuleScripts:
         self, limits: tuple[Limit, ...], rule: str, config: RedisConfig, clock: Clock
     ) -> None:
         self.decoder = ReplyDecoder(limits, rule)
+        self.script = LOGS if LOG in map(KINDS.get, (each.algorithm for each in limits)) else COUNTS
         self._clock = clock
         self.by_server_clock = type(clock) is SystemClock
-        # In a subject's hash of logs, all logs that the rule has or ever had are in this field.
-        self.field = field_of(rule)
-        self.encoded = encode_limits(limits, rule)
+        self.field = rule.encode()
+        self.encoded = encode_limits(limits) + self.field
         self.place = BucketPlaces(limits, rule, config.prefix, config.hash_key).of
-        # Of a check's payload: the bytes between the key and the gate, and those after the gate.
-        # The gates of all subjects have the same length.
-        self.middle = b"\r\n$%d\r\n" % len(self.place("")[1])
-        self.tails = [self.tail(cost) for cost in range(_PREPARED_COSTS)]
-
-    @staticmethod
-    def tail(cost: int) -> bytes:
-        """Return the end of a check's payload: the cost."""
-        digits = b"%d" % cost
-        return b"\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
     def now(self) -> tuple[ScriptTime, int]:
         """Return the time argument of a script, and the caller's nanoseconds past it."""
         if self.by_server_clock and switches.clock is None:
-            return _SERVER_NOW
+            return SERVER_NOW
         now_ns = max(self._clock.now_ns(), 0)
         return now_ns // NS_PER_US, now_ns % NS_PER_US
 
+    def lease_arguments(self, terms: LeaseTerms, cost: int) -> tuple[int, int, int]:
+        """Return the units to lease, twice the nodes, and how long, in microseconds."""
+        lasts_us = lifetime_ns(self.decoder.limits, terms.lifetime_ns) // NS_PER_US
+        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and cost else 0
+        return wanted, 2 * terms.nodes, lasts_us
+
     def key(self, subject: str) -> bytes:
         """Return the key that the slot of a subject's states follows from."""
-        return self.place(subject)[0]
+        return self.place(subject)[0][0]
 
-    def _call(self, script: LuaScript, subject: str, *arguments: bytes | int) -> ScriptCall:
-        key, gate, logs = self.place(subject)
-        return ScriptCall(script, key, (gate, *arguments), (logs,) if logs else ())
+    def _changed(self, subject: str, verb: int, *numbers: int) -> ScriptCall:
+        return _change_call([self._change(subject, verb, *numbers)], self.now()[0])
+
+    def _change(self, subject: str, verb: int, *numbers: int) -> tuple[Place, bytes]:
+        return self.place(subject), encode_sequence((verb, *numbers))
+
+    def check_command(self, subject: str, cost: int) -> tuple[bytes, bytes]:
+        """Return the key and the command of `batch_call` for one check by the server's clock."""
+        keys, gate = self.place(subject)
+        cost = min(cost, _COST_MAX)
+        return keys[0], pack("EVALSHA", self.script.sha, len(keys), *keys, gate, cost)
 
     def peek(self, subject: str, cost: int, now: ScriptTime) -> ScriptCall:
         """Return the call that decides as `check` would, and spends nothing."""
-        return self._call(CHECK, subject, cost, now, _PEEK)
+        return batch_call([[ScriptCharge(self, subject, cost)]], now, spend=False)
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> ScriptCall:
         """Return the call that gives units back, charged at this time of the server's clock."""
-        charged: ScriptTime = (
-            UNKNOWN_TIME if charged_ns is None else max(charged_ns, 0) // NS_PER_US
-        )
-        return self._call(REFUND, subject, units, self.now()[0], charged)
+        charged = 0 if charged_ns is None else max(charged_ns, 0) // NS_PER_US + 1
+        return self._changed(subject, _REFUND, min(units, UNITS_MAX), charged)
 
     def undo(self, subject: str, reply: list[int], cost: int) -> ScriptCall:
         """Return the call that gives back exactly the units that a check took."""
-        spent = encode_numbers(self.decoder.spent(reply, cost))
-        return self._call(REFUND, subject, 0, self.now()[0], UNKNOWN_TIME, spent)
+        return self._changed(subject, _UNDO, *self.decoder.spent(reply, cost))
 
     def grant(self, subject: str, units: int, ttl_ns: int | None) -> ScriptCall:
         """Return the call that adds extra units."""
         # Rounded up: a grant never ends before the promised time.
-        ttl: bytes | int = b"" if ttl_ns is None else -(-ttl_ns // NS_PER_US)
-        return self._call(GRANT, subject, units, self.now()[0], ttl, UNITS_MAX)
+        ttl = 0 if ttl_ns is None else min(-(-ttl_ns // NS_PER_US), _TIME_MAX) + 1
+        return self._changed(subject, _GRANT, min(units, UNITS_MAX), ttl, UNITS_MAX)
 
     def reset(self, subject: str) -> ScriptCall:
         """Return the call that deletes what the subject spent and was granted."""
-        return self._call(RESET, subject, 0, self.now()[0])
+        return self._changed(subject, _RESET)
+
+    def report(self, report: ReportAttempt) -> tuple[Place, bytes]:
+        """Return the change of a report."""
+        verb = _LATE if report.is_late else _BACK
+        return self._change(report.subject, verb, min(report.units, UNITS_MAX), report.time_us)
 
 
-@lru_cache(maxsize=256)
-def _check_head(key_bytes: int) -> bytes:
-    """Return the payload of a check, EVALSHA <sha> 1 <key> <gate> <cost>, up to the key."""
-    return b"*6\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$1\r\n1\r\n$%d\r\n" % (CHECK.sha, key_bytes)
+class ScriptCharge(NamedTuple):
+    """One charge of a group; see `batch_call`."""
+
+    scripts: RuleScripts
+    subject: str
+    cost: int
+    optional: bool = False
+    """The others of its group are charged even if this one fails. A denial counts."""
+    requests: int = 1
+    """The equal requests in a row that this stands for; above 1 only if it is a group alone."""
+    terms: LeaseTerms | None = None
+    """The terms of a lease, for all charges of a call or for none. Then `requests` is 1."""
 
 
-# The checks that may be coalesced and that share a cached denial: scripts, subject and cost.
-CheckKey = tuple[RuleScripts, str, int]
-
-
-class CheckAttempt:
-    """One call of the check script: its subject, its cost and its time.
-
-    `count` checks of the same cost may go as one call. `mark` is the denial cache's mark at the
-    start: it shows whether a denial in the reply is still up to date.
-    """
-
-    __slots__ = (
-        "cost",
-        "count",
-        "early_ns",
-        "gate",
-        "key",
-        "logs",
-        "mark",
-        "now",
-        "scripts",
-        "sent_ns",
-        "subject",
-        "terms",
-    )
-
-    def __init__(
-        self,
-        check: CheckKey,
-        mark: int,
-        count: int = 1,
-        moment: tuple[ScriptTime, int] | None = None,
-        terms: LeaseTerms | None = None,
-    ) -> None:
-        """`moment` is the time of several checks that are decided together.
-
-        With `terms`, the check leases units.
-        """
-        scripts, self.subject, self.cost = self.scripts, _, _ = check
-        if moment is not None:
-            self.now, self.early_ns = moment
-        elif scripts.by_server_clock and switches.clock is None:
-            self.now, self.early_ns = _SERVER_NOW
-        else:
-            self.now, self.early_ns = scripts.now()
-        self.mark = mark
-        self.count = count
-        self.terms = terms
-        self.key, self.gate, self.logs = scripts.place(self.subject)
-        self.sent_ns = time.monotonic_ns()
-
-    def payload(self) -> bytes:
-        """Return the bytes to send."""
-        cost = self.count * self.cost
-        if self.logs or self.now != SERVER_TIME:
-            return self.call().by_sha()
-        scripts, key = self.scripts, self.key
-        tail = scripts.tails[cost] if cost < _PREPARED_COSTS else scripts.tail(cost)
-        return b"".join((_check_head(len(key)), key, scripts.middle, self.gate, tail))
-
-    def call(self) -> ScriptCall:
-        """Return the call, to send it again after a refusal."""
-        arguments: tuple[bytes | int, ...] = (self.gate, self.count * self.cost, self.now)
-        if self.terms is not None:
-            arguments = (*arguments, _SPEND, *self._lease_arguments(self.terms))
-        return ScriptCall(CHECK, self.key, arguments, (self.logs,) if self.logs else ())
-
-    def lease_arguments(self) -> tuple[int, ...]:
-        """Return the further arguments of a check that leases; none without terms."""
-        return () if self.terms is None else self._lease_arguments(self.terms)
-
-    def _lease_arguments(self, terms: LeaseTerms) -> tuple[int, int, int]:
-        """Return the units to lease, twice the nodes, and how long, in microseconds."""
-        lasts_us = lifetime_ns(self.scripts.decoder.limits, terms.lifetime_ns) // NS_PER_US
-        wanted = min(terms.wanted, UNITS_MAX) if lasts_us and self.cost else 0
-        return wanted, 2 * terms.nodes, lasts_us
-
-    def decision(self, reply: list[int]) -> Decision:
-        """Return the decision in a reply to a single check. Raises CapacityError, StoreError."""
-        return self.scripts.decoder.check(reply, self.cost, self.early_ns)
-
-    def denied_with_others(self, reply: list[int]) -> Decision:
-        """Return the decision of a check that was not charged because another one denies."""
-        return self.scripts.decoder.peek(reply, self.cost, self.early_ns)
-
-
-def joint_call(
-    attempts: Sequence[CheckAttempt], optional: Sequence[bool], *, spend: bool
+def batch_call(
+    groups: Sequence[Sequence[ScriptCharge]], now: ScriptTime, *, spend: bool
 ) -> ScriptCall:
-    """Return the call that decides several checks of one slot, all or none.
+    """Return the call that decides groups of charges; in each of them, all are made or none.
 
-    `optional` says for each check whether the others are charged even if it fails.
+    `now` comes from `RuleScripts.now`. Without `spend`, the script only looks. In a cluster, all
+    subjects must be in one slot (`RuleScripts.key`).
     """
-    arguments: list[bytes | int] = [attempts[0].now, _SPEND if spend else _PEEK]
     keys: list[bytes] = []
-    for attempt, may_fail in zip(attempts, optional, strict=True):
-        keys += [attempt.key, attempt.logs or attempt.key]
-        arguments += [attempt.gate, attempt.cost, int(may_fail)]
-        if spend:
-            arguments += attempt.lease_arguments()
-    return ScriptCall(JOINT_CHECK, keys[0], tuple(arguments), tuple(keys[1:]))
+    arguments: list[bytes | int] = []
+    script = COUNTS
+    for group in groups:
+        for at, charge in enumerate(group):
+            of_charge, gate = charge.scripts.place(charge.subject)
+            keys += of_charge
+            if spend and charge.terms is not None:
+                script = LEASES
+                gate += encode_sequence(charge.scripts.lease_arguments(charge.terms, charge.cost))
+            elif script is COUNTS:
+                script = charge.scripts.script
+            code = (at > 0) + 2 * charge.optional + 4 * (charge.requests - 1)
+            arguments += [gate, min(charge.cost, _COST_MAX) + _AMOUNT_CODES * code]
+    if now != SERVER_TIME or not spend:
+        moment = b"%d" % now if isinstance(now, int) else now
+        arguments.append(moment if spend else _LOOK + moment)
+    return ScriptCall(script, keys[0], tuple(arguments), tuple(keys[1:]))
+
+
+def charge_replies(reply: object, charges: int) -> list[object]:
+    """Return the reply of each charge of a call, in order.
+
+    The reply of a call for one charge is that charge's. An error of the whole call, or a reply that
+    is no list of as many, is the reply of every charge.
+    """
+    if charges > 1 and type(reply) is list and len(reply) == charges:
+        return cast("list[object]", reply)
+    return [reply] * charges
 
 
 class ReportAttempt(NamedTuple):
@@ -375,10 +357,15 @@ class ReportAttempt(NamedTuple):
 
 def report_call(reports: Sequence[ReportAttempt], now: ScriptTime) -> ScriptCall:
     """Return the call for several reports whose keys are in one slot."""
+    return _change_call([each.scripts.report(each) for each in reports], now)
+
+
+def _change_call(changes: Sequence[tuple[Place, bytes]], now: ScriptTime) -> ScriptCall:
     keys: list[bytes] = []
-    arguments: list[bytes | int] = [now]
-    for scripts, subject, units, is_late, time_us in reports:
-        key, gate, logs = scripts.place(subject)
-        keys += [key, logs or key]
-        arguments += [gate, b"late" if is_late else b"back", min(units, UNITS_MAX), time_us]
-    return ScriptCall(REPORT, keys[0], tuple(arguments), tuple(keys[1:]))
+    arguments: list[bytes | int] = []
+    for (of_change, gate), change in changes:
+        keys += of_change
+        arguments += [gate, change]
+    if now != SERVER_TIME:
+        arguments.append(now)
+    return ScriptCall(CHANGE, keys[0], tuple(arguments), tuple(keys[1:]))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import weakref
-from collections.abc import Awaitable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Self, cast
 
 from ratekeeper.core.clock import Clock, SystemClock
 from ratekeeper.core.errors import StoreError, StoreUnavailable
-from ratekeeper.core.forks import after_fork, fork_safe
+from ratekeeper.core.forks import after_fork
 from ratekeeper.core.model import Consistency, Limit
-from ratekeeper.core.steps import Ask, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, asking
 from ratekeeper.decide.leasing import (
     NO_LEASE,
     LateCharge,
@@ -38,12 +35,13 @@ from ratekeeper.decide.stores.redis.cells import RedisCells
 from ratekeeper.decide.stores.redis.codec import NS_PER_US
 from ratekeeper.decide.stores.redis.config import RedisConfig
 from ratekeeper.decide.stores.redis.counters import (
-    JointCheck,
+    Leases,
     RedisCounter,
+    check_together,
     reporting,
 )
 from ratekeeper.decide.stores.redis.denial_cache import DenialCache
-from ratekeeper.decide.stores.redis.driver import AsyncioDriver, RedisServers, ThreadDriver
+from ratekeeper.decide.stores.redis.driver import Links, RedisDriver, RedisServers
 from ratekeeper.decide.stores.redis.health import (
     RedisHealth,
     count_states,
@@ -101,17 +99,11 @@ class RedisStore:
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
         self._clock = clock or SystemClock()
-        self._cache = DenialCache(config.denied_cache_ns)
         self._closed = False
-        self._lock = fork_safe(threading.Lock())
         self._servers = RedisServers(config)
-        self._threads = ThreadDriver(self._servers)
-        # The driver of each event loop. A loop that is garbage-collected takes its driver along.
-        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioDriver] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._regional = RedisRegional(config, self._clock, self._threads, self._driver_of_loop)
-        self._cells = RedisCells(config, self._clock, self._driver_of_loop)
+        self._links = links = Links(self._servers, DenialCache(config.denied_cache_ns))
+        self._regional = RedisRegional(config, self._clock, links)
+        self._cells = RedisCells(config, self._clock, links)
         # The workers of a server that loads the application before it forks would share one
         # socket, and read each other's replies.
         after_fork(self.forked)
@@ -128,22 +120,18 @@ class RedisStore:
         require_regional(across)
         self._require_open()
         scripts = RuleScripts(tuple(limits), rule, self.config, self._clock)
-        return RedisCounter(scripts, self._threads, self._driver_of_loop, self._cache)
+        return RedisCounter(scripts, self._links)
 
     def check_together(
         self, checks: Sequence[Charge], optional: Container[int] = ()
     ) -> list[Answer] | Ask:
         """Check several subjects; all pass or none is charged.
 
-        One round trip, in one atomic step. In a cluster two round trips; see JointCheck. If a round
-        trip fails, a subject may stay charged, never twice; see `docs/redis.md`. A caller on
-        asyncio that is cancelled has spent nothing.
+        One round trip, in one atomic step. In a cluster, the decider takes two; see counters.py. If
+        a round trip fails, a subject may stay charged, never twice; see `docs/redis.md`. A caller
+        on asyncio that is cancelled has spent nothing.
         """
-        if not checks:
-            return []
-        joint = self._joint_check(checks, optional)
-        answers = joint.decided_locally(self._servers)
-        return Ask(self._decide, self._shielded, joint) if answers is None else answers
+        return check_together(self._links, checks, optional) if checks else []
 
     def lease(
         self, checks: Sequence[LeaseCheck], optional: Container[int] = ()
@@ -152,76 +140,29 @@ class RedisStore:
 
         Round trips and errors are those of `check_together`.
         """
-        if not checks:
-            return []
-        joint = self._leased_check(checks, optional)
-        answers = joint.decided_locally(self._servers)
-        if answers is None:
-            return Ask(self._lease, self._lease_async, joint)
-        return _with_leases(answers, joint)
+        return asking(self._leasing, checks, optional) if checks else []
+
+    def _leasing(
+        self, checks: Sequence[LeaseCheck], optional: Container[int]
+    ) -> Steps[list[LeasedAnswer]]:
+        leases: Leases = {}
+        terms = {(_scripts_of(each).encoded, each.subject): each.terms for each in checks}
+        charges = [each[:3] for each in checks]
+        # Two checks of one counter: the lease of the first could deny the second.
+        how = (terms, leases) if len(terms) == len(checks) else ()
+        answers: list[Answer] = yield Call(check_together, self._links, charges, optional, *how)
+        return [
+            answer
+            if isinstance(answer, StoreError)
+            else (answer, leases.get((_scripts_of(each).encoded, each.subject), NO_LEASE))
+            for each, answer in zip(checks, answers, strict=True)
+        ]
 
     def report(self, reports: Sequence[Report]) -> list[Answer] | Ask:
         """Give units back and charge late: one batch of calls for each server."""
         if not reports:
             return []
-        attempts = [_attempt_of(each) for each in reports]
-        return Ask(self._report, self._report_async, attempts)
-
-    def _decide(self, joint: JointCheck) -> list[Answer]:
-        return run(joint.deciding(self._threads))
-
-    def _lease(self, joint: JointCheck) -> list[LeasedAnswer]:
-        return _with_leases(self._decide(joint), joint)
-
-    async def _lease_async(self, joint: JointCheck) -> list[LeasedAnswer]:
-        return _with_leases(await self._shielded(joint), joint)
-
-    def _report(self, attempts: Sequence[ReportAttempt]) -> list[Answer]:
-        return run(reporting(self._threads, self._cache, attempts))
-
-    def _report_async(self, attempts: Sequence[ReportAttempt]) -> Awaitable[list[Answer]]:
-        return run_async(reporting(self._driver_of_loop(), self._cache, attempts))
-
-    def _leased_check(self, checks: Sequence[LeaseCheck], optional: Container[int]) -> JointCheck:
-        parts = [
-            (cast("RedisCounter", check.counter).scripts, check.subject, check.cost)
-            for check in checks
-        ]
-        # Two checks of one counter: the lease of the first could deny the second.
-        once = len({(scripts.encoded, subject) for scripts, subject, _ in parts}) == len(parts)
-        terms = [check.terms for check in checks] if once else []
-        return JointCheck(parts, self._cache, optional, terms)
-
-    async def _shielded(self, joint: JointCheck) -> list[Answer]:
-        """Decide checks that go on if the caller is cancelled, because they must be undone then.
-
-        A call that was sent is charged even if its caller is cancelled.
-        """
-        driver = self._driver_of_loop()
-        deciding = asyncio.ensure_future(run_async(joint.deciding(driver)))
-        try:
-            return await asyncio.shield(deciding)
-        except asyncio.CancelledError:
-            joint.cancelled = True
-            if deciding.done() and not deciding.cancelled() and deciding.exception() is None:
-                await run_async(joint.undoing_late(driver))
-            raise
-
-    def _joint_check(self, checks: Sequence[Charge], optional: Container[int]) -> JointCheck:
-        own = cast("Sequence[tuple[RedisCounter, str, int]]", checks)  # counters of this store
-        parts = [(counter.scripts, subject, cost) for counter, subject, cost in own]
-        return JointCheck(parts, self._cache, optional)
-
-    def _driver_of_loop(self) -> AsyncioDriver:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            driver = self._drivers.get(loop)
-            if driver is None:
-                # The connections of a closed loop keep it alive, so drop it here.
-                for closed in [each for each in self._drivers if each.is_closed()]:
-                    del self._drivers[closed]
-                driver = self._drivers[loop] = AsyncioDriver(self._servers, loop, self._cache)
-            return driver
+        return self._links.ask(reporting, [_attempt_of(each) for each in reports])
 
     def _require_open(self) -> None:
         if self._closed:
@@ -240,8 +181,7 @@ class RedisStore:
         """
         self._require_open()
         forgotten = forget_states(self._servers.topology, self.config.prefix)
-        for subject in list(self._cache.subjects):
-            self._cache.drop_subject(subject)
+        self._links.cache.clear()
         return forgotten
 
     def stats(self) -> StoreStats:
@@ -276,15 +216,14 @@ class RedisStore:
         """Return the counters of this process since the store was opened. No round trip.
 
         `denied_cache_hits`  denials that the denial cache answered
-        `coalesced_checks`   checks that waited for a batch, in the current event loops
+        `coalesced_checks`   checks that shared a call with others, in the current event loops
         """
-        drivers = list(self._drivers.values())
-        coalesced = sum(driver.coalescer.coalesced for driver in drivers)
-        return {"denied_cache_hits": self._cache.hits, "coalesced_checks": coalesced}
+        links = self._links
+        return {"denied_cache_hits": links.cache.hits, "coalesced_checks": links.coalesced}
 
     def denied_by_rule(self) -> dict[str, int]:
         """Return the cache hits by rule; a denial by several rules counts for each of them."""
-        return dict(self._cache.by_rule)
+        return dict(self._links.cache.by_rule)
 
     def breakers(self) -> list[BreakerState]:
         """Return the breaker of each server that was called so far. No round trip."""
@@ -317,19 +256,10 @@ class RedisStore:
 
     def mark(self, subject: str, name: int, lasts_ns: int) -> Ask:
         """See Store.mark. One round trip. Raises StoreError."""
-        call = self._mark_call(subject, name, lasts_ns)
-        return Ask(self._mark, self._mark_async, call)
-
-    def _mark(self, call: ScriptCall) -> bool:
-        return bool(run(self._threads.running(call)))
-
-    async def _mark_async(self, call: ScriptCall) -> bool:
-        return bool(await run_async(self._driver_of_loop().running(call)))
-
-    def _mark_call(self, subject: str, name: int, lasts_ns: int) -> ScriptCall:
         self._require_open()
         key = f"{self.config.prefix}:settled:{{{subject}}}".encode()
-        return ScriptCall(MARKS, key, (name.to_bytes(8), lasts_ns // 1_000_000, MARKS_MAX))
+        call = ScriptCall(MARKS, key, (name.to_bytes(8), lasts_ns // 1_000_000, MARKS_MAX))
+        return self._links.ask(_marking, call)
 
     def publish(self, topic: str, text: str) -> None:
         """Send a message to all current subscribers of a topic, on channel `<prefix>:<topic>`.
@@ -377,37 +307,29 @@ class RedisStore:
     def close(self) -> None:
         """Close the connections of threads now, and those of event loops in their loops."""
         self._closed = True
-        self._cache.reset()
-        self._servers.close()
-        self._threads.close()
-        for loop, driver in list(self._drivers.items()):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(driver.close_soon)
+        self._links.close()
 
     async def aclose(self) -> None:
         """Close the store, and wait until this loop's connections are closed."""
-        driver = self._drivers.pop(asyncio.get_running_loop(), None)
-        self.close()
-        if driver is not None:
-            await driver.close()
+        self._closed = True
+        await self._links.aclose()
 
     def forked(self) -> None:
         """In a forked child: drop the parent's connections."""
-        self._cache.reset()
-        self._servers.forked()
-        self._threads.forked()
-        self._drivers.clear()
+        self._links.forked()
+
+
+def _marking(driver: RedisDriver, call: ScriptCall) -> Steps[bool]:
+    return bool((yield from driver.running(call)))
+
+
+def _scripts_of(check: LeaseCheck | Report) -> RuleScripts:
+    return cast("RedisCounter", check.counter).scripts
 
 
 def _attempt_of(report: Report) -> ReportAttempt:
     is_late = isinstance(report, LateCharge)
     time_ns = report.age_ns if isinstance(report, LateCharge) else report.ends_ns
-    scripts = cast("RedisCounter", report.counter).scripts
-    return ReportAttempt(scripts, report.subject, report.units, is_late, time_ns // NS_PER_US)
-
-
-def _with_leases(answers: list[Answer], joint: JointCheck) -> list[LeasedAnswer]:
-    return [
-        answer if isinstance(answer, StoreError) else (answer, joint.leases.get(at, NO_LEASE))
-        for at, answer in enumerate(answers)
-    ]
+    return ReportAttempt(
+        _scripts_of(report), report.subject, report.units, is_late, time_ns // NS_PER_US
+    )

@@ -1,14 +1,14 @@
--- Decide one request by all limits of a rule: every limit has room, or none is charged.
+-- Decide groups of charges, in order. All charges of a group have room, or none is made.
 --
--- ARGV[2]  the cost in units
--- ARGV[3]  the time in microseconds; absent or empty: the server's
--- ARGV[4]  'look': decide, but spend nothing
--- ARGV[5]  the units to lease with the check; ARGV[6]: twice the nodes; ARGV[7]: the microseconds that
---          the lease lasts. Or 'late', and ARGV[6] the age of units that were admitted already.
+-- KEYS  see open.lua
+-- ARGV  for each charge, the gate and the amount: cost + 2^31 * (1 if the charge is in the group of the
+--       charge before + 2 if it is optional + 4 * (equal requests - 1)).
+--       A last argument of its own: the time in microseconds, or empty for the server's; behind 'look'
+--       if nothing is to be spent
 --
--- The script decides whether to allow the request, and charges it. The client computes the other
+-- The script decides whether to allow a request, and charges it. The client computes the other
 -- fields of a decision (remaining units, time to retry) from the states before the check, with the
--- code that is the reference for every engine. So the reply is a flat array:
+-- code that is the reference for every engine. So the reply to a charge is a flat array:
 --
 --     the time, or -1 - the time when denied; then for each limit
 --     bucket, fixed   last, a                     last is -1 if there is no state
@@ -17,357 +17,354 @@
 --
 -- If any units are granted, each limit has two more numbers (units, end), and a log returns all its
 -- live times instead of the one. If any units are leased, each limit has four more: the units and the
--- end of both groups of holds; they count as live times of a log. With a lease, its units and its end
--- are last, and for each log the time that must expire for the same cost to fit once more; 0 if it
--- fits, or if units are granted.
+-- end of both groups of holds; they count as live times of a log.
 --
--- The loop puts each limit's state after the request into `held`. If one limit denies, `held` is not
--- written, so nothing changes. The usual path calls neither `max` nor `min`, which take 0.05 us.
+-- Of several equal requests, as many are admitted as have room, in one step. Their number is behind
+-- the states. If it is above 0 the reply allows. The time of a log is that of the first request that
+-- is denied.
+--
+-- A gate may have three more numbers: the units to lease with the check, twice the nodes, and the
+-- microseconds that the lease lasts. Then the units and the end of the lease are last in the reply,
+-- and for each log the time that must expire for the same cost to fit once more; 0 if it fits, or if
+-- units are granted.
+--
+-- A charge changes arrays and logs, which later charges of the call see. They are written after the
+-- last charge of the group has passed, and dropped otherwise. The usual path, of one limit without
+-- extras, calls neither `max` nor `min`, which take 0.05 us.
 
-local cost = tonumber(ARGV[2])
-local limits = (#gate - GATE_FIRST + 1) / GATE_STEP
+local look = #ARGV % 2 == 1 and string.sub(ARGV[#ARGV], 1, 4) == 'look'
 
--- `wanted` are the units to lease. `late` is the age of a late charge, which counts at its own time
--- and is not refused.
-local wanted, lease_room, lease_ends, late, late_charge
-local real_now = now
-if ARGV[5] == 'late' then
-    late, granted = tonumber(ARGV[6]), false
-    now = max(now - late, 0)
-
-    -- Return a state's amounts after the charge, and 0 if it does not count any more.
-    late_charge = function(g, at, a, b)
-        local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
-        local ago = at - fmod(at, window) - now + fmod(now, window)
-        if kind == BUCKET then
-            return max(a, min(a + cost * MICROS_PER_UNIT, capacity * MICROS_PER_UNIT)), b, cost
-        elseif kind == FIXED then
-            if ago ~= 0 or real_now - fmod(real_now, window) ~= now - fmod(now, window) then
-                return a, b, 0
-            end
-            return max(a, min(a + cost, capacity)), b, cost
-        elseif ago > window then
-            return a, b, 0
-        elseif ago == window then
-            return max(a, min(a + cost, capacity)), b, cost
-        end
-        return a, max(b, min(b + cost, capacity)), cost
+--@ if logs
+-- Return the time in a log that must expire for a cost to fit; 0 if it fits, or never does.
+local function blocking(ring, extra, cost)
+    local first, second, alive = 0, 0, size_of(ring) - ring.dead
+    if extra then -- as if they were times after all others
+        first = extra[4] > ring.oldest and extra[3] or 0
+        second = extra[6] > ring.oldest and extra[5] or 0
     end
-elseif ARGV[5] then
-    wanted = tonumber(ARGV[5])
-    lease_room, lease_ends = wanted, now + tonumber(ARGV[7])
+    local position = alive + first + second - ring.capacity + cost - 1
+    if position < 0 or cost > ring.capacity then
+        return 0
+    elseif position < alive then
+        return time_at(ring, ring.dead + position)
+    end
+    return position < alive + first and extra[4] or extra[6]
 end
+--@ end
 
-local answer, size, passes = {now}, 1, true
--- After a late charge, states are kept for two seconds, also if they are whole before: the next late
--- charge may be of a time at which they were not (see leasing.py).
-local need_us = late and late + 2000000 or 0
-local logs_us = need_us -- of logs that are in another hash
-local appends -- writes to logs
-local earlier = wanted and {} -- start, live times, all units that count; of each log
+-- Return the reply to a charge; if it passes, also the states to write.
+local function decide(charge)
+    local gate = {cmsgpack.unpack(ARGV[2 * charge - 1])}
+    local last_g, cost, requests = #gate, tonumber(ARGV[2 * charge]), 1
+    if cost >= AMOUNTS then
+        requests, cost = floor(cost / AMOUNTS / 4) + 1, cost % AMOUNTS
+    end
+    local leases = false
+--@ if leases
+    leases = last_g % GATE_STEP == 4
+    last_g = leases and last_g - 3 or last_g
+--@ end
+    local key, held, logs, extras
+    local strict = cost > 0 and not look
+    --@ open
+    local granted, holding, saved, rooms = false, false, nil, nil
+    if extras then
+        saved, rooms = {unpack(held or {})}, {}
+        for _, extra in pairs(extras) do
+            live_holds(extra, 0)
+            granted, holding = granted or extra[1] > 0, holding or extra[3] > 0
+        end
+    end
+--@ if leases
+    rooms = rooms or {}
+    local rewound = false
+--@ end
 
-for i = 0, limits - 1 do
-    local g = GATE_FIRST + i * GATE_STEP
-    local kind, id, capacity = gate[g + KIND], gate[g + ID], gate[g + CAPACITY]
-    local p
-    if in_place then
-        p, next_p = next_p, next_p + (id % 2 == 1 and 4 or 3)
-    elseif raw then
-        p = place(id)
-    end
-    local last, a, b, room, log, kept, dead = -1, 0, 0, capacity, nil, 0, 0
-    local wide = id % 2 == 1
-    if p then
-        last, a, b = held[1] - held[p + 1], held[p + 2], wide and held[p + 3] or 0
-    end
-    local at = last > now and last or now
-    answer[size + 1], answer[size + 2] = last, a
-    size = size + 2
-    if kind == BUCKET then
-        if p then
-            -- The refill is rounded down: a part of a millionth that is not refilled yet cannot be
-            -- spent. A full bucket is as new: its next step counts from now.
-            local full = gate[g + FULL]
-            if late then -- a higher limit may have admitted more than the capacity
-                full = 2 * a / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
-            elseif a > capacity * MICROS_PER_UNIT then
+    local answer, size, admitted, p = {now, 0, 0}, 1, requests, HELD_FIRST
+    for g = GATE_FIRST, last_g, GATE_STEP do
+        local kind, capacity, window = gate[g + KIND], gate[g + CAPACITY], gate[g + WINDOW]
+        local extra, last, a, at, room = extras and extras[g], nil, nil, nil, nil
+        if kind ~= LOG then
+            last, a = held[1] - held[p + 1], held[p + 2]
+            answer[size + 1], answer[size + 2] = last, a
+            size, at = size + 2, last > now and last or now
+        end
+        if kind == BUCKET then
+            -- A full bucket is as new: its next step counts from now.
+            if a > capacity * MICROS_PER_UNIT then
                 a = capacity * MICROS_PER_UNIT
             end
+            local elapsed = now - last
             at = last
-            local elapsed, stepped = now - last, last
             if elapsed > 0 then
-                if gate[g + STEP] > 1 then
-                    elapsed = elapsed - fmod(elapsed, gate[g + STEP])
-                end
-                stepped = last + elapsed
-                if elapsed < full then
+                elapsed = elapsed - elapsed % gate[g + STEP]
+                at = last + elapsed
+                if elapsed < gate[g + FULL] then
+                    -- Rounded down: a part of a millionth that is not refilled yet cannot be spent.
                     a = a - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
-                    at = last + elapsed
                 else
                     a = 0
                 end
-                if a <= 0 then
-                    a, at = 0, now
-                end
             end
-            if holding then
-                local level = level_with_holds(g, a, late)
-                if level > a then
-                    a, at = level, stepped
-                end
+            if extra then
+                a = max(a, level_with_holds(gate, g, extra, now))
+            end
+            if a <= 0 then
+                a, at = 0, last > now and last or now
             end
             room = floor((capacity * MICROS_PER_UNIT - a) / MICROS_PER_UNIT)
-        end
-    elseif kind == FIXED then
-        local window = gate[g + WINDOW]
-        if last - fmod(last, window) ~= at - fmod(at, window) then
-            a = 0
-        end
-        room = capacity - a
-    elseif kind == COUNTER then
-        size = size + 1
-        answer[size] = b
-        if p or late then
-            local window = gate[g + WINDOW]
-            at, a, b = rolled(window, last, a, b, real_now)
-            -- Rounded up: a request of the previous window counts until it has faded out entirely.
-            local faded, rest = multiply_divide(window - fmod(at, window), a, window)
-            room = capacity - b - faded - (rest > 0 and 1 or 0)
-        end
-    else
-        log = log_of(g)
-        b = p and b or gate[g + FULL] -- for a new log, the times per chunk
-        local per_chunk, alive, blocking = fmod(b, 1024), 0, granted and '' or 0
-        if wanted then
-            earlier[g] = {0, 0, 0, log = log}
-        end
-        if p then
-            kept = (b - per_chunk) / 1024
-            if kept == 0 then -- it has holds only
-                last, at, answer[size - 1] = -1, now, -1
-            end
-            alive, dead = log.split(at - gate[g + WINDOW], last, a, kept, per_chunk)
-            local u1, t1, u2, t2 = 0, 0, 0, 0
-            if holding then -- as if they were times after all others
-                u1, t1, u2, t2 = holds_of(id)
-                u1 = t1 > at - gate[g + WINDOW] and u1 or 0
-                u2 = t2 > at - gate[g + WINDOW] and u2 or 0
-            end
-            local all = alive + u1 + u2
-            room = capacity - all
-            if granted then
-                blocking = log.times(a + dead, alive, per_chunk)
-            elseif cost > room and cost <= capacity then
-                local number = all - capacity + cost - 1
-                if number < alive then
-                    blocking = log.time_at(per_chunk, a + dead + number)
-                else
-                    blocking = number < alive + u1 and t1 or t2
-                end
-            end
-            if wanted then
-                earlier[g] = {a + dead, alive, all, log = log}
-            end
-            alive = granted and alive or all
-        end
-        answer[size], answer[size + 1] = alive, blocking
-        size = size + 1
-    end
-    if room < 0 then
-        room = 0
-    end
-
-    local own, free = cost, room
-    if granted then
-        local q = place(-id)
-        local units, ends = 0, 0
-        if q then
-            units, ends = held[q + 2], held[q + 3]
-        end
-        answer[size + 1], answer[size + 2] = units, ends
-        size = size + 2
-        if q and now < ends then
-            -- Used only for units that the limit itself has no room for.
-            own = min(cost, room)
-            room = room + units
-            held[q + 2] = units - (cost - own)
-            need_us = max(need_us, ends - now)
-        end
-        if q and (now >= ends or held[q + 2] == 0) then
-            dropped = dropped or {}
-            dropped[q] = true
-        end
-    end
-    if holding then
-        answer[size + 1], answer[size + 2], answer[size + 3], answer[size + 4] = holds_of(id)
-        size = size + 4
-    end
-    passes = late or passes and cost <= room
-
-    if own > 0 and passes then
-        local added -- times that a log gets before those of this check
-        if holding then
-            if kind == LOG then
-                added = ended_holds(id, at, at - gate[g + WINDOW])
-                if wanted then
-                    earlier[g].ended = added
-                end
-            end
-            live_holds(id, max(now, last))
-        end
-        if late and kind ~= LOG then
-            a, b, own = late_charge(g, at, a, b)
-        elseif kind == BUCKET then
-            a = a + own * MICROS_PER_UNIT
         elseif kind == FIXED then
-            a = a + own
+            if last - last % window ~= at - at % window then
+                a = 0
+            end
+            room = capacity - a
         elseif kind == COUNTER then
-            b = b + own
-        else
-            local per_chunk, oldest, older = fmod(b, 1024), a, 0
-            for number = 1, added and #added or 0 do
-                older = older + added[number][2]
-            end
-            if late then
-                -- Beside the holds, a log has at most as many times as its limit, or as before: the
-                -- newest.
-                local u1, _, u2 = holds_of(id)
-                local most = max(capacity - u1 - u2, 0)
-                own = min(own, most)
-                local excess = min(max(kept - dead + older + own - most, 0), own)
-                local cut = min(excess, kept - dead)
-                dead, excess = dead + cut, excess - cut
-                for number = 1, added and #added or 0 do
-                    local each = added[number]
-                    cut = min(excess, each[2])
-                    each[2], older, excess = each[2] - cut, older - cut, excess - cut
-                end
-            end
-            a = dead < kept and oldest + dead or 0
-            b = (kept - dead + older + own) * 1024 + per_chunk
-            local position = a + kept - dead
-            appends = appends or {}
-            appends[#appends + 1] = function()
-                if dead > 0 then
-                    local last_dropped = floor((oldest + dead) / per_chunk)
-                    log.drop(floor(oldest / per_chunk), last_dropped - (dead < kept and 1 or 0))
-                end
-                for number = 1, added and #added or 0 do
-                    log.append(per_chunk, position, added[number][1], added[number][2])
-                    position = position + added[number][2]
-                end
-                log.append(per_chunk, position, at, own)
-            end
-        end
-        if own > 0 or kind == LOG then
-            if not p and held[NUMBERS_MAX] then
-                error('CROWDED')
-            end
-            p = p or #held + 1
-            held[p], held[p + 1], held[p + 2] = id, held[1] - at, a
-            if wide then
+            local b = held[p + 3]
+            size = size + 1
+            answer[size] = b
+            a, b = rolled(window, last, a, b, at)
+            -- Rounded up: a request of the previous window counts until it has faded out entirely.
+            local faded, rest = multiply_divide(window - at % window, a, window)
+            room = capacity - b - faded - (rest > 0 and 1 or 0)
+            if cost > 0 then
                 held[p + 3] = b
             end
         end
-    end
-    if wanted then
-        lease_room = min(lease_room, floor((free - own) / tonumber(ARGV[6])))
-        if kind == FIXED or kind == COUNTER then
-            lease_ends = min(lease_ends, at - fmod(at, gate[g + WINDOW]) + gate[g + WINDOW])
-        end
-        if last > now then -- the clock was set back
-            lease_room = 0
-        end
-    end
-    if passes and p then
-        -- Also if a grant has paid: the limit may be slower than the one that wrote the state.
-        local window = gate[g + WINDOW]
-        local need = at + window
-        if kind == BUCKET then
-            -- One step more: the bucket is full at the end of a step.
-            need = at + a / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
-        elseif kind ~= LOG then
-            need = at - fmod(at, window) + (kind == FIXED and window or 2 * window)
-        end
-        if holding and (kind == BUCKET or kind == LOG) then
-            local _, t1, _, t2 = holds_of(id)
-            local after = kind == BUCKET and gate[g + FULL] + gate[g + STEP] or window
-            need = max(need, max(t1, t2) + after)
-        end
-        if apart and kind == LOG then
-            logs_us = max(logs_us, need - now)
-        elseif need - now > need_us then
-            need_us = need - now
-        end
-    end
-end
-
-if wanted then
-    local LEASE_MIN = 20000
-    local leased = 0
-    if passes and lease_room > 0 and lease_ends - now >= LEASE_MIN then
-        leased = lease_room
-        for g = GATE_FIRST, #gate, GATE_STEP do
-            local kind, id = gate[g + KIND], gate[g + ID]
-            local p, after = place(id), gate[g + WINDOW]
-            local hold_ends = held_until(g, lease_ends)
-            add_hold(id, leased, hold_ends)
-            if kind == BUCKET then
-                held[p + 2] = held[p + 2] + leased * MICROS_PER_UNIT
-                after = hold_ends - lease_ends + gate[g + FULL] + gate[g + STEP]
-            elseif kind == FIXED then
-                held[p + 2] = held[p + 2] + leased
-            elseif kind == COUNTER then
-                held[p + 3] = held[p + 3] + leased
-                after = 2 * gate[g + WINDOW]
+        if kind ~= LOG then
+            if cost > 0 then
+                held[p + 1], held[p + 2] = held[1] - at, a
             end
-            need_us = max(need_us, lease_ends + after - now)
-        end
-    end
-    answer[size + 1], answer[size + 2] = leased, leased > 0 and lease_ends or 0
-    size = size + 2
-
-    for g = GATE_FIRST, #gate, GATE_STEP do
-        if gate[g + KIND] == LOG then
-            -- The log after the check has, in this order: its times, holds that have ended, the time of
-            -- the check, and the other holds.
-            local start, alive, all = unpack(earlier[g])
-            local number, blocking = all + cost + leased - gate[g + CAPACITY] + cost - 1, 0
-            if passes and not granted and leased < cost and number >= 0 then
-                local id, p = gate[g + ID], place(gate[g + ID])
-                local u1, t1, u2, t2 = holds_of(id)
-                local later = {}
-                for _, each in ipairs(earlier[g].ended or later) do
-                    later[#later + 1] = each
-                end
-                later[#later + 1] = {held[1] - held[p + 1], cost}
-                later[#later + 1] = {t1, u1}
-                later[#later + 1] = {t2, u2}
-                if number < alive then
-                    blocking = earlier[g].log.time_at(fmod(held[p + 3], 1024), start + number)
-                end
-                number = number - alive
-                for _, each in ipairs(later) do
-                    blocking = blocking == 0 and number < each[2] and each[1] or blocking
-                    number = number - each[2]
-                end
+            p = p + (kind == COUNTER and 4 or 3)
+--@ if logs
+        else
+            local ring = logs[g]
+            last = ring.last
+            ring.at = last > now and last or now
+            ring.oldest = ring.at - window
+            ring.dead = dead_of(ring, ring.oldest)
+            local alive = size_of(ring) - ring.dead
+            room = capacity - alive
+            for group = 3, extra and 5 or 0, 2 do
+                room = room - (extra[group + 1] > ring.oldest and extra[group] or 0)
             end
+            answer[size + 1], answer[size + 2], answer[size + 3] = last, capacity - room, 0
+            if granted then
+                answer[size + 2], answer[size + 3] = alive, times(ring, ring.dead, alive)
+            end
+            size = size + 3
+            ring.place = size
+--@ end
+        end
+        if room < 0 then
+            room = 0
+        end
+        if rooms then
+            rooms[g] = room
+        end
+--@ if leases
+        rewound = rewound or last > now
+--@ end
+        if granted then
+            answer[size + 1], answer[size + 2] = extra and extra[1] or 0, extra and extra[2] or 0
+            size = size + 2
+            room = room + (extra and now < extra[2] and extra[1] or 0)
+        end
+        for group = 3, holding and 6 or 0 do
             size = size + 1
-            answer[size] = blocking
+            answer[size] = extra and extra[group] or 0
         end
+        if cost * admitted > room then
+            admitted = floor(room / cost)
+        end
+    end
+
+    local units, need = admitted * cost, nil
+    local leased, lease_ends = 0, 0
+--@ if leases
+    if leases and units > 0 and not rewound then
+        leased, lease_ends = gate[last_g + 1], now + gate[last_g + 3]
+        for g = GATE_FIRST, last_g, GATE_STEP do
+            local room, window = rooms[g], gate[g + WINDOW]
+            leased = min(leased, floor((room - min(units, room)) / gate[last_g + 2]))
+            if gate[g + KIND] == FIXED or gate[g + KIND] == COUNTER then
+                lease_ends = min(lease_ends, now - now % window + window)
+            end
+        end
+        if leased <= 0 or lease_ends - now < LEASE_MIN then
+            leased, lease_ends = 0, 0
+        else
+            extras = extras or {}
+            for g = GATE_FIRST, last_g, GATE_STEP do
+                extras[g] = extras[g] or {0, 0, 0, 0, 0, 0}
+            end
+        end
+    end
+--@ end
+    if units > 0 then
+        need, p = now, HELD_FIRST
+        for g = GATE_FIRST, last_g, GATE_STEP do
+            local kind, window, extra, own = gate[g + KIND], gate[g + WINDOW], extras and extras[g], units
+            local ring = logs and logs[g]
+            if extra and rooms then
+                -- A grant is used only for units that the limit itself has no room for.
+                own = min(units, rooms[g])
+                extra[1] = now < extra[2] and extra[1] - units + own or 0
+            end
+--@ if logs
+            if ring then
+                if own > 0 then
+                    drop_oldest(ring, ring.dead)
+                    ring.dead = 0
+                    if extra then
+                        append_ended(ring, extra, ring.at)
+                        live_holds(extra, ring.at)
+                    end
+                    append(ring, ring.at, own)
+                end
+--@ if leases
+                if leased > 0 then
+                    add_hold(extra, leased, lease_ends)
+                end
+--@ end
+                ring.need, ring.extra = ring.at + window, extra
+                if extra then
+                    ring.need = needed_with(extra, ring.need, window)
+                end
+            end
+--@ end
+            if not ring then
+                if extra and own > 0 then
+                    live_holds(extra, max(now, held[1] - held[p + 1]))
+                end
+--@ if leases
+                if leased > 0 then
+                    add_hold(extra, leased, (held_until(gate, g, lease_ends)))
+                    own = own + leased
+                end
+--@ end
+                if own == 0 then -- as if the limit was not charged
+                    for number = p + 1, p + (kind == COUNTER and 3 or 2) do
+                        held[number] = saved[number]
+                    end
+                elseif kind == BUCKET then
+                    held[p + 2] = held[p + 2] + own * MICROS_PER_UNIT
+                elseif kind == FIXED then
+                    held[p + 2] = held[p + 2] + own
+                else
+                    held[p + 3] = held[p + 3] + own
+                end
+                local until_then = needed(gate, g, held, p, extra)
+                need, p = until_then > need and until_then or need, p + (kind == COUNTER and 4 or 3)
+            end
+        end
+        if extras and held then
+            held = complete(gate, held, extras)
+        end
+        if fields and key then
+            fields[gate[1]] = held
+        end
+    end
+    if requests > 1 then
+        size = size + 1
+        answer[size] = admitted
+    end
+--@ if leases
+    if leases then
+        answer[size + 1], answer[size + 2] = leased, lease_ends
+        size = size + 2
+    end
+--@ end
+--@ if logs
+    for g = GATE_FIRST, logs and last_g or 0, GATE_STEP do
+        local ring = logs[g]
+        if ring then
+            local extra, found = extras and extras[g], 0
+            if not granted and (leases or admitted < requests) then
+                found = blocking(ring, extra, cost)
+                if admitted < requests then
+                    answer[ring.place] = found
+                end
+            end
+--@ if leases
+            if leases then
+                size = size + 1
+                answer[size] = admitted > 0 and leased < cost and found or 0
+            end
+--@ end
+        end
+    end
+--@ end
+    if admitted == 0 then
+        answer[1] = -1 - now
+    end
+    return answer, need, key, gate[1], held, logs
+end
+
+local charges = floor(#ARGV / 2)
+if charges == 1 then
+    local answer, need, key, field, held, logs = decide(1)
+    if need and not look then
+        if key then
+            write(key, field, held, need)
+        end
+--@ if logs
+        for _, ring in pairs(logs or {}) do
+            save(ring)
+        end
+--@ end
+    end
+    return answer
+end
+
+local function code_of(charge)
+    return floor(tonumber(ARGV[2 * charge]) / AMOUNTS)
+end
+
+-- Decide the charges of a group; write their states if all of them pass. The bucket comes first,
+-- because a server without memory rejects the first write: then nothing changes.
+local function decide_group(first, last, answers)
+    local passes, staged = true, {}
+    fields = last > first and {} or nil
+    for charge = first, last do
+        local done, answer, need, key, field, held, logs = pcall(decide, charge)
+        if need then
+            staged[#staged + 1] = {key or false, field, held, need, logs}
+        end
+        passes = passes and (done and answer[1] >= 0 or not done and code_of(charge) % 4 >= 2)
+        answers[charge] = answer
+    end
+--@ if logs
+    if look or not passes then
+        rings = {}
+    end
+--@ end
+    for number = 1, passes and not look and #staged or 0 do
+        local states = staged[number]
+        if states[1] then
+            write(states[1], states[2], states[3], states[4])
+        end
+--@ if logs
+        for _, ring in pairs(states[5] or {}) do
+            save(ring)
+        end
+--@ end
     end
 end
 
-if not passes then
-    answer[1] = -1 - now
-elseif cost > 0 and ARGV[4] ~= 'look' then
-    -- This write comes first, because a server without memory rejects it: then nothing changes.
-    logs_us = (granted or wanted) and max(need_us, logs_us) or logs_us -- those are in both hashes
-    keep(dropped and without(held, dropped) or held, need_us, logs_us)
-    if appends then
-        for _, append in ipairs(appends) do
-            append()
-        end
+local answers, first = {}, 1
+while first <= charges do
+    local last = first
+    while last < charges and code_of(last + 1) % 2 == 1 do
+        last = last + 1
     end
+    local done, failure = pcall(decide_group, first, last, answers)
+--@ if logs
+    rings = done and rings or {}
+--@ end
+    for number = first, last do
+        local answer = failure or answers[number]
+        answers[number] = type(answer) == 'table' and answer or {err = 'ERR ' .. tostring(answer)}
+    end
+    first = last + 1
 end
-return answer
+return answers

@@ -1,10 +1,8 @@
--- Count the states in KEYS[1]: a bucket, a subject's logs, or a key of global limits. It only reads, and does not use state.lua,
--- which explains the fields: that reads one rule of one subject, and this all of them.
+-- Count the states in KEYS[1]: a bucket, a log, or a key of global limits. It only reads, and does not
+-- use state.lua, which explains the fields: that reads one rule of one subject, and this all of them.
 --
--- A key that ends in {%...}, without another % or }, is a bucket. In a hash of logs, a field that
--- begins with \1 is a chunk of a log, and one with \2 continues a rule's states. There may be many
--- long chunks, so only their names are read. In a bucket, a field that continues another has more than
--- 8 bytes. Of a long bucket, the first 1,000 fields are read.
+-- A key that ends in {%...}, without another % or }, is a bucket. A field that continues another has
+-- more than 8 bytes. Of a long bucket, the first 1,000 fields are read.
 
 local PIECE_BYTES, FIELDS_MAX = 64, 1000
 local key = KEYS[1]
@@ -17,19 +15,16 @@ if name then
     local numbers = done and {pcall(cmsgpack.unpack, gate)} or {}
     return numbers[1] and math.max(math.floor((#numbers - 3) / 6), 0) or 0
 end
-local in_bucket = string.find(key, '^[^{]*:{%%[^%%}]+}$')
+if not string.find(key, '^[^{]*:{%%[^%%}]+}$') then
+    return 1
+end
 local fields, states, read = redis.call('HKEYS', key), 0, 0
 for _, field in ipairs(fields) do
-    local first = string.byte(field)
-    local continues = first == 1 or first == 2
-    if in_bucket then
-        continues = #field > 8
-        read = read + 1
-        if read > FIELDS_MAX then
-            return math.floor(states * #fields / FIELDS_MAX)
-        end
+    read = read + 1
+    if read > FIELDS_MAX then
+        return math.floor(states * #fields / FIELDS_MAX)
     end
-    if not continues then
+    if #field == 8 then
         local raw, pieces = redis.call('HGET', key, field), 1
         while #raw == pieces * PIECE_BYTES do
             local more = redis.call('HGET', key, '\2' .. pieces .. ':' .. field)
@@ -38,13 +33,7 @@ for _, field in ipairs(fields) do
             end
             raw, pieces = raw .. more, pieces + 1
         end
-        local held, counted, p
-        if in_bucket then
-            held, p = {cmsgpack.unpack_limit(raw, 1000, 11)}, 2
-        else
-            held, p = cmsgpack.unpack(raw), 3
-        end
-        counted = {}
+        local held, counted, p = {cmsgpack.unpack_limit(raw, 1000, 11)}, {}, 2
         while held[p] do
             local id = held[p] -- negative: granted on top of the same limit, or leased of it
             local limit = math.abs(id) % 8589934592

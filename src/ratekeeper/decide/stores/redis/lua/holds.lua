@@ -1,126 +1,170 @@
--- Where the limits' states are in `held`; and the units that are leased.
+-- Grants and holds, and states in another order: what most checks do not meet.
 --
--- A lease is charged like any other units, and held besides: a hold of a bucket keeps the units from
--- being refilled, and a hold of a log keeps them in the window. Those of window counters are kept for
--- a reset. `algorithms/holds.py` explains the two groups. The functions are made only if there are
--- holds, or if units are leased or given back.
+-- Units that are granted or leased are numbers of a limit's *extra*: units and end of the grant, and of
+-- both groups of holds. A lease is charged like any other units, and held besides: a hold of a bucket
+-- keeps the units from being refilled, and a hold of a log keeps them in the window. Those of window
+-- counters are kept for a reset. `algorithms/holds.py` explains the two groups.
+--
+-- A script makes its functions each time it runs, and each costs about 0.05 us. So these are made by
+-- `meet_extras`, when there are any.
 
-local HOLD = 8589934592 -- 2^33
-local LEASE_MAX, LEASE_PART = 2000000, 10
+local arrange, complete, needed_with, live_holds, drained, level_with_holds
 
--- Usually the states are in the order of the gate, and there are no others.
-local in_place, granted, holding = raw, false, false
-local next_p = HELD_FIRST
-if raw then
-    for g = GATE_FIRST + ID, #gate, GATE_STEP do
-        in_place = in_place and held[next_p] == gate[g]
-        next_p = next_p + (gate[g] % 2 == 1 and 4 or 3)
+local function meet_extras()
+    -- Return how many numbers a state has.
+    local function width_of(id)
+        return (id < 0 or id % 2 == 1) and 4 or 3
     end
-    in_place = in_place and not held[next_p]
-    next_p = HELD_FIRST
-    if not in_place then
-        local p = HELD_FIRST
+
+    -- Return the array with the states of a gate first, in its order. An absent state has -1 as its last
+    -- time. Of each limit that has units granted or leased, `extras` gets their units and ends: of the
+    -- grant, and of both groups of holds. If the gate is to be charged, the field must have room.
+    arrange = function(gate, last, held, extras, strict)
+        local places, arranged, p = {}, held and {held[1], held[2], held[3]} or {now, 0, 0}, HELD_FIRST
+        while held and held[p] do
+            places[held[p]] = p
+            p = p + width_of(held[p])
+        end
+        local function take(id, width)
+            local q = places[id]
+            places[id] = nil
+            for number = 0, q and width - 1 or -1 do
+                arranged[#arranged + 1] = held[q + number]
+            end
+            return q
+        end
+        for g = GATE_FIRST, last, GATE_STEP do
+            local id, kind = gate[g + ID], gate[g + KIND]
+            if kind ~= LOG and not take(id, kind == COUNTER and 4 or 3) then
+                if strict and held and held[NUMBERS_MAX] then
+                    error('CROWDED')
+                end
+                local size = #arranged
+                arranged[size + 1], arranged[size + 2], arranged[size + 3] = id, arranged[1] + 1, 0
+                arranged[size + 4] = kind == COUNTER and 0 or nil
+            end
+            for group = 0, kind ~= LOG and 2 or -1 do
+                local q = take(-id - group * HOLD, 0)
+                if q then
+                    extras[g] = extras[g] or {0, 0, 0, 0, 0, 0}
+                    extras[g][2 * group + 1], extras[g][2 * group + 2] = held[q + 2], held[q + 3]
+                end
+            end
+        end
+        p = HELD_FIRST
+        while held and held[p] do
+            local id = held[p]
+            local width = width_of(id)
+            if places[id] then
+                take(id, width)
+            end
+            p = p + width
+        end
+        return arranged
+    end
+
+    -- Return the array of a field to write: without the states that are absent, and with the extras.
+    complete = function(gate, held, extras)
+        local whole, p = {held[1], held[2], held[3]}, HELD_FIRST
         while held[p] do
-            granted = granted or (held[p] < 0 and held[p] > -HOLD)
-            holding = holding or held[p] <= -HOLD
-            p = p + ((held[p] < 0 or held[p] % 2 == 1) and 4 or 3)
+            local finish = p + width_of(held[p])
+            for q = p, held[p + 1] <= held[1] and finish - 1 or 0 do
+                whole[#whole + 1] = held[q]
+            end
+            p = finish
         end
-    end
-end
-
-local dropped -- places of grants and holds that have ended
-local holds_of, put_holds, live_holds, ended_holds, add_hold, held_until, level_with_holds
-if holding or ARGV[6] then
-    -- Return the units and the end of both groups; 0 where there is none.
-    holds_of = function(id)
-        local p, q = place(-id - HOLD), place(-id - 2 * HOLD)
-        local u1, t1 = p and held[p + 2] or 0, p and held[p + 3] or 0
-        local u2, t2 = q and held[q + 2] or 0, q and held[q + 3] or 0
-        if u1 == 0 then
-            return u2, t2, 0, 0
+        for g, extra in pairs(extras) do
+            for group = 0, gate[g + KIND] ~= LOG and 2 or -1 do
+                if extra[2 * group + 1] > 0 then
+                    local size = #whole
+                    whole[size + 1], whole[size + 2] = -gate[g + ID] - group * HOLD, 0
+                    whole[size + 3], whole[size + 4] = extra[2 * group + 1], extra[2 * group + 2]
+                end
+            end
         end
-        return u1, t1, u2, t2
+        return whole
     end
 
-    put_holds = function(id, ...)
-        local numbers = {...}
-        for group = 1, 2 do
-            local units, name = numbers[2 * group - 1], -id - group * HOLD
-            local p = place(name) or units > 0 and #held + 1
-            if p then
-                held[p], held[p + 1], held[p + 2], held[p + 3] = name, 0, units, numbers[2 * group]
-                dropped = dropped or {}
-                dropped[p] = units == 0 or nil
+    -- Return until when a state with its extra is needed. What is held needs `whole` more.
+    needed_with = function(extra, need, whole)
+        return max(need, extra[1] > 0 and extra[2] or 0, extra[3] > 0 and max(extra[4], extra[6]) + whole or 0)
+    end
+
+    -- Put the group that ends first in front, and drop the holds that have ended.
+    live_holds = function(extra, at)
+        if extra[3] == 0 or extra[4] <= at then
+            extra[3], extra[4], extra[5], extra[6] = extra[5], extra[6], 0, 0
+            if extra[4] <= at then
+                extra[3], extra[4] = 0, 0
             end
         end
     end
 
-    -- Drop the holds that have ended.
-    live_holds = function(id, at)
-        local u1, t1, u2, t2 = holds_of(id)
-        if t1 <= at then
-            u1, t1, u2, t2 = u2, t2, 0, 0
+    -- Return the level of a bucket at a time, and the end of its last step. The refill is rounded down: a
+    -- part of a millionth that is not refilled yet cannot be spent. After `full` it is 0.
+    drained = function(gate, g, last, level, full, at)
+        local elapsed = at - last
+        if elapsed <= 0 then
+            return level, last
         end
-        if t1 <= at then
-            u1, t1 = 0, 0
+        elapsed = elapsed - elapsed % gate[g + STEP]
+        if elapsed < full then
+            return level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR]), last + elapsed
         end
-        put_holds(id, u1, t1, u2, t2)
-        return u1, t1, u2, t2
+        return 0, last + elapsed
     end
 
-    -- Return the holds that ended by `at` and after `oldest`: {time, units} each.
-    ended_holds = function(id, at, oldest)
-        local found, numbers = {}, {holds_of(id)}
-        for i = 1, 3, 2 do
-            local units, ends = numbers[i], numbers[i + 1]
-            if units > 0 and ends > oldest and ends <= at then
-                found[#found + 1] = {ends, units}
-            end
-        end
-        return found
-    end
-
-    add_hold = function(id, units, ends)
-        local u1, t1, u2, t2 = live_holds(id, now)
-        if u1 == 0 or ends <= t1 then
-            put_holds(id, u1 + units, max(t1, ends), u2, t2)
-        else
-            put_holds(id, u1, t1, u2 + units, max(t2, ends))
-        end
-    end
-
-    -- Return until when the units of a lease are held, and until when they can be given back.
-    held_until = function(g, ends)
-        local kind, window = gate[g + KIND], gate[g + WINDOW]
-        local whole = kind == BUCKET and gate[g + FULL] or window
-        local until_back = ends + min(LEASE_MAX, floor(whole / LEASE_PART))
-        if kind == BUCKET then
-            return until_back, until_back
-        elseif kind == LOG then
-            return ends, ends + LEASE_MAX
-        end
-        return min(until_back, ends - 1 - fmod(ends - 1, window) + window), until_back
-    end
-
-    -- Return the level of a bucket: its own, or that of a hold if it is higher. That of a late charge
-    -- may be above the capacity: see check.lua.
-    level_with_holds = function(g, a, late)
-        local u1, t1, u2, t2 = holds_of(gate[g + ID])
-        for group = 1, 2 do
-            local units, full = group == 1 and u1 + u2 or u2, gate[g + FULL]
+    -- Return the level of the higher hold of a bucket. That of a late charge may be above the capacity:
+    -- a higher limit may have admitted more.
+    level_with_holds = function(gate, g, extra, at, late)
+        local highest = 0
+        for group = 3, 5, 2 do
+            local units, full = group == 3 and extra[3] + extra[5] or extra[5], gate[g + FULL]
             local level = (late and units or min(units, gate[g + CAPACITY])) * MICROS_PER_UNIT
             if late then
                 full = 2 * level / gate[g + NUMERATOR] * gate[g + DENOMINATOR]
             end
-            local elapsed = now - (group == 1 and t1 or t2)
-            if elapsed > 0 then
-                elapsed = elapsed - fmod(elapsed, gate[g + STEP])
-                level = elapsed < full
-                    and level - multiply_divide(elapsed, gate[g + NUMERATOR], gate[g + DENOMINATOR])
-                    or 0
-            end
-            a = max(a, level)
+            highest = max(highest, (drained(gate, g, extra[group + 1], level, full, at)))
         end
-        return a
+        return highest
     end
+end
+
+--@ if leases
+meet_extras()
+local LEASE_MIN, LEASE_MAX, LEASE_PART = 20000, 2000000, 10
+
+local function add_hold(extra, units, ends)
+    live_holds(extra, now)
+    local group = (extra[3] == 0 or ends <= extra[4]) and 3 or 5
+    extra[group], extra[group + 1] = extra[group] + units, max(extra[group + 1], ends)
+end
+
+-- Return until when the units of a lease are held, and until when they can be given back.
+local function held_until(gate, g, ends)
+    local kind, window = gate[g + KIND], gate[g + WINDOW]
+    local whole = kind == BUCKET and gate[g + FULL] or window
+    local until_back = ends + min(LEASE_MAX, floor(whole / LEASE_PART))
+    if kind == BUCKET then
+        return until_back, until_back
+    elseif kind == LOG then
+        return ends, ends + LEASE_MAX
+    end
+    return min(until_back, ends - 1 - (ends - 1) % window + window), until_back
+end
+--@ end
+
+-- Return until when a state is needed, also if the limit is slower than the one that wrote it.
+local function needed(gate, g, held, p, extra)
+    local kind, window, at, need = gate[g + KIND], gate[g + WINDOW], held[1] - held[p + 1], nil
+    if kind == BUCKET then
+        -- One step more: the bucket is full at the end of a step.
+        need = at + held[p + 2] / gate[g + NUMERATOR] * gate[g + DENOMINATOR] + gate[g + STEP] - 1
+    else
+        need = at - at % window + (kind == FIXED and window or 2 * window)
+    end
+    if extra then
+        return needed_with(extra, need, kind == BUCKET and gate[g + FULL] + gate[g + STEP] or 2 * window)
+    end
+    return need
 end

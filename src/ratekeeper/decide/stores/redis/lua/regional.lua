@@ -75,7 +75,7 @@ local function bring(gate, g, ledger, at, n, d)
             return known, own
         end
         if gate[g + STEP] > 1 then
-            elapsed = elapsed - fmod(elapsed, gate[g + STEP])
+            elapsed = elapsed - (elapsed % gate[g + STEP])
         end
         -- Rounds down: neither a part of a step nor a part of a millionth can be spent.
         local drained = elapsed / gate[g + DENOMINATOR] * gate[g + NUMERATOR]

@@ -1,0 +1,163 @@
+-- Logs: each is a string of its own, a ring of the times of its units. `state.lua` is before it.
+--
+-- The key has the hash tag of the subject's bucket, so both are in one slot of a cluster. The string is
+--
+--     version   1 byte: 0, or 1 if units are granted or leased
+--     ends      the second when the log ends, in 4 bytes
+--     last      the newest time, in microseconds, in 7 bytes
+--     start, count, slots   3 bytes each: where the oldest time is, how many there are, and for how many
+--                           there is room
+--     a time in each slot, 7 bytes
+--     with version 1: units (4 bytes) and end (7) of the grant, and of both groups of holds
+--
+-- A ring that is full, or three quarters empty, is written anew, a quarter larger than its times. So its
+-- memory follows the times that are alive. The string is set as a whole then: Redis doubles the
+-- memory of a string that grows in place.
+
+local HEAD_BYTES, TIME_BYTES, MORE_BYTES = 21, 7, 33
+local rings = {}
+
+-- Return a log. `new` are packed times behind those that are stored.
+local function ring_of(key)
+    if rings[key] then
+        return rings[key]
+    end
+    local head = call('GETRANGE', key, 0, HEAD_BYTES - 1)
+    local ring = {key = key, new = '', ends = 0, last = -1, start = 0, count = 0, slots = 0}
+    if head ~= '' then
+        local version
+        version, ring.ends, ring.last, ring.start, ring.count, ring.slots =
+            struct.unpack('>I1I4I7I3I3I3', head)
+        if version > 1 then
+            error('LAYOUT')
+        end
+        if version == 1 then
+            local tail = HEAD_BYTES + ring.slots * TIME_BYTES
+            ring.extra =
+                {struct.unpack('>I4I7I4I7I4I7', call('GETRANGE', key, tail, tail + MORE_BYTES - 1))}
+        end
+        ring.last = ring.count > 0 and ring.last or -1
+    end
+    rings[key] = ring
+    return ring
+end
+
+local function size_of(ring)
+    return ring.count + #ring.new / TIME_BYTES
+end
+
+-- Return the packed times of some positions, counted from the oldest time.
+local function times(ring, from, count)
+    local packed, stored = '', max(min(count, ring.count - from), 0)
+    if stored > 0 then
+        local slot = (ring.start + from) % ring.slots
+        local first, at = min(stored, ring.slots - slot), HEAD_BYTES + slot * TIME_BYTES
+        packed = call('GETRANGE', ring.key, at, at + first * TIME_BYTES - 1)
+        if stored > first then
+            local finish = HEAD_BYTES + (stored - first) * TIME_BYTES - 1
+            packed = packed .. call('GETRANGE', ring.key, HEAD_BYTES, finish)
+        end
+    end
+    if count > stored then
+        local behind = from + stored - ring.count
+        packed = packed .. string.sub(ring.new, behind * TIME_BYTES + 1, (behind + count - stored) * TIME_BYTES)
+    end
+    return packed
+end
+
+local function time_at(ring, position)
+    return (struct.unpack('>I7', times(ring, position, 1)))
+end
+
+-- Return how many times are not after `oldest`. Usually they are few: the search begins at them.
+local function dead_of(ring, oldest)
+    local low, high = 0, size_of(ring)
+    if high == 0 or ring.last <= oldest then
+        return high
+    end
+    local all, probe = high, 0
+    while low < high do
+        if time_at(ring, probe) > oldest then
+            high = probe
+        else
+            low = probe + 1
+        end
+        probe = high == all and min(2 * low, high - 1) or floor((low + high) / 2)
+    end
+    return low
+end
+
+local function drop_oldest(ring, count)
+    local stored = min(count, ring.count)
+    ring.count = ring.count - stored
+    ring.start = ring.slots > 0 and (ring.start + stored) % ring.slots or 0
+    ring.new = string.sub(ring.new, (count - stored) * TIME_BYTES + 1)
+end
+
+local function append(ring, time, units)
+    if units > 0 then
+        ring.new, ring.last = ring.new .. string.rep(struct.pack('>I7', time), units), time
+    end
+end
+
+-- Append the units whose hold has ended by `at`, and that are after `ring.oldest`.
+local function append_ended(ring, extra, at)
+    for group = 3, 5, 2 do
+        if extra[group + 1] > ring.oldest and extra[group + 1] <= at then
+            append(ring, extra[group + 1], extra[group])
+        end
+    end
+end
+
+-- Remove all times from a position on, and put others there.
+local function replace_from(ring, position, packed)
+    local kept = max(position - ring.count, 0) * TIME_BYTES
+    ring.count, ring.new = min(ring.count, position), string.sub(ring.new, 1, kept) .. packed
+    local size = size_of(ring)
+    ring.last = size > 0 and time_at(ring, size - 1) or -1
+end
+
+-- Write a log that is needed until `ring.need`. A log has at least as many slots as it has times, and at
+-- most as many as its limit.
+local function save(ring)
+    local size, extra, need = size_of(ring), ring.extra, ring.need
+    local version, more = 0, ''
+    if extra and extra[1] + extra[3] + extra[5] > 0 then
+        version, more = 1, struct.pack('>I4I7I4I7I4I7', unpack(extra, 1, 6))
+    elseif size == 0 then
+        call('DEL', ring.key)
+        rings[ring.key] = nil
+        return
+    end
+    local before = ring.ends
+    local ends = need and need + 1000 > before * 1000000 and later(before, need) or before
+    ring.ends = min(ends, ENDS_MAX)
+    local anew = size > ring.slots or 4 * size < ring.slots - 16 or ring.slots == 0
+    if anew then
+        local packed = times(ring, 0, size)
+        ring.slots, ring.start = max(size, min(ring.capacity, ceil(size * 1.25) + 3)), 0
+        ring.new = packed .. string.rep('\0', (ring.slots - size) * TIME_BYTES)
+        ring.count = 0
+    end
+    local slot = ring.slots > 0 and (ring.start + ring.count) % ring.slots or 0
+    local head = struct.pack('>I1I4I7I3I3I3', version, ring.ends, max(ring.last, 0), ring.start, size, ring.slots)
+    if anew then
+        call('SET', ring.key, head .. ring.new .. more, 'KEEPTTL')
+    else
+        local first = min(#ring.new, (ring.slots - slot) * TIME_BYTES)
+        call('SETRANGE', ring.key, 0, head)
+        if first > 0 then
+            call('SETRANGE', ring.key, HEAD_BYTES + slot * TIME_BYTES, string.sub(ring.new, 1, first))
+        end
+        if #ring.new > first then
+            call('SETRANGE', ring.key, HEAD_BYTES, string.sub(ring.new, first + 1))
+        end
+        if version == 1 then
+            call('SETRANGE', ring.key, HEAD_BYTES + ring.slots * TIME_BYTES, more)
+        end
+    end
+    ring.count, ring.new = size, ''
+    if ends > before then
+        live_until(ring.key, ends)
+    end
+end
