@@ -30,6 +30,7 @@ from ratekeeper.core.model import (
     CheckResult,
     Decision,
     Request,
+    ResultKind,
     check_name,
     decision_with,
     units_of,
@@ -43,7 +44,7 @@ from ratekeeper.decide.store import Counter, Store
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
-from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, peeking_rule
+from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, new_result, peeking_rule
 from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -143,7 +144,8 @@ class LimiterVerbs:
         if self._own is None or switches.limiting_off:
             return CheckResult(decision, kind="unlimited")
         failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
-        return CheckResult(decision, self._own.applied, "unavailable" if failed else "limited")
+        kind: ResultKind = "unavailable" if failed else "limited"
+        return new_result(CheckResult, (decision, self._own.applied, kind, (), (), ()))
 
     def log_denial(self, key: Key | Request, decision: Decision) -> None:
         """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from hashlib import blake2b
 from http import HTTPMethod
 from pathlib import Path
@@ -39,54 +38,20 @@ from ratekeeper.web.requests import WebRequest
 LimitsSource = LimitsArgument | Callable[..., LimitsArgument | Awaitable[Any] | None]
 
 # The options that may be functions of the application.
-HOOKS: Final = (
-    *("limits", "key", "cost", "skip", "exempt_when", "on_limit", "on_unavailable", "count"),
-)
+HOOKS: Final = ("limits", "key", "cost", "skip", "on_limit", "on_unavailable", "count")
 METHODS: Final = tuple(method.value for method in HTTPMethod)
-
-
-class OptionArguments(TypedDict, total=False):
-    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`."""
-
-    rules: Rules | None
-    limiter: Limiter | AsyncLimiter | None
-    store: str | Store
-    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
-    trusted_proxies: Sequence[str]
-    key: KeySource | None
-    per_route: bool
-    cost: int | Callable[[WebRequest], Any]
-    skip: Callable[..., Any] | None
-    exempt_when: Callable[..., Any] | None
-    on_limit: Callable[[WebRequest, Denial], Any] | None
-    on_unavailable: Callable[[WebRequest, Denial], Any] | None
-    count: Callable[[int], Any] | None
-    style: Style
-    name: str
-    on_failure: FailurePolicy | None
-    local_fallback: LocalFallback | None
-    consistency: Consistency | None
-    fleet: Fleet | None
-    regions: Regions | None
-    scope: Scope | None
-    across_regions: AcrossRegions | None
-    clock: Clock | None
 
 
 class RouteArguments(TypedDict, total=False):
     """The keyword arguments of a route's own limits; see `EnforcerOptions`.
 
-    They are `key`, `cost`, `methods`, `skip`, `exempt_when`, `override_defaults`, `on_limit`,
-    `on_unavailable`, `count`, `on_failure`, `consistency`, `scope` and `across_regions`. All other
-    options apply to the whole application, and a route rejects them.
+    All other options apply to the whole application, and a route rejects them.
     """
 
     key: KeySource | None
     cost: int | Callable[[WebRequest], Any]
     methods: Collection[str] | None
     skip: Callable[..., Any] | None
-    exempt_when: Callable[..., Any] | None
-    override_defaults: bool
     on_limit: Callable[[WebRequest, Denial], Any] | None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
@@ -94,6 +59,26 @@ class RouteArguments(TypedDict, total=False):
     consistency: Consistency | None
     scope: Scope | None
     across_regions: AcrossRegions | None
+
+
+class OptionArguments(RouteArguments, total=False):
+    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`.
+
+    They include those of a route.
+    """
+
+    rules: Rules | None
+    limiter: Limiter | AsyncLimiter | None
+    store: str | Store
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
+    trusted_proxies: Sequence[str]
+    per_route: bool
+    style: Style
+    name: str
+    local_fallback: LocalFallback | None
+    fleet: Fleet | None
+    regions: Regions | None
+    clock: Clock | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,9 +107,7 @@ class EnforcerOptions:
     `per_route`        count each route separately.
     `cost`             units, or a function of the request.
     `skip`             a function of the request: if it returns true, the request is not counted.
-    `exempt_when`      another name of `skip`, which users of other libraries know.
-    `methods`          on a route: the HTTP methods that its limits count. GET includes HEAD.
-    `override_defaults`  on a route: its limits replace the `limits` of the application.
+    `methods`          the HTTP methods that the limits count; by default all. GET includes HEAD.
     `on_limit`         a function of the request and the Denial that returns the framework's
                        response to a request over its limit, or None for the default 429.
     `on_unavailable`   the same for a request that `on_failure="closed"` denied: the default is 503.
@@ -147,8 +130,6 @@ class EnforcerOptions:
     cost: int | Callable[[WebRequest], Any] = 1
     methods: Collection[str] | None = None
     skip: Callable[..., Any] | None = None
-    exempt_when: Callable[..., Any] | None = None
-    override_defaults: bool = False
     on_limit: Callable[[WebRequest, Denial], Any] | None = None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None = None
     count: Callable[[int], Any] | None = None
@@ -201,11 +182,8 @@ class EnforcerOptions:
 
     def _normalise(self) -> None:
         """Keep one form of each option that may be written in several; checks their types."""
-        if self.skip is not None and self.exempt_when is not None:
-            raise ConfigError("skip and exempt_when are two names of one option; give one of them")
-        for name in ("override_defaults", "per_route"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={show(getattr(self, name))} is not True or False")
+        if not isinstance(self.per_route, bool):
+            raise ConfigError(f"per_route={show(self.per_route)} is not True or False")
         changed: dict[str, Any] = {
             "methods": None if self.methods is None else methods_of(self.methods),
         }
@@ -214,7 +192,7 @@ class EnforcerOptions:
                 f"limits={show(self.limits)} is a class; give a rate such as "
                 f'"100/minute", a Limit, or a function that returns one'
             )
-        for name in ("limits", "key", "cost", "skip", "exempt_when"):
+        for name in ("limits", "key", "cost", "skip"):
             hook = getattr(self, name)
             if callable(hook):
                 changed[name] = with_request(hook)
@@ -293,13 +271,12 @@ class EnforcerOptions:
 
 
 # The options that are functions and nothing else.
-_FUNCTIONS: Final = ("skip", "exempt_when", "on_limit", "on_unavailable", "count")
+_FUNCTIONS: Final = ("skip", "on_limit", "on_unavailable", "count")
 _EXAMPLES: Final = {
     "limits": "for example limits=lambda request: '100/minute'",
     "key": "for example key=lambda request: request.header('X-API-Key')",
     "cost": "for example cost=lambda request: 2",
     "skip": "for example skip=lambda request: request.path == '/healthz'",
-    "exempt_when": "for example exempt_when=lambda request: request.path == '/healthz'",
     "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
     "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
     "count": "for example count=lambda status: status in (401, 403)",
@@ -367,25 +344,17 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if any(each.kind not in {each.KEYWORD_ONLY, each.VAR_KEYWORD} for each in parameters):
         return function
-    if kind_of(function) == "coroutine":
+    return _WithoutRequest(function)
 
-        @wraps(function)
-        async def called_async(_: WebRequest) -> Any:
-            return await function()
 
-        called: Callable[..., Any] = called_async
-    else:
+class _WithoutRequest:
+    """A function of the request that calls a function without parameters."""
 
-        @wraps(function)
-        def called_plainly(_: WebRequest) -> Any:
-            return function()
+    def __init__(self, func: Callable[[], Any]) -> None:
+        self.func = func  # as of a partial, so that `kind_of` and `name_of` see it
 
-        called = called_plainly
-    # Without this, `inspect.signature` would show the parameters of the function inside.
-    vars(called)["__signature__"] = inspect.Signature(
-        [inspect.Parameter("request", inspect.Parameter.POSITIONAL_ONLY)]
-    )
-    return called
+    def __call__(self, _: WebRequest, /) -> Any:
+        return self.func()
 
 
 def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
@@ -424,24 +393,9 @@ OPTION_NAMES: Final = ("limits", *OptionArguments.__annotations__)
 ROUTE_NAMES: Final = (*RouteArguments.__annotations__, "name")
 
 
-def check_option_names(
-    where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
-) -> None:
-    """Raise InvalidOption for names that are not options; it names `where` they are given."""
-    given = list(given)
-    if known is not ROUTE_NAMES:
-        for name in given:
-            if name in RouteArguments.__annotations__ and name not in known:
-                raise InvalidOption(
-                    f"{where} does not take {name}: that applies to a route; give it to the "
-                    f"route's limit(…), limited(…) or rate_limit(…)"
-                )
-    check_names(where, given, known)
-
-
 def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
     """Return the options of a whole application, which are given at `where`."""
-    check_option_names(where, given)
+    check_names(where, given, OPTION_NAMES)
     return EnforcerOptions(**given)
 
 
@@ -467,7 +421,7 @@ def route_options_of(
                 f"{function} does not take {name}: {applies}; give it to "
                 f"{application.format(name)}. The options of a route are {', '.join(own)}"
             )
-    check_option_names(function, given, own)
+    check_names(function, given, own)
     return EnforcerOptions(limits=limits, **given)
 
 
