@@ -83,29 +83,26 @@ _STATUSES: Final = (
 _FOR_CLASSES: Final = 'for a class write @method_decorator(rate_limit(…), name="dispatch")'
 
 
-class RateLimitExceeded(RatekeeperError):
+class _DeniedView(RatekeeperError):
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message)
+        self.denial = denial
+        """The denied request, as `on_limit` and `on_unavailable` get it."""
+
+
+class RateLimitExceeded(_DeniedView):
     """A view was denied by a limit. Raised if the middleware, which answers it, is installed."""
 
     status_code = 429
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message)
-        self.denial = denial
-        """The denied request, as `on_limit` gets it."""
 
-
-class LimiterUnavailable(RatekeeperError):
+class LimiterUnavailable(_DeniedView):
     """A view failed closed. Raised if the middleware, which answers it, is installed."""
 
     status_code = 503
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message)
-        self.denial = denial
-        """The denied request, as `on_unavailable` gets it."""
 
-
-_EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {
+_EXCEPTIONS: Final[dict[int, type[_DeniedView]]] = {
     429: RateLimitExceeded,
     503: LimiterUnavailable,
 }
@@ -138,7 +135,7 @@ class RateLimitMiddleware:
 
     def process_exception(self, request: Any, error: Exception) -> Any:
         """Answer a view that was denied, unless another middleware or a framework has done so."""
-        if isinstance(error, RateLimitExceeded | LimiterUnavailable):
+        if isinstance(error, _DeniedView):
             return _response_of(error.denial.answer)
         if hasattr(request, _HANDLES):
             delattr(request, _HANDLES)  # the view is over; a handler such as `handler404` follows

@@ -81,22 +81,21 @@ charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) o
 """The charge of the current request: the last one, so in a decorated view its own."""
 
 
-class RateLimitExceeded(TooManyRequests, RatekeeperError):
+class _Denied(RatekeeperError):
+    def __init__(self, denial: Denial) -> None:
+        # The next class is Werkzeug's.
+        response: Any = _response_of(denial.answer)
+        super().__init__(denial.message, response, denial.retry_after)
+        self.denial = denial
+        """The denied request, as `on_limit` and `on_unavailable` get it."""
+
+
+class RateLimitExceeded(_Denied, TooManyRequests):
     """A request was denied by a limit. Without an `errorhandler`, Flask sends the default 429."""
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
-        self.denial = denial
-        """The denied request, as `on_limit` gets it."""
 
-
-class LimiterUnavailable(ServiceUnavailable, RatekeeperError):
+class LimiterUnavailable(_Denied, ServiceUnavailable):
     """A request failed closed. Without an `errorhandler`, Flask sends the default 503."""
-
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
-        self.denial = denial
-        """The denied request, as `on_unavailable` gets it."""
 
 
 _EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {

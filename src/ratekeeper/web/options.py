@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from http import HTTPMethod
 from pathlib import Path
@@ -37,8 +37,38 @@ from ratekeeper.web.requests import WebRequest
 # The forms in which web integrations take limits: those of Limiter, or a function that returns one.
 LimitsSource = LimitsArgument | Callable[..., LimitsArgument | Awaitable[Any] | None]
 
-# The options that may be functions of the application.
-HOOKS: Final = ("limits", "key", "cost", "skip", "on_limit", "on_unavailable", "count")
+# The options that may be functions of the application: their arguments, and an example.
+HOOKS: Final = {
+    "limits": (("request",), "limits=lambda request: '100/minute'"),
+    "key": (("request",), "key=lambda request: request.header('X-API-Key')"),
+    "cost": (("request",), "cost=lambda request: 2"),
+    "skip": (("request",), "skip=lambda request: request.path == '/healthz'"),
+    "on_limit": (
+        ("request", "denial"),
+        "on_limit=lambda request, denial: Response(status_code=429)",
+    ),
+    "on_unavailable": (
+        ("request", "denial"),
+        "on_unavailable=lambda request, denial: Response('sorry', 503)",
+    ),
+    "count": (("status",), "count=lambda status: status in (401, 403)"),
+}
+# Those of them that are functions and nothing else.
+_FUNCTIONS: Final = ("skip", "on_limit", "on_unavailable", "count")
+# The options that a rule has itself.
+_OF_RULES: Final = {
+    "key": "each rule's `by` says what it counts, and "
+    'identify={"api_key": "header:X-API-Key"} reads it',
+    "consistency": "each rule has its own: {id: users, consistency: leased, …}",
+    "scope": "each rule has its own: {id: users, scope: global, …}",
+    "name": "a rule is named by its id",
+    "per_route": "each rule's `by` says what it counts",
+}
+# The options that a limiter has itself.
+_OF_LIMITERS: Final = (
+    *("store", "name", "per_route", "on_failure", "local_fallback", "consistency"),
+    *("fleet", "regions", "scope", "clock"),
+)
 METHODS: Final = tuple(method.value for method in HTTPMethod)
 
 
@@ -166,7 +196,9 @@ class EnforcerOptions:
         for name in _FUNCTIONS:
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
-                raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
+                raise ConfigError(
+                    f"{name}={show(hook)} is not a function; for example {HOOKS[name][1]}"
+                )
         self._normalise()
         for name in HOOKS:
             _check_parameters(name, getattr(self, name))
@@ -202,44 +234,26 @@ class EnforcerOptions:
     def _check_combination(self) -> None:
         if isinstance(self.identify, Identity) and self.trusted_proxies:
             raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
-        if self.limits is None:
-            self._check_without_limits()
-        if self.rules is not None and self.key is not None and not callable(self.key):
-            raise ConfigError(
-                f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
-                f'what it counts, and identify={{"api_key": "header:X-API-Key"}} reads it'
-            )
-        if self.rules is not None and self.consistency is not None:
-            raise ConfigError(
-                f"consistency={show(self.consistency)} applies to limits only; with rules, each "
-                f"rule has its own: {{id: users, consistency: leased, …}}"
-            )
-        if self.rules is not None and self.scope is not None:
-            raise ConfigError(
-                f"scope={show(self.scope)} applies to limits only; with rules, each rule has its "
-                f"own: {{id: users, scope: global, …}}"
-            )
-        if self.limiter is not None:
-            given = (self.store, self.on_failure, self.local_fallback, self.clock)
-            others = (self.consistency, self.fleet, self.regions, self.scope)
-            if given != ("memory://", None, None, None) or any(others):
+        for name, reason in _OF_RULES.items():
+            if self.rules is not None and self._has(name) and not callable(getattr(self, name)):
                 raise ConfigError(
-                    "the limiter that you pass already has a store, an on_failure, a "
-                    "local_fallback, a consistency, a fleet, regions, a scope and a clock; give "
-                    "them to the limiter"
+                    f"{name}={show(getattr(self, name))} applies to limits only; with rules, "
+                    f"{reason}"
                 )
+        given = [name for name in _OF_LIMITERS if self._has(name)]
+        if self.limiter is not None and given:
+            raise ConfigError(
+                f"the limiter that you pass has its own {' and '.join(given)}; set it there"
+            )
+        given = [name for name in ("name", "per_route") if self._has(name)]
+        if not self.has_limits and given:
+            raise ConfigError(
+                f"give {' and '.join(given)} only together with limits; for example "
+                f'limits="100/minute"'
+            )
 
-    def _check_without_limits(self) -> None:
-        given = [name for name in ("name", "per_route") if getattr(self, name)]
-        if not given:
-            return
-        if self.rules is not None:
-            reason = "a rule is named by its id, and its `by` says what it counts"
-        elif self.limiter is not None:
-            reason = "give name to the limiter that you pass; it decides what a key counts"
-        else:
-            reason = 'for example limits="100/minute"'
-        raise ConfigError(f"give {' and '.join(given)} only together with limits; {reason}")
+    def _has(self, name: str) -> bool:
+        return bool(getattr(self, name) != _DEFAULTS[name])
 
     @property
     def has_limits(self) -> bool:
@@ -270,25 +284,8 @@ class EnforcerOptions:
         return self
 
 
-# The options that are functions and nothing else.
-_FUNCTIONS: Final = ("skip", "on_limit", "on_unavailable", "count")
-_EXAMPLES: Final = {
-    "limits": "for example limits=lambda request: '100/minute'",
-    "key": "for example key=lambda request: request.header('X-API-Key')",
-    "cost": "for example cost=lambda request: 2",
-    "skip": "for example skip=lambda request: request.path == '/healthz'",
-    "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
-    "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
-    "count": "for example count=lambda status: status in (401, 403)",
-}
-
-
-# The arguments of a function in a call; those of all others are the request.
-_ARGUMENTS: Final = {
-    "on_limit": ("request", "denial"),
-    "on_unavailable": ("request", "denial"),
-    "count": ("status",),
-}
+# What an option is if it is not given.
+_DEFAULTS: Final = {each.name: each.default for each in fields(EnforcerOptions)}
 
 
 def _check_parameters(name: str, function: object) -> None:
@@ -299,13 +296,13 @@ def _check_parameters(name: str, function: object) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C
         return
-    arguments = _ARGUMENTS.get(name, ("request",))
+    arguments, example = HOOKS[name]
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
             f"{name}={name_of(function)} is called with ({', '.join(arguments)}), but its "
-            f"parameters are {signature}: {error}; {_EXAMPLES[name]}"
+            f"parameters are {signature}: {error}; for example {example}"
         ) from None
 
 
