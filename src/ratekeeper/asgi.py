@@ -122,8 +122,13 @@ class RateLimit:
                 # dependency that yields. The client gets its 429, the application its error.
                 await charges.finish(receive)
                 raise
-        if charges.denied is not None or not charges.is_settled():
+        if charges.denied is not None:
             await charges.finish(receive)
+            return
+        for charge in charges.made:  # `is_settled`, without the call
+            if not charge.is_settled:
+                await charges.finish(receive)
+                return
 
     def _opening_and_closing(self, send: Send) -> Send:
         async def prepare_and_send(message: Message) -> None:

@@ -28,7 +28,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
@@ -239,7 +238,6 @@ class Enforcer:
         """`kind` is Limiter for threads, AsyncLimiter for an event loop, None for both."""
         self.options = options if kind is not Limiter else options.require_plain_hooks()
         self._kind = kind
-        self._skip = options.skip
         self._limits_hook = options.limits if callable(options.limits) else None
         # True if the request decides whether it is limited, or by which limits.
         self._selects = (options.skip, options.methods, self._limits_hook) != (None, None, None)
@@ -482,11 +480,13 @@ class Enforcer:
 
         Raises UncheckableRequest for an invalid key or cost, and for a cost that can never fit.
         """
-        if self.charge_key is not None:
-            with suppress(CapacityError, ConfigError):  # the steps explain it
-                charge = self.charge_key(self._keys.of(request))
-                return asking(self._delaying, charge) if charge.decision.delay_ns else charge
-        return asking(self._charging, request)
+        if self.charge_key is None:
+            return asking(self._charging, request)
+        try:
+            charge = self.charge_key(self._keys.of(request))
+        except (CapacityError, ConfigError):
+            return asking(self._charging, request)  # the steps explain it
+        return asking(self._delaying, charge) if charge.decision.delay_ns else charge
 
     def _charge_at_once(self, limiters: Limiters) -> Callable[[Any], Charge]:
         """Return a closure, because it reads no attribute of this object: half the time."""
@@ -553,7 +553,7 @@ class Enforcer:
         # In upper case: some frameworks serve a "post" by the code of a POST.
         if options.methods is not None and request.method.upper() not in options.methods:
             return None
-        if self._skip is not None and (yield from _value("skip", self._skip(request))):
+        if options.skip is not None and (yield from _value("skip", options.skip(request))):
             return None
         if hook is None:
             return self._fixed
