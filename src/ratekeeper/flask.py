@@ -81,7 +81,7 @@ charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) o
 """The charge of the current request: the last one, so in a decorated view its own."""
 
 
-class _Denied(RatekeeperError):
+class _FlaskDenial(RatekeeperError):
     def __init__(self, denial: Denial) -> None:
         # The next class is Werkzeug's.
         response: Any = _response_of(denial.answer)
@@ -90,11 +90,11 @@ class _Denied(RatekeeperError):
         """The denied request, as `on_limit` and `on_unavailable` get it."""
 
 
-class RateLimitExceeded(_Denied, TooManyRequests):
+class RateLimitExceeded(_FlaskDenial, TooManyRequests):
     """A request was denied by a limit. Without an `errorhandler`, Flask sends the default 429."""
 
 
-class LimiterUnavailable(_Denied, ServiceUnavailable):
+class LimiterUnavailable(_FlaskDenial, ServiceUnavailable):
     """A request failed closed. Without an `errorhandler`, Flask sends the default 503."""
 
 

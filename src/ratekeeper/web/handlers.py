@@ -40,7 +40,7 @@ except ImportError:  # an ASGI application that does not use Starlette
 _DEFAULT_HANDLERS: Final = "fastapi.exception_handlers"
 
 
-class _Denied(HTTPException, RatekeeperError):
+class _StarletteDenial(HTTPException, RatekeeperError):
     def __init__(self, denial: Denial) -> None:
         retry_after = {"Retry-After": str(denial.retry_after)}
         super().__init__(denial.status, denial.message, retry_after)
@@ -48,11 +48,11 @@ class _Denied(HTTPException, RatekeeperError):
         """The denied request, as `on_limit` and `on_unavailable` get it."""
 
 
-class RateLimitExceeded(_Denied):
+class RateLimitExceeded(_StarletteDenial):
     """A request was denied by a limit: the exception that a handler for a 429 gets."""
 
 
-class LimiterUnavailable(_Denied):
+class LimiterUnavailable(_StarletteDenial):
     """A request failed closed, because the store could not decide: the exception of a 503."""
 
 
