@@ -203,8 +203,6 @@ _STARTS: Final = frozenset(
 _BODY: Final = "http.response.body"
 _FILE: Final = "http.response.pathsend"
 _DENIAL: Final = "websocket.http.response"
-# The messages that answer a request.
-_ANSWERS: Final = _STARTS | {"websocket.close"}
 _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
 

@@ -481,7 +481,8 @@ class Enforcer:
         Raises UncheckableRequest for an invalid key or cost, and for a cost that can never fit.
         """
         if self.charge_key is None:
-            return asking(self._charging, request)
+            # Without limits there is nothing to ask for: only routes have them.
+            return asking(self._charging, request) if self.has_limits else Charge(enforcer=self)
         try:
             charge = self.charge_key(self._keys.of(request))
         except (CapacityError, ConfigError):
