@@ -73,7 +73,7 @@ _WITHOUT_LIMITS: Final[dict[str | None, Decision]] = {
     "deny": Decision(False, UNLIMITED, 0, DENIED_NS, DENIED_NS, rule="deny"),
 }
 # Three times as fast as calling CheckResult, whose constructor is written in Python.
-new_result: Final = tuple.__new__
+_new_result: Final = tuple.__new__
 
 # Fields that many clients share. A rule that counts by nothing else has no client as its subject.
 _NOT_CLIENTS: Final = frozenset({"endpoint", "method", "tier"})
@@ -482,7 +482,7 @@ class CheckPath:
         if decision.degraded and not decision.allowed and self._is_closed(checks, decision.rule):
             kind = "unavailable"
         ids, subjects = _shadows(shadow_denied) if shadow_denied else ((), ())
-        return new_result(
+        return _new_result(
             CheckResult,
             (
                 decision,

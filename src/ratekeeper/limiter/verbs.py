@@ -44,7 +44,7 @@ from ratekeeper.decide.store import Counter, Store
 from ratekeeper.limiter.arguments import request_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.limiter.own_limits import OwnLimits
-from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, new_result, peeking_rule
+from ratekeeper.limiter.path import CheckPath, RuleCharge, charges_in, peeking_rule
 from ratekeeper.rules.compiled import CheckPlan, MakeCounter, RuleCheck
 from ratekeeper.rules.engine import RuleEngine
 from ratekeeper.rules.explain import Explanation, RuleAnswer, with_answers
@@ -57,6 +57,8 @@ Duration = float | timedelta
 SETTLED_NS: Final = 3_600 * NS_PER_SECOND
 # Attempts to charge a limit, each with the room that the last one found.
 CHARGE_ATTEMPTS_MAX: Final = 8
+# Three times as fast as calling CheckResult, whose constructor is written in Python.
+_new_result: Final = tuple.__new__
 # A longer timeout does not fit a clock, and means no timeout.
 _TIMEOUT_NS_MAX: Final = 100 * WINDOW_NS_MAX
 
@@ -145,7 +147,7 @@ class LimiterVerbs:
             return CheckResult(decision, kind="unlimited")
         failed = decision.degraded and not decision.allowed and self._on_failure == "closed"
         kind: ResultKind = "unavailable" if failed else "limited"
-        return new_result(CheckResult, (decision, self._own.applied, kind, (), (), ()))
+        return _new_result(CheckResult, (decision, self._own.applied, kind, (), (), ()))
 
     def log_denial(self, key: Key | Request, decision: Decision) -> None:
         """Log a denial on `ratekeeper.denied`: at most one line a minute for each subject.
