@@ -115,7 +115,7 @@ async def main() -> int | str:
         ]
         await client.get("/complete?prompt=tea")
         left = (await client.get("/complete?prompt=tea")).headers["X-RateLimit-Remaining"]
-    await limit.enforcer.close()
+    await limit.enforcer.aclose()
     print(f"50 orders: {orders.count(200)} answered, {orders.count(429)} refused")
     print(f"refused: {refused.status_code}, Retry-After {refused.headers['Retry-After']} s")
     print(f"logins: {logins}")

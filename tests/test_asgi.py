@@ -604,4 +604,4 @@ async def test_an_endpoint_may_fail_closed() -> None:
     seen = await ask(limited_app, "/login")
     assert (seen.status, seen.headers["x-ratelimit-policy"]) == (503, "degraded")
     assert (await ask(limited_app, "/search")).status == 200
-    await limited_app.enforcer.close()
+    await limited_app.enforcer.aclose()

@@ -12,12 +12,12 @@ from django.http import HttpResponse
 from django.test import AsyncRequestFactory, Client, RequestFactory, override_settings
 from django.views import View
 
-from ratekeeper import ConfigError
+from ratekeeper import AsyncLimiter, ConfigError, Limiter, django
 from ratekeeper.django import RateLimitMiddleware, rate_limit
 from ratekeeper.metrics.counters import LIMITERS
 from ratekeeper.metrics.tally import RuleCounts
 from ratekeeper.testing import ManualClock
-from ratekeeper.web.django_site import DjangoCharges, settling, site_limits
+from ratekeeper.web.django_site import site_enforcer
 from tests.web import django_site as views
 from tests.web.django_site import NOW_S, OURS, Site
 
@@ -49,9 +49,10 @@ async def test_the_site_is_limited(site: Site) -> None:
 
 async def test_an_event_loop_has_an_async_limiter(site: Site) -> None:
     """Threads have a Limiter, and neither is used in place of the other."""
-    with site.having(limits="9/minute"):
-        await site.statuses("/hello", "/ahello", "/search", "/asearch")
-        assert (site_limits()._async_enforcer is not None) == (site.kind == "asgi")
+    with site.having(limits="9/minute", store="redis://127.0.0.1:1"):
+        await site.statuses("/hello", "/ahello")
+        (limiter,) = site_enforcer()._made()
+        assert type(limiter) is (AsyncLimiter if site.kind == "asgi" else Limiter)
 
 
 async def test_endpoints_are_known_by_their_route(site: Site) -> None:
@@ -131,10 +132,10 @@ async def test_async_hooks_are_awaited(site: Site) -> None:
             assert await site.statuses(f"{url}?skip", f"{url}?key={url}", f"{url}?key={url}") == [
                 *(200, 200, 429)
             ]
-    with site.having(skip=skip, key=key):
+    with site.having(key=key):
         for url in ("/search", "/asearch"):
-            urls = [f"{url}?skip", *[f"{url}?key=a"] * 3, f"{url}?key=b"]
-            assert await site.statuses(*urls) == [200, 200, 200, 429, 200]
+            urls = [*[f"{url}?key=a"] * 3, f"{url}?key=b"]
+            assert await site.statuses(*urls) == [200, 200, 429, 200]
 
 
 async def test_rejected_requests_are_not_a_500(site: Site) -> None:
@@ -188,7 +189,7 @@ async def test_two_decorators_on_one_view_have_two_counts(site: Site) -> None:
 
 
 async def test_views_that_share_a_name_share_a_count(site: Site) -> None:
-    """This holds for a thread and for the loop: both enforcers use one store."""
+    """This holds for a thread and for the loop: both limiters use one store."""
     with site.having():
         assert await site.statuses("/mail", "/amail", "/mail2", "/amail") == [200, 200, 429, 429]
 
@@ -284,8 +285,6 @@ async def test_streams_are_settled_at_their_end(site: Site, url: str) -> None:
     with site.having(limits="100/minute"):
         response = await site.get(url)
         assert (response.body, response.headers["X-RateLimit-Remaining"]) == (b"012", "99")
-        for task in list(settling):
-            await task
         assert await site.left() == 79
 
 
@@ -392,22 +391,22 @@ def test_under_wsgi_an_async_view_is_settled_in_its_own_task(
 ) -> None:
     """With asgiref before 3.8 it would deadlock in another task."""
     tasks: list[Any] = []
-    settle = DjangoCharges.settle_async
 
-    async def watched(charges: DjangoCharges) -> None:
+    def watched(function: Any) -> Any:
         tasks.append(asyncio.current_task())
-        await settle(charges)
+        return sync_to_async(function)
 
     @rate_limit("2/minute", count=lambda status: status == 401)
     async def view(request: Any) -> HttpResponse:
         tasks.append(asyncio.current_task())
         return HttpResponse()
 
-    monkeypatch.setattr(DjangoCharges, "settle_async", watched)
+    monkeypatch.setattr(django, "sync_to_async", watched)
     with override_settings(RATEKEEPER={"clock": ManualClock(NOW_S)}):
         for _ in range(3):
             assert async_to_sync(view)(RequestFactory().get("/")).status_code == 200
-    assert tasks[::2] == tasks[1::2]
+    assert len(tasks) == 3 * 3
+    assert tasks[::3] == tasks[1::3] == tasks[2::3]
 
 
 async def test_a_request_cancelled_while_settling_is_settled() -> None:

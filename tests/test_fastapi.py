@@ -365,7 +365,7 @@ async def test_a_route_may_fail_closed() -> None:
     assert (seen.status, seen.headers["retry-after"]) == (503, "1")
     assert json.loads(seen.body)["error"]["code"] == "LIMITER_UNAVAILABLE"
     assert (await ask(app, "/search")).status == 200
-    await limit.enforcer.close()
+    await limit.enforcer.aclose()
 
 
 async def test_a_cost_that_never_fits_is_a_422() -> None:
@@ -450,14 +450,14 @@ async def test_a_request_during_closing_opens_the_limits_again() -> None:
     """They stay open after closing has finished."""
     rule = {"id": "all", "by": ["ip"], "limits": ["9/minute"]}
     app, limit = _limited(rules={"version": 1, "rules": [rule]})
-    closing = asyncio.create_task(limit.enforcer.close())
+    closing = asyncio.create_task(limit.enforcer.aclose())
     await asyncio.sleep(0)  # closing has started
     assert not limit.enforcer._is_open
     await ask(app)
     await closing
     seen = await ask(app)
     assert seen.headers["x-ratelimit-remaining"] == "7"
-    await limit.enforcer.close()
+    await limit.enforcer.aclose()
 
 
 def test_openapi_lists_a_429_for_limited_operations() -> None:

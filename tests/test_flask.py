@@ -484,7 +484,7 @@ def test_wrong_options_are_rejected() -> None:
     app.config["RATEKEEPER"] = {"limit": "5/minute"}
     with pytest.raises(
         ConfigError,
-        match=r"has no option limit \(did you mean limits\?\); the options are limits, rules",
+        match=r"has no option limit \(did you mean limits\?\); the options are limits, key",
     ):
         RateLimit(app)
     app.config["RATEKEEPER"] = "5/minute"

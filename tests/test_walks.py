@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from weakref import WeakSet
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
-from ratekeeper import Limiter, Request, asgi
+from ratekeeper import Limiter, Request
 from ratekeeper.fastapi import RateLimit
 from tests.walks import SOURCE, Walk, documented, recorded, resolved, section, walk_of
 
@@ -96,12 +95,8 @@ def test_the_c_functions_of_the_section_exist(heading: str) -> None:
         assert re.search(rf"^[^\n;]*\b{function}\([^;]*?\)\s*\{{", source, re.MULTILINE), function
 
 
-async def test_the_document_follows_a_request_through_fastapi(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_document_follows_a_request_through_fastapi() -> None:
     """The functions of the section exist and are called in that order, and no others."""
-    # An endpoint of another test may replace the limits of applications; then each looks for it.
-    monkeypatch.setattr(asgi, "_overriding", WeakSet())
     named = documented(FASTAPI)
     assert all(resolved(*step.split(":")) or "<locals>" in step for step in named)
     assert named == (await walk_through_fastapi()).steps

@@ -81,7 +81,7 @@ def limited(app: Any = hello, limits: str = "2/minute", **options: Any) -> RateL
 def remaining(limit: RateLimit) -> int:
     """Return the remaining units of the test client."""
     key = limit.enforcer._keys.of(WsgiRequest(environ_of()))
-    return int(limit.enforcer._limiter.peek(key).remaining)
+    return int(limit.enforcer._fixed.any.peek(key).remaining)
 
 
 # ------------------------------------------------------------------------------------- answers

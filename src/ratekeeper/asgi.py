@@ -15,32 +15,29 @@ headers when they start. Bodies, streams, trailers and files pass unchanged.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, Unpack, overload
-from weakref import WeakSet
 
 from ratekeeper.core.errors import ConfigError, StoreError, show
 from ratekeeper.core.model import check_name
 from ratekeeper.decide.store import probe
+from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.limiter.arguments import explains, kind_of, name_of
 from ratekeeper.web.answers import Denial
 from ratekeeper.web.charges import (
     CHARGE,
     CHARGES,
-    DEFERRED,
     AsgiCharges,
     Message,
     Receive,
-    RequestDenied,
     Scope,
     Send,
     charges_of,
     is_request_denied,
 )
-from ratekeeper.web.enforcer import AsyncEnforcer, Charge
+from ratekeeper.web.enforcer import Charge, Enforcer
 from ratekeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
 from ratekeeper.web.options import (
     LimitsSource,
@@ -50,7 +47,6 @@ from ratekeeper.web.options import (
     options_of,
     route_options_of,
 )
-from ratekeeper.web.overrides import mark_override
 from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest
 
 __all__ = [
@@ -71,13 +67,6 @@ _STARTED: Final = "lifespan.startup.complete"
 _SHUTDOWN: Final = frozenset({"lifespan.shutdown.complete", "lifespan.shutdown.failed"})
 
 
-# The owner of the defaults that an endpoint with `limited(…, override_defaults=True)` replaces.
-LIMITED: Final = "limited"
-# The enforcers of all RateLimits, and the endpoints that replace their limits, if there are any.
-_enforcers: Final[WeakSet[AsyncEnforcer]] = WeakSet()
-_overriding: Final[WeakSet[Callable[..., Any]]] = WeakSet()
-
-
 class RateLimit:
     """An ASGI application whose requests are limited.
 
@@ -95,17 +84,13 @@ class RateLimit:
         app: Any,
         limits: LimitsSource | None = None,
         *,
-        enforcer: AsyncEnforcer | None = None,
+        enforcer: Enforcer | None = None,
         **options: Unpack[OptionArguments],
     ) -> None:
         """Use `enforcer`, if one already exists, instead of limits and options."""
         self.app = checked_application(app)
-        self.enforcer = enforcer or AsyncEnforcer(
-            options_of("RateLimit(…)", {"limits": limits, **options}).require_limits("RateLimit")
-        )
-        _enforcers.add(self.enforcer)
-        if _overriding:
-            self.enforcer.expect_overrides()
+        given = options_of("RateLimit(…)", {"limits": limits, **options})
+        self.enforcer = enforcer or Enforcer(given.require_limits("RateLimit"), AsyncLimiter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI defines it."""
@@ -118,51 +103,32 @@ class RateLimit:
         if CHARGES in scope and scope[CHARGES].status is None:
             # Another RateLimit wraps this one, and sends the headers and answers. If its response
             # has already started, the scope is being reused for another application.
-            await self._charge_and_serve(scope[CHARGES], scope, receive, send, owner=None)
+            await scope[CHARGES].charge(self.enforcer, RoutedAsgiRequest(scope, self.app))
+            await self.app(scope, receive, send)
             return
         charges = scope[CHARGES] = AsgiCharges(self.enforcer, send)
         try:
-            if charges.charge_by_peer(scope, self.app):
-                await self.app(scope, receive, charges.send)
-            else:
-                # Endpoints that are `limited` belong to the outermost RateLimit: this one.
-                await self._charge_and_serve(charges, scope, receive, charges.send, owner=LIMITED)
+            if not charges.charge_peer(scope, self.app):
+                await charges.charge(self.enforcer, RoutedAsgiRequest(scope, self.app))
+            await self.app(scope, receive, charges.send)
         except GeneratorExit:
             raise  # the event loop is gone, and nothing can be awaited
         except BaseException as error:
-            if not is_request_denied(error):
-                await _settle_error(charges, scope, receive, error)
+            if charges.denied is None or not isinstance(error, Exception):
+                await charges.settle_failure(error)
                 raise
-        if charges.denied is None:
-            for charge in charges.made:  # `is_settled`, without the call
-                if not charge.is_settled:
-                    break
-            else:
+            if not is_request_denied(error):
+                # The application raised another error because of the denial, for example in a
+                # dependency that yields. The client gets its 429, the application its error.
+                await charges.finish(receive)
+                raise
+        if charges.denied is not None:
+            await charges.finish(receive)
+            return
+        for charge in charges.made:  # `is_settled`, without the call
+            if not charge.is_settled:
+                await charges.finish(receive)
                 return
-        await charges.finish(receive)
-
-    async def _charge_and_serve(
-        self, charges: AsgiCharges, scope: Scope, receive: Receive, send: Send, owner: str | None
-    ) -> None:
-        """Charge a request, or leave that to a route which replaces these limits; then serve it.
-
-        Endpoints replace them if they are marked with `owner`.
-        """
-        request = RoutedAsgiRequest(scope, self.app)
-        count = 0 if self.enforcer.overrides is None else self._override_count(request, owner)
-        if count:
-            send = charges.defer(self.enforcer, request, send, count).send
-        else:
-            await charges.charge(self.enforcer, request)
-        await self.app(scope, receive, send)
-
-    def _override_count(self, request: RoutedAsgiRequest, owner: object) -> int:
-        """Return the number of limits of the serving route that replace the limits of this."""
-        enforcer = self.enforcer
-        if enforcer.overrides is None or enforcer.options.limits is None:
-            return 0  # rules, and a limiter of the application's own, are not replaced
-        route = request.serving_route()
-        return 0 if route is None else enforcer.overrides.count(route, request.method, owner)
 
     def _opening_and_closing(self, send: Send) -> Send:
         async def prepare_and_send(message: Message) -> None:
@@ -173,27 +139,10 @@ class RateLimit:
                     await probe(self.enforcer.store)
             # Close first: the server may end the process as soon as it gets the message.
             if message["type"] in _SHUTDOWN:
-                await self.enforcer.close()
+                await self.enforcer.aclose()
             await send(message)
 
         return prepare_and_send
-
-
-async def _settle_error(
-    charges: AsgiCharges, scope: Scope, receive: Receive, error: BaseException
-) -> None:
-    """Settle a request whose application raised an error, or answer it if it is denied."""
-    if charges.denied is None and DEFERRED in scope:
-        # Also if the task is cancelled, or a client could avoid them by closing the connection.
-        # Shielded, because such a task may be cancelled again.
-        with suppress(RequestDenied):
-            await asyncio.shield(charges.charge_deferred(scope))
-    if charges.denied is not None and isinstance(error, Exception):
-        # The application raised another error because of the denial, for example in a dependency
-        # that yields. The client gets its 429, the application its error.
-        await charges.finish(receive)
-    else:
-        await charges.settle_failure(error)
 
 
 class _Decorator(Protocol):
@@ -229,7 +178,6 @@ def limited(
             raise ConfigError(f"{show(function)} is not an endpoint; decorate a class's methods")
         function_name = name_of(function)
         is_async = kind_of(function) != "plain"
-        overrides = route_options.override_defaults
 
         @wraps(function)
         async def charged(*args: Any, **kwargs: Any) -> Any:
@@ -245,18 +193,11 @@ def limited(
             if enforcer is None:
                 enforcer = outer.route_enforcer(route_options, count_name, request.route)
                 outer.remember_route(key, enforcer, alive=route)
-            charge = await charges.charge(enforcer, request)
-            if overrides:
-                await charges.replace_default(outer, charge, connection.scope)
+            await charges.charge(enforcer, request)
             if is_async:
                 return await function(*args, **kwargs)
             return await _in_thread(partial(function, *args, **kwargs))
 
-        if overrides:
-            mark_override(charged, LIMITED)
-            _overriding.add(charged)
-            for each in _enforcers:
-                each.expect_overrides()
         return charged
 
     return decorate

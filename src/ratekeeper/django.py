@@ -12,7 +12,8 @@ without the middleware: the outermost of them adds the headers and settles (`web
 
 **Nothing blocks an event loop.** Under ASGI, code in the loop uses an AsyncLimiter; a sync view,
 which Django runs in a thread, uses a Limiter. Both use one store. Under WSGI, Django runs each
-async view in its own loop; there, a Limiter runs in a thread beside the loop.
+async view in its own loop, which ends before the connections to a store do; there, a Limiter runs
+in a thread beside the loop.
 
 **Streaming.** The body of a response passes unchanged. Django calls `close` however the response
 ended, and that settles the cost that was reported while the body was produced.
@@ -29,26 +30,23 @@ from typing import Any, Final, Unpack
 
 from ratekeeper.core.errors import ConfigError, RatekeeperError, show
 from ratekeeper.core.model import check_name
-from ratekeeper.core.steps import Call, Steps, run, run_async
+from ratekeeper.core.steps import Call, Steps, Undo, asking, run, run_async
+from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import explains, name_of
 from ratekeeper.web.answers import Denial, HttpAnswer
 from ratekeeper.web.django_site import (
-    SITE,
     DjangoCharges,
     DjangoWebRequest,
-    for_threads,
-    in_event_loop,
-    note_override,
-    override_count_of,
-    site_limits,
+    for_threads_and_loops,
+    site_enforcer,
     template_of,
 )
-from ratekeeper.web.enforcer import AsyncEnforcer, Charge, Enforcer
+from ratekeeper.web.enforcer import Charge, Enforcer
 from ratekeeper.web.options import LimitsSource, RouteArguments, route_options_of
 from ratekeeper.web.requests import WebRequest
 
 try:
-    from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+    from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
     from django.core import exceptions  # type: ignore[import-untyped]  # has none
     from django.core.handlers.asgi import ASGIRequest  # type: ignore[import-untyped]  # has none
     from django.http import Http404, HttpResponse  # type: ignore[import-untyped]  # has none
@@ -84,33 +82,27 @@ _STATUSES: Final = (
 
 _FOR_CLASSES: Final = 'for a class write @method_decorator(rate_limit(…), name="dispatch")'
 
-Choose = Callable[[DjangoCharges], Any]
-"""Returns the enforcer of a request. Its name may depend on the charges so far."""
+
+class _DeniedView(RatekeeperError):
+    def __init__(self, denial: Denial) -> None:
+        super().__init__(denial.message)
+        self.denial = denial
+        """The denied request, as `on_limit` and `on_unavailable` get it."""
 
 
-class RateLimitExceeded(RatekeeperError):
+class RateLimitExceeded(_DeniedView):
     """A view was denied by a limit. Raised if the middleware, which answers it, is installed."""
 
     status_code = 429
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message)
-        self.denial = denial
-        """The denied request, as `on_limit` gets it."""
 
-
-class LimiterUnavailable(RatekeeperError):
+class LimiterUnavailable(_DeniedView):
     """A view failed closed. Raised if the middleware, which answers it, is installed."""
 
     status_code = 503
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message)
-        self.denial = denial
-        """The denied request, as `on_unavailable` gets it."""
 
-
-_EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {
+_EXCEPTIONS: Final[dict[int, type[_DeniedView]]] = {
     429: RateLimitExceeded,
     503: LimiterUnavailable,
 }
@@ -131,20 +123,19 @@ class RateLimitMiddleware:
         if self._is_async:
             markcoroutinefunction(self)
         # Opened now, so that a wrong setting stops the start.
-        _ = site_limits().async_enforcer if self._is_async else site_limits().enforcer
+        site_enforcer().prepare(AsyncLimiter if self._is_async else Limiter)
 
     def __call__(self, request: Any) -> Any:
         """Serve a request, as Django defines it."""
-        limits, respond = site_limits(), partial(self._get_response, request)
-        enforcer = limits.async_enforcer if self._is_async else limits.enforcer
-        steps = _serve_steps(
-            request, enforcer, lambda _: enforcer, respond, in_loop=self._is_async, is_view=False
-        )
+        enforcer = site_enforcer()
+        setattr(request, _HANDLES, True)
+        respond = partial(self._get_response, request)
+        steps = _serving(request, lambda _: enforcer, respond, self._is_async, is_view=False)
         return run_async(steps) if self._is_async else run(steps)
 
     def process_exception(self, request: Any, error: Exception) -> Any:
         """Answer a view that was denied, unless another middleware or a framework has done so."""
-        if isinstance(error, RateLimitExceeded | LimiterUnavailable):
+        if isinstance(error, _DeniedView):
             return _response_of(error.denial.answer)
         if hasattr(request, _HANDLES):
             delattr(request, _HANDLES)  # the view is over; a handler such as `handler404` follows
@@ -157,64 +148,44 @@ def rate_limit(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Limit a view further, or a method with Django's `method_decorator`.
 
-    `key`, `skip`, `on_limit`, `on_unavailable` and `on_failure` default to those of
+    `key`, `on_limit`, `on_unavailable` and `on_failure` default to those of
     settings.RATEKEEPER, which also names the store. Each route has its own count, and so has each
     decorated method of a class. Limits with the same `name` share one count.
     """
     check_name("name", name)
-    route_options = route_options_of(
-        "rate_limit(…)", 'settings.RATEKEEPER = {{"{}": …}}', limits, options
+    route_options = for_threads_and_loops(
+        route_options_of("rate_limit(…)", 'settings.RATEKEEPER = {{"{}": …}}', limits, options)
     )
-    thread_options = for_threads(route_options)
 
     def decorate(view: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(view, type) or not callable(view):
             raise ConfigError(f"{show(view)} is not a function; {_FOR_CLASSES}")
 
-        overrides = route_options.override_defaults
-
-        def enforcers(request: Any) -> tuple[Any, Choose]:
+        def steps(is_async: bool, request: Any, *args: Any, **kwargs: Any) -> Steps[Any]:
             if isinstance(request, View):
                 raise ConfigError(f"{name_of(view)} is a method, with self first; {_FOR_CLASSES}")
-            # The async enforcer needs the loop of an ASGI server. A loop that Django makes for one
-            # view ends before the connections to a store do.
-            in_loop = in_event_loop() and isinstance(request, ASGIRequest)
-            limits = site_limits()
-            outer: Any = limits.async_enforcer if in_loop else limits.enforcer
-            options = route_options if in_loop else thread_options
 
-            def choose(charges: DjangoCharges) -> Any:
+            def enforcer_after(charges: DjangoCharges) -> Enforcer:
                 count_name = name or charges.name_for(_name_of(request, view))
                 match = request.resolver_match
                 route = None if match is None else template_of(match.route)
-                return outer.route_enforcer(options, count_name, route)
+                return site_enforcer().route_enforcer(route_options, count_name, route)
 
-            return outer, choose
+            respond = partial(view, request, *args, **kwargs)
+            return _serving(request, enforcer_after, respond, is_async, is_view=True)
 
         if _is_async(view):
 
             @wraps(view)
-            async def limited_async(request: Any, *args: Any, **kwargs: Any) -> Any:
-                respond = partial(view, request, *args, **kwargs)
-                steps = _serve_steps(
-                    request, *enforcers(request), respond, in_loop=True, overrides=overrides
-                )
-                return await run_async(steps)
+            async def limited_async(*args: Any, **kwargs: Any) -> Any:
+                return await run_async(steps(True, *args, **kwargs))
 
-            if overrides:
-                note_override(limited_async)
             return limited_async
 
         @wraps(view)
-        def limited(request: Any, *args: Any, **kwargs: Any) -> Any:
-            respond = partial(view, request, *args, **kwargs)
-            steps = _serve_steps(
-                request, *enforcers(request), respond, in_loop=False, overrides=overrides
-            )
-            return run(steps)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            return run(steps(False, *args, **kwargs))
 
-        if overrides:
-            note_override(limited)
         return limited
 
     return decorate
@@ -257,65 +228,54 @@ def _name_of(request: Any, view: Callable[..., Any]) -> str:
     return f"{method.upper()} {route}"
 
 
-def _serve_steps(
+def _serving(
     request: Any,
-    outer: Enforcer | AsyncEnforcer,
-    choose: Choose,
+    enforcer_after: Callable[[DjangoCharges], Enforcer],
     respond: Callable[[], Any],
+    is_async: bool,
     *,
-    in_loop: bool,
-    is_view: bool = True,
-    overrides: bool = False,
+    is_view: bool,
 ) -> Steps[Any]:
     """Charge a request and respond to it; the outermost limit adds the headers and settles.
 
-    `in_loop` is True for a view or middleware that runs in an event loop. The middleware defers
-    its limits to a view that `overrides` them (`web/overrides.py`).
+    `enforcer_after` returns the enforcer; its name may depend on the charges so far.
     """
-    can_defer = not is_view and outer.options.limits is not None
-    defers = override_count_of(request) if can_defer else 0
-    if not is_view:
-        setattr(request, _HANDLES, True)
-    charges, is_outermost = _charges_of(request, outer)
-    deny = charges.denial_async if in_loop else charges.denial
-    settle = charges.settle_shielded if in_loop else charges.settle
+    charges = getattr(request, _CHARGES, None)
+    is_outermost = charges is None
+    if charges is None:
+        charges = DjangoCharges(site_enforcer())
+        setattr(request, _CHARGES, charges)
+    web_request = DjangoWebRequest(request)
+    # Without ASGI, the loop is one that Django has made for this view.
+    beside = is_async and not isinstance(request, ASGIRequest)
+    if is_async and not beside:
+        web_request.leave_session_unread()
     try:
-        denial = None
-        if defers:
-            charges.deferred[SITE] = defers
-        else:
-            denial = yield Call(deny, choose(charges), DjangoWebRequest(request))
-        if overrides and charges.is_default_due(SITE, denial):
-            denial = yield Call(deny, outer, DjangoWebRequest(request))
+        charging = charges.charging(enforcer_after(charges), web_request)
+        denial = yield from _placed(charging, beside)
         request.charge = charges.last
         if is_view and isinstance(denial, Denial) and _is_handled(request):
             _raise(denial)
         response = (yield Call(respond)) if denial is None else _response_of(denial)
-        if defers and charges.is_default_left(SITE):
-            denial = yield Call(deny, outer, DjangoWebRequest(request))
-            response = response if denial is None else _response_of(denial)
     except BaseException as error:
-        if defers and charges.is_default_left(SITE):
-            # Cancelled: a client must not avoid these limits by closing the connection.
-            yield Call(deny, outer, DjangoWebRequest(request))
         if is_outermost:
             _fail(request, charges, error)
-            yield Call(settle)
+            yield from _placed(_settling(charges), beside)
         raise
     if is_outermost:
         _finish(request, charges, response)
-        yield Call(settle)
+        yield from _placed(_settling(charges), beside)
     return response
 
 
-def _charges_of(request: Any, outer: Enforcer | AsyncEnforcer) -> tuple[DjangoCharges, bool]:
-    """Return the request's charges, and True if they were made just now."""
-    charges = getattr(request, _CHARGES, None)
-    if charges is not None:
-        return charges, False
-    charges = DjangoCharges(outer)
-    setattr(request, _CHARGES, charges)
-    return charges, True
+def _placed(steps: Steps[Any], beside: bool) -> Steps[Any]:
+    """Run steps here, or `beside` the loop, in the thread that waits for it."""
+    return (yield Call(sync_to_async(run), steps)) if beside else (yield from steps)
+
+
+def _settling(charges: DjangoCharges) -> Steps[None]:
+    # An Undo is not lost if the task is cancelled, as when the client disconnects.
+    yield Undo(asking, charges.settling)
 
 
 def _fail(request: Any, charges: DjangoCharges, error: BaseException) -> None:

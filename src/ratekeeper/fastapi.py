@@ -27,10 +27,11 @@ from typing import Any, Final, NoReturn, Unpack
 from ratekeeper import asgi
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import check_name
+from ratekeeper.limiter import AsyncLimiter
 from ratekeeper.limiter.arguments import explains
 from ratekeeper.web.answers import Denial
 from ratekeeper.web.charges import charges_of
-from ratekeeper.web.enforcer import AsyncEnforcer, Charge
+from ratekeeper.web.enforcer import Charge, Enforcer
 from ratekeeper.web.handlers import LimiterUnavailable, RateLimitExceeded
 from ratekeeper.web.options import (
     LimitsSource,
@@ -39,7 +40,6 @@ from ratekeeper.web.options import (
     options_of,
     route_options_of,
 )
-from ratekeeper.web.overrides import calls_of
 from ratekeeper.web.requests import AsgiRequest, WebRequest
 
 try:
@@ -133,7 +133,8 @@ class RateLimit:
                 f"{show(app)} is not a FastAPI application; write RateLimit(app, …). "
                 f"For app.add_middleware(RateLimit, …) use ratekeeper.asgi.RateLimit"
             )
-        self.enforcer = AsyncEnforcer(options_of("RateLimit(…)", {"limits": limits, **options}))
+        given = options_of("RateLimit(…)", {"limits": limits, **options})
+        self.enforcer = Enforcer(given, AsyncLimiter)
         self._dependencies: set[Callable[..., Any]] = set()
         app.add_middleware(asgi.RateLimit, enforcer=self.enforcer)
         self._describe_in(app)
@@ -145,12 +146,12 @@ class RateLimit:
         """Return a dependency that charges the request by further limits; its value is the Charge.
 
         Use it in `dependencies=[…]` of a route, a router or the application, or as
-        `Annotated[Charge, limit(…)]` of an argument. `key`, `skip`, `on_limit`, `on_unavailable`
+        `Annotated[Charge, limit(…)]` of an argument. `key`, `on_limit`, `on_unavailable`
         and `on_failure` default to those of the application.
         """
         check_name("name", name)
         route_options = route_options_of("limit(…)", "RateLimit(app, {}=…)", limits, options)
-        outer, overrides = self.enforcer, route_options.override_defaults
+        outer = self.enforcer
 
         async def charged(connection: HTTPConnection) -> Charge:
             scope = connection.scope
@@ -164,14 +165,9 @@ class RateLimit:
                 count_name = name or charges.name_for(_route_name(route, request))
                 enforcer = outer.route_enforcer(route_options, count_name, request.route)
                 outer.remember_route(key, enforcer, alive=(route, context))
-            charge = await charges.charge(enforcer, request)
-            if overrides:
-                await charges.replace_default(outer, charge, scope)
-            return charge
+            return await charges.charge(enforcer, request)
 
         self._dependencies.add(charged)
-        if overrides:
-            outer.expect_overrides().add(charged)
         return _LimitDependency(charged)
 
     # ── OpenAPI ────────────────────────────────────────────────────────────────────────────────
@@ -199,9 +195,16 @@ class RateLimit:
             dependant = getattr(route, "dependant", None)
             if dependant is None:
                 continue
-            if everywhere or not self._dependencies.isdisjoint(calls_of(dependant)):
+            if everywhere or not self._dependencies.isdisjoint(_calls_of(dependant)):
                 for method in getattr(route, "methods", None) or ():
                     yield route.path_format, method.lower()
+
+
+def _calls_of(dependant: Any) -> Iterator[Any]:
+    """Yield the functions that a dependant of FastAPI calls, itself and further in."""
+    yield dependant.call
+    for each in dependant.dependencies:
+        yield from _calls_of(each)
 
 
 def _context_of(scope: Any) -> object:

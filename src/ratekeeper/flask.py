@@ -26,34 +26,34 @@ checked before that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import wraps
 from itertools import takewhile
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from ratekeeper.core.errors import ConfigError, RatekeeperError, show
 from ratekeeper.core.model import check_name
-from ratekeeper.limiter.arguments import explains
+from ratekeeper.core.steps import run
+from ratekeeper.limiter import Limiter
+from ratekeeper.limiter.arguments import check_names, explains
 from ratekeeper.web.answers import Denial, HttpAnswer
-from ratekeeper.web.charges import CHARGE, CHARGES, DeferringCharges
+from ratekeeper.web.charges import CHARGE, CHARGES, RequestCharges
 from ratekeeper.web.enforcer import LOG, Charge, Enforcer
 from ratekeeper.web.options import (
+    OPTION_NAMES,
     EnforcerOptions,
     LimitsSource,
     OptionArguments,
     RouteArguments,
-    check_option_names,
     options_of,
     route_options_of,
 )
-from ratekeeper.web.overrides import mark_override, override_count
 from ratekeeper.web.requests import WebRequest, WsgiRequest
 from ratekeeper.wsgi import serve_charged
 
 try:
     from flask import Blueprint, Flask, Response, current_app, has_app_context, request, session
     from flask.views import View as ClassView
-    from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
+    from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
     from werkzeug.local import LocalProxy
 except ImportError as error:
     raise ConfigError(
@@ -81,22 +81,21 @@ charge: Charge = cast("Charge", LocalProxy(lambda: request.environ.get(CHARGE) o
 """The charge of the current request: the last one, so in a decorated view its own."""
 
 
-class RateLimitExceeded(TooManyRequests, RatekeeperError):
+class _FlaskDenial(RatekeeperError):
+    def __init__(self, denial: Denial) -> None:
+        # The next class is Werkzeug's.
+        response: Any = _response_of(denial.answer)
+        super().__init__(denial.message, response, denial.retry_after)
+        self.denial = denial
+        """The denied request, as `on_limit` and `on_unavailable` get it."""
+
+
+class RateLimitExceeded(_FlaskDenial, TooManyRequests):
     """A request was denied by a limit. Without an `errorhandler`, Flask sends the default 429."""
 
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
-        self.denial = denial
-        """The denied request, as `on_limit` gets it."""
 
-
-class LimiterUnavailable(ServiceUnavailable, RatekeeperError):
+class LimiterUnavailable(_FlaskDenial, ServiceUnavailable):
     """A request failed closed. Without an `errorhandler`, Flask sends the default 503."""
-
-    def __init__(self, denial: Denial) -> None:
-        super().__init__(denial.message, _response_of(denial.answer), denial.retry_after)
-        self.denial = denial
-        """The denied request, as `on_unavailable` gets it."""
 
 
 _EXCEPTIONS: Final[dict[int, type[RateLimitExceeded | LimiterUnavailable]]] = {
@@ -124,8 +123,6 @@ class RateLimit:
         # Reports wrong options now, not in `init_app`.
         options_of("RateLimit(…)", self._options).require_plain_hooks()
         self._exempt: list[Blueprint] = []
-        # Blueprints whose limits replace those of the application.
-        self._overriding: list[Blueprint] = []
         # Names given with `name=`. A view whose endpoint has such a name gets another one.
         self._given_names: set[str] = set()
         # Views before decoration, by id since some are not hashable.
@@ -137,7 +134,7 @@ class RateLimit:
         """Limit an application."""
         if not isinstance(app, Flask):
             raise ConfigError(f"{show(app)} is not a Flask application; write RateLimit(app, …)")
-        enforcer = Enforcer(EnforcerOptions(**{**self._options, **_configured(app)}))
+        enforcer = Enforcer(EnforcerOptions(**{**self._options, **_configured(app)}), Limiter)
         enforcers = app.extensions.setdefault(EXTENSION, {})
         if self in enforcers:
             enforcer.close()
@@ -150,8 +147,6 @@ class RateLimit:
 
         app.wsgi_app = serve_limited  # type: ignore[method-assign]  # Flask documents this
         app.before_request(self._before_request)
-        app.after_request(self._after_request)
-        app.teardown_request(self._teardown_request)
 
     @explains("limit(…)", 'limit("5 in any minute", key="address")')
     def __call__(
@@ -159,7 +154,7 @@ class RateLimit:
     ) -> Callable[[View], View]:
         """Return a decorator that limits a view further, or all views of a Blueprint.
 
-        `key`, `skip`, `on_limit`, `on_unavailable` and `on_failure` default to those of the
+        `key`, `on_limit`, `on_unavailable` and `on_failure` default to those of the
         application.
         """
         check_name("name", name)
@@ -169,8 +164,6 @@ class RateLimit:
 
         def decorate(limited: View) -> View:
             if isinstance(limited, Blueprint):
-                if route_options.override_defaults:
-                    self._overriding.append(limited)
                 limited.before_request(lambda: self._before_blueprint(limited, route_options, name))
                 return limited
             return cast("View", self._view(limited, route_options, name))
@@ -178,11 +171,11 @@ class RateLimit:
         return decorate
 
     def exempt(self, view: View) -> View:
-        """Exempt a view, or all views of a Blueprint, from all limits except its own."""
+        """Exempt a view, or all views of a Blueprint, from all limits of this but its own."""
         if isinstance(view, Blueprint):
             self._exempt.append(view)
         else:
-            setattr(view, _EXEMPT, True)
+            setattr(view, _EXEMPT, (*getattr(view, _EXEMPT, ()), self))
         return view
 
     def enforcer_of(self, app: Flask | None = None) -> Enforcer:
@@ -212,32 +205,7 @@ class RateLimit:
             )
         if self._is_exempt():
             return None
-        enforcer = self.enforcer_of()
-        count = 0 if enforcer.options.limits is None else self._override_count(view)
-        if count:
-            _charges().deferred[self] = count
-            return None
-        return self._denial(enforcer)
-
-    def _after_request(self, response: Response) -> Response:
-        """Charge the limits of the application if the route was expected to replace them."""
-        if not self._is_default_left():
-            return response
-        try:
-            denial = self._denial(self.enforcer_of())
-        except HTTPException as error:  # Flask handles no exception from here on
-            denial = current_app.handle_user_exception(error)
-        return response if denial is None else current_app.make_response(denial)
-
-    def _teardown_request(self, error: BaseException | None) -> None:
-        """Do the same for an exception that Flask propagates: it calls no `after_request` then."""
-        if error is not None and self._is_default_left():
-            with suppress(HTTPException):  # the response is that of the exception
-                self._denial(self.enforcer_of())
-
-    def _is_default_left(self) -> bool:
-        charges = request.environ.get(CHARGES)
-        return isinstance(charges, DeferringCharges) and charges.is_default_left(self)
+        return self._denial(self.enforcer_of())
 
     def _view(
         self, view: Callable[P, R], options: EnforcerOptions, name: str
@@ -254,15 +222,13 @@ class RateLimit:
                 return cast("Response", denial)
             return cast("R", current_app.ensure_sync(view)(*args, **kwargs))
 
-        if options.override_defaults:
-            mark_override(limited, self)
         return limited
 
     def _before_blueprint(self, blueprint: Blueprint, options: EnforcerOptions, name: str) -> Any:
         known = current_app.blueprints
         around = [known[each] for each in request.blueprints]  # the innermost first
         inner = takewhile(lambda each: each is not blueprint, around)
-        if _view_is_exempt() or any(each in self._exempt for each in inner):
+        if self._view_is_exempt() or any(each in self._exempt for each in inner):
             return None
         # The first name it is registered under, which is unique: two blueprints inside others may
         # both be called v1.
@@ -277,10 +243,7 @@ class RateLimit:
             is_given = found in self._given_names or found == enforcer.options.name
             name = _charges().name_for(f"{found}()" if is_given else found)
         rule = None if request.url_rule is None else request.url_rule.rule
-        denial = self._denial(enforcer.route_enforcer(options, name, rule))
-        if options.override_defaults and _charges().is_default_due(self, denial):
-            return self._denial(enforcer)
-        return denial
+        return self._denial(enforcer.route_enforcer(options, name, rule))
 
     def _denial(self, enforcer: Enforcer) -> Any:
         """Return the response to a denied request; None if it is allowed.
@@ -290,7 +253,8 @@ class RateLimit:
         rule = None if request.url_rule is None else request.url_rule.rule
         native = cast("Any", request)._get_current_object()  # noqa: SLF001 - werkzeug documents it
         charges = _charges()
-        denial = charges.denial(enforcer, WsgiRequest(request.environ, native, session, route=rule))
+        web_request = WsgiRequest(request.environ, native, session, route=rule)
+        denial = run(charges.charging(enforcer, web_request))
         request.environ[CHARGE] = charges.last
         if isinstance(denial, Denial):
             if denial.status in _EXCEPTIONS:
@@ -298,16 +262,12 @@ class RateLimit:
             denial = denial.answer
         return _response_of(denial) if isinstance(denial, HttpAnswer) else denial
 
-    def _override_count(self, view: object) -> int:
-        """Return the number of limits of view and blueprints that replace the application's."""
-        count = override_count(view, self, request.method.upper())
-        if self._overriding:
-            registered = [current_app.blueprints[name] for name in request.blueprints]
-            count += sum(each in registered for each in self._overriding)
-        return count
+    def _view_is_exempt(self) -> bool:
+        view = current_app.view_functions.get(request.endpoint or "")
+        return self in getattr(view, _EXEMPT, ())
 
     def _is_exempt(self) -> bool:
-        if _view_is_exempt():
+        if self._view_is_exempt():
             return True
         registered = (current_app.blueprints[name] for name in request.blueprints)
         return any(each in self._exempt for each in registered)
@@ -326,14 +286,9 @@ def _name_of(view: Callable[..., Any], args: tuple[object, ...]) -> str:
     return f"{method.upper()} {endpoint}"
 
 
-def _view_is_exempt() -> bool:
-    view = current_app.view_functions.get(request.endpoint or "")
-    return bool(getattr(view, _EXEMPT, False))
-
-
-def _charges() -> DeferringCharges:
+def _charges() -> RequestCharges:
     charges = request.environ.get(CHARGES)
-    if isinstance(charges, DeferringCharges):
+    if isinstance(charges, RequestCharges):
         return charges
     raise ConfigError(
         "this request did not pass through the application's wsgi_app, which settles its limits; "
@@ -348,5 +303,5 @@ def _configured(app: Flask) -> dict[str, Any]:
             f'app.config["RATEKEEPER"]={show(found)} is not a dict of options; for example '
             f'{{"limits": "100/minute"}}'
         )
-    check_option_names('app.config["RATEKEEPER"]', found)
+    check_names('app.config["RATEKEEPER"]', found, OPTION_NAMES)
     return found

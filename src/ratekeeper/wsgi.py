@@ -23,9 +23,11 @@ from http.client import responses
 from typing import Any, Unpack
 
 from ratekeeper.core.errors import ConfigError, show
+from ratekeeper.core.steps import run
+from ratekeeper.limiter import Limiter
 from ratekeeper.limiter.arguments import explains
 from ratekeeper.web.answers import Denial, Header, HttpAnswer
-from ratekeeper.web.charges import CHARGE, CHARGES, DeferringCharges
+from ratekeeper.web.charges import CHARGE, CHARGES, RequestCharges
 from ratekeeper.web.enforcer import Charge, Enforcer
 from ratekeeper.web.options import (
     LimitsSource,
@@ -56,15 +58,15 @@ class RateLimit:
     ) -> None:
         self.app: WsgiApp = checked_application(app)
         given = options_of("RateLimit(…)", {"limits": limits, **options})
-        self.enforcer = Enforcer(given.require_limits("RateLimit"))
+        self.enforcer = Enforcer(given.require_limits("RateLimit"), Limiter)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request, as WSGI defines it."""
         return serve_charged(environ, start_response, self.enforcer, self._limited)
 
     def _limited(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        charges: DeferringCharges = environ[CHARGES]
-        denial = charges.denial(self.enforcer, WsgiRequest(environ))
+        charges: RequestCharges = environ[CHARGES]
+        denial = run(charges.charging(self.enforcer, WsgiRequest(environ)))
         environ[CHARGE] = charges.last
         app = self.app if denial is None else _app_of(denial)
         return app(environ, start_response)
@@ -77,11 +79,11 @@ class RateLimit:
 def serve_charged(
     environ: Environ, start_response: StartResponse, enforcer: Enforcer, app: WsgiApp
 ) -> Iterable[bytes]:
-    """Run an application with DeferringCharges: add the headers and settle the cost."""
+    """Run an application with RequestCharges: add the headers and settle the cost."""
     if CHARGES in environ and environ[CHARGES].status is None:
         return app(environ, start_response)  # another RateLimit wraps this one
     # If the charges already have a status, the environ is being reused for another application.
-    charges = environ[CHARGES] = DeferringCharges(enforcer)
+    charges = environ[CHARGES] = RequestCharges(enforcer)
 
     def start(
         status: str, headers: list[Header], exc_info: Any = None
@@ -124,7 +126,7 @@ class _ChargedBody:
 
     __slots__ = ("_body", "_charges", "_has_sent", "_has_started", "_iterator")
 
-    def __init__(self, body: Iterable[bytes], charges: DeferringCharges) -> None:
+    def __init__(self, body: Iterable[bytes], charges: RequestCharges) -> None:
         self._body = body
         self._charges = charges
         self._iterator: Iterator[bytes] | None = None

@@ -440,7 +440,7 @@ def test_flask_limiter_counts_defaults_by_view_and_a_view_replaces_them() -> Non
     assert [admitted(send, path) for path in FLASK_CLIENTS] == [2, 0, 0]
 
     app, limit = ours_on_flask("2/day", per_route=True)
-    replaced = limit("5/day", override_defaults=True)
+    replaced = lambda view: limit.exempt(limit("5/day")(view))  # noqa: E731 - short
     send = with_views(app, first=replaced, second=None, third=None)
     assert [admitted(send, path) for path in FLASK_CLIENTS] == [4, 2, 2]
 
@@ -453,7 +453,7 @@ def test_limits_of_the_application_and_defaults_work_together() -> None:
 
     app, _ = ours_on_flask("5/day")
     limit = flask_ours.RateLimit(app, "2/day", per_route=True, name="each")
-    replaced = limit("4/day", override_defaults=True)
+    replaced = lambda view: limit.exempt(limit("4/day")(view))  # noqa: E731 - short
     send = with_views(app, first=replaced, second=None, third=None)
     assert [admitted(send, path) for path in FLASK_CLIENTS] == [4, 1, 0]
 
@@ -485,9 +485,8 @@ def test_flask_limiter_does_not_apply_the_default_if_a_limit_is_exempt() -> None
     send = with_views(app, home=limiter.limit("1/day", exempt_when=always))
     assert admitted(send, "/home", 6) == 6
     app, limit = ours_on_flask("2/day", per_route=True)
-    replaced = limit("1/day", exempt_when=always, override_defaults=True)
-    kept = limit("1/day", exempt_when=always)
-    send = with_views(app, home=replaced, exempt=lambda view: limit.exempt(kept(view)))
+    kept = limit("1/day", skip=always)
+    send = with_views(app, home=kept, exempt=lambda view: limit.exempt(kept(view)))
     assert [admitted(send, "/home", 6), admitted(send, "/exempt", 6)] == [2, 6]
 
 
@@ -799,9 +798,9 @@ def test_slowapi_does_not_apply_the_default_to_other_methods() -> None:
     assert [admitted(send, "/home", 6), admitted(send, "/exempt", 6)] == [6, 6]
 
     app, limit = ours_on_fastapi("2/day", per_route=True)
-    of_posts = limit("1/day", methods=["POST"], override_defaults=True)
+    of_posts = limit("1/day", methods=["POST"])
     app.get("/home", dependencies=[of_posts])(lambda: "home")
-    never = limit("1/day", exempt_when=lambda: True, override_defaults=True)
+    never = limit("1/day", skip=lambda: True)
     app.get("/exempt", dependencies=[never])(lambda: "exempt")
     send = asgi_sender(app)
     assert [admitted(send, "/home", 6), admitted(send, "/exempt", 6)] == [2, 2]

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from ratekeeper import Limiter
 from ratekeeper.asgi import RateLimit
 from ratekeeper.fastapi import RateLimit as FastRateLimit
-from ratekeeper.web.enforcer import AsyncEnforcer
+from ratekeeper.web.enforcer import Enforcer
 from tests.integration.asgi_servers import free_port
 from tests.integration.tcp_proxy import Mode, Proxy
 from tests.redis_servers import Single, running
@@ -34,7 +34,7 @@ async def test_concurrent_requests_are_allowed_up_to_the_limit_exactly(uri: str)
     answers = await asyncio.gather(*(ask(apps[number % 2]) for number in range(100)))
     assert Counter(each.status for each in answers) == {200: 40, 429: 60}
     for app in apps:
-        await app.enforcer.close()
+        await app.enforcer.aclose()
 
 
 async def test_a_node_answers_most_requests_of_a_leased_limit(uri: str) -> None:
@@ -51,7 +51,7 @@ async def test_a_node_answers_most_requests_of_a_leased_limit(uri: str) -> None:
     for each in counts.values():
         assert each.allowed + each.asked == 60
         assert each.allowed >= 30
-    await limit.enforcer.close()
+    await limit.enforcer.aclose()
     strict = Limiter("10000/day", store=uri)
     assert strict.peek("address:192.0.2.1").remaining == 10_000 - 60
     strict.close()
@@ -67,8 +67,8 @@ async def test_costs_and_outcomes_are_settled_before_the_response_ends(uri: str)
     one, two = (RateLimit(app, "500/day", store=uri, cost=100) for _ in range(2))
     left = [(await ask(each)).headers["x-ratelimit-remaining"] for each in (one, two) * 3]
     assert left == [str(400 - 4 * number) for number in range(6)]
-    await one.enforcer.close()
-    await two.enforcer.close()
+    await one.enforcer.aclose()
+    await two.enforcer.aclose()
 
 
 async def test_a_cancelled_request_is_settled(uri: str) -> None:
@@ -86,9 +86,9 @@ async def test_a_cancelled_request_is_settled(uri: str) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    left = await limited_app.enforcer._limiter.peek("address:192.0.2.1")
+    left = await limited_app.enforcer._fixed.any.peek("address:192.0.2.1")
     assert left.remaining == 10
-    await limited_app.enforcer.close()
+    await limited_app.enforcer.aclose()
 
 
 @pytest.mark.parametrize(("cost", "used", "left"), [(1, 7, 3), (7, 1, 9)])
@@ -110,12 +110,12 @@ async def test_a_request_that_is_cancelled_while_it_is_settled_is_charged(
         await asyncio.create_task(ask(limited_app))
 
     async def remaining() -> int:
-        return int((await limited_app.enforcer._limiter.peek("address:192.0.2.1")).remaining)
+        return int((await limited_app.enforcer._fixed.any.peek("address:192.0.2.1")).remaining)
 
     async with asyncio.timeout(30):
         while await remaining() != left:  # noqa: ASYNC110 - the server signals no event
             await asyncio.sleep(0.01)
-    await limited_app.enforcer.close()
+    await limited_app.enforcer.aclose()
 
 
 async def test_a_denied_route_refunds_the_application_charge(uri: str) -> None:
@@ -129,7 +129,7 @@ async def test_a_denied_route_refunds_the_application_charge(uri: str) -> None:
     statuses = [(await ask(app, "/x")).status for _ in range(5)]
     assert statuses == [200] + [429] * 4
     assert (await ask(app, "/nowhere")).headers["x-ratelimit-remaining"] == "98"
-    await limit.enforcer.close()
+    await limit.enforcer.aclose()
 
 
 @pytest.mark.parametrize(("on_failure", "status"), [("open", 200), ("closed", 503)])
@@ -144,7 +144,7 @@ async def test_an_unavailable_store_is_answered_by_the_failure_policy(
     assert seen.status == status
     assert seen.headers["x-ratelimit-policy"] == "degraded"
     assert ("retry-after" in seen.headers) is (status == 503)
-    await limited_app.enforcer.close()
+    await limited_app.enforcer.aclose()
 
 
 async def test_a_login_route_fails_closed_when_redis_stops() -> None:
@@ -162,7 +162,7 @@ async def test_a_login_route_fails_closed_when_redis_stops() -> None:
         before = [(await ask(app, path)).status for path in ("/login", "/search")]
         await asyncio.to_thread(server.stop)
         after = [(await ask(app, path)).status for path in ("/login", "/search")]
-        await limit.enforcer.close()
+        await limit.enforcer.aclose()
     assert (before, after) == ([200, 200], [503, 200])
 
 
@@ -180,7 +180,7 @@ async def test_a_store_that_fails_before_the_response_ends_is_logged(
         limited_app = RateLimit(app, "10/day", store=f"{server.uri}?deadline_ms=10000")
         assert (await ask(limited_app)).status == 200
         assert "could not be settled" in caplog.text
-        await limited_app.enforcer.close()
+        await limited_app.enforcer.aclose()
 
 
 async def test_the_store_is_connected_when_the_application_has_started(uri: str) -> None:
@@ -201,7 +201,7 @@ async def test_the_store_is_connected_when_the_application_has_started(uri: str)
 
             app = RateLimit(start, "10/day", store=f"{proxy.uri}?deadline_ms=10000")
             await app({"type": "lifespan"}, None, note)
-            await app.enforcer.close()
+            await app.enforcer.aclose()
     assert connections == [1, 1]
 
 
@@ -209,7 +209,7 @@ async def test_the_store_is_closed_with_the_application(uri: str) -> None:
     """After the lifespan no connection is left, and a second start opens a new one."""
     app = FastAPI()
     limit = FastRateLimit(app, "10/day", store=uri)
-    assert isinstance(limit.enforcer, AsyncEnforcer)
+    assert isinstance(limit.enforcer, Enforcer)
     for number in range(2):
         assert (await ask(app)).headers["x-ratelimit-remaining"] == str(9 - number)
         await run_lifespan(app)

@@ -74,7 +74,7 @@ async def by_asgi(uri: str) -> AsyncIterator[None]:
     site = RateLimit(app, LIMITS, store=uri)
     while (await ask(site)).status == 200:
         yield
-    await site.enforcer.close()
+    await site.enforcer.aclose()
 
 
 async def by_service(uri: str) -> AsyncIterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -26,10 +25,9 @@ from ratekeeper.web import answers
 from ratekeeper.web.answers import (
     ABNORMAL_USAGE,
     DETAIL_LENGTH_MAX,
-    PREPARED_MAX,
     Denial,
-    PreparedHeaders,
     Style,
+    allowed_headers,
     capacity_answer,
     denial_answer,
     headers_of,
@@ -159,7 +157,7 @@ def test_each_kind_of_result_has_its_headers(result: CheckResult, expected: dict
 @pytest.mark.parametrize(
     ("style", "names"),
     [
-        (Style(draft=10, legacy=False), ["RateLimit-Policy", "RateLimit"]),
+        (Style(draft=10, legacy=False), ["RateLimit", "RateLimit-Policy"]),
         (
             Style(draft=None),
             ["X-RateLimit-Limit", "X-RateLimit-Remaining", "X-RateLimit-Reset"],
@@ -312,13 +310,10 @@ def test_a_reset_time_counts_from_the_decision() -> None:
     clock = ManualClock(1_767_225_641.3)
     with Limiter(window, clock=clock) as limiter:
         allowed = limiter.evaluate("k", 5)
-        prepared = PreparedHeaders.of(allowed, clock.now_ns(), Style())
         denied = limiter.evaluate("k")
-    assert prepared is not None
     for late_ns in (0, 1, 999_999_999, 7 * NS_PER_SECOND):
         now_ns = clock.now_ns() + late_ns
         assert dict(headers_of(allowed, now_ns))["X-RateLimit-Reset"] == "1767225660"
-        assert prepared.headers(allowed.decision, clock.now_ns) == raw_headers_of(allowed, now_ns)
         answer = denial_answer(denied, now_ns)
         assert dict(answer.headers)["X-RateLimit-Reset"] == "1767225660"
         details = json.loads(answer.body)["error"]["details"]
@@ -328,14 +323,10 @@ def test_a_reset_time_counts_from_the_decision() -> None:
 def test_a_grant_raises_the_limit_everywhere() -> None:
     """`limit` is never below `remaining`, in headers of every style and in bodies."""
     with Limiter("3/minute", clock=ManualClock(1_767_225_600)) as limiter:
-        prepared = PreparedHeaders.of(limiter.evaluate("other"), NOW_NS, Style())
         limiter.grant("k", 100)
         allowed = limiter.evaluate("k")
         denied = limiter.evaluate("k", 103)
-    assert prepared is not None
-    assert PreparedHeaders.of(allowed, NOW_NS, Style()) is None
     headers = raw_headers_of(allowed, NOW_NS)
-    assert prepared.headers(allowed.decision, lambda: NOW_NS) == headers
     assert headers[:2] == [(b"x-ratelimit-limit", b"103"), (b"x-ratelimit-remaining", b"102")]
     older = dict(headers_of(allowed, NOW_NS, Style(draft=7)))
     assert older["RateLimit"].startswith("limit=103, remaining=102")
@@ -657,71 +648,37 @@ LATER_NS = 1_794_837_002_123_456_789
         max_size=8,
     ),
 )
-def test_prepared_headers_are_the_same_bytes(
+def test_the_headers_of_allowed_requests_are_the_same_bytes(
     name: str, limit: int, per: float, told: list[tuple[int, int, int]]
 ) -> None:
-    """This holds for any limit under any name, and for decisions at any times in sequence."""
+    """The shortcut and the full form agree, for any limit and for times in any sequence."""
     policy = Limit(limit, per=per)
     applied = (AppliedRule(name, [policy]),)
-    sample = CheckResult(Decision(True, policy, 1, rule=name), applied)
-    made = PreparedHeaders.of(sample, LATER_NS, Style())
-    assert made is not None
     for remaining, reset_after_ns, later_ns in told:
         decision = Decision(True, policy, remaining, reset_after_ns=reset_after_ns, rule=name)
         now_ns = LATER_NS + later_ns
-        wanted = raw_headers_of(CheckResult(decision, applied), now_ns, Style())
-        assert made.headers(decision, partial(int, now_ns)) == wanted
+        wanted = answers._raw_headers_in_full(CheckResult(decision, applied), now_ns, Style())
+        assert allowed_headers(decision, applied, now_ns, Style()) == wanted
 
 
 POLICY = Limit(5, per=60)
-ONE = (AppliedRule("a", [POLICY]),)
 ALLOWED = Decision(True, POLICY, 4)
 
 
 @pytest.mark.parametrize(
-    ("result", "style"),
+    ("decision", "style"),
     [
-        (CheckResult(Decision(False, POLICY, 0), ONE), Style()),
-        (CheckResult(Decision(True, POLICY, 0, degraded=True), ONE), Style()),
-        (CheckResult(ALLOWED, (AppliedRule("a", [POLICY, Limit(9, per=1)]),)), Style()),
-        (CheckResult(ALLOWED, ONE * 2), Style()),
-        (CheckResult(ALLOWED, (), "unlimited"), Style()),
-        (CheckResult(ALLOWED, ONE, "exempt"), Style()),
-        (CheckResult(ALLOWED, ONE), Style(draft=7)),
-        (CheckResult(ALLOWED, ONE), Style(draft=6)),
-        (CheckResult(ALLOWED, ONE), Style(draft=None)),
-        (CheckResult(ALLOWED, ONE), Style(legacy=False)),
+        (Decision(False, POLICY, 0), Style()),
+        (Decision(True, POLICY, 0, degraded=True), Style()),
+        (ALLOWED, Style(draft=7)),
+        (ALLOWED, Style(draft=6)),
+        (ALLOWED, Style(draft=None)),
+        (ALLOWED, Style(legacy=False)),
     ],
 )
-def test_only_results_that_differ_in_numbers_are_prepared(
-    result: CheckResult, style: Style
-) -> None:
-    """Several limits, other styles and other kinds of results are printed in full."""
-    assert PreparedHeaders.of(result, LATER_NS, style) is None
-
-
-def test_a_limiters_own_results_are_prepared() -> None:
-    """Decisions of the kernel can be prepared too."""
-    limiter = Limiter("3/minute", name="orders")
-    made = PreparedHeaders.of(limiter.evaluate("k"), LATER_NS, Style())
-    assert made is not None
-    result = limiter.evaluate("k")
-    assert made.headers(result.decision, lambda: LATER_NS) == raw_headers_of(
-        result, LATER_NS, Style()
-    )
-
-
-def test_the_cache_of_prepared_headers_is_bounded() -> None:
-    """At most PREPARED_MAX answers are cached, and all headers stay correct."""
-    policy = Limit(10**6, per=60)
-    applied = (AppliedRule("a", [policy]),)
-    made = PreparedHeaders.of(CheckResult(Decision(True, policy, 1), applied), LATER_NS, Style())
-    assert made is not None
-    for remaining in (*range(PREPARED_MAX + 2), 0):
-        decision = Decision(True, policy, remaining, reset_after_ns=10**9)
-        wanted = raw_headers_of(CheckResult(decision, applied), LATER_NS, Style())
-        assert made.headers(decision, lambda: LATER_NS) == wanted
-        assert len(made._known) <= PREPARED_MAX
+def test_other_headers_are_printed_in_full(decision: Decision, style: Style) -> None:
+    """The shortcut is for allowed requests in the default style."""
+    assert allowed_headers(decision, (AppliedRule("a", [POLICY]),), LATER_NS, style) is None
 
 
 def test_a_cost_that_never_fits_is_a_422() -> None:

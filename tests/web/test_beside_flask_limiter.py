@@ -46,34 +46,43 @@ def _flask_limiter(**own: Any) -> list[int]:
     return _routes(app, limiter.limit("5 per minute", **own))
 
 
-def _ratekeeper(per_route: bool = True, **own: Any) -> list[int]:
+def _ratekeeper(own: Callable[[RateLimit, Any], Any], per_route: bool = True) -> list[int]:
     app = Flask("ours")
     limit = RateLimit(app, "2/minute", per_route=per_route, clock=ManualClock(1_767_225_600))
-    return _routes(app, limit("5/minute", **own))
+    return _routes(app, lambda view: own(limit, view))
+
+
+def added(limit: RateLimit, view: Any) -> Any:
+    return limit("5/minute")(view)
+
+
+def alone(limit: RateLimit, view: Any) -> Any:
+    return limit.exempt(limit("5/minute")(view))
+
+
+def one_for_each_method(limit: RateLimit, view: Any) -> Any:
+    own = limit("5/minute", methods=["POST"])(limit("2/minute", methods=["GET"])(view))
+    return limit.exempt(own)
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "allowed"),
     [
-        # Their default is to override, ours to add.
-        ({}, {"override_defaults": True}, [4, 2, 2, 1]),
-        ({"override_defaults": False}, {}, [2, 2, 2, 0]),
+        # Their default is to replace the default limits, ours to add.
+        ({}, alone, [4, 2, 2, 1]),
+        ({"override_defaults": False}, added, [2, 2, 2, 0]),
         # Other methods get the defaults.
-        (
-            {"methods": ["POST"]},
-            {"methods": ["POST"], "override_defaults": True},
-            [2, 2, 2, 4],
-        ),
+        ({"methods": ["POST"]}, one_for_each_method, [2, 2, 2, 4]),
     ],
 )
 def test_default_limits_admit_the_same(
-    theirs: dict[str, Any], ours: dict[str, Any], allowed: list[int]
+    theirs: dict[str, Any], ours: Any, allowed: list[int]
 ) -> None:
     """`per_route` gives each route a count of the default, as `default_limits` of Flask-Limiter."""
     assert _flask_limiter(**theirs) == allowed
-    assert _ratekeeper(**ours) == allowed
+    assert _ratekeeper(ours) == allowed
 
 
 def test_ratekeepers_own_default_counts_all_routes_together() -> None:
-    """Without the two options, the default is one limit of the whole application."""
-    assert _ratekeeper(per_route=False) == [2, 0, 0, 0]
+    """Without `per_route`, the default is one limit of the whole application."""
+    assert _ratekeeper(added, per_route=False) == [2, 0, 0, 0]

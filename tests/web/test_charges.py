@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from ratekeeper import AsyncLimiter, ConfigError, Limit
 from ratekeeper.asgi import RateLimit
 from ratekeeper.core.model import NAME_LENGTH_MAX
+from ratekeeper.core.steps import run
 from ratekeeper.testing import ManualClock
 from ratekeeper.web.answers import HttpAnswer
 from ratekeeper.web.charges import RequestCharges
@@ -38,7 +39,7 @@ def enforcer(limits: str, name: str = "", **more: Any) -> Enforcer:
 
 
 def remaining(one: Enforcer) -> int:
-    return int(one._limiter.peek(one._keys.of(CALL)).remaining)
+    return int(one._fixed.any.peek(one._keys.of(CALL)).remaining)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -61,8 +62,8 @@ def test_a_denied_request_costs_nothing_in_other_limits() -> None:
     wide, narrow = enforcer("5/minute", "wide"), enforcer("1/minute", "narrow")
     for expected in (None, 429):
         charges = RequestCharges(wide)
-        assert charges.denial(wide, CALL) is None
-        refusal = charges.denial(narrow, CALL)
+        assert run(charges.charging(wide, CALL)) is None
+        refusal = run(charges.charging(narrow, CALL))
         assert (refusal and refusal.status) == expected
     assert (remaining(wide), remaining(narrow)) == (4, 0)
 
@@ -71,7 +72,7 @@ def test_headers_describe_all_charges() -> None:
     """The numbers are those of the tightest limit, and all policies are listed."""
     wide, narrow = enforcer("5/minute", "wide"), enforcer("1/minute", "narrow")
     charges = RequestCharges(wide)
-    assert [charges.denial(each, CALL) for each in (wide, narrow)] == [None, None]
+    assert [run(charges.charging(each, CALL)) for each in (wide, narrow)] == [None, None]
     headers = dict(charges.headers_beside(["Content-Type"]))
     assert headers["RateLimit"] == '"narrow";r=0;t=60'
     assert headers["RateLimit-Policy"] == '"wide";q=5;w=60, "narrow";q=1;w=60'
@@ -93,7 +94,7 @@ def test_outcomes_are_settled_by_status(status: int | None, left: int) -> None:
     """A request without a status counts, or a client could guess and close the connection."""
     one = enforcer("5/minute", count=lambda status: status == 401)
     charges = RequestCharges(one)
-    charges.denial(one, CALL)
+    run(charges.charging(one, CALL))
     charges.status = status
     charges.settle()
     charges.settle()
@@ -124,7 +125,7 @@ def test_a_request_without_charges_has_no_headers() -> None:
 
 def _remaining(app: RateLimit) -> int:
     """Return the remaining units of the test client's address."""
-    return int(app.enforcer._limiter.peek("address:192.0.2.1").remaining)
+    return int(app.enforcer._fixed.any.peek("address:192.0.2.1").remaining)
 
 
 async def test_an_outcome_is_asked_for_once() -> None:

@@ -5,40 +5,27 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.core.handlers.asgi import ASGIRequest
 from django.test import Client, RequestFactory, override_settings
 
 from ratekeeper import AsyncLimiter, ConfigError, Fleet, Limiter
 from ratekeeper.core.rates import limits_of
+from ratekeeper.core.steps import run, run_async
 from ratekeeper.django import RateLimitMiddleware
 from ratekeeper.testing import ManualClock
-from ratekeeper.web import django_site
 from ratekeeper.web.django_site import (
     DjangoCharges,
     DjangoWebRequest,
     options_of,
-    run_in_loop,
-    settling,
-    site_limits,
+    site_enforcer,
     template_of,
 )
-from ratekeeper.web.enforcer import AsyncEnforcer, Enforcer
-from ratekeeper.web.options import EnforcerOptions
 from tests.fleet.nodes import SharedStore
 from tests.web import django_site as views
-
-
-def test_a_remote_store_is_awaited() -> None:
-    """The two enforcers share one Redis, which is not called here."""
-    with override_settings(RATEKEEPER={"limits": "9/minute", "store": "redis://127.0.0.1:1"}):
-        site = site_limits()
-        assert type(site.enforcer._limiter) is Limiter
-        assert type(site.async_enforcer._limiter) is AsyncLimiter
-        assert site.enforcer.store is site.async_enforcer.store
 
 
 @pytest.mark.parametrize(
@@ -47,7 +34,7 @@ def test_a_remote_store_is_awaited() -> None:
         ("100/minute", r"settings\.RATEKEEPER='100/minute' is not a dict; for example "),
         (
             {"limit": "1/minute"},
-            r"has no option limit \(did you mean limits\?\); the options are limits, rules, store",
+            r"has no option limit \(did you mean limits\?\); the options are limits, key, cost",
         ),
         ({"limits": "1/fortnight"}, r"settings\.RATEKEEPER: expected a unit"),
         ({"limiter": None}, r"settings\.RATEKEEPER has no option limiter"),
@@ -62,7 +49,7 @@ def test_wrong_settings_stop_the_start(setting: Any, words: str) -> None:
         RateLimitMiddleware(views.hello)
 
 
-def test_both_enforcers_of_a_django_site_are_one_node() -> None:
+def test_both_limiters_of_a_django_site_are_one_node() -> None:
     """Views in threads and in the event loop spend from the same leases."""
     clock = ManualClock(1_000)
     store = SharedStore(clock)
@@ -74,13 +61,14 @@ def test_both_enforcers_of_a_django_site_are_one_node() -> None:
         "fleet": Fleet(nodes=2),
     }
     with override_settings(RATEKEEPER=setting):
-        site = site_limits()
+        limiters = site_enforcer()._fixed
+        assert limiters is not None
         for _ in range(40):
-            assert site.enforcer._limiter.check("a").allowed
+            assert limiters.of(Limiter).check("a").allowed
         leases = store.controlled.leases
         assert 0 < leases <= 10
-        assert site.async_enforcer.store is site.enforcer.store
-        assert asyncio.run(site.async_enforcer._limiter.check("a")).allowed
+        assert limiters.of(Limiter).store is limiters.of(AsyncLimiter).store
+        assert asyncio.run(limiters.of(AsyncLimiter).check("a")).allowed
         assert store.controlled.leases <= leases + 1
 
 
@@ -107,7 +95,7 @@ def test_threads_open_the_limits_once() -> None:
 
         def ask() -> None:
             barrier.wait()
-            found.append(site_limits().enforcer)
+            found.append(site_enforcer())
 
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
@@ -144,45 +132,27 @@ def test_routes_have_the_form_that_rules_use(route: str, template: str) -> None:
     assert template_of(route) == template
 
 
-def enforcers() -> tuple[Enforcer, AsyncEnforcer]:
-    enforcer = Enforcer(EnforcerOptions(limits="5/minute", name="threads"))
-    return enforcer, AsyncEnforcer(
-        EnforcerOptions(limits="5/minute", name="loop", store=enforcer.store)
-    )
-
-
-def left(enforcer: Any, request: DjangoWebRequest) -> int:
-    return int(enforcer._limiter.peek(enforcer._keys.of(request)).remaining)
-
-
 async def test_charges_are_settled_from_threads_and_from_the_loop() -> None:
-    """Charges of both enforcers are settled in the loop and in a thread."""
+    """Whichever has made them: a thread waits for what the loop awaits."""
+
+    async def key(request: Any) -> str:
+        return "client"
+
+    setting = {"limits": "5/minute", "clock": ManualClock(1_000), "key": key}
     request = DjangoWebRequest(RequestFactory().get("/"))
-    both = enforcers()
-    for settle in ("in the loop", "in a thread"):
-        charges = DjangoCharges(both[0])
-        for enforcer in both:
-            assert await charges.denial_async(enforcer, request) is None
-        charges.refund()
-        if settle == "in the loop":
-            await charges.settle_async()
-        else:
-            await asyncio.to_thread(charges.settle)
-        assert [left(enforcer, request) for enforcer in both] == [5, 5]
+    with override_settings(RATEKEEPER=setting):
+        enforcer = site_enforcer()
+        for charging, settling in ((run_async, in_a_thread), (in_a_thread, run_async)):
+            charges = DjangoCharges(enforcer)
+            assert await charging(charges.charging(enforcer, request)) is None
+            charges.refund()
+            await settling(charges.settling())
+            assert enforcer._fixed is not None
+            assert enforcer._fixed.any.peek("client").remaining == 5
 
 
-async def test_sync_code_in_the_loop_settles_in_a_task() -> None:
-    """It neither blocks the loop nor loses the settlement."""
-    done = []
-
-    async def leave() -> None:
-        done.append(True)
-
-    run_in_loop(leave())
-    assert not done
-    await asyncio.gather(*settling)
-    assert done
-    assert not settling
+async def in_a_thread(steps: Any) -> Any:
+    return await sync_to_async(run)(steps)
 
 
 def by_path(request: Any) -> str:
@@ -202,105 +172,3 @@ async def test_limits_may_be_a_function_by_its_dotted_path() -> None:
     assert limit.window == 1.5
     with pytest.raises(ConfigError, match=r"limits='shop\.limits\.by_plan' cannot be imported"):
         options_of({"limits": "shop.limits.by_plan"})
-
-
-URLS = """
-from django.http import HttpResponse
-from django.urls import path
-from ratekeeper.django import rate_limit
-
-
-@rate_limit("9/minute", override_defaults=True)
-def own(request):
-    return HttpResponse("own")
-
-
-urlpatterns = [path("own", own)]
-"""
-
-
-def test_the_first_request_knows_the_views_that_override_the_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Django loads the views of a site with its first request, after the middleware has run."""
-    (tmp_path / "urls_of_a_first_request.py").write_text(URLS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(django_site, "_overriding", set())
-    setting = {"limits": "1/minute", "clock": ManualClock(1_000), "name": "all"}
-    with override_settings(
-        RATEKEEPER=setting, ROOT_URLCONF="urls_of_a_first_request", MIDDLEWARE=[views.OURS]
-    ):
-        policies = Client().get("/own").headers["RateLimit-Policy"]
-    assert policies == '"/own";q=9;w=60'
-
-
-CLASS_URLS = """
-from django.http import HttpResponse
-from django.urls import path
-from django.utils.decorators import method_decorator
-from django.views import View
-from ratekeeper.django import rate_limit
-
-
-@method_decorator(rate_limit("3/minute", override_defaults=True), name="dispatch")
-class Own(View):
-    def get(self, request):
-        return HttpResponse("own")
-
-
-urlpatterns = [path("own", Own.as_view())]
-"""
-
-
-def test_every_request_knows_a_class_that_overrides_the_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defect: `method_decorator` drops the function that was decorated, and its mark was lost."""
-    (tmp_path / "urls_of_one_class.py").write_text(CLASS_URLS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(django_site, "_overriding", set())
-    setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
-    with override_settings(
-        RATEKEEPER=setting, ROOT_URLCONF="urls_of_one_class", MIDDLEWARE=[views.OURS]
-    ):
-        client = Client()
-        assert [client.get("/own").status_code for _ in range(4)] == [200, 200, 200, 429]
-
-
-CONVERTER_URLS = """
-from django.http import HttpResponse
-from django.urls import path, register_converter
-from ratekeeper.django import rate_limit
-
-
-class Failing:
-    regex = "[0-9]+"
-
-    def to_python(self, value):
-        raise OverflowError
-
-
-register_converter(Failing, "failing")
-
-
-@rate_limit("9/minute", override_defaults=True)
-def own(request, number):
-    return HttpResponse("own")
-
-
-urlpatterns = [path("own/<failing:number>", own)]
-"""
-
-
-def test_a_path_that_cannot_be_resolved_is_counted_by_the_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defect: an error of a path converter, which Django answers with a 500, went uncounted."""
-    (tmp_path / "urls_of_a_converter.py").write_text(CONVERTER_URLS)
-    monkeypatch.syspath_prepend(tmp_path)
-    setting = {"limits": "1/minute", "clock": ManualClock(1_000)}
-    with override_settings(
-        RATEKEEPER=setting, ROOT_URLCONF="urls_of_a_converter", MIDDLEWARE=[views.OURS]
-    ):
-        client = Client(raise_request_exception=False)
-        assert [client.get("/own/7").status_code for _ in range(2)] == [500, 429]

@@ -24,12 +24,14 @@ from ratekeeper import (
     StoreUnavailable,
 )
 from ratekeeper.core.model import AppliedRule, CheckResult, ResultKind
+from ratekeeper.core.steps import asked, run, run_async
 from ratekeeper.testing import ManualClock
 from ratekeeper.web.answers import Denial, Style
 from ratekeeper.web.charges import joint_result as joined
-from ratekeeper.web.enforcer import PASSED, AsyncEnforcer, Charge, Enforcer, UncheckableRequest
+from ratekeeper.web.enforcer import PASSED, Charge, Enforcer, UncheckableRequest
 from ratekeeper.web.options import EnforcerOptions, OptionArguments
 from ratekeeper.web.requests import WebRequest, WsgiRequest
+from tests.web.enforcers import Driven, in_thread
 
 RULES = """
 version: 1
@@ -51,32 +53,6 @@ def _request(
     return WsgiRequest(environ, route=route)
 
 
-class Waited:
-    """An AsyncEnforcer with the methods of an Enforcer: each call runs to its end."""
-
-    def __init__(self, enforcer_options: EnforcerOptions, runner: asyncio.Runner) -> None:
-        self._run = runner.run
-        self.enforcer = AsyncEnforcer(enforcer_options)
-        self.clock = self.enforcer.clock
-
-    def enter(self, request: Any) -> Charge:
-        return self._run(self.enforcer.enter(request))
-
-    def leave(self, charge: Charge, status: int | None = None) -> None:
-        self._run(self.enforcer.leave(charge, status))
-
-    def response(self, request: Any, result: Any) -> Any:
-        return self._run(self.enforcer.response(request, result))
-
-    def route_enforcer(self, enforcer_options: EnforcerOptions, name: str) -> Waited:
-        other = object.__new__(Waited)
-        other._run, other.enforcer = self._run, self.enforcer.route_enforcer(enforcer_options, name)
-        return other
-
-    def close(self) -> None:
-        self._run(self.enforcer.close())
-
-
 Make = Callable[..., Any]
 
 
@@ -96,10 +72,9 @@ def make(kind: type[Limiter | AsyncLimiter]) -> Iterator[Make]:
         def made_of(**options: Any) -> Any:
             if "limiter" not in options:
                 options.setdefault("clock", ManualClock(1_000))
-            enforcer_options = EnforcerOptions(**options)
-            made.append(
-                Enforcer(enforcer_options) if kind is Limiter else Waited(enforcer_options, runner)
-            )
+            enforcer = Enforcer(EnforcerOptions(**options), kind)
+            awaited = lambda steps: runner.run(run_async(steps))  # noqa: E731 - short
+            made.append(Driven(enforcer, run if kind is Limiter else awaited))
             return made[-1]
 
         yield made_of
@@ -367,13 +342,13 @@ def test_a_store_that_fails_while_settling_is_logged(
     """The client has its response, and the request keeps its charge."""
     enforcer = make(limits="10/minute", key=lambda request: "secret-key")
     charge = enforcer.enter(_request())
-    getattr(enforcer, "enforcer", enforcer)._limiter = Failing()
+    charge.limiters._made = {Limiter: Failing(), AsyncLimiter: Failing()}
     charge.refund()
     with caplog.at_level(logging.WARNING, "ratekeeper.web"):
         enforcer.leave(charge, 200)
     assert "the store is unavailable" in caplog.text
     assert "secret-key" not in caplog.text
-    getattr(enforcer, "enforcer", enforcer)._limiter = None
+    charge.limiters._made.clear()
 
 
 def test_on_limit_returns_the_response_to_a_denial(make: Make) -> None:
@@ -429,7 +404,8 @@ def test_route_enforcers_share_the_store_and_the_options(make: Make) -> None:
     assert not route.enter(_request(user="1", peer="192.0.2.7")).decision.allowed
     assert other.enter(_request(user="1")).decision.allowed
     assert enforcer.enter(_request(user="1")).decision.remaining == 2
-    assert route.enter(_request("/free", user="1")).result.kind == "unlimited"
+    assert enforcer.enter(_request("/free", user="1")).result.kind == "unlimited"
+    assert not route.enter(_request("/free", user="1")).decision.allowed, "skip is not inherited"
     assert route.enter(_request(user="2")).result.applied[0].rule == "GET /a"
 
 
@@ -462,7 +438,7 @@ def test_routes_use_the_local_fallback_of_a_given_limiter() -> None:
         on_failure="local",
         local_fallback=LocalFallback(nodes=4),
     )
-    enforcer = Enforcer(EnforcerOptions(limiter=limiter))
+    enforcer = in_thread(limiter=limiter)
     route = enforcer.route_enforcer(EnforcerOptions(limits="8/minute"), "r")
     assert [route.enter(_request()).decision.allowed for _ in range(3)] == [True, True, False]
     enforcer.close()
@@ -471,7 +447,7 @@ def test_routes_use_the_local_fallback_of_a_given_limiter() -> None:
 
 def test_the_same_options_and_name_give_the_same_enforcer() -> None:
     """It is made once and then reused for every request."""
-    enforcer = Enforcer(EnforcerOptions(store="memory://"))
+    enforcer = Enforcer(EnforcerOptions(store="memory://"), Limiter)
     enforcer_options = EnforcerOptions(limits="1/minute")
     assert enforcer.route_enforcer(enforcer_options, "a") is enforcer.route_enforcer(
         enforcer_options, "a"
@@ -541,16 +517,17 @@ async def test_every_hook_may_be_async() -> None:
         "on_unavailable": on_unavailable,
         "count": count,
     }
-    enforcer = AsyncEnforcer(EnforcerOptions(limits="4/minute", **hooks))
-    charge = await enforcer.enter(_request(user="1"))
+    enforcer = Enforcer(EnforcerOptions(limits="4/minute", **hooks), AsyncLimiter)
+    charge = await run_async(asked(enforcer.charge, _request(user="1")))
     assert (charge.key, charge.decision.remaining) == ("1", 2)
-    assert (await enforcer.enter(_request("/free"))).result.kind == "unlimited"
+    free = await run_async(asked(enforcer.charge, _request("/free")))
+    assert free.result.kind == "unlimited"
     for kind, response in (("limited", "mine"), ("unavailable", "sorry")):
         result = _result(allowed=False, kind=kind)
-        assert await enforcer.response(_request(), result) == response
-    await enforcer.leave(charge, 200)
+        assert await run_async(enforcer.answering(_request(), result)) == response
+    await run_async(enforcer.leaving(charge, 200))
     assert charge.units == 0
-    await enforcer.close()
+    await enforcer.aclose()
 
 
 class Stuck(ManualClock):
@@ -563,21 +540,26 @@ class Stuck(ManualClock):
 async def test_a_request_cancelled_in_the_queue_returns_its_place() -> None:
     """A client that closes the connection while it waits is not charged."""
     limit = Limit(1, per=1, algorithm="leaky_bucket", capacity=2)
-    enforcer = AsyncEnforcer(EnforcerOptions(limits=limit, clock=Stuck(1)))
-    assert (await enforcer.enter(_request())).decision.allowed
-    held = asyncio.create_task(enforcer.enter(_request()))
+    enforcer = Enforcer(EnforcerOptions(limits=limit, clock=Stuck(1)), AsyncLimiter)
+
+    async def enter() -> Charge:
+        charge: Charge = await run_async(asked(enforcer.charge, _request()))
+        return charge
+
+    assert (await enter()).decision.allowed
+    held = asyncio.create_task(enter())
     await asyncio.sleep(0)
-    assert not (await enforcer.enter(_request())).decision.allowed
+    assert not (await enter()).decision.allowed
     held.cancel()
     with pytest.raises(asyncio.CancelledError):
         await held
-    again = asyncio.create_task(enforcer.enter(_request()))
+    again = asyncio.create_task(enter())
     await asyncio.sleep(0)
     assert not again.done()  # it waits as the second request, so the place was free
     again.cancel()
     with pytest.raises(asyncio.CancelledError):
         await again
-    await enforcer.close()
+    await enforcer.aclose()
 
 
 @pytest.mark.parametrize("key", ["header", "cookies:x", ["header:X", "what"], [], 42])
@@ -590,9 +572,9 @@ def test_a_wrong_source_is_rejected_at_once(key: Any) -> None:
 def test_a_limiter_of_the_other_kind_is_rejected() -> None:
     """A Limiter would block the event loop, and a thread has no loop for an AsyncLimiter."""
     with pytest.raises(ConfigError, match="AsyncLimiter"):
-        AsyncEnforcer(EnforcerOptions(limiter=Limiter("1/s")))
+        Enforcer(EnforcerOptions(limiter=Limiter("1/s")), AsyncLimiter)
     with pytest.raises(ConfigError, match="not a Limiter"):
-        Enforcer(EnforcerOptions(limiter=AsyncLimiter("1/s")))
+        Enforcer(EnforcerOptions(limiter=AsyncLimiter("1/s")), Limiter)
 
 
 def test_a_denial_has_the_configured_style(make: Make) -> None:
@@ -611,31 +593,18 @@ def test_an_enforcer_for_threads_rejects_async_hooks() -> None:
         return False
 
     with pytest.raises(ConfigError, match="is async"):
-        Enforcer(EnforcerOptions(limits="1/minute", skip=skip))
+        in_thread(limits="1/minute", skip=skip)
 
 
-@pytest.mark.parametrize("kind", [Enforcer, AsyncEnforcer])
-def test_the_local_fallback_is_configurable(kind: Any) -> None:
+def test_the_local_fallback_is_configurable(make: Make) -> None:
     """While the store is unavailable, each of four machines admits a quarter."""
-    enforcer_options = EnforcerOptions(
+    enforcer = make(
         limits="8/minute",
         store="redis://127.0.0.1:1",
         on_failure="local",
         local_fallback=LocalFallback(nodes=4),
     )
-
-    async def admitted() -> int:
-        enforcer = kind(enforcer_options)
-        charges = []
-        for _ in range(5):
-            charge = enforcer.enter(_request())
-            charges.append(charge if kind is Enforcer else await charge)
-        closed = enforcer.close()
-        if closed is not None:
-            await closed
-        return sum(charge.decision.allowed for charge in charges)
-
-    assert asyncio.run(admitted()) == 2
+    assert sum(enforcer.enter(_request()).decision.allowed for _ in range(5)) == 2
 
 
 LIMIT = Limit(10, per=60)
@@ -654,7 +623,7 @@ def _result(
 
 
 def charge_of(result: CheckResult, key: str, units: int) -> Charge:
-    return Charge(result.decision, key, units, None, result)
+    return Charge(result.decision, key, units, result=result)
 
 
 def test_an_unsettled_charge_stays() -> None:

@@ -341,18 +341,6 @@ def test_on_limit_takes_precedence_over_an_errorhandler() -> None:
     assert client.get("/own").text == "handler"
 
 
-def test_an_errorhandler_answers_a_denial_after_the_view() -> None:
-    """As when the view was expected to replace the limits, and another function answered."""
-    app, limit, _, client = app_with("1/minute")
-    shop = Blueprint("shop", __name__)
-    shop.before_request(lambda: ("wrong", 401))
-    shop.add_url_rule("/own", "own", limit("9/minute", override_defaults=True)(lambda: "own"))
-    app.register_blueprint(shop)
-    app.register_error_handler(429, lambda error: ("handler", 429))
-    assert [client.get("/own").text for _ in range(2)] == ["wrong", "handler"]
-    assert client.get("/own").headers["Retry-After"] == "60"
-
-
 # ── Django ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -39,8 +39,6 @@ rules:
         ({"limits": "one"}, "write it like this"),
         ({"limits": "1/s", "skip": "/healthz"}, "skip='/healthz' is not a function"),
         ({"limits": "1/s", "count": 401}, "count=401 is not a function"),
-        ({"limits": "1/s", "exempt_when": True}, "exempt_when=True is not a function; for example"),
-        ({"limits": "1/s", "skip": bool, "exempt_when": bool}, "two names of one option"),
         ({"limits": "1/s", "methods": []}, r"methods=\[\] is not a list of HTTP methods"),
         ({"limits": "1/s", "methods": {"GET": 1}}, "is not a list of HTTP methods"),
         ({"limits": "1/s", "methods": 5}, "methods=5 is not a list of HTTP methods"),
@@ -48,7 +46,6 @@ rules:
         ({"limits": "1/s", "methods": "GET,POST"}, "'GET,POST' is not an HTTP method"),
         ({"limits": "1/s", "methods": ["GET", None]}, "None is not an HTTP method"),
         ({"limits": Limiter}, "is a class; give a rate such as"),
-        ({"limits": "1/s", "override_defaults": "yes"}, "override_defaults='yes' is not True"),
         ({"limits": "1/s", "per_route": "false"}, "per_route='false' is not True or False"),
         ({"limits": "1/s", "on_limit": True}, "on_limit=True is not a function"),
         # Left over from other libraries: the functions have other parameters there.
@@ -66,21 +63,21 @@ rules:
         ({"limits": "1/s", "style": "draft-7"}, "is not a Style"),
         ({"limits": "1/s", "on_failure": "perhaps"}, "on_failure"),
         ({"limits": "1/s", "name": "a\nb"}, "name="),
-        ({"rules": RULES, "name": "x"}, "give name only together with limits; a rule is named"),
-        ({"rules": RULES, "per_route": True}, "give per_route only together with limits; a rule"),
-        ({"limiter": Limiter("1/s"), "name": "x"}, "give name to the limiter"),
+        ({"rules": RULES, "name": "x"}, "name='x' applies to limits only; .* named by its id"),
+        ({"rules": RULES, "per_route": True}, "per_route=True applies to limits only; with rules"),
+        ({"limiter": Limiter("1/s"), "name": "x"}, "has its own name; set it there"),
         (
             {"name": "x", "per_route": True},
             'give name and per_route only together with limits; for example limits="100/minute"',
         ),
         ({"limits": "1/s", "on_unavailable": 503}, "on_unavailable=503 is not a function"),
         ({"rules": RULES, "key": "header:X"}, "each rule's `by`"),
-        ({"limiter": Limiter("1/s"), "store": "redis://x"}, "already has a store"),
-        ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "already has a store"),
-        ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "and a clock"),
-        ({"limiter": Limiter("1/s"), "local_fallback": LocalFallback()}, "a local_fallback"),
-        ({"limiter": Limiter("1/s"), "consistency": "leased"}, "a consistency"),
-        ({"limiter": Limiter("1/s"), "fleet": Fleet()}, "a fleet"),
+        ({"limiter": Limiter("1/s"), "store": "redis://x"}, "has its own store; set it there"),
+        ({"limiter": Limiter("1/s"), "on_failure": "closed"}, "its own on_failure"),
+        ({"limiter": Limiter("1/s"), "clock": ManualClock()}, "its own clock"),
+        ({"limiter": Limiter("1/s"), "local_fallback": LocalFallback()}, "its own local_fallback"),
+        ({"limiter": Limiter("1/s"), "consistency": "leased"}, "its own consistency"),
+        ({"limiter": Limiter("1/s"), "fleet": Fleet()}, "its own fleet"),
         ({"limits": "1/s", "consistency": "often"}, "consistency='often' is not known"),
         ({"limits": "1/s", "fleet": 20}, "fleet=20 is not a Fleet"),
         ({"rules": RULES, "consistency": "leased"}, "each rule has its own"),
@@ -92,7 +89,7 @@ rules:
             {"limits": "1/s", "scope": "global", "consistency": "leased"},
             "'leased' does not work with scope",
         ),
-        ({"limiter": Limiter("1/s"), "scope": "global"}, "a scope"),
+        ({"limiter": Limiter("1/s"), "scope": "global"}, "its own scope"),
         ({"limiter": Limiter("1/s"), "regions": Regions("eu", {"eu": "redis://h"})}, "regions"),
         ({"identify": Identity(), "trusted_proxies": ["10.0.0.0/8"]}, "to the Identity"),
     ],
@@ -130,11 +127,7 @@ ROUTES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "starlette": (asgi.limited, "limited(…)", "RateLimit(app, {}=…)"),
     "django": (django.rate_limit, "rate_limit(…)", 'settings.RATEKEEPER = {{"{}": …}}'),
 }
-HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {
-    "cost": 1,
-    "name": "login",
-    "override_defaults": False,
-}
+HERE = dict.fromkeys(get_type_hints(RouteArguments)) | {"cost": 1, "name": "login"}
 ELSEWHERE = sorted({*get_type_hints(OptionArguments)} - {*HERE})
 
 
@@ -183,9 +176,6 @@ def test_an_unknown_option_of_the_application_is_named(make: Callable[..., Any])
         make(stroe="memory://")
     with pytest.raises(TypeError, match=r"^RateLimit\(…\) has no option x, y; the options are"):
         make(x=1, y=2)
-    for name in ("methods", "override_defaults"):
-        with pytest.raises(ConfigError, match=rf"^RateLimit\(…\) does not take {name}: that"):
-            make(**{name: True})
 
 
 def test_an_unknown_scope_names_what_shares_a_count() -> None:

@@ -1,4 +1,4 @@
-"""Options of routes that users of other libraries know, in every integration."""
+"""Options of routes, in every integration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from werkzeug.exceptions import BadRequest as FlaskBadRequest
 from ratekeeper import ConfigError, Limit
 from ratekeeper.testing import ManualClock
 from ratekeeper.web.claims import Claim
-from ratekeeper.web.enforcer import RESULTS_MAX, Enforcer
-from ratekeeper.web.options import EnforcerOptions, with_request
+from ratekeeper.web.enforcer import RESULTS_MAX
+from ratekeeper.web.options import with_request
 from ratekeeper.web.requests import AsgiRequest
+from tests.web.enforcers import in_thread
 from tests.web.route_sites import FRAMEWORKS, RouteSite, limit
 
 ASYNC = ("fastapi", "starlette", "django wsgi", "django asgi")
@@ -75,26 +76,26 @@ def test_a_head_counts_as_a_get(sites: Sites) -> None:
 
 def test_a_method_in_lower_case_does_not_pass() -> None:
     """Flask, Django and class-based endpoints serve a "post" by the code of the POST."""
-    enforcer = Enforcer(EnforcerOptions(limits="1/minute", methods=["POST"]))
+    enforcer = in_thread(limits="1/minute", methods=["POST"])
     for method, is_counted in (("post", True), ("Post", True), ("POST", True), ("GET", False)):
         charge = enforcer.enter(AsgiRequest({"type": "http", "method": method}))
         assert (charge.result.kind == "limited") == is_counted, method
 
 
-# ── exempt_when ────────────────────────────────────────────────────────────────────────────────
+# ── skip ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_exempt_when_is_skip_by_another_name(sites: Sites) -> None:
-    """On routes and on the application, as a function of the request or without a parameter."""
-    exempt = [False]
+def test_skipped_requests_are_not_counted(sites: Sites) -> None:
+    """On routes and on the application, by a function of the request or without a parameter."""
+    off = [False]
 
     def is_internal(request: Any) -> bool:
         return request.header("x-internal") == "yes"
 
     site = sites(
         {
-            "/by-request": limit("1/minute", exempt_when=is_internal, name="r"),
-            "/by-state": limit("1/minute", exempt_when=lambda: exempt[0], name="s"),
+            "/by-request": limit("1/minute", skip=is_internal, name="r"),
+            "/by-state": limit("1/minute", skip=lambda: off[0], name="s"),
         }
     )
     for _ in range(2):
@@ -102,10 +103,10 @@ def test_exempt_when_is_skip_by_another_name(sites: Sites) -> None:
         assert (answer.status, '"r"' in answer.headers.get("ratelimit-policy", "")) == (200, False)
     assert site.statuses("/by-request", "/by-request") == [200, 429]
     assert site.statuses("/by-state", "/by-state") == [200, 429]
-    exempt[0] = True
+    off[0] = True
     assert site.statuses("/by-state", "/by-state") == [200, 200]
 
-    whole = sites({"/": None}, "1/minute", exempt_when=is_internal)
+    whole = sites({"/": None}, "1/minute", skip=is_internal)
     assert [whole.ask("/", **{"X-Internal": "yes"}).status for _ in range(2)] == [200, 200]
     assert whole.statuses("/", "/") == [200, 429]
 
@@ -123,16 +124,16 @@ def test_keys_and_costs_may_be_functions_without_a_parameter(sites: Sites) -> No
 
 
 @pytest.mark.parametrize("sites", ASYNC, indirect=True)
-def test_exempt_when_may_be_async(sites: Sites) -> None:
+def test_skip_may_be_async(sites: Sites) -> None:
     """It is awaited, also without a parameter, as other functions are."""
-    exempt = [True]
+    off = [True]
 
-    async def is_exempt() -> bool:
-        return exempt[0]
+    async def is_off() -> bool:
+        return off[0]
 
-    site = sites({"/": limit("1/minute", exempt_when=is_exempt)})
+    site = sites({"/": limit("1/minute", skip=is_off)})
     assert site.statuses("/", "/") == [200, 200]
-    exempt[0] = False
+    off[0] = False
     assert site.statuses("/", "/") == [200, 429]
 
 
@@ -223,22 +224,21 @@ def test_a_wrong_limit_is_an_error_of_the_application(sites: Sites, plan: str) -
     assert site.served == []
 
 
-@pytest.mark.parametrize("name", ["skip", "exempt_when"])
-def test_the_functions_of_a_request_are_called_once(sites: Sites, name: str) -> None:
-    """Also if both the limits and the exemption are functions."""
+def test_the_functions_of_a_request_are_called_once(sites: Sites) -> None:
+    """Also if both `limits` and `skip` are functions."""
     called: list[str] = []
 
-    def exempt(request: Any) -> bool:
-        called.append("exempt")
+    def skip(request: Any) -> bool:
+        called.append("skip")
         return False
 
     def found() -> str:
         called.append("limits")
         return "5/minute"
 
-    site = sites({"/": limit(found, **{name: exempt})})
+    site = sites({"/": limit(found, skip=skip)})
     assert site.statuses("/", "/") == [200, 200]
-    assert called == ["exempt", "limits"] * 2
+    assert called == ["skip", "limits"] * 2
 
 
 def test_a_cost_that_never_fits_the_returned_limit_is_a_422(sites: Sites) -> None:
@@ -251,30 +251,28 @@ def test_a_cost_that_never_fits_the_returned_limit_is_a_422(sites: Sites) -> Non
 def test_the_results_of_a_function_are_cached_and_bounded() -> None:
     """A result that repeats is parsed once; the cache is emptied when it is full."""
     number = [0]
-    enforcer = Enforcer(EnforcerOptions(limits=lambda: f"{number[0] or 5}/minute"))
+    enforcer = in_thread(limits=lambda: f"{number[0] or 5}/minute")
     request = AsgiRequest({"type": "http", "client": ("192.0.2.1", 1)})
     first, again = enforcer.enter(request), enforcer.enter(request)
-    assert first.enforcer is again.enforcer
+    assert first.limiters is again.limiters
     for number[0] in range(10, 10 + RESULTS_MAX):
         enforcer.enter(request)
-    assert len(enforcer._by_result) <= RESULTS_MAX
+    assert len(enforcer.enforcer._limiters) <= RESULTS_MAX
     number[0] = 0
     charge = enforcer.enter(request)
     assert charge.decision.allowed is False, "the consumption is kept"
     first.refund()
-    first.enforcer.leave(first)  # its enforcer is no longer cached
+    enforcer.leave(first)  # its limiters are no longer cached
 
 
 def test_a_client_whose_limits_change_keeps_its_consumption_in_an_outage() -> None:
     """While the store is unavailable, all results of the function count on this machine as one."""
     most = [3]
-    enforcer = Enforcer(
-        EnforcerOptions(
-            limits=lambda: f"{most[0]}/minute",
-            store="redis://127.0.0.1:1",
-            on_failure="local",
-            clock=ManualClock(1_000),
-        )
+    enforcer = in_thread(
+        limits=lambda: f"{most[0]}/minute",
+        store="redis://127.0.0.1:1",
+        on_failure="local",
+        clock=ManualClock(1_000),
     )
     request = AsgiRequest({"type": "http", "client": ("192.0.2.1", 1)})
     assert [enforcer.enter(request).decision.allowed for _ in range(3)] == [True] * 3
@@ -283,96 +281,53 @@ def test_a_client_whose_limits_change_keeps_its_consumption_in_an_outage() -> No
     enforcer.close()
 
 
-# ── override_defaults ──────────────────────────────────────────────────────────────────────────
+# ── Limits of the application and of a route ───────────────────────────────────────────────────
 
 
-def test_a_routes_limits_add_to_the_defaults_unless_they_override_them(sites: Sites) -> None:
-    """The defaults neither deny nor count on an overriding route, nor do the headers show them."""
+def test_a_routes_limits_add_to_those_of_the_application(sites: Sites) -> None:
+    """Both count, the tighter one denies, and a request that one denies costs nothing in the other.
+    With `per_route`, each route has a count of the application's limits."""
+    routes = {"/a": limit("1/minute", name="own"), "/b": None}
+    site = sites(routes, "3/minute", name="all")
+    assert site.ask("/a").headers["ratelimit-policy"] == '"all";q=3;w=60, "own";q=1;w=60'
+    assert site.statuses("/a", "/a", "/b", "/b", "/b") == [429, 429, 200, 200, 429]
+    site = sites(routes, "2/minute", per_route=True)
+    assert [site.statuses(*[path] * 4).count(200) for path in routes] == [1, 2]
+
+
+def test_the_application_may_leave_routes_to_their_own_limits(sites: Sites) -> None:
+    """`skip` names them: then the limits of the application neither count nor show there. A path
+    that matches no such route is counted."""
+    names = {"flask": "own", "starlette": "?"}
     site = sites(
-        {
-            "/adds": limit("9/minute", name="adds"),
-            "/own": limit("3/minute", override_defaults=True, name="own"),
-            "/plain": None,
-        },
+        {"/own": limit("3/minute"), "/plain": None},
         "2/minute",
-        name="all",
+        name=names.get(sites.framework, "/own"),  # a count is never shared by accident
+        skip=lambda request: request.route == "/own",
     )
     answer = site.ask("/own")
-    assert answer.headers["ratelimit-policy"] == '"own";q=3;w=60'
-    assert answer.headers["x-ratelimit-remaining"] == "2"
-    assert site.statuses("/own", "/own", "/own") == [200, 200, 429]
-    assert "all" not in site.ask("/own").headers["ratelimit-policy"]
-    answer = site.ask("/adds")
-    assert answer.headers["ratelimit-policy"] == '"all";q=2;w=60, "adds";q=9;w=60'
-    assert answer.headers["x-ratelimit-remaining"] == "1"
-    assert site.statuses("/plain", "/plain", "/adds") == [200, 429, 429]
-    site.clock.advance(20)
-    assert site.statuses("/own") == [200]
+    assert answer.headers["x-ratelimit-limit"] == "3"
+    assert ";q=2" not in answer.headers["ratelimit-policy"]
+    assert site.statuses(*["/own"] * 3) == [200, 200, 429]
+    assert site.statuses("/plain", "/missing", "/plain") == [200, 404, 429]
 
 
-@pytest.mark.parametrize(
-    ("per_route", "overrides", "allowed"),
-    [(True, True, [4, 2, 2]), (False, False, [2, 0, 0]), (False, True, [4, 2, 0])],
-)
-def test_defaults_count_as_in_flask_limiter(
-    sites: Sites, per_route: bool, overrides: bool, allowed: list[int]
-) -> None:
-    """Four requests to each of three routes, 2/minute for all and 5/minute for the first."""
-    routes = {"/a": limit("5/minute", override_defaults=overrides), "/b": None, "/c": None}
-    site = sites(routes, "2/minute", per_route=per_route)
-    assert [site.statuses(*[path] * 4).count(200) for path in routes] == allowed
-
-
-def test_a_request_that_an_overriding_limit_does_not_count_is_counted_by_the_defaults(
-    sites: Sites,
-) -> None:
-    """That holds for other methods, exempt requests, and a function that returns None."""
-    site = sites(
-        {
-            "/methods": limit("9/minute", override_defaults=True, methods=["POST"]),
-            "/exempt": limit("9/minute", override_defaults=True, exempt_when=lambda: True),
-            "/none": limit(lambda: None, override_defaults=True),
-        },
-        "1/minute",
-        per_route=True,
-        name="all",
-    )
-    for path in ("/methods", "/exempt", "/none"):
+def test_no_request_to_a_route_is_unlimited_by_accident(sites: Sites) -> None:
+    """The limits of the application count what a route's limit does not: other methods, skipped
+    requests, and a function that returns None. So they count a method that the route lacks."""
+    routes = {
+        "/methods": limit("9/minute", methods=["POST"]),
+        "/skipped": limit("9/minute", skip=lambda: True),
+        "/none": limit(lambda: None),
+    }
+    site = sites(routes, "1/minute", per_route=True, name="all")
+    for path in routes:
         assert site.statuses(path, path) == [200, 429]
         assert site.served.count(path) == 1, "a denied request does not reach the view"
         assert site.ask(path).headers["ratelimit-policy"] == '"all";q=1;w=60'
-    assert site.statuses(*["/methods"] * 3, method="POST") == [200] * 3
-
-
-def test_a_route_overrides_neither_rules_nor_a_request_that_matches_no_route(sites: Sites) -> None:
-    """Rules are the operator's; a route of the application does not lift them."""
-    rule = {"id": "all", "by": ["ip"], "limits": ["1/minute"]}
-    routes = {"/own": limit("9/minute", override_defaults=True)}
-    site = sites(routes, rules={"version": 1, "rules": [rule]})
-    assert site.statuses("/own", "/own") == [200, 429]
-    site = sites(routes, "1/minute")
-    assert site.statuses("/missing", "/missing", "/own") == [404, 429, 200]
-
-
-def test_an_uncheckable_request_costs_the_defaults_nothing(sites: Sites) -> None:
-    """As without `override_defaults`: a cost that never fits is a 422 and is not counted."""
-    site = sites(
-        {"/own": limit("2/minute", override_defaults=True, cost=lambda _: 3), "/plain": None},
-        "1/minute",
-    )
-    assert site.statuses("/own", "/own", "/plain", "/plain") == [422, 422, 200, 429]
-
-
-def test_an_overriding_limit_may_have_the_name_of_the_defaults(sites: Sites) -> None:
-    """A count is never shared by accident, whatever the route is called."""
-    names = {"fastapi": "DELETE,GET,POST,PUT /own", "flask": "own", "starlette": "?"}
-    site = sites(
-        {"/own": limit("3/minute", override_defaults=True), "/plain": None},
-        "2/minute",
-        name=names.get(sites.framework, "/own"),
-    )
-    assert site.statuses(*["/own"] * 4) == [200, 200, 200, 429]
-    assert site.statuses(*["/plain"] * 3) == [200, 200, 429]
+    whole = sites({"/own": limit("9/minute")}, "1/minute")
+    missing = whole.statuses("/own", "/own", method="PATCH")
+    assert missing == ([200, 429] if sites.framework.startswith("django") else [405, 429])
 
 
 # ── Keys ───────────────────────────────────────────────────────────────────────────────────────

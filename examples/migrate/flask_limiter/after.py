@@ -27,8 +27,10 @@ def order(number: int) -> str:
     return f"order {number}"
 
 
+# limit.exempt: the default does not apply to this view, as in Flask-Limiter.
 @app.get("/search")
-@limit("6/day fixed_window", override_defaults=True)
+@limit.exempt
+@limit("6/day fixed_window")
 def search() -> str:
     return "found"
 
@@ -40,45 +42,51 @@ def suggest() -> str:
 
 
 @app.route("/notes", methods=["GET", "POST"])
-@limit("2/day", methods=["POST"], override_defaults=True)
+@limit.exempt
+@limit("2/day", methods=["POST"])
+@limit("4/day fixed_window", methods=["GET"])
 def notes() -> str:
     return "notes"
 
 
 @app.get("/report")
-@limit(plan, key="header:X-API-Key", override_defaults=True)
+@limit.exempt
+@limit(plan, key="header:X-API-Key")
 def report() -> str:
     return "report"
 
 
 @app.post("/mail")
-@limit("3/day", name="messages", override_defaults=True)
+@limit.exempt
+@limit("3/day", name="messages")
 def mail() -> str:
     return "sent"
 
 
 @app.post("/sms")
-@limit("3/day", name="messages", override_defaults=True)
+@limit.exempt
+@limit("3/day", name="messages")
 def sms() -> str:
     return "sent"
 
 
-# limit.exempt: the default does not count the requests that this limit exempts either.
 @app.get("/tools")
 @limit.exempt
-@limit("1/day", exempt_when=lambda: request.headers.get("X-Internal") == "yes")
+@limit("1/day", skip=lambda: request.headers.get("X-Internal") == "yes")
 def tools() -> str:
     return "tools"
 
 
 @app.post("/login")
-@limit("2 in any day", count=lambda status: status == 401, override_defaults=True)
+@limit.exempt
+@limit("2 in any day", count=lambda status: status == 401)
 def login() -> tuple[str, int]:
     return ("welcome", 200) if request.form["password"] == "horse" else ("wrong", 401)
 
 
 @app.get("/export")
-@limit("10/day", cost=4, override_defaults=True)
+@limit.exempt
+@limit("10/day", cost=4)
 def export() -> str:
     return "rows"
 
@@ -97,7 +105,8 @@ def users() -> str:
     return "users"
 
 
-limit("2/day", override_defaults=True)(admin)
+limit.exempt(admin)
+limit("2/day")(admin)
 app.register_blueprint(admin)
 
 

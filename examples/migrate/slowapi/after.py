@@ -9,12 +9,19 @@ from fastapi.responses import JSONResponse
 from ratekeeper.fastapi import RateLimit, RateLimitExceeded, WebRequest
 
 app = FastAPI()
-limit = RateLimit(
-    app,
-    "4/day fixed_window",
-    per_route=True,
-    skip=lambda request: request.path == "/health",
-)
+# Routes with a limit of their own that replaces the default.
+OWN = {"/search", "/mail", "/sms", "/tools", "/export"}
+
+
+def has_own_limit(request: WebRequest) -> bool:
+    return (
+        request.route in OWN
+        or (request.route == "/notes" and request.method == "POST")
+        or request.route == "/health"
+    )
+
+
+limit = RateLimit(app, "4/day fixed_window", per_route=True, skip=has_own_limit)
 
 
 @app.exception_handler(RateLimitExceeded)
@@ -40,7 +47,7 @@ async def order(number: int) -> str:
     return f"order {number}"
 
 
-@app.get("/search", dependencies=[limit("6/day fixed_window", override_defaults=True)])
+@app.get("/search", dependencies=[limit("6/day fixed_window")])
 async def search() -> str:
     return "found"
 
@@ -53,7 +60,7 @@ def suggest() -> str:
 @app.api_route(
     "/notes",
     methods=["GET", "POST"],
-    dependencies=[limit("2/day", methods=["POST"], override_defaults=True)],
+    dependencies=[limit("2/day", methods=["POST"])],
 )
 async def notes() -> str:
     return "notes"
@@ -65,22 +72,22 @@ async def report() -> str:
     return "report"
 
 
-@app.post("/mail", dependencies=[limit("3/day", name="messages", override_defaults=True)])
+@app.post("/mail", dependencies=[limit("3/day", name="messages")])
 async def mail() -> str:
     return "sent"
 
 
-@app.post("/sms", dependencies=[limit("3/day", name="messages", override_defaults=True)])
+@app.post("/sms", dependencies=[limit("3/day", name="messages")])
 async def sms() -> str:
     return "sent"
 
 
-@app.get("/tools", dependencies=[limit("1/day", exempt_when=is_internal, override_defaults=True)])
+@app.get("/tools", dependencies=[limit("1/day", skip=is_internal)])
 async def tools() -> str:
     return "tools"
 
 
-@app.get("/export", dependencies=[limit("10/day", cost=4, override_defaults=True)])
+@app.get("/export", dependencies=[limit("10/day", cost=4)])
 async def export() -> str:
     return "rows"
 

@@ -19,6 +19,7 @@ from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import (
     DEFAULT_NAME,
     UNLIMITED,
+    AppliedRule,
     Consistency,
     Decision,
     Limit,
@@ -273,6 +274,11 @@ class LimiterSetup(LimiterVerbs):
     def limits(self) -> tuple[Limit, ...]:
         """The limits that a check must pass."""
         return (UNLIMITED,) if self._own is None else self._own.limits
+
+    @property
+    def applied(self) -> tuple[AppliedRule, ...]:
+        """The limiter's own limits, as its results list them; empty for rules."""
+        return () if self._own is None else self._own.applied
 
     @property
     def store(self) -> Store:

@@ -30,17 +30,15 @@ sentence that the reader can act on. The body is ASCII, whatever a rule or a key
 
 **Speed.** This runs on every request. Everything that depends only on the applied rules is computed
 once and cached by them, in a dict that is emptied when it is full; four numbers are left to print.
-An application with one limit sends the same five headers on every response, with three numbers that
-change: `PreparedHeaders` prints those in less than half the time. A property test holds both forms
-to the same bytes.
+The two times are the same for many requests in a row, so each limit keeps the last ones printed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Final, Literal, NamedTuple
@@ -60,9 +58,9 @@ __all__ = [
     "Denial",
     "Header",
     "HttpAnswer",
-    "PreparedHeaders",
     "RawHeader",
     "Style",
+    "allowed_headers",
     "capacity_answer",
     "denial_answer",
     "error_answer",
@@ -85,9 +83,6 @@ __all__ = [
 KNOWN_MAX: Final = 4_096
 # Servers and clients reject headers of 8 kB and more. Limits that do not fit are not listed.
 POLICY_BYTES_MAX: Final = 4_096
-# PreparedHeaders caches answers with fewer remaining units than this, about 500 bytes each. Larger
-# numbers rarely repeat, and caching them would take longer than printing them.
-PREPARED_MAX: Final = 1_024
 DETAIL_LENGTH_MAX: Final = 1_000
 # Retry-After of a failure that is not about a limit.
 UNAVAILABLE_SECONDS: Final = 1
@@ -150,6 +145,7 @@ class Style:
     legacy: bool = True
     node: str | None = None
     node_headers: tuple[RawHeader, ...] = field(default=(), init=False, repr=False, compare=False)
+    is_usual: bool = field(default=True, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.draft not in DRAFTS or isinstance(self.draft, bool):
@@ -158,6 +154,7 @@ class Style:
             )
         if not isinstance(self.legacy, bool):
             raise ConfigError(f"legacy={show(self.legacy)} is not True or False")
+        object.__setattr__(self, "is_usual", self.draft == 10 and self.legacy)
         if self.node:
             if not isinstance(self.node, str) or not _NODE.fullmatch(self.node):
                 raise ConfigError(
@@ -189,21 +186,28 @@ class HttpAnswer(NamedTuple):
 # ── Cached by the applied rules ────────────────────────────────────────────────────────────────
 
 
-class _HeaderPolicy(NamedTuple):
+class _HeaderPolicy:
     """One limit of one rule, as the headers show it."""
 
-    name: str
-    limit: Limit
-    rule: str
-    limit_header: RawHeader
-    start: bytes
-    """The start of the `RateLimit` header, up to the remaining number."""
+    __slots__ = ("after", "limit", "limit_header", "name", "reset", "rule", "start")
+
+    def __init__(self, name: str, limit: Limit, rule: str) -> None:
+        self.name = name
+        self.limit = limit
+        self.rule = rule
+        self.limit_header = _limit_header(limit.capacity)
+        self.start = b"%b;r=" % _quoted(name)
+        """The start of the `RateLimit` header, up to the remaining number."""
+        # The times that were printed last. Two threads may replace them at once: each uses the
+        # value that it has read or made itself.
+        self.after = -1, b""
+        self.reset: tuple[int, RawHeader] = -1, (b"", b"")
 
 
 class _PolicyHeaders:
     """The parts of the headers that depend only on the applied rules."""
 
-    __slots__ = ("_by_limit", "applied", "headers", "only", "policies")
+    __slots__ = ("_by_limit", "applied", "headers", "only", "policies", "usual")
 
     def __init__(self, applied: tuple[AppliedRule, ...]) -> None:
         self.applied = applied  # keeps the limits alive, whose ids are the keys of _by_limit
@@ -216,6 +220,8 @@ class _PolicyHeaders:
             None: None,
         }
         self.headers[6] = self.headers[7]
+        usual = self.headers[10]
+        self.usual = () if usual is None else (usual,)
 
     def tightest(self, decision: Decision) -> _HeaderPolicy | None:
         """Return the limit that a decision describes."""
@@ -253,8 +259,7 @@ def _policies(applied: tuple[AppliedRule, ...]) -> Iterator[_HeaderPolicy]:
         for limit in each.limits:
             name = next(name for name in _candidates(rule, each.limits, limit) if name not in taken)
             taken.add(name)
-            quoted = _quoted(name)
-            yield _HeaderPolicy(name, limit, rule, _limit_header(limit.capacity), b"%b;r=" % quoted)
+            yield _HeaderPolicy(name, limit, rule)
 
 
 def _limit_header(limit: int) -> RawHeader:
@@ -332,31 +337,37 @@ def _listed(items: Iterator[bytes]) -> RawHeader | None:
 def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
     """Return the headers of an answer as ASGI takes them: bytes, with lower-case names."""
     decision, applied, kind, _, _, _ = result
-    if kind != "limited" or decision.degraded or not decision.allowed or style.draft != 10:
-        return _raw_headers_in_full(result, now_ns, style)
+    headers = allowed_headers(decision, applied, now_ns, style) if kind == "limited" else None
+    return _raw_headers_in_full(result, now_ns, style) if headers is None else headers
+
+
+def allowed_headers(
+    decision: Decision, applied: tuple[AppliedRule, ...], now_ns: int, style: Style
+) -> list[RawHeader] | None:
+    """Return the headers of a request that limits allow, in the default style; else None."""
     known = _known.get(applied) or _learn(applied)
     tightest = known.only or known.tightest(decision)
-    if tightest is None:
-        return _raw_headers_in_full(result, now_ns, style)
+    is_usual = decision.allowed and not decision.degraded and style.is_usual
+    if not is_usual or tightest is None:
+        return None
     remaining = b"%d" % decision.remaining
-    reset_after_ns = decision.reset_after_ns
-    # -(a // -b) rounds up.
-    state = b"%b%b;t=%d" % (tightest.start, remaining, -(reset_after_ns // -NS_PER_SECOND))
-    policy = known.headers[10]
-    if not style.legacy:
-        return [*([policy] if policy else []), (b"ratelimit", state), *style.node_headers]
-    reset_s = -(((decision.decided_ns or now_ns) + reset_after_ns) // -NS_PER_SECOND)
-    headers = [
+    after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
+    after_s = after_ns // NS_PER_SECOND
+    after = tightest.after
+    if after_s != after[0]:
+        after = tightest.after = after_s, b";t=%d" % after_s
+    reset_s = ((decision.decided_ns or now_ns) + after_ns) // NS_PER_SECOND
+    reset = tightest.reset
+    if reset_s != reset[0]:
+        reset = tightest.reset = reset_s, (b"x-ratelimit-reset", b"%d" % reset_s)
+    return [
         tightest.limit_header if not decision.granted else _limit_header(decision.limit),
         (b"x-ratelimit-remaining", remaining),
-        (b"x-ratelimit-reset", b"%d" % reset_s),
-        (b"ratelimit", state),
+        reset[1],
+        (b"ratelimit", tightest.start + remaining + after[1]),
+        *known.usual,
+        *style.node_headers,
     ]
-    if policy:
-        headers.append(policy)
-    if style.node_headers:
-        headers += style.node_headers
-    return headers
 
 
 def _raw_headers_in_full(result: CheckResult, now_ns: int, style: Style) -> list[RawHeader]:
@@ -440,70 +451,6 @@ def retry_after_seconds_of(decision: Decision) -> int:
 def _reset_seconds(decision: Decision, now_ns: int) -> int:
     """Return the Unix time in whole seconds, rounded up, at which the quota is full again."""
     return -(((decision.decided_ns or now_ns) + decision.reset_after_ns) // -NS_PER_SECOND)
-
-
-class PreparedHeaders:
-    """The headers of allowed requests by one limit: `raw_headers_of` in less than half the time."""
-
-    __slots__ = ("_after", "_known", "_last", "_limit", "_reset", "_start")
-
-    def __init__(self, sample: list[RawHeader]) -> None:
-        """Keep the constant parts of `sample`, the headers of one result."""
-        self._limit, _, reset, state, *self._last = sample
-        self._reset = int(reset[1]), reset
-        self._after = -1, b""
-        # By remaining units: the two times, and the headers. Concurrent requests often share them.
-        self._known: dict[int, tuple[int, int, list[RawHeader]]] = {}
-        # "name";r=73;t=36: a name may contain ;r= too, so the last one is the separator.
-        name, separator, _ = state[1].rpartition(b";r=")
-        self._start = name + separator
-
-    @classmethod
-    def of(cls, result: CheckResult, now_ns: int, style: Style) -> PreparedHeaders | None:
-        """Prepare headers from one result; None if more than the numbers may change."""
-        decision, applied, kind, _, _, _ = result
-        has_one_limit = len(applied) == 1 and len(applied[0].limits) == 1 and kind == "limited"
-        if not has_one_limit or not decision.allowed or decision.degraded:
-            return None
-        # A grant raises the limit of this result only.
-        if replace(style, node=None) != _STYLE or decision.granted:
-            return None
-        return cls(raw_headers_of(result, now_ns, style))
-
-    def headers(self, decision: Decision, now_ns: Callable[[], int]) -> list[RawHeader]:
-        """Return the headers of a decision that is allowed and not degraded.
-
-        `now_ns` is called for a decision that no store made. Requests share the list: the caller
-        must not change it.
-        """
-        remaining = decision.remaining
-        after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
-        reset_s = ((decision.decided_ns or now_ns()) + after_ns) // NS_PER_SECOND
-        after_s = after_ns // NS_PER_SECOND
-        known = self._known.get(remaining)
-        if known is not None and known[0] == reset_s and known[1] == after_s:
-            headers = known[2]
-        else:
-            # Many requests in a row share the two times, so they are cached until they change. Two
-            # threads may update them at once: each uses the value that it has read or made itself.
-            reset, after = self._reset, self._after
-            if reset_s != reset[0]:
-                reset = self._reset = (reset_s, (b"x-ratelimit-reset", b"%d" % reset_s))
-            if after_s != after[0]:
-                after = self._after = (after_s, b";t=%d" % after_s)
-            printed = b"%d" % remaining
-            headers = [
-                self._limit,
-                (b"x-ratelimit-remaining", printed),
-                reset[1],
-                (b"ratelimit", self._start + printed + after[1]),
-                *self._last,
-            ]
-            if remaining < PREPARED_MAX:
-                self._known[remaining] = reset_s, after_s, headers
-        if decision.granted:
-            return [_limit_header(decision.limit), *headers[1:]]
-        return headers
 
 
 def raw_headers_beside(theirs: list[RawHeader], ours: list[RawHeader]) -> list[RawHeader]:

@@ -5,8 +5,8 @@ request and finishes it. Every limit further in (another middleware, a route's d
 blueprint, a decorated view) adds its charge. So a response has one set of headers for all limits,
 and a request that one limit denies costs nothing in the others.
 
-`DeferringCharges` serves WSGI, Flask and Django. `AsgiCharges` is for ASGI: it sends the messages
-of the response.
+`charging` charges and `settling` settles, as steps for threads and for event loops. `AsgiCharges`
+also sends the messages of a response.
 
 **Denials in ASGI.** A limit further in marks the request as denied and raises RequestDenied. The
 middleware discards whatever the frameworks in between send because of that exception, and answers
@@ -28,27 +28,20 @@ from typing import Any, Final, NoReturn
 from ratekeeper.core import switches
 from ratekeeper.core.errors import ConfigError, RatekeeperError, show
 from ratekeeper.core.model import NAME_LENGTH_MAX, CheckResult
-from ratekeeper.core.steps import Call, Steps, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, run, run_async
 from ratekeeper.decide.combine import combine_decisions
 from ratekeeper.web.answers import (
     SPELLINGS,
     Denial,
     Header,
     HttpAnswer,
-    PreparedHeaders,
+    allowed_headers,
     headers_beside,
     headers_of,
     raw_headers_beside,
     raw_headers_of,
 )
-from ratekeeper.web.enforcer import (
-    PASSED,
-    AsyncEnforcer,
-    Charge,
-    Enforcer,
-    EnforcerCore,
-    UncheckableRequest,
-)
+from ratekeeper.web.enforcer import PASSED, Charge, Enforcer, UncheckableRequest
 from ratekeeper.web.handlers import handled
 from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
 
@@ -57,12 +50,6 @@ from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, 
 CHARGE: Final = "ratekeeper.charge"
 """The key of an ASGI scope or a WSGI environ that has the request's `Charge`."""
 CHARGES: Final = "ratekeeper.charges"
-# The defaults of an ASGI request that a route's limits may replace (`web/overrides.py`).
-DEFERRED: Final = "ratekeeper.deferred"
-
-# The charge of a request that no limit applies to: settling it changes nothing.
-UNCHARGED: Final = Charge()
-
 # Leaves room for the "#2" of a route's second limit.
 _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
 
@@ -72,7 +59,7 @@ class RequestCharges:
 
     __slots__ = ("enforcer", "made", "status")
 
-    def __init__(self, enforcer: EnforcerCore) -> None:
+    def __init__(self, enforcer: Enforcer) -> None:
         """`enforcer` is the outermost: the headers use its clock and its style."""
         self.enforcer = enforcer
         self.made: list[Charge] = []
@@ -107,7 +94,7 @@ class RequestCharges:
         if len(name) > _NAME_LENGTH_MAX or not name.isprintable():
             name = digest_of(name)
         taken = {each.enforcer.options.name for each in self.made if each.enforcer is not None}
-        taken.add(self.enforcer.options.name)  # also if its limits are deferred
+        taken.add(self.enforcer.options.name)  # also if it does not count this request
         found, number = name, 1
         while found in taken:
             number += 1
@@ -136,7 +123,7 @@ class RequestCharges:
         if isinstance(error, Exception):
             self.status = 500
             for charge in self.made:  # another outcome than the one that may be applied
-                if charge.enforcer.counts_outcomes:
+                if charge.enforcer is not None and charge.enforcer.counts_outcomes:
                     charge.is_settled = False
 
     def is_settled(self) -> bool:
@@ -146,78 +133,37 @@ class RequestCharges:
                 return False
         return True
 
-    def unsettled(self) -> list[tuple[Any, Charge]]:
-        """Return the charges that are not settled, each with its enforcer."""
-        return [(charge.enforcer, charge) for charge in self.made if not charge.is_settled]
-
-    def settle(self) -> None:
+    def settling(self) -> Steps[None]:
         """Apply the cost of the request so far; `status` decides where outcomes count."""
-        for enforcer, charge in self.unsettled():
-            enforcer.leave(charge, self.status)
+        for charge in self.made:
+            if not charge.is_settled and charge.enforcer is not None:
+                yield from charge.enforcer.leaving(charge, self.status)
 
-    async def settle_async(self) -> None:
-        """Do the same in an event loop."""
-        for enforcer, charge in self.unsettled():
-            await enforcer.leave(charge, self.status)
-
-    def denial(self, enforcer: Enforcer, request: WebRequest) -> Any:
+    def charging(self, enforcer: Enforcer, request: WebRequest) -> Steps[Any]:
         """Charge the request. Return None if it is allowed, otherwise the response to send.
 
         The response is the Denial, whatever a hook returned, or the HttpAnswer to a request that
         could not be checked.
         """
-        return run(self.denial_steps(enforcer, request))
-
-    def denial_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Any]:
-        """Do what `denial` does, as steps."""
-        settle = self.settle_async if isinstance(enforcer, AsyncEnforcer) else self.settle
         try:
-            charge = yield from self._enter_steps(enforcer, request)
+            charge = yield from self._making(enforcer, request)
         except UncheckableRequest as rejected:
             self.reject(rejected)
-            yield Call(settle)
+            yield from self.settling()
             return rejected.answer
         if self.add(charge):
             return None
-        charge.enforcer.log_denial(charge)
-        yield Call(settle)
-        return (yield from enforcer.response_steps(request, self.result))
+        enforcer.log_denial(charge)
+        yield from self.settling()
+        return (yield from enforcer.answering(request, self.result))
 
-    def _enter_steps(self, enforcer: EnforcerCore, request: WebRequest) -> Steps[Charge]:
-        return enforcer.enter_steps(request)
+    def _making(self, enforcer: Enforcer, request: WebRequest) -> Steps[Charge]:
+        charge: Charge = yield Call(enforcer.charge, request)
+        return charge
 
-
-class DeferringCharges(RequestCharges):
-    """The charges of one request of WSGI, Flask or Django, and the defaults that are deferred."""
-
-    __slots__ = ("deferred",)  # not in AsgiCharges, which keep them in the scope
-
-    def __init__(self, enforcer: EnforcerCore) -> None:
-        super().__init__(enforcer)
-        self.deferred: dict[object, int] = {}
-        """The owners of defaults that a route's limits may replace (`web/overrides.py`), and the
-        number of these limits that are not charged yet."""
-
-    def is_default_due(self, owner: object, denial: object = None) -> bool:
-        """Return True, once, if a route's limits have not replaced deferred defaults.
-
-        Call it after charging each of them: they have not if all let the request pass uncounted.
-        A `denial` of theirs answers the request, and then nothing else is charged.
-        """
-        left = self.deferred.pop(owner, 0) - 1
-        if left < 0 or denial is not None or self.last.is_counted:
-            return False
-        if left:
-            self.deferred[owner] = left
-        return not left
-
-    def is_default_left(self, owner: object) -> bool:
-        """Return True, once, if no route's limits that replace deferred defaults were charged.
-
-        That is so if the request was answered before them. Other limits may have counted it.
-        """
-        left = self.deferred.pop(owner, 0)
-        return left > 0 and self.last.decision.allowed  # a denied request costs nothing
+    def settle(self) -> None:
+        """Settle the request in this thread."""
+        run(self.settling())
 
 
 def joint_result(results: Sequence[CheckResult]) -> CheckResult:
@@ -257,8 +203,6 @@ _STARTS: Final = frozenset(
 _BODY: Final = "http.response.body"
 _FILE: Final = "http.response.pathsend"
 _DENIAL: Final = "websocket.http.response"
-# The messages that answer a request.
-_ANSWERS: Final = _STARTS | {"websocket.close"}
 _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
 
@@ -277,106 +221,52 @@ class AsgiCharges(RequestCharges):
     """The charges of one ASGI request, and the sender of its response."""
 
     # Not the scope, which refers to this object: the cycle would be left to the garbage collector.
-    __slots__ = ("_prepared", "_send", "denied")
+    __slots__ = ("_send", "denied")
 
-    enforcer: AsyncEnforcer
-
-    def __init__(self, enforcer: AsyncEnforcer, send: Send) -> None:
+    def __init__(self, enforcer: Enforcer, send: Send) -> None:
         self.enforcer = enforcer
         self.made = []
         self.status = None
         self._send = send
-        self._prepared: PreparedHeaders | None = None
-        self.denied: tuple[AsyncEnforcer, AsgiRequest, HttpAnswer | None] | None = None
+        self.denied: tuple[Enforcer, AsgiRequest, HttpAnswer | None] | None = None
         """The enforcer that denied the request, the request as it saw it, and, if the request
         could not be checked, the answer."""
 
-    def charge_by_peer(self, scope: Scope, app: Any) -> bool:
-        """Charge a request whose peer alone decides, and return True. This is the fast path.
+    def charge_peer(self, scope: Scope, app: Any) -> bool:
+        """Charge a request whose peer alone decides, and return True; else return False.
 
-        Return False if the request needs `charge`. Raises RequestDenied.
+        This is `charge` without an AsgiRequest. Raises RequestDenied.
         """
-        enforcer = self.enforcer
-        keys = enforcer.keys_by_peer
-        if keys is not None:
-            client = scope.get("client")
-            key = keys.get(client[0]) if client and not switches.limiting_off else None
-            if key is None:
-                return False
-            units = enforcer.units
-            decision = enforcer.check(key, units)
-            charge = Charge(decision, key, units, enforcer, None, not enforcer.counts_outcomes)
-            scope[CHARGE] = charge
-            self.made.append(charge)
-            if not decision:
-                self.deny(enforcer, RoutedAsgiRequest(scope, app))
-            if not decision.degraded:
-                self._prepared = enforcer.prepared
-            return True
-        if enforcer.has_limits:
+        enforcer, client = self.enforcer, scope.get("client")
+        key = enforcer.by_peer.get(client[0]) if client else None
+        if key is None or enforcer.charge_key is None:
             return False
-        scope[CHARGE] = UNCHARGED  # only routes have limits
+        charge = enforcer.charge_key(key)
+        self.made.append(charge)
+        scope[CHARGE] = charge
+        if not charge.decision.allowed:
+            self._deny(enforcer, RoutedAsgiRequest(scope, app))
         return True
 
-    def defer(
-        self, enforcer: AsyncEnforcer, request: AsgiRequest, send: Send, count: int
-    ) -> DeferredDefault:
-        """Leave the limits of an application to a route that has `count` limits instead."""
-        deferred = DeferredDefault(self, enforcer, request, send, count)
-        request.scope[DEFERRED] = [*request.scope.get(DEFERRED, ()), deferred]
-        return deferred
-
-    async def replace_default(self, enforcer: AsyncEnforcer, charge: Charge, scope: Scope) -> None:
-        """Drop the deferred limits of an enforcer if a route's limits have counted the request.
-
-        Charge them if all of the route's limits have let it pass uncounted. Raises RequestDenied.
-        """
-        for deferred in self._deferred_in(scope):
-            if deferred.enforcer is enforcer:
-                deferred.left -= 1
-                deferred.is_due = deferred.left > 0 and not charge.is_counted
-                if deferred.left <= 0 and not charge.is_counted:
-                    await self.charge(enforcer, deferred.request)
-
-    async def charge_deferred(self, scope: Scope) -> None:
-        """Charge all limits that are still deferred. Raises RequestDenied."""
-        for deferred in self._deferred_in(scope):
-            deferred.is_due = False
-            await self.charge(deferred.enforcer, deferred.request)
-
-    def _deferred_in(self, scope: Scope) -> list[DeferredDefault]:
-        # If the scope is being reused for another application, it has those of other charges too.
-        return [each for each in scope.get(DEFERRED, ()) if each.is_due and each.charges is self]
-
-    async def charge(self, enforcer: AsyncEnforcer, request: AsgiRequest) -> Charge:
+    async def charge(self, enforcer: Enforcer, request: AsgiRequest) -> Charge:
         """Charge the request by an enforcer's limits. Raises RequestDenied."""
         try:
-            if not enforcer.is_quick:
-                charge = await enforcer.enter(request)
-            else:
-                charge = enforcer.enter_now(request)
-                if charge.decision.delay_ns:
-                    await run_async(enforcer.delay_steps(charge))
+            found = enforcer.charge(request)
+            charge: Charge = await found.send(*found.args) if type(found) is Ask else found
         except UncheckableRequest as rejected:
             self.reject(rejected)
-            self.deny(enforcer, request, rejected.answer)
-        charges = self.made
-        charges.append(charge)
+            self._deny(enforcer, request, rejected.answer)
+        self.made.append(charge)
         request.scope[CHARGE] = charge
-        decision = charge.decision
-        if not decision.allowed:
-            self.deny(enforcer, request)
-        is_alone = len(charges) == 1 and enforcer.style is self.enforcer.style
-        prepares = is_alone and enforcer.prepares
-        self._prepared = enforcer.prepared_for(charge) if prepares else None
+        if not charge.decision.allowed:
+            self._deny(enforcer, request)
         return charge
 
-    def deny(
-        self, enforcer: AsyncEnforcer, request: AsgiRequest, answer: HttpAnswer | None = None
+    def _deny(
+        self, enforcer: Enforcer, request: AsgiRequest, answer: HttpAnswer | None = None
     ) -> NoReturn:
         """Mark the request as denied by `enforcer`, and unwind the application."""
         self.denied = enforcer, request, answer
-        self._prepared = None  # those of an earlier limit, which allowed the request
         self.refund()
         raise RequestDenied("the request was denied")
 
@@ -401,17 +291,18 @@ class AsgiCharges(RequestCharges):
 
     def _with_headers(self, message: Message) -> Message:
         """Return a copy of the message with our headers: the application may reuse its own."""
-        enforcer = self.enforcer
-        if self._prepared is not None:
-            decision = self.made[0].decision
-            ours = self._prepared.headers(decision, enforcer.now_ns)
-        else:
-            result = self.result
-            if result is PASSED:
-                return message
-            ours = raw_headers_of(result, enforcer.now_ns(), enforcer.style)
-            if not ours:
-                return message
+        if not self.made:
+            return message
+        enforcer, charge = self.enforcer, self.made[0]
+        at_ns = charge.decision.decided_ns or enforcer.now_ns()
+        ours, limiters = None, charge.limiters
+        is_alone = len(self.made) == 1 and not switches.limiting_off
+        if is_alone and limiters is not None and limiters.applied:  # no result is needed
+            ours = allowed_headers(charge.decision, limiters.applied, at_ns, enforcer.style)
+        if ours is None:
+            ours = raw_headers_of(self.result, at_ns, enforcer.style)
+        if not ours:
+            return message
         theirs = message.get("headers")
         if type(theirs) is not list:
             theirs = list(theirs or ())
@@ -424,7 +315,7 @@ class AsgiCharges(RequestCharges):
         return changed
 
     async def _settle_and_send(self, message: Message) -> None:
-        await self.settle_async()
+        await run_async(self.settling())
         await self._send(message)
 
     async def finish(self, receive: Receive) -> None:
@@ -432,7 +323,7 @@ class AsgiCharges(RequestCharges):
         if self.denied is not None:
             await self._send_denial(*self.denied, receive)
         else:
-            await self.settle_async()
+            await run_async(self.settling())
 
     async def settle_failure(self, error: BaseException) -> None:
         """Settle a request whose handler raised, or whose task is being cancelled."""
@@ -441,28 +332,24 @@ class AsgiCharges(RequestCharges):
         # without a status counts, or a client could guess and close the connection.
         if self.status is None:
             self.fail(error)
-        if self.is_settled():
-            return
-        if any(enforcer.awaits for enforcer, _ in self.unsettled()):
+        if not self.is_settled():
             # Shielded: a cancelled task may be cancelled again while it awaits.
-            await asyncio.shield(self.settle_async())
-        else:
-            await self.settle_async()
+            await asyncio.shield(run_async(self.settling()))
 
     # ── Denials ────────────────────────────────────────────────────────────────────────────────
 
     async def _send_denial(
         self,
-        enforcer: AsyncEnforcer,
+        enforcer: Enforcer,
         request: AsgiRequest,
         answer: HttpAnswer | None,
         receive: Receive,
     ) -> None:
         """Refund the charges, and answer a denied request."""
         if answer is None:
-            self.last.enforcer.log_denial(self.last)
+            enforcer.log_denial(self.last)
         scope, answered, self.status = request.scope, self.status, None
-        await self.settle_async()
+        await run_async(self.settling())
         self.status = answered
         self.denied = None  # from here on, `send` sends
         if self.status is not None and scope["type"] == "http":
@@ -472,7 +359,7 @@ class AsgiCharges(RequestCharges):
         if answer is not None:
             await self._send_answer(answer, scope)
             return
-        response = await enforcer.response(request, self.result)
+        response = await run_async(enforcer.answering(request, self.result))
         if isinstance(response, Denial):
             app = request.app if isinstance(request, RoutedAsgiRequest) else None
             response = await handled(response, request, app, receive) or response.answer
@@ -510,36 +397,6 @@ class AsgiCharges(RequestCharges):
         await self._send(
             {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "limit exceeded"}
         )
-
-
-class DeferredDefault:
-    """The limits of an application that a route is expected to replace, for one request."""
-
-    __slots__ = ("_send", "charges", "enforcer", "is_due", "left", "request")
-
-    def __init__(
-        self,
-        charges: AsgiCharges,
-        enforcer: AsyncEnforcer,
-        request: AsgiRequest,
-        send: Send,
-        left: int,
-    ) -> None:
-        self.charges = charges
-        self.enforcer = enforcer
-        self.request = request
-        self.is_due = True
-        """False once they are charged, or replaced by a route's limits."""
-        self.left = left
-        """The number of the route's limits that are not charged yet."""
-        self._send = send
-
-    async def send(self, message: Message) -> None:
-        """Send a message. Before a response starts, charge the limits if they are still due."""
-        if self.is_due and self.charges.denied is None and message["type"] in _ANSWERS:
-            self.is_due = False
-            await self.charges.charge(self.enforcer, self.request)
-        await self._send(message)
 
 
 def charges_of(scope: Scope) -> AsgiCharges:

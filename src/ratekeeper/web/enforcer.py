@@ -1,21 +1,19 @@
 """The part that all web integrations share: charge a request, then settle its cost.
 
-    request → skip? → limits, key, cost → evaluate → (leaky bucket: wait) → application → settle
+    request → skip? → limits, key, cost → check → (leaky bucket: wait) → application → settle
 
-An enforcer opens the store and the limiter that its options name, and closes them.
-`enter` charges a request and returns the Charge. `leave` applies what the application made of it.
-`Enforcer` is for threads. `AsyncEnforcer` has the same methods, awaited, and its hooks may be
-async. Both run the same steps (`core/steps.py`). An error that a hook raises goes to the
-application.
+`Enforcer.charge` is the one way into a check. It returns the Charge, or an Ask if a hook or the
+store has to be waited for (`core/steps.py`): a thread waits for an Ask, and an event loop awaits
+it. `leaving` applies what the application made of the charge. An error that a hook raises goes to
+the application.
 
-`memory://` and `shared://` answer without I/O, so an AsyncEnforcer calls them directly; `enter_now`
-does that without a coroutine. It awaits a remote store.
+An enforcer opens the store that its options name, and the limiters on it, and closes them. It has
+no thread or task, and keeps nothing of a request. Threads and the event loop may use one enforcer:
+its limiters count in one store (`Limiters`).
 
 **Limits from a function.** The limits of an enforcer may be a function of the request. Each result
-has an enforcer of its own, with the same name and store. A limit's count does not depend on its
+has limiters of its own, with the same name and store. A limit's count does not depend on its
 numbers, so a client whose limits change keeps its consumption.
-
-An enforcer has no thread or task, and keeps nothing of a request.
 
 **Charges.** A request is charged before it is served, so that concurrent requests never exceed a
 limit. Its real cost may be known only afterwards: the tokens that a model wrote, or that a login
@@ -29,18 +27,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
-from ratekeeper.core import switches
 from ratekeeper.core.clock import Clock, clock_of, seconds_from_ns
 from ratekeeper.core.errors import CapacityError, ConfigError, RatekeeperError, show
 from ratekeeper.core.forks import fork_safe
-from ratekeeper.core.model import UNLIMITED, CheckResult, Decision, Limits, Request, units_of
+from ratekeeper.core.model import UNLIMITED, CheckResult, Decision, Request, units_of
 from ratekeeper.core.rates import LimitsArgument, limits_of
-from ratekeeper.core.steps import Call, Steps, Undo, is_awaitable, run, run_async
+from ratekeeper.core.steps import Ask, Call, Steps, Undo, asking, is_awaitable, run, run_async
 from ratekeeper.core.subjects import Key
 from ratekeeper.decide.failure import local_fallback_of
 from ratekeeper.decide.store import Store
@@ -48,25 +45,18 @@ from ratekeeper.limiter import AsyncLimiter, Limiter
 from ratekeeper.limiter.arguments import name_of
 from ratekeeper.limiter.denials import denials
 from ratekeeper.metrics.counters import ANY_ENDPOINT, ENDPOINT_LENGTH_MAX, endpoint_label
-from ratekeeper.web.answers import (
-    Denial,
-    HttpAnswer,
-    PreparedHeaders,
-    capacity_answer,
-    invalid_request_answer,
-)
+from ratekeeper.web.answers import Denial, HttpAnswer, capacity_answer, invalid_request_answer
 from ratekeeper.web.identity import Identity, RequestKeys
 from ratekeeper.web.options import EnforcerOptions, default_node, opened_store
-from ratekeeper.web.overrides import RouteOverrides
 from ratekeeper.web.requests import WebRequest
 
-__all__ = ["LOG", "PASSED", "AsyncEnforcer", "Charge", "Enforcer", "UncheckableRequest"]
+__all__ = ["LOG", "PASSED", "Charge", "Enforcer", "UncheckableRequest"]
 
 LOG: Final = logging.getLogger("ratekeeper.web")
 
 # Enforcers for single routes that one enforcer keeps: more than any application has.
 ROUTES_MAX: Final = 10_000
-# Different results of a function that returns limits, whose enforcers are kept.
+# Different results of a function that returns limits, whose limiters are kept.
 RESULTS_MAX: Final = 1_000
 
 # The result of a request that no limit was checked for: it is skipped, or there are no limits.
@@ -82,18 +72,22 @@ class Charge:
     >>> charge.settle(37)
     """
 
-    __slots__ = ("_charged", "_result", "_wanted", "decision", "enforcer", "is_settled", "key")
+    __slots__ = (
+        *("_charged", "_result", "_wanted"),
+        *("decision", "enforcer", "is_settled", "key", "limiters"),
+    )
 
     def __init__(
         self,
         decision: Decision = PASSED.decision,
         key: Key | Request = "",
         units: int = 0,
-        enforcer: EnforcerCore | None = None,
+        enforcer: Enforcer | None = None,
+        limiters: Limiters | None = None,
         result: CheckResult | None = None,
         is_settled: bool = True,
     ) -> None:
-        """`decision` spent `units` of the key's quota, if it allowed the request.
+        """`decision` spent `units` of the key's quota in `limiters`, if it allowed the request.
 
         `is_settled` is False if the outcome of the request decides what it costs.
         """
@@ -101,7 +95,8 @@ class Charge:
         """The decision on the request."""
         self.key = key
         self._charged = self._wanted = units
-        self.enforcer: Any = enforcer  # an Enforcer or an AsyncEnforcer; None if there is none
+        self.enforcer = enforcer
+        self.limiters = limiters
         self._result = result
         self.is_settled = is_settled
         """False while a cost or an outcome has not been applied yet."""
@@ -110,8 +105,8 @@ class Charge:
     def result(self) -> CheckResult:
         """The decision with the rules that applied."""
         if self._result is None:
-            passed = self.enforcer is None or self.decision is PASSED.decision
-            self._result = PASSED if passed else self.enforcer.result_of(self.decision)
+            limiters = self.limiters
+            self._result = PASSED if limiters is None else limiters.any.result_of(self.decision)
         return self._result
 
     def settle(self, units: int) -> None:
@@ -127,11 +122,6 @@ class Charge:
         """Make the request cost nothing."""
         self._wanted = 0
         self.is_settled = False
-
-    @property
-    def is_counted(self) -> bool:
-        """True if limits were checked: the request was neither exempt nor without limits."""
-        return self.decision is not PASSED.decision
 
     @property
     def units(self) -> int:
@@ -177,22 +167,80 @@ class UncheckableRequest(RatekeeperError):
         return type(self), (self.error,)
 
 
-class EnforcerCore:
-    """Everything that both enforcers share: opening, closing, and the steps of a request."""
+AnyLimiter = Limiter | AsyncLimiter
 
-    _limiter_type: ClassVar[type[Limiter | AsyncLimiter]]
-    # True if the limiter's methods must be awaited.
-    awaits = False
 
-    def __init__(self, options: EnforcerOptions, limits: Limits | None = None) -> None:
-        """`limits` are a result of the function that the options have as `limits`."""
-        self.options = options
-        given_limits = options.limits if limits is None else limits
-        self._limits_hook = given_limits if callable(given_limits) else None
-        self._limits: LimitsArgument | None = None if callable(given_limits) else given_limits
-        self._skip = options.skip or options.exempt_when
+class Limiters:
+    """One set of limits on the enforcer's store: a Limiter for threads, and one for event loops.
+
+    Each is made when it is first needed. Both count in the same place, so a charge that one of them
+    made can be settled by the other. A store in the memory of this machine answers at once: then
+    the Limiter serves both.
+    """
+
+    __slots__ = ("_given", "_lock", "_made", "_make", "applied", "at_once")
+
+    def __init__(
+        self,
+        make: Callable[[type[AnyLimiter]], AnyLimiter],
+        at_once: bool,
+        given: AnyLimiter | None = None,
+    ) -> None:
+        """`given` is a limiter of the application, which closes it."""
+        self._make = make
+        self._given = given
+        self._made: dict[type, Any] = {} if given is None else {type(given): given}
+        self._lock = fork_safe(threading.Lock())
+        self.at_once = at_once and not isinstance(given, AsyncLimiter)
+        """True if the answers need no waiting."""
+        self.applied = () if given is None else given.applied
+        """The limits as results list them; empty for rules, and while no limiter is made."""
+
+    def of(self, kind: type[AnyLimiter]) -> Any:
+        """Return the limiter of this kind."""
+        return self._made.get(kind) or self._given or self._made_once(kind)
+
+    def _made_once(self, kind: type[AnyLimiter]) -> AnyLimiter:
+        with self._lock:  # two of one kind would count apart while the store is unavailable
+            if kind not in self._made:
+                self._made[kind] = self._make(kind)
+                self.applied = self._made[kind].applied
+            made: AnyLimiter = self._made[kind]
+            return made
+
+    @property
+    def any(self) -> Any:
+        """A limiter, for what needs no store."""
+        return next(iter(self._made.values()), None) or self.of(Limiter)
+
+    def made(self) -> list[AnyLimiter]:
+        """Return the limiters that were made so far."""
+        return [*self._made.values()]
+
+    def ask(self, verb: Callable[[Any], Any]) -> Any:
+        """Return the answer of a verb, which takes the limiter; or an Ask."""
+        if self.at_once:
+            return verb(self.of(Limiter))
+        return Ask(lambda: verb(self.of(Limiter)), lambda: verb(self.of(AsyncLimiter)))
+
+    def closing(self) -> Steps[None]:
+        """Close the limiters that were made here."""
+        for each in self.made() if self._given is None else ():
+            # Closing a limiter that follows rules waits for its thread.
+            close: Any = each._close  # noqa: SLF001 - neither closes the store, so neither awaits
+            yield Call(Ask, close, partial(asyncio.to_thread, close))
+
+
+class Enforcer:
+    """Enforces the limits that its options define."""
+
+    def __init__(self, options: EnforcerOptions, kind: type[AnyLimiter] | None = None) -> None:
+        """`kind` is Limiter for threads, AsyncLimiter for an event loop, None for both."""
+        self.options = options if kind is not Limiter else options.require_plain_hooks()
+        self._kind = kind
+        self._limits_hook = options.limits if callable(options.limits) else None
         # True if the request decides whether it is limited, or by which limits.
-        self._selects = (self._skip, options.methods, self._limits_hook) != (None, None, None)
+        self._selects = (options.skip, options.methods, self._limits_hook) != (None, None, None)
         style = options.style
         self.style = style if style.node is not None else replace(style, node=default_node())
         self.identity = (
@@ -208,6 +256,11 @@ class EnforcerCore:
         self.units = 1 if callable(options.cost) else options.cost
         self._lock = fork_safe(threading.Lock())  # held while reopening
         given = options.limiter
+        if given is not None and kind is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"limiter={show(given)} is not a {kind.__name__}; this integration needs one, so "
+                f"that it neither blocks an event loop nor depends on one"
+            )
         self._has_rules = options.rules is not None if given is None else given.has_rules
         self._keys = RequestKeys(
             self.identity, options.key, per_route=options.per_route, has_rules=self._has_rules
@@ -225,23 +278,22 @@ class EnforcerCore:
                 self._open()
 
     def _open(self) -> None:
-        """Open the store and the limiter: at the start, and when used after `close`."""
+        """Open the store: at the start, and when used after `close`."""
         options = self.options
         # Enforcers of single routes, and for each the objects that its key refers to by id.
         self._routes: dict[object, tuple[Self, object]] = {}
         # The templates of the routes that this enforcer is for; empty for a whole application.
         self._templates: dict[str, None] = {}
         self._endpoint = ANY_ENDPOINT
-        # The enforcers of the results of `limits`, if that is a function.
-        self._by_result: dict[object, Self] = {}
-        self._limiter: Any = options.limiter
+        # The limiters of each result of `limits`, if that is a function; others have the key None.
+        self._limiters: dict[object, Limiters] = {}
+        given = options.limiter
         self._owns_store = False
-        if options.limiter is not None:
-            self._check_limiter(options.limiter)
-            self.clock: Clock = options.limiter.clock
-            self._on_failure = options.limiter.on_failure
-            self._local_fallback = options.limiter.local_fallback
-            self.store: Store = options.limiter.store
+        if given is not None:
+            self.clock: Clock = given.clock
+            self._on_failure = given.on_failure
+            self._local_fallback = given.local_fallback
+            self.store: Store = given.store
         else:
             self.clock = clock_of(options.clock)
             self._on_failure = options.on_failure or "open"
@@ -249,8 +301,6 @@ class EnforcerCore:
             self.store, self._owns_store = opened_store(options, self.clock)
         self.now_ns = self.clock.now_ns
         try:
-            if self._limiter is None:
-                self._limiter = self._make_limiter()
             self._bind()
         except BaseException:
             if self._owns_store:
@@ -258,71 +308,102 @@ class EnforcerCore:
             raise
         self._is_open = True
 
-    def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
-        return Limiter
-
     def _bind(self) -> None:
-        """Prepare what a subclass needs of the limiter."""
+        """Make what depends on the store."""
+        self._fixed: Limiters | None = None
+        limits = self.options.limits
+        if self.has_limits and not callable(limits):
+            self._fixed = self._limiters[None] = self._limiters_of(limits)
+        if self._kind is not None:
+            self.prepare(self._kind)
+        # Charges a key, where that needs nothing else: no hook, and a store that answers at once.
+        self.charge_key: Callable[[Any], Any] | None = None
+        # The cached keys by peer, if the peer alone decides (`AsgiCharges.charge_peer`).
+        self.by_peer: dict[str, str] = {}
+        hooks = (self._selects, self._keys.hook, self._cost)
+        if self._fixed is None or not self._fixed.at_once or hooks != (False, None, None):
+            return
+        self.charge_key = self._charge_at_once(self._fixed)
+        known, limiter = self._keys.by_peer, self._fixed.of(Limiter)
+        fits = all(self.units <= limit.capacity for limit in limiter.limits)
+        delays = any(limit.algorithm == "leaky_bucket" for limit in limiter.limits)
+        if known is not None and fits and not delays:
+            self.by_peer = known
 
-    def _make_limiter(self) -> Limiter | AsyncLimiter | None:
+    def prepare(self, kind: type[AnyLimiter]) -> None:
+        """Make the limiter that requests will need, so that a wrong option is found now."""
+        if self._fixed is not None:
+            self._fixed.of(Limiter if self._fixed.at_once else kind)
+
+    def _limiters_of(self, limits: LimitsArgument | None) -> Limiters:
         options = self.options
-        kind = self._limiter_for_store()
+        return Limiters(partial(self._limiter, limits), self.store.is_local, options.limiter)
+
+    def _limiter(self, limits: LimitsArgument | None, kind: type[AnyLimiter]) -> AnyLimiter:
+        options = self.options
         arguments: dict[str, Any] = {
             "store": self.store,
             "clock": options.clock,
             "on_failure": self._on_failure,
             "local_fallback": self._local_fallback,
         }
-        if self._limits is not None:
-            return kind(
-                self._limits,
-                name=options.name,
-                consistency=options.consistency or "strict",
-                scope=options.scope or "region",
-                across_regions=options.across_regions,
-                **arguments,
-            )
         if options.rules is not None:
             return kind.from_rules(options.rules, **arguments)
-        return None
+        assert limits is not None, "an enforcer without limits makes no limiter"  # noqa: S101 - ours
+        limiter = kind(
+            limits,
+            name=options.name,
+            consistency=options.consistency or "strict",
+            scope=options.scope or "region",
+            across_regions=options.across_regions,
+            **arguments,
+        )
+        for other in self._made():
+            # In an outage too, a client whose limits change keeps its consumption.
+            limiter.share_local_counts(other)
+            break
+        limiter.endpoint = self._endpoint
+        return limiter
 
-    def _check_limiter(self, limiter: object) -> None:
-        if not isinstance(limiter, self._limiter_type):
-            raise ConfigError(
-                f"limiter={show(limiter)} is not a {self._limiter_type.__name__}; this integration "
-                f"needs one, so that it neither blocks an event loop nor depends on one"
-            )
+    def _made(self) -> list[AnyLimiter]:
+        # A copy: other threads may add to it.
+        return [limiter for each in [*self._limiters.values()] for limiter in each.made()]
 
-    def _close_limiter(self, limiter: Any) -> Any:
-        return limiter.close()
-
-    def _close_store(self, store: Store) -> Any:
-        return store.close()
-
-    def close_steps(self) -> Steps[None]:
-        """Close what this enforcer opened."""
+    def closing(self) -> Steps[None]:
+        """Close what this enforcer opened. Using it again opens it again."""
         # A request that arrives meanwhile opens others, so only the present ones are closed.
-        limiter, store = self._limiter, self.store
+        limiters, store = [*self._limiters.values()], self.store
         routes = {id(enforcer): enforcer for enforcer, _ in self._routes.values()}
-        routes |= {id(enforcer): enforcer for enforcer in [*self._by_result.values()]}
         self._routes.clear()
-        self._by_result.clear()
         for enforcer in routes.values():
-            yield from enforcer.close_steps()
-        if self._is_open and self.options.limiter is None:
-            self._is_open = False
-            if limiter is not None:
-                yield Call(self._close_limiter, limiter)
-            if self._owns_store:
-                yield Call(self._close_store, store)
+            yield from enforcer.closing()
+        if not self._is_open or self.options.limiter is not None:
+            return
+        self._is_open = False
+        self.charge_key = None  # `charge` opens it again
+        self.by_peer = {}
+        for each in limiters:
+            yield from each.closing()
+        if self._owns_store:
+            yield Call(Ask, store.close, store.aclose)
+
+    def close(self) -> None:
+        """Close what this enforcer opened, in a thread."""
+        run(self.closing())
+
+    async def aclose(self) -> None:
+        """Close what this enforcer opened, in an event loop."""
+        await run_async(self.closing())
 
     # ── Routes ─────────────────────────────────────────────────────────────────────────────────
 
     def route_enforcer(self, options: EnforcerOptions, name: str, route: str | None = None) -> Self:
         """Return an enforcer of other limits, such as a route's, on the same store.
 
-        Options that it leaves open are those of this enforcer: key, skip, answers, on_failure. The
-        same options and name return the same enforcer. Closing this enforcer closes it. Metrics
+        Options that it leaves open are those of this enforcer: key, answers, on_failure. Not
+        `skip`: requests that are left to a route's own limit must not pass that limit, too.
+
+        The same options and name return the same enforcer. Closing this enforcer closes it. Metrics
         name the templates of all routes that it was returned for.
         """
         if not self._is_open:
@@ -331,7 +412,7 @@ class EnforcerCore:
         if found is None:
             if options.key is None and self._keys.invented:
                 self._warn_about_key(name)
-            found = type(self)(self._inherited(options, name))
+            found = type(self)(self._inherited(options, name), self._kind)
             self.remember_route((options, name), found)
         if route is not None and route not in found._templates:  # noqa: SLF001 - its own class
             found._note_route(route)  # noqa: SLF001 - the same
@@ -357,10 +438,8 @@ class EnforcerCore:
         if len(self._endpoint) < ENDPOINT_LENGTH_MAX:
             self._templates[route] = None
             self._endpoint = endpoint_label(self._templates)
-            results: list[EnforcerCore] = [*self._by_result.values()]
-            for enforcer in (self, *results):
-                if enforcer._limiter is not None:  # noqa: SLF001 - its own class
-                    enforcer._limiter.endpoint = self._endpoint  # noqa: SLF001 - the same
+            for limiter in self._made():
+                limiter.endpoint = self._endpoint
 
     def known_route(self, key: object) -> Self | None:
         """Return the enforcer that `remember_route` kept under this key."""
@@ -375,7 +454,6 @@ class EnforcerCore:
 
     def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
         own = self.options
-        exempting = options if options.skip or options.exempt_when else own
         # A route that is global is strict, also in an application whose limits are leased.
         usual = "strict" if options.scope == "global" else own.consistency
         return replace(
@@ -383,10 +461,7 @@ class EnforcerCore:
             store=self.store,
             name=name,
             identify=self.identity,
-            trusted_proxies=(),
             key=own.key if options.key is None and not self._has_rules else options.key,
-            skip=exempting.skip,
-            exempt_when=exempting.exempt_when,
             on_limit=options.on_limit or own.on_limit,
             on_unavailable=options.on_unavailable or own.on_unavailable,
             style=self.style,
@@ -398,135 +473,134 @@ class EnforcerCore:
             clock=self.clock,
         )
 
-    # ── Limits from a function ─────────────────────────────────────────────────────────────────
+    # ── A request ──────────────────────────────────────────────────────────────────────────────
 
-    def _enforcer_for(self, found: Any) -> Self:
-        """Return the enforcer of a result of the function that `limits` is.
+    def charge(self, request: WebRequest) -> Any:
+        """Charge a request: return its Charge, or an Ask if something has to be waited for.
+
+        Raises UncheckableRequest for an invalid key or cost, and for a cost that can never fit.
+        """
+        if self.charge_key is None:
+            # Without limits there is nothing to ask for: only routes have them.
+            return asking(self._charging, request) if self.has_limits else Charge(enforcer=self)
+        try:
+            charge = self.charge_key(self._keys.of(request))
+        except (CapacityError, ConfigError):
+            return asking(self._charging, request)  # the steps explain it
+        return asking(self._delaying, charge) if charge.decision.delay_ns else charge
+
+    def _charge_at_once(self, limiters: Limiters) -> Callable[[Any], Charge]:
+        """Return a closure, because it reads no attribute of this object: half the time."""
+        units, limiter, has_rules = self.units, limiters.of(Limiter), self._has_rules
+        decide = limiter.evaluate if has_rules else limiter.check
+        is_settled = not self.counts_outcomes
+
+        def charge(key: Any) -> Charge:
+            decision = result = decide(key, units)
+            if has_rules:
+                return Charge(result.decision, key, units, self, limiters, result, is_settled)
+            return Charge(decision, key, units, self, limiters, None, is_settled)
+
+        return charge
+
+    def _charged(
+        self, found: Any, key: Key | Request, units: int, limiters: Limiters | None
+    ) -> Charge:
+        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
+        decision, result = (found.decision, found) if self._has_rules else (found, None)
+        return Charge(decision, key, units, self, limiters, result, not self.counts_outcomes)
+
+    def _charging(self, request: WebRequest) -> Steps[Charge]:
+        """Charge a request, and wait as long as a leaky bucket demands."""
+        if not self._is_open:
+            self._reopen()
+        request.address_of = self._address_of  # for hooks
+        limiters = self._fixed
+        if self._selects:
+            limiters = yield from self._selecting(request)
+        if limiters is None:
+            return Charge(PASSED.decision, "", 0, self)
+        keys = self._keys
+        if keys.hook is None:
+            key = keys.of(request)
+        else:
+            key = keys.of_hook((yield from _value("key", keys.hook(request))), request)
+        units = self.units
+        if self._cost is not None:
+            units = yield from _value("cost", self._cost(request))
+        try:
+            if self._has_rules:
+                found = yield Call(limiters.ask, lambda each: each.evaluate(key, units))
+            else:
+                found = yield Call(limiters.ask, lambda each: each.check(key, units))
+        except (CapacityError, ConfigError) as error:
+            look = yield from self._looking(limiters, key)
+            raise UncheckableRequest(error, look) from error
+        charge = self._charged(found, key, units, limiters)
+        return (yield from self._delaying(charge)) if charge.decision.delay_ns else charge
+
+    def _looking(self, limiters: Limiters, key: Key | Request) -> Steps[Charge | None]:
+        """Return a charge of nothing; None if the store cannot say what remains."""
+        try:
+            result = yield Call(limiters.ask, lambda each: each.evaluate(key, 0, spend=False))
+        except RatekeeperError:
+            return None
+        decision = result.decision
+        return Charge(decision, key, 0, self, limiters, result) if decision.allowed else None
+
+    def _selecting(self, request: WebRequest) -> Steps[Limiters | None]:
+        """Return the limiters that apply to a request; None if it is not limited."""
+        options, hook = self.options, self._limits_hook
+        # In upper case: some frameworks serve a "post" by the code of a POST.
+        if options.methods is not None and request.method.upper() not in options.methods:
+            return None
+        if options.skip is not None and (yield from _value("skip", options.skip(request))):
+            return None
+        if hook is None:
+            return self._fixed
+        limits = yield from _value("limits", hook(request))
+        return None if limits is None else self._limiters_for(limits, hook)
+
+    def _limiters_for(self, found: Any, hook: Callable[..., object]) -> Limiters:
+        """Return the limiters of a result of the function that `limits` is.
 
         Raises ConfigError for a result that is not limits. It goes to the application: the client
         has not caused it, and the request must not pass.
         """
         key = tuple(found) if isinstance(found, list) else found
         try:
-            known = self._by_result.get(key)
+            known = self._limiters.get(key)
         except TypeError:  # not hashable, so not limits
             known = None
         if known is not None:
             return known
-        hook = self._limits_hook
-        assert hook is not None, "only it has results"  # noqa: S101 - ours
         try:
-            known = self._enforcer_of(limits_of(found))
+            limits = limits_of(found)
         except ConfigError as error:
             raise ConfigError(
                 f"the function {name_of(hook)} returned {show(found)} as limits; return a rate "
                 f'such as "100/minute", a Limit, a list of them, or None for no limit: {error}'
             ) from error
-        if len(self._by_result) >= RESULTS_MAX:
-            self._by_result.clear()  # not closed: requests in progress settle with them
-        self._by_result[key] = known
-        return known
+        made = self._limiters_of(limits)
+        if len(self._limiters) >= RESULTS_MAX:
+            self._limiters.clear()  # not closed: requests in progress settle with them
+        self._limiters[key] = made
+        return made
 
-    def _enforcer_of(self, limits: Limits) -> Self:
-        inherited = self._inherited(self.options, self.options.name)
-        # This enforcer has called `skip` and compared the method.
-        options = replace(
-            inherited, skip=None, exempt_when=None, methods=None, fleet=None, regions=None
-        )
-        found = type(self)(options, limits)
-        for other in [*self._by_result.values()]:  # a copy: other threads may add to it
-            # In an outage too, a client whose limits change keeps its consumption.
-            found._limiter.share_local_counts(other._limiter)  # noqa: SLF001 - its own class
-            break
-        found._limiter.endpoint = self._endpoint  # noqa: SLF001 - the same
-        return found
+    def _sleep(self, seconds: float) -> Ask:
+        return Ask(self.clock.sleep, self.clock.sleep_async, seconds)
 
-    # ── A request ──────────────────────────────────────────────────────────────────────────────
-
-    def _sleep(self, seconds: float) -> Any:
-        return self.clock.sleep(seconds)
-
-    def enter_steps(self, request: WebRequest) -> Steps[Charge]:
-        """Charge a request, and wait as long as a leaky bucket demands.
-
-        Raises UncheckableRequest for an invalid key or cost, and for a cost that can never fit.
-        """
-        if not self._is_open:
-            self._reopen()
-        request.address_of = self._address_of  # for hooks
-        if self._selects:
-            chosen = yield from self._chosen_steps(request)
-            if chosen is not self:
-                if chosen is None:
-                    return Charge(PASSED.decision, "", 0, self, PASSED)
-                return (yield from chosen.enter_steps(request))
-        if self._limiter is None:
-            return Charge(enforcer=self)
-        keys = self._keys
-        # `_value` only for an awaitable: its generator takes longer than most hooks.
-        if keys.hook is None:
-            key = keys.of(request)
-        else:
-            found = keys.hook(request)
-            if is_awaitable(found):
-                found = yield from _value("key", found)
-            key = keys.of_hook(found, request)
-        units = self.units
-        if self._cost is not None:
-            units = self._cost(request)
-            if is_awaitable(units):
-                units = yield from _value("cost", units)
-        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
-        decide = self._limiter.evaluate if self._has_rules else self._limiter.check
-        try:
-            found = (yield Call(decide, key, units)) if self.awaits else decide(key, units)
-        except (CapacityError, ConfigError) as error:
-            raise UncheckableRequest(error, (yield from self._look_steps(key))) from error
-        decision, result = (found.decision, found) if self._has_rules else (found, None)
-        charge = Charge(decision, key, units, self, result, not self.counts_outcomes)
-        if decision.delay_ns:
-            yield from self.delay_steps(charge)
-        return charge
-
-    def _look_steps(self, key: Key | Request) -> Steps[Charge | None]:
-        """Return a charge of nothing; None if the store cannot say what remains."""
-        look = partial(self._limiter.evaluate, key, 0, spend=False)
-        try:
-            result = (yield Call(look)) if self.awaits else look()
-        except RatekeeperError:
-            return None
-        decision = result.decision
-        return Charge(decision, key, 0, self, result) if decision.allowed else None
-
-    def _chosen_steps(self, request: WebRequest) -> Steps[Self | None]:
-        """Return the enforcer whose limits apply to a request; None if the request is exempt."""
-        options, hook = self.options, self._limits_hook
-        # In upper case: some frameworks serve a "post" by the code of a POST.
-        if options.methods is not None and request.method.upper() not in options.methods:
-            return None
-        if self._skip is not None:
-            skips = self._skip(request)
-            if is_awaitable(skips):
-                skips = yield from _value("skip" if options.skip else "exempt_when", skips)
-            if skips:
-                return None
-        if hook is None:
-            return self
-        limits = hook(request)
-        if is_awaitable(limits):
-            limits = yield from _value("limits", limits)
-        return None if limits is None else self._enforcer_for(limits)
-
-    def delay_steps(self, charge: Charge) -> Steps[None]:
+    def _delaying(self, charge: Charge) -> Steps[Charge]:
         """Wait as long as a leaky bucket demands."""
         try:
             yield Call(self._sleep, seconds_from_ns(charge.decision.delay_ns))
         except BaseException:
             charge.refund()  # a request that leaves the queue returns its place
-            yield from self.leave_steps(charge)
+            yield from self.leaving(charge)
             raise
+        return charge
 
-    def leave_steps(self, charge: Charge, status: int | None = None) -> Steps[None]:
+    def leaving(self, charge: Charge, status: int | None = None) -> Steps[None]:
         """Apply the final cost of a request, unless it is already applied.
 
         `status` is that of the response, 500 for a handler that raised, None if there is no
@@ -534,23 +608,19 @@ class EnforcerCore:
         """
         counts: Any = True
         if self.options.count is not None and status is not None:
-            counts = self.options.count(status)
-            if is_awaitable(counts):
-                counts = yield from _value("count", counts)
+            counts = yield from _value("count", self.options.count(status))
         due = charge.take(bool(counts))
-        if due is None:
+        if due is None or charge.limiters is None:
             return
         try:
-            if self.awaits:
-                # Not lost if the task is cancelled, as when the client closes the connection.
-                yield Undo(self._limiter.settle, charge.key, *due, charge.decision)
-            else:
-                self._limiter.settle(charge.key, *due, charge.decision)
+            # An Undo is not lost if the task is cancelled, as when the client disconnects.
+            settle = partial(_settle, charge, *due)
+            yield Undo(charge.limiters.ask, settle)
         except RatekeeperError as error:
             # Without the key, which may be a secret.
             LOG.warning("the final cost of a request could not be settled: %s", error)
 
-    def response_steps(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
+    def answering(self, request: WebRequest, result: CheckResult) -> Steps[Any]:
         """Return the response to a denied request: that of a hook, or the Denial.
 
         `on_limit` answers a 429 and `on_unavailable` a 503, so that a response written for one does
@@ -567,13 +637,12 @@ class EnforcerCore:
         """Log the denial of a request by this enforcer's limits."""
         if self._has_rules:
             denials.note(charge.result, charge.key)
-        else:
-            self._limiter.log_denial(charge.key, charge.decision)
+        elif charge.limiters is not None:
+            charge.limiters.any.log_denial(charge.key, charge.decision)
 
-    def result_of(self, decision: Decision) -> CheckResult:
-        """Return a decision of the limiter's `check` as `evaluate` returns it."""
-        result: CheckResult = self._limiter.result_of(decision)
-        return result
+
+def _settle(charge: Charge, charged: int, wanted: int, limiter: Any) -> Any:
+    return limiter.settle(charge.key, charged, wanted, charge.decision)
 
 
 def _value(hook: str, value: Any) -> Steps[Any]:
@@ -582,136 +651,10 @@ def _value(hook: str, value: Any) -> Steps[Any]:
     Raises TypeError for an awaitable in a thread. It is true: with such a `skip`, every request
     would silently pass unlimited.
     """
-    if is_awaitable(value):  # hardly ever, so only then is it a step
+    if type(value) is Ask or is_awaitable(value):  # hardly ever, so only then is it a step
         value = yield Call(lambda: value)
         if is_awaitable(value):
             raise TypeError(
                 f"{hook} returned {show(value)}, which a thread cannot await; return a plain value"
             )
     return value
-
-
-class Enforcer(EnforcerCore):
-    """Enforces limits in threads."""
-
-    _limiter_type = Limiter
-
-    def __init__(self, options: EnforcerOptions, limits: Limits | None = None) -> None:
-        super().__init__(options.require_plain_hooks(), limits)
-
-    def enter(self, request: WebRequest) -> Charge:
-        """Charge a request. See `enter_steps`."""
-        return run(self.enter_steps(request))
-
-    def leave(self, charge: Charge, status: int | None = None) -> None:
-        """Apply the final cost of a request. See `leave_steps`."""
-        run(self.leave_steps(charge, status))
-
-    def response(self, request: WebRequest, result: CheckResult) -> Any:
-        """Return the response to a denied request. See `response_steps`."""
-        return run(self.response_steps(request, result))
-
-    def close(self) -> None:
-        """Close what this enforcer opened. Using it again opens it again."""
-        run(self.close_steps())
-
-
-class AsyncEnforcer(EnforcerCore):
-    """Enforces limits in an event loop: the methods of Enforcer, awaited. Hooks may be async."""
-
-    _limiter_type = AsyncLimiter
-    # True if `enter_now` suffices: no hooks, and a store that answers at once.
-    is_quick: bool
-    # The cached keys by peer, if the peer alone decides (`AsgiCharges.charge_by_peer`).
-    keys_by_peer: dict[str, str] | None
-    # The headers of one limit, made with the first result; `prepares` is False for others.
-    prepared: PreparedHeaders | None
-    prepares: bool
-    check: Callable[..., Decision]
-    # The routes whose limits replace `limits`; None if there are none.
-    overrides: RouteOverrides | None = None
-
-    def expect_overrides(self) -> RouteOverrides:
-        """Return the routes whose limits replace those of this enforcer.
-
-        From now on the route of a request matters, so its peer alone no longer decides.
-        """
-        if self.overrides is None:
-            self.overrides = RouteOverrides()
-            self.keys_by_peer = None
-        return self.overrides
-
-    def _limiter_for_store(self) -> type[Limiter | AsyncLimiter]:
-        return Limiter if self.store.is_local else AsyncLimiter
-
-    def _bind(self) -> None:
-        self.awaits = isinstance(self._limiter, AsyncLimiter)
-        self.prepared = None
-        self.keys_by_peer = None
-        self.is_quick = (
-            not self.awaits
-            and self._limiter is not None
-            and not self._selects
-            and (self._keys.hook, self._cost) == (None, None)
-        )
-        self.prepares = self._limiter is not None and not self._has_rules
-        if self.is_quick and self._limits is not None:
-            limits = self._limiter.limits
-            never_delays = all(limit.algorithm != "leaky_bucket" for limit in limits)
-            if never_delays and self.units <= min(limit.capacity for limit in limits):
-                self.check = self._limiter.check
-                self.keys_by_peer = self._keys.by_peer if self.overrides is None else None
-
-    def _sleep(self, seconds: float) -> Any:
-        return self.clock.sleep_async(seconds)
-
-    def _close_limiter(self, limiter: Any) -> Any:
-        # Closing a limiter that follows rules waits for its thread.
-        if self.options.rules is not None and not self.awaits:
-            return asyncio.to_thread(limiter.close)
-        return limiter.close()
-
-    def _close_store(self, store: Store) -> Any:
-        return store.aclose()
-
-    def enter_now(self, request: WebRequest) -> Charge:
-        """Charge a request by an enforcer that `is_quick`. The caller waits as `delay_ns` says."""
-        key, units = self._keys.of(request), self.units
-        try:
-            if self._has_rules:
-                result = self._limiter.evaluate(key, units)
-                decision = result.decision
-            else:
-                result, decision = None, self._limiter.check(key, units)
-        except (CapacityError, ConfigError) as error:
-            raise UncheckableRequest(error, run(self._look_steps(key))) from error
-        return Charge(decision, key, units, self, result, not self.counts_outcomes)
-
-    def prepared_for(self, charge: Charge) -> PreparedHeaders | None:
-        """Return the prepared headers of an allowed request; None if they do not apply to it."""
-        decision = charge.decision
-        if decision.degraded or decision is PASSED.decision or switches.limiting_off:
-            return None
-        if self.prepared is None and not decision.granted:
-            self.prepared = PreparedHeaders.of(charge.result, self.now_ns(), self.style)
-            self.prepares = self.prepared is not None
-        return self.prepared
-
-    def enter(self, request: WebRequest) -> Coroutine[Any, Any, Charge]:
-        """Charge a request. See `enter_steps`. Not async itself: one coroutine less."""
-        return run_async(self.enter_steps(request))
-
-    def leave(self, charge: Charge, status: int | None = None) -> Coroutine[Any, Any, None]:
-        """Apply the final cost of a request. See `leave_steps`."""
-        return run_async(self.leave_steps(charge, status))
-
-    async def response(self, request: WebRequest, result: CheckResult) -> Any:
-        """Return the response to a denied request. See `response_steps`."""
-        return await run_async(self.response_steps(request, result))
-
-    async def close(self) -> None:
-        """Close what this enforcer opened. Using it again opens it again."""
-        if self.options.limiter is None:
-            self.is_quick = False  # `enter` opens it again
-            self.keys_by_peer = None
-        await run_async(self.close_steps())

@@ -40,24 +40,20 @@ except ImportError:  # an ASGI application that does not use Starlette
 _DEFAULT_HANDLERS: Final = "fastapi.exception_handlers"
 
 
-class RateLimitExceeded(HTTPException, RatekeeperError):
+class _StarletteDenial(HTTPException, RatekeeperError):
+    def __init__(self, denial: Denial) -> None:
+        retry_after = {"Retry-After": str(denial.retry_after)}
+        super().__init__(denial.status, denial.message, retry_after)
+        self.denial = denial
+        """The denied request, as `on_limit` and `on_unavailable` get it."""
+
+
+class RateLimitExceeded(_StarletteDenial):
     """A request was denied by a limit: the exception that a handler for a 429 gets."""
 
-    def __init__(self, denial: Denial) -> None:
-        retry_after = {"Retry-After": str(denial.retry_after)}
-        super().__init__(denial.status, denial.message, retry_after)
-        self.denial = denial
-        """The denied request, as `on_limit` gets it."""
 
-
-class LimiterUnavailable(HTTPException, RatekeeperError):
+class LimiterUnavailable(_StarletteDenial):
     """A request failed closed, because the store could not decide: the exception of a 503."""
-
-    def __init__(self, denial: Denial) -> None:
-        retry_after = {"Retry-After": str(denial.retry_after)}
-        super().__init__(denial.status, denial.message, retry_after)
-        self.denial = denial
-        """The denied request, as `on_unavailable` gets it."""
 
 
 _EXCEPTIONS: Final = {429: RateLimitExceeded, 503: LimiterUnavailable}

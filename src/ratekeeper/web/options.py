@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from http import HTTPMethod
 from pathlib import Path
@@ -38,55 +37,51 @@ from ratekeeper.web.requests import WebRequest
 # The forms in which web integrations take limits: those of Limiter, or a function that returns one.
 LimitsSource = LimitsArgument | Callable[..., LimitsArgument | Awaitable[Any] | None]
 
-# The options that may be functions of the application.
-HOOKS: Final = (
-    *("limits", "key", "cost", "skip", "exempt_when", "on_limit", "on_unavailable", "count"),
+# The options that may be functions of the application: their arguments, and an example.
+HOOKS: Final = {
+    "limits": (("request",), "limits=lambda request: '100/minute'"),
+    "key": (("request",), "key=lambda request: request.header('X-API-Key')"),
+    "cost": (("request",), "cost=lambda request: 2"),
+    "skip": (("request",), "skip=lambda request: request.path == '/healthz'"),
+    "on_limit": (
+        ("request", "denial"),
+        "on_limit=lambda request, denial: Response(status_code=429)",
+    ),
+    "on_unavailable": (
+        ("request", "denial"),
+        "on_unavailable=lambda request, denial: Response('sorry', 503)",
+    ),
+    "count": (("status",), "count=lambda status: status in (401, 403)"),
+}
+# Those of them that are functions and nothing else.
+_FUNCTIONS: Final = ("skip", "on_limit", "on_unavailable", "count")
+# The options that a rule has itself.
+_OF_RULES: Final = {
+    "key": "each rule's `by` says what it counts, and "
+    'identify={"api_key": "header:X-API-Key"} reads it',
+    "consistency": "each rule has its own: {id: users, consistency: leased, …}",
+    "scope": "each rule has its own: {id: users, scope: global, …}",
+    "name": "a rule is named by its id",
+    "per_route": "each rule's `by` says what it counts",
+}
+# The options that a limiter has itself.
+_OF_LIMITERS: Final = (
+    *("store", "name", "per_route", "on_failure", "local_fallback", "consistency"),
+    *("fleet", "regions", "scope", "clock"),
 )
 METHODS: Final = tuple(method.value for method in HTTPMethod)
-
-
-class OptionArguments(TypedDict, total=False):
-    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`."""
-
-    rules: Rules | None
-    limiter: Limiter | AsyncLimiter | None
-    store: str | Store
-    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
-    trusted_proxies: Sequence[str]
-    key: KeySource | None
-    per_route: bool
-    cost: int | Callable[[WebRequest], Any]
-    skip: Callable[..., Any] | None
-    exempt_when: Callable[..., Any] | None
-    on_limit: Callable[[WebRequest, Denial], Any] | None
-    on_unavailable: Callable[[WebRequest, Denial], Any] | None
-    count: Callable[[int], Any] | None
-    style: Style
-    name: str
-    on_failure: FailurePolicy | None
-    local_fallback: LocalFallback | None
-    consistency: Consistency | None
-    fleet: Fleet | None
-    regions: Regions | None
-    scope: Scope | None
-    across_regions: AcrossRegions | None
-    clock: Clock | None
 
 
 class RouteArguments(TypedDict, total=False):
     """The keyword arguments of a route's own limits; see `EnforcerOptions`.
 
-    They are `key`, `cost`, `methods`, `skip`, `exempt_when`, `override_defaults`, `on_limit`,
-    `on_unavailable`, `count`, `on_failure`, `consistency`, `scope` and `across_regions`. All other
-    options apply to the whole application, and a route rejects them.
+    All other options apply to the whole application, and a route rejects them.
     """
 
     key: KeySource | None
     cost: int | Callable[[WebRequest], Any]
     methods: Collection[str] | None
     skip: Callable[..., Any] | None
-    exempt_when: Callable[..., Any] | None
-    override_defaults: bool
     on_limit: Callable[[WebRequest, Denial], Any] | None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None
     count: Callable[[int], Any] | None
@@ -94,6 +89,26 @@ class RouteArguments(TypedDict, total=False):
     consistency: Consistency | None
     scope: Scope | None
     across_regions: AcrossRegions | None
+
+
+class OptionArguments(RouteArguments, total=False):
+    """The keyword arguments of an integration, besides `limits`; see `EnforcerOptions`.
+
+    They include those of a route.
+    """
+
+    rules: Rules | None
+    limiter: Limiter | AsyncLimiter | None
+    store: str | Store
+    identify: Identity | Mapping[str, IdentitySource | Sequence[IdentitySource]] | None
+    trusted_proxies: Sequence[str]
+    per_route: bool
+    style: Style
+    name: str
+    local_fallback: LocalFallback | None
+    fleet: Fleet | None
+    regions: Regions | None
+    clock: Clock | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,9 +137,7 @@ class EnforcerOptions:
     `per_route`        count each route separately.
     `cost`             units, or a function of the request.
     `skip`             a function of the request: if it returns true, the request is not counted.
-    `exempt_when`      another name of `skip`, which users of other libraries know.
-    `methods`          on a route: the HTTP methods that its limits count. GET includes HEAD.
-    `override_defaults`  on a route: its limits replace the `limits` of the application.
+    `methods`          the HTTP methods that the limits count; by default all. GET includes HEAD.
     `on_limit`         a function of the request and the Denial that returns the framework's
                        response to a request over its limit, or None for the default 429.
     `on_unavailable`   the same for a request that `on_failure="closed"` denied: the default is 503.
@@ -147,8 +160,6 @@ class EnforcerOptions:
     cost: int | Callable[[WebRequest], Any] = 1
     methods: Collection[str] | None = None
     skip: Callable[..., Any] | None = None
-    exempt_when: Callable[..., Any] | None = None
-    override_defaults: bool = False
     on_limit: Callable[[WebRequest, Denial], Any] | None = None
     on_unavailable: Callable[[WebRequest, Denial], Any] | None = None
     count: Callable[[int], Any] | None = None
@@ -185,7 +196,9 @@ class EnforcerOptions:
         for name in _FUNCTIONS:
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
-                raise ConfigError(f"{name}={show(hook)} is not a function; {_EXAMPLES[name]}")
+                raise ConfigError(
+                    f"{name}={show(hook)} is not a function; for example {HOOKS[name][1]}"
+                )
         self._normalise()
         for name in HOOKS:
             _check_parameters(name, getattr(self, name))
@@ -201,11 +214,8 @@ class EnforcerOptions:
 
     def _normalise(self) -> None:
         """Keep one form of each option that may be written in several; checks their types."""
-        if self.skip is not None and self.exempt_when is not None:
-            raise ConfigError("skip and exempt_when are two names of one option; give one of them")
-        for name in ("override_defaults", "per_route"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={show(getattr(self, name))} is not True or False")
+        if not isinstance(self.per_route, bool):
+            raise ConfigError(f"per_route={show(self.per_route)} is not True or False")
         changed: dict[str, Any] = {
             "methods": None if self.methods is None else methods_of(self.methods),
         }
@@ -214,7 +224,7 @@ class EnforcerOptions:
                 f"limits={show(self.limits)} is a class; give a rate such as "
                 f'"100/minute", a Limit, or a function that returns one'
             )
-        for name in ("limits", "key", "cost", "skip", "exempt_when"):
+        for name in ("limits", "key", "cost", "skip"):
             hook = getattr(self, name)
             if callable(hook):
                 changed[name] = with_request(hook)
@@ -224,44 +234,26 @@ class EnforcerOptions:
     def _check_combination(self) -> None:
         if isinstance(self.identify, Identity) and self.trusted_proxies:
             raise ConfigError("give trusted_proxies to the Identity that you pass as identify")
-        if self.limits is None:
-            self._check_without_limits()
-        if self.rules is not None and self.key is not None and not callable(self.key):
-            raise ConfigError(
-                f"key={show(self.key)} applies to limits only; with rules, each rule's `by` says "
-                f'what it counts, and identify={{"api_key": "header:X-API-Key"}} reads it'
-            )
-        if self.rules is not None and self.consistency is not None:
-            raise ConfigError(
-                f"consistency={show(self.consistency)} applies to limits only; with rules, each "
-                f"rule has its own: {{id: users, consistency: leased, …}}"
-            )
-        if self.rules is not None and self.scope is not None:
-            raise ConfigError(
-                f"scope={show(self.scope)} applies to limits only; with rules, each rule has its "
-                f"own: {{id: users, scope: global, …}}"
-            )
-        if self.limiter is not None:
-            given = (self.store, self.on_failure, self.local_fallback, self.clock)
-            others = (self.consistency, self.fleet, self.regions, self.scope)
-            if given != ("memory://", None, None, None) or any(others):
+        for name, reason in _OF_RULES.items():
+            if self.rules is not None and self._has(name) and not callable(getattr(self, name)):
                 raise ConfigError(
-                    "the limiter that you pass already has a store, an on_failure, a "
-                    "local_fallback, a consistency, a fleet, regions, a scope and a clock; give "
-                    "them to the limiter"
+                    f"{name}={show(getattr(self, name))} applies to limits only; with rules, "
+                    f"{reason}"
                 )
+        given = [name for name in _OF_LIMITERS if self._has(name)]
+        if self.limiter is not None and given:
+            raise ConfigError(
+                f"the limiter that you pass has its own {' and '.join(given)}; set it there"
+            )
+        given = [name for name in ("name", "per_route") if self._has(name)]
+        if not self.has_limits and given:
+            raise ConfigError(
+                f"give {' and '.join(given)} only together with limits; for example "
+                f'limits="100/minute"'
+            )
 
-    def _check_without_limits(self) -> None:
-        given = [name for name in ("name", "per_route") if getattr(self, name)]
-        if not given:
-            return
-        if self.rules is not None:
-            reason = "a rule is named by its id, and its `by` says what it counts"
-        elif self.limiter is not None:
-            reason = "give name to the limiter that you pass; it decides what a key counts"
-        else:
-            reason = 'for example limits="100/minute"'
-        raise ConfigError(f"give {' and '.join(given)} only together with limits; {reason}")
+    def _has(self, name: str) -> bool:
+        return bool(getattr(self, name) != _DEFAULTS[name])
 
     @property
     def has_limits(self) -> bool:
@@ -292,26 +284,8 @@ class EnforcerOptions:
         return self
 
 
-# The options that are functions and nothing else.
-_FUNCTIONS: Final = ("skip", "exempt_when", "on_limit", "on_unavailable", "count")
-_EXAMPLES: Final = {
-    "limits": "for example limits=lambda request: '100/minute'",
-    "key": "for example key=lambda request: request.header('X-API-Key')",
-    "cost": "for example cost=lambda request: 2",
-    "skip": "for example skip=lambda request: request.path == '/healthz'",
-    "exempt_when": "for example exempt_when=lambda request: request.path == '/healthz'",
-    "on_limit": "for example on_limit=lambda request, denial: Response(status_code=429)",
-    "on_unavailable": "for example on_unavailable=lambda request, denial: Response('sorry', 503)",
-    "count": "for example count=lambda status: status in (401, 403)",
-}
-
-
-# The arguments of a function in a call; those of all others are the request.
-_ARGUMENTS: Final = {
-    "on_limit": ("request", "denial"),
-    "on_unavailable": ("request", "denial"),
-    "count": ("status",),
-}
+# What an option is if it is not given.
+_DEFAULTS: Final = {each.name: each.default for each in fields(EnforcerOptions)}
 
 
 def _check_parameters(name: str, function: object) -> None:
@@ -322,13 +296,13 @@ def _check_parameters(name: str, function: object) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C
         return
-    arguments = _ARGUMENTS.get(name, ("request",))
+    arguments, example = HOOKS[name]
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
             f"{name}={name_of(function)} is called with ({', '.join(arguments)}), but its "
-            f"parameters are {signature}: {error}; {_EXAMPLES[name]}"
+            f"parameters are {signature}: {error}; for example {example}"
         ) from None
 
 
@@ -367,25 +341,17 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if any(each.kind not in {each.KEYWORD_ONLY, each.VAR_KEYWORD} for each in parameters):
         return function
-    if kind_of(function) == "coroutine":
+    return _WithoutRequest(function)
 
-        @wraps(function)
-        async def called_async(_: WebRequest) -> Any:
-            return await function()
 
-        called: Callable[..., Any] = called_async
-    else:
+class _WithoutRequest:
+    """A function of the request that calls a function without parameters."""
 
-        @wraps(function)
-        def called_plainly(_: WebRequest) -> Any:
-            return function()
+    def __init__(self, func: Callable[[], Any]) -> None:
+        self.func = func  # as of a partial, so that `kind_of` and `name_of` see it
 
-        called = called_plainly
-    # Without this, `inspect.signature` would show the parameters of the function inside.
-    vars(called)["__signature__"] = inspect.Signature(
-        [inspect.Parameter("request", inspect.Parameter.POSITIONAL_ONLY)]
-    )
-    return called
+    def __call__(self, _: WebRequest, /) -> Any:
+        return self.func()
 
 
 def opened_store(options: EnforcerOptions, clock: Clock) -> tuple[Store, bool]:
@@ -424,24 +390,9 @@ OPTION_NAMES: Final = ("limits", *OptionArguments.__annotations__)
 ROUTE_NAMES: Final = (*RouteArguments.__annotations__, "name")
 
 
-def check_option_names(
-    where: str, given: Iterable[str], known: Sequence[str] = OPTION_NAMES
-) -> None:
-    """Raise InvalidOption for names that are not options; it names `where` they are given."""
-    given = list(given)
-    if known is not ROUTE_NAMES:
-        for name in given:
-            if name in RouteArguments.__annotations__ and name not in known:
-                raise InvalidOption(
-                    f"{where} does not take {name}: that applies to a route; give it to the "
-                    f"route's limit(…), limited(…) or rate_limit(…)"
-                )
-    check_names(where, given, known)
-
-
 def options_of(where: str, given: Mapping[str, Any]) -> EnforcerOptions:
     """Return the options of a whole application, which are given at `where`."""
-    check_option_names(where, given)
+    check_names(where, given, OPTION_NAMES)
     return EnforcerOptions(**given)
 
 
@@ -467,7 +418,7 @@ def route_options_of(
                 f"{function} does not take {name}: {applies}; give it to "
                 f"{application.format(name)}. The options of a route are {', '.join(own)}"
             )
-    check_option_names(function, given, own)
+    check_names(function, given, own)
     return EnforcerOptions(limits=limits, **given)
 
 

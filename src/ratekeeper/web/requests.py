@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import quote_from_bytes, unquote_plus
 
 from ratekeeper.core.subjects import SEPARATOR
@@ -243,20 +243,6 @@ class RoutedAsgiRequest(AsgiRequest):
         routes = self._routes()
         return None if routes is None else template_of(routes, self.scope)
 
-    def serving_route(self) -> Any:
-        """Return the route that will serve the request; None if it is unknown. Never raises.
-
-        A route that matches except for the method does not serve the request.
-        """
-        if _routed_template(self.scope) is not None:
-            return _context_of(self.scope) or self.scope.get("route")
-        routes = self._routes()
-        try:
-            found = None if routes is None else _serving(routes, self.scope, DEPTH_MAX)
-        except Exception:  # a route may be any object; then it is unknown
-            return None
-        return found.route if found is not None and found.is_full else None
-
     def _routes(self) -> list[Any] | None:
         """Return the routes that the request has not passed yet."""
         app, router = self.scope.get("app"), self.scope.get("router")
@@ -274,10 +260,10 @@ class RoutedAsgiRequest(AsgiRequest):
 def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
     """Return the template of the route among `routes` that would serve `scope`. Never raises."""
     try:
-        found = _serving(routes, scope, DEPTH_MAX)
+        found = _template(routes, scope, DEPTH_MAX)
     except Exception:  # a route may be any object; then the path is the endpoint
         return None
-    return None if found is None else _mounted_at(scope) + found.template
+    return None if found is None else _mounted_at(scope) + found
 
 
 def _context_of(scope: Mapping[str, Any]) -> Any:
@@ -297,16 +283,8 @@ def _routed_template(scope: Mapping[str, Any]) -> str | None:
     return _mounted_at(scope) + template
 
 
-class _Serving(NamedTuple):
-    """The route that would serve a request, and its template."""
-
-    route: Any
-    template: str
-    is_full: bool
-    """False if the route matches except for the method."""
-
-
-def _serving(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> _Serving | None:
+def _template(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> str | None:
+    """Return the template of the first full match, or of the first match but for the method."""
     partial: tuple[Any, Mapping[str, Any]] | None = None
     for route in _flat(routes, depth):
         match, child = route.matches(scope)
@@ -314,18 +292,15 @@ def _serving(routes: Iterable[Any], scope: Mapping[str, Any], depth: int) -> _Se
             return _innermost(route, {**scope, **child}, depth)
         if match.value != _NO_MATCH and partial is None:
             partial = route, child
-    if partial is None:
-        return None
-    found = _innermost(partial[0], {**scope, **partial[1]}, depth)
-    return None if found is None else found._replace(is_full=False)
+    return None if partial is None else _innermost(partial[0], {**scope, **partial[1]}, depth)
 
 
-def _innermost(route: Any, scope: Mapping[str, Any], depth: int) -> _Serving | None:
+def _innermost(route: Any, scope: Mapping[str, Any], depth: int) -> str | None:
     path = getattr(route, "path", "")  # a Host has no path
     if not hasattr(route, "routes"):
-        return _Serving(route, path, True) if isinstance(path, str) and path else None
-    inner = _serving(_routes_below(route), scope, depth - 1) if depth else None
-    return None if inner is None else inner._replace(template=f"{path}{inner.template}")
+        return path if isinstance(path, str) and path else None
+    inner = _template(_routes_below(route), scope, depth - 1) if depth else None
+    return None if inner is None else f"{path}{inner}"
 
 
 def mounted_path_of(scope: Mapping[str, Any]) -> str:
