@@ -599,8 +599,8 @@ class _ArrivalSlots(_Units):
 
     def unused(self, began_ns: int) -> int:
         """Return the units that make a slot free one window from now."""
-        elapsed_ns = self._clock.now_ns() - began_ns
-        # Rounded down, and one unit less: stores round times to microseconds.
+        # Rounded down, and a microsecond less: stores round times to microseconds.
+        elapsed_ns = self._clock.now_ns() - began_ns + 1_000
         return (self._within_ns - elapsed_ns) * _SLOT_UNITS // self._whole_ns - 1
 
 
