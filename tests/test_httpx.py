@@ -7,8 +7,7 @@ import pickle
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from datetime import timedelta
 from typing import Any, cast
 
 import httpx
@@ -139,24 +138,13 @@ def after(origin: Origin) -> list[float]:
 # ------------------------------------------------------------------------------------ waits
 
 
-@pytest.mark.parametrize(
-    ("headers", "waited_s"),
-    [
-        ({"Retry-After": "5"}, 5),
-        ({"Retry-After": "Thu, 01 Jan 2026 00:00:07 GMT"}, 7),
-        ({"RateLimit": '"default";r=0;t=5'}, 5),
-        ({"RateLimit": "limit=10, remaining=0, reset=5"}, 5),
-        ({"X-RateLimit-Reset": "1767225608"}, 8),
-        ({"Retry-After": "2", "RateLimit": '"default";r=0;t=2'}, 2),
-    ],
-)
 def test_the_wait_is_as_long_as_the_response_requests(
-    asking: Callable[..., Ask], clock: ManualClock, headers: dict[str, str], waited_s: float
+    asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
     """Without a random part it is exact, and then the request passes."""
-    origin = Origin((429, headers), (200, {}), clock=clock)
+    origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
     assert asking(origin)().status_code == 200
-    assert after(origin) == [0, waited_s]
+    assert after(origin) == [0, 5]
 
 
 def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: ManualClock) -> None:
@@ -166,14 +154,11 @@ def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: Ma
     assert after(origin) == [0, 0.5, 1.5, 3.5, 7.5]
 
 
-@pytest.mark.parametrize(
-    ("random", "waited_s"), [(0.0, 40.0), (0.5, 45.0), (1.0, 50.0)], ids=["none", "half", "all"]
-)
-def test_the_random_time_is_added(clock: ManualClock, random: float, waited_s: float) -> None:
-    """A long wait is extended by up to a quarter of itself."""
+def test_a_long_wait_is_extended_by_up_to_a_quarter(clock: ManualClock) -> None:
+    """One second would not spread many clients that wait for 40 seconds."""
     origin = Origin((429, {"Retry-After": "40"}), (200, {}), clock=clock)
-    assert sync_ask(origin, random=lambda: random)().status_code == 200
-    assert after(origin) == [0, waited_s]
+    assert sync_ask(origin, random=lambda: 1.0)().status_code == 200
+    assert after(origin) == [0, 50]
 
 
 @given(
@@ -207,24 +192,20 @@ def test_never_before_the_time_and_never_beyond_the_bound(
     [
         (429, "GET", 3),
         (429, "POST", 3),
-        (429, "PATCH", 3),
         (503, "GET", 3),
-        (503, "PUT", 3),
         (503, "DELETE", 3),
         (503, "POST", 1),
         (503, "PATCH", 1),
-        (500, "GET", 1),
         (502, "GET", 1),
-        (403, "GET", 1),
         (200, "GET", 1),
     ],
 )
 def test_which_requests_are_repeated(
-    asking: Callable[..., Ask], clock: ManualClock, status: int, method: str, attempts: int
+    clock: ManualClock, status: int, method: str, attempts: int
 ) -> None:
     """A 429 is repeated with any method, a 503 with idempotent methods, and nothing else."""
     origin = Origin((status, {}), clock=clock)
-    assert asking(origin, attempts_max=3)(method).status_code == status
+    assert sync_ask(origin, attempts_max=3)(method).status_code == status
     assert len(origin.times) == attempts
 
 
@@ -420,9 +401,8 @@ def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
 )
 def test_wrong_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
     """The constructor raises an error with a correct example."""
-    for transport in (RetryTransport, AsyncRetryTransport):
-        with pytest.raises(ConfigError, match=words):
-            transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
+    with pytest.raises(ConfigError, match=words):
+        RetryTransport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
 
 
 def test_a_transport_of_the_other_kind_is_rejected() -> None:
@@ -534,25 +514,15 @@ def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
     assert [round(each) for each in after(origin)] == [0, 3600]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        httpx.TimeoutException,
-        httpx.TransportError,
-        httpx.RequestError,
-        httpx.HTTPError,
-        LimitExceeded,
-        RatekeeperError,
-    ],
-)
-def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exception]) -> None:
+def test_the_error_is_one_that_callers_catch(clock: ManualClock) -> None:
     """It is an httpx error and a LimitExceeded, and survives a pickle."""
     ask = sync_limited(Origin(OK, clock=clock), "1/hour")
     ask()
-    with pytest.raises(kind) as caught:
+    with pytest.raises(LimitTimeout) as caught:
         ask()
     error = caught.value
-    assert isinstance(error, LimitTimeout)
+    for kind in (httpx.TimeoutException, httpx.TransportError, LimitExceeded, RatekeeperError):
+        assert isinstance(error, kind)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (LimitTimeout, str(error))
     assert (copy.decision, copy.request.url) == (error.decision, URL)
@@ -572,15 +542,11 @@ def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exce
     ],
 )
 def test_a_key_selects_the_requests_that_share_a_limit(
-    limited: Callable[..., Ask],
-    clock: ManualClock,
-    settings: dict[str, Any],
-    url: str,
-    times: list[float],
+    clock: ManualClock, settings: dict[str, Any], url: str, times: list[float]
 ) -> None:
     """By default it is the origin."""
     origin = Origin(OK, clock=clock)
-    ask = limited(origin, "1/second", **settings)
+    ask = sync_limited(origin, "1/second", **settings)
     ask()
     ask(url=url)
     assert [round(each, 3) for each in after(origin)] == times
@@ -862,16 +828,13 @@ def test_an_unknown_setting_names_the_public_class() -> None:
     ],
 )
 def test_a_request_that_cannot_be_counted_is_not_sent(
-    limited: Callable[..., Ask],
-    clock: ManualClock,
-    settings: dict[str, Any],
-    error: type[Exception],
+    clock: ManualClock, settings: dict[str, Any], error: type[Exception]
 ) -> None:
     """A cost that never fits, and functions that return a wrong cost or key."""
     origin = Origin(OK, clock=clock)
-    settings = {"limits": limiter_for(limited, "2/second", clock=clock), **settings}
+    settings = {"limits": Limiter("2/second", clock=clock), **settings}
     with pytest.raises(error):
-        limited(origin, **settings)()
+        sync_limited(origin, **settings)()
     assert origin.times == []
 
 
@@ -1232,7 +1195,7 @@ def seconds_of(advice: RetryAdvice) -> tuple[float, ...]:
         ({"retry-after": "0"}, 0, 0),
         ({"retry-after": " 5 "}, 5, 0),
         ({"retry-after": "1.25"}, 1.25, 0),
-        ({"retry-after": "1."}, 1, 0),
+        ({"retry-after": "0.0000000011"}, 2e-9, 0),
         ({"retry-after": "5, 9"}, 9, 0),
         ({"retry-after": MOMENT}, 7, 0),
         ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, 0),
@@ -1276,12 +1239,6 @@ def test_each_header_is_read(headers: dict[str, str], wait_s: float, spent_s: fl
     assert seconds_of(retry_advice_of(headers, NOW_NS)) == (wait_s, spent_s)
 
 
-def test_fractions_round_up() -> None:
-    """A wait of slightly more than a nanosecond is two nanoseconds."""
-    assert retry_advice_of({"retry-after": "0.0000000011"}, NOW_NS).wait_ns == 2
-    assert retry_advice_of({"retry-after": "0.0000000010"}, NOW_NS).wait_ns == 1
-
-
 NAMES = ["retry-after", "date", "ratelimit", "ratelimit-remaining", "ratelimit-reset"]
 NAMES += ["x-ratelimit-remaining", "x-ratelimit-reset"]
 # Parts of real headers, so that random texts are similar to real ones.
@@ -1320,14 +1277,3 @@ def test_the_wait_is_never_less_than_requested(seconds: object, others: dict[str
     wait_ns = retry_advice_of({**others, "retry-after": text}, NOW_NS).wait_ns
     asked_picos = int(text.replace(".", ""))
     assert asked_picos <= wait_ns * 1_000 < asked_picos + 1_000
-
-
-@given(st.integers(0, 10**9), st.integers(-(10**6), 10**6))
-def test_a_date_is_relative_to_the_servers_clock(after_s: int, skew_s: int) -> None:
-    """The client's own clock does not matter."""
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    headers = {
-        "date": format_datetime(start, usegmt=True),
-        "retry-after": format_datetime(start + timedelta(seconds=after_s), usegmt=True),
-    }
-    assert retry_advice_of(headers, NOW_NS + skew_s * SECOND).wait_ns == after_s * SECOND
