@@ -375,6 +375,13 @@ def test_a_response_that_was_already_read_is_accepted(
     assert asking(origin)().content == b"yes"
 
 
+def test_a_host_that_is_too_long_for_a_key_is_no_error(clock: ManualClock) -> None:
+    """A server can send a client there with a redirect."""
+    origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
+    assert sync_ask(origin)(url=f"http://{'.'.join(['a' * 60] * 20)}/").status_code == 200
+    assert after(origin) == [0, 5]
+
+
 def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
     """A failed connection is not repeated: the request may have had an effect."""
 

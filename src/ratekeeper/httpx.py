@@ -275,7 +275,8 @@ class _Outgoing:
         self.key, self.cost = key, cost
         self.origin = _origin_of(request)
         # The subject of its pauses.
-        self.subject = self.origin if isinstance(key, Request) else subject_of(key)
+        by_origin = isinstance(key, Request) or key == self.origin
+        self.subject = self.origin if by_origin else subject_of(cast("Key", key))
         # Determined before sending: a stream can be read only once.
         self.repeatable = isinstance(request.stream, httpx.ByteStream)
 
