@@ -7,8 +7,7 @@ import pickle
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from datetime import timedelta
 from typing import Any, cast
 
 import httpx
@@ -35,11 +34,9 @@ from ratekeeper.decide.store import Store
 from ratekeeper.httpx import (
     ADVICE_NS_MAX,
     DRAIN_BYTES_MAX,
-    HOLD_NS_MAX,
-    ORIGINS_MAX,
+    PAUSE_NS_MAX,
     AsyncLimitTransport,
     AsyncRetryTransport,
-    Budget,
     LimitTimeout,
     LimitTransport,
     RetryAdvice,
@@ -50,7 +47,7 @@ from ratekeeper.testing import ManualClock, limiting_off
 from tests.failing_store import PartlyFailing
 
 SECOND = 1_000_000_000
-MANY = Budget(reserve=1_000)
+MANY = "1000/second"
 URL = "http://api.test/v1/orders"
 
 
@@ -141,24 +138,13 @@ def after(origin: Origin) -> list[float]:
 # ------------------------------------------------------------------------------------ waits
 
 
-@pytest.mark.parametrize(
-    ("headers", "waited_s"),
-    [
-        ({"Retry-After": "5"}, 5),
-        ({"Retry-After": "Thu, 01 Jan 2026 00:00:07 GMT"}, 7),
-        ({"RateLimit": '"default";r=0;t=5'}, 5),
-        ({"RateLimit": "limit=10, remaining=0, reset=5"}, 5),
-        ({"X-RateLimit-Reset": "1767225608"}, 8),
-        ({"Retry-After": "2", "RateLimit": '"default";r=0;t=2'}, 2),
-    ],
-)
 def test_the_wait_is_as_long_as_the_response_requests(
-    asking: Callable[..., Ask], clock: ManualClock, headers: dict[str, str], waited_s: float
+    asking: Callable[..., Ask], clock: ManualClock
 ) -> None:
     """Without a random part it is exact, and then the request passes."""
-    origin = Origin((429, headers), (200, {}), clock=clock)
+    origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
     assert asking(origin)().status_code == 200
-    assert after(origin) == [0, waited_s]
+    assert after(origin) == [0, 5]
 
 
 def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: ManualClock) -> None:
@@ -168,14 +154,11 @@ def test_without_advice_the_spread_doubles(asking: Callable[..., Ask], clock: Ma
     assert after(origin) == [0, 0.5, 1.5, 3.5, 7.5]
 
 
-@pytest.mark.parametrize(
-    ("random", "waited_s"), [(0.0, 40.0), (0.5, 45.0), (1.0, 50.0)], ids=["none", "half", "all"]
-)
-def test_the_random_time_is_added(clock: ManualClock, random: float, waited_s: float) -> None:
-    """A long wait is extended by up to a quarter of itself."""
+def test_a_long_wait_is_extended_by_up_to_a_quarter(clock: ManualClock) -> None:
+    """One second would not spread many clients that wait for 40 seconds."""
     origin = Origin((429, {"Retry-After": "40"}), (200, {}), clock=clock)
-    assert sync_ask(origin, random=lambda: random)().status_code == 200
-    assert after(origin) == [0, waited_s]
+    assert sync_ask(origin, random=lambda: 1.0)().status_code == 200
+    assert after(origin) == [0, 50]
 
 
 @given(
@@ -209,32 +192,21 @@ def test_never_before_the_time_and_never_beyond_the_bound(
     [
         (429, "GET", 3),
         (429, "POST", 3),
-        (429, "PATCH", 3),
         (503, "GET", 3),
-        (503, "PUT", 3),
         (503, "DELETE", 3),
         (503, "POST", 1),
         (503, "PATCH", 1),
-        (500, "GET", 1),
         (502, "GET", 1),
-        (403, "GET", 1),
         (200, "GET", 1),
     ],
 )
 def test_which_requests_are_repeated(
-    asking: Callable[..., Ask], clock: ManualClock, status: int, method: str, attempts: int
+    clock: ManualClock, status: int, method: str, attempts: int
 ) -> None:
     """A 429 is repeated with any method, a 503 with idempotent methods, and nothing else."""
     origin = Origin((status, {}), clock=clock)
-    assert asking(origin, attempts_max=3)(method).status_code == status
+    assert sync_ask(origin, attempts_max=3)(method).status_code == status
     assert len(origin.times) == attempts
-
-
-def test_statuses_are_configurable(clock: ManualClock) -> None:
-    """For example 502 is repeated and 429 is not."""
-    origin = Origin((502, {}), (429, {}), clock=clock)
-    assert sync_ask(origin, statuses={502: "any"})("POST").status_code == 429
-    assert len(origin.times) == 2
 
 
 def test_a_body_of_bytes_is_sent_whole_each_time(
@@ -290,8 +262,7 @@ def test_a_wait_beyond_the_bound_is_not_started(
 def test_retries_are_a_share_of_the_traffic(clock: ManualClock) -> None:
     """100 failing requests cause about 15 retries: the reserve of 5 and a tenth of 100."""
     origin = Origin((503, {}), clock=clock)
-    budget = Budget(share=0.1, per_second=0, reserve=5)
-    ask = sync_ask(origin, budget=budget)
+    ask = sync_ask(origin, budget="5/day")
     for _ in range(100):
         assert ask().status_code == 503
     # The first request adds nothing, because the reserve is full.
@@ -301,7 +272,7 @@ def test_retries_are_a_share_of_the_traffic(clock: ManualClock) -> None:
 def test_the_budget_grows_with_time(clock: ManualClock) -> None:
     """It grows by one retry a second, up to the reserve."""
     origin = Origin((503, {}), clock=clock)
-    ask = sync_ask(origin, budget=Budget(share=0, per_second=1, reserve=2))
+    ask = sync_ask(origin, budget="1/second capacity 2")
     sent = []
     for pause_s in (0, 0, 1, 100):
         clock.advance(pause_s)
@@ -314,7 +285,7 @@ def test_the_budget_grows_with_time(clock: ManualClock) -> None:
 def test_each_origin_has_its_own_budget(clock: ManualClock) -> None:
     """A failing origin takes nothing from another."""
     origin = Origin((503, {}), clock=clock)
-    ask = sync_ask(origin, budget=Budget(share=0, per_second=0, reserve=1))
+    ask = sync_ask(origin, budget="1/day")
     for url, sent in [("http://a.test", 2), ("http://a.test", 1), ("http://b.test", 2)]:
         before = len(origin.times)
         ask(url=url)
@@ -338,52 +309,21 @@ def test_the_next_request_waits_if_nothing_is_left(
 @pytest.mark.parametrize(
     ("pace", "url", "times"),
     [
-        ("origin", URL, [0, 5]),
-        ("origin", "http://api.test/other", [0, 5]),
-        ("origin", "http://api.test:8080/v1/orders", [0, 0]),
-        ("origin", "https://api.test/v1/orders", [0, 0]),
-        ("path", URL + "?page=2", [0, 5]),
-        ("path", "http://api.test/other", [0, 0]),
-        ("off", URL, [0, 0]),
+        (True, URL, [0, 5]),
+        (True, "http://api.test/other", [0, 5]),
+        (True, "http://api.test:8080/v1/orders", [0, 0]),
+        (True, "https://api.test/v1/orders", [0, 0]),
+        (False, URL, [0, 0]),
     ],
 )
 def test_pace_selects_the_requests_that_wait(
-    clock: ManualClock, pace: str, url: str, times: list[float]
+    clock: ManualClock, pace: bool, url: str, times: list[float]
 ) -> None:
-    """Requests to the same origin wait, or those to the same path, or none."""
+    """Requests to the same origin wait, or none."""
     origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), (200, {}), clock=clock)
     ask = sync_ask(origin, pace=pace)
     ask()
     ask(url=url)
-    assert after(origin) == times
-
-
-@pytest.mark.parametrize(
-    ("headers", "times"),
-    [
-        ({"RateLimit": '"default";r=9;t=5'}, [0, 0, 0]),
-        ({"RateLimit": '"default";r=0;t=2'}, [0, 0, 2]),
-        ({}, [0, 0, 5]),
-    ],
-    ids=["some left", "less to wait", "nothing said"],
-)
-def test_the_newest_response_sets_the_pace(
-    clock: ManualClock, headers: dict[str, str], times: list[float]
-) -> None:
-    """This includes the response to a request that was already in flight."""
-
-    def ask_meanwhile(request: httpx.Request) -> httpx.Response:
-        answer = origin(request)
-        if len(origin.times) == 1:
-            client.get(URL)  # sent and answered before the first response is read
-        return answer
-
-    spent = (200, {"RateLimit": '"default";r=0;t=5'})
-    origin = Origin((200, headers), spent, (200, {}), clock=clock)
-    transport = RetryTransport(httpx.MockTransport(ask_meanwhile), clock=clock, random=lambda: 0.0)
-    client = httpx.Client(transport=transport)
-    client.get(URL)
-    client.get(URL)
     assert after(origin) == times
 
 
@@ -401,18 +341,6 @@ def test_a_pace_beyond_the_bound_is_ignored(clock: ManualClock) -> None:
     ask = sync_ask(origin)
     assert [ask().status_code, ask().status_code] == [429, 429]
     assert after(origin) == [0, 0]
-
-
-def test_the_number_of_origins_is_bounded(clock: ManualClock) -> None:
-    """The most recently used ones are kept."""
-    origin = Origin((200, {"RateLimit": '"default";r=0;t=5'}), clock=clock)
-    transport = RetryTransport(httpx.MockTransport(origin), clock=clock, random=lambda: 0.0)
-    with httpx.Client(transport=transport) as client:
-        for number in range(ORIGINS_MAX + 10):
-            client.get(f"http://host{number}.test")
-        places = transport._retries.origins
-        assert len(places._known) == ORIGINS_MAX
-        assert ("http", f"host{ORIGINS_MAX + 9}.test", None) in places._known
 
 
 # ------------------------------------------------------------------------------------ the rest
@@ -447,6 +375,13 @@ def test_a_response_that_was_already_read_is_accepted(
     assert asking(origin)().content == b"yes"
 
 
+def test_a_host_that_is_too_long_for_a_key_is_no_error(clock: ManualClock) -> None:
+    """A server can send a client there with a redirect."""
+    origin = Origin((429, {"Retry-After": "5"}), (200, {}), clock=clock)
+    assert sync_ask(origin)(url=f"http://{'.'.join(['a' * 60] * 20)}/").status_code == 200
+    assert after(origin) == [0, 5]
+
+
 def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
     """A failed connection is not repeated: the request may have had an effect."""
 
@@ -461,24 +396,20 @@ def test_transport_errors_reach_the_caller(clock: ManualClock) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"attempts_max": 0}, "between 1 and 100"),
-        ({"attempts_max": 2.5}, "not a whole number"),
+        ({"attempts_max": 0}, "is not a whole number from 1 to 100"),
+        ({"attempts_max": 2.5}, "is not a whole number"),
         ({"wait_max": -1}, "not a length of time"),
         ({"wait_max": "1m"}, "not a length of time"),
-        ({"pace": "host"}, '"origin", "path" or "off"'),
-        ({"statuses": {429: "GET"}}, "any"),
-        ({"statuses": [429]}, r"statuses=\[429\] needs"),
-        ({"statuses": None}, "statuses=None needs"),
-        ({"budget": 5}, "budget=5 is not a Budget; try Budget"),
+        ({"pace": "host"}, "pace='host' is not True or False"),
+        ({"budget": 5}, "5 is not a rate"),
         ({"random": 5}, "random=5 is not a function"),
         ({"clock": 5}, "now_ns"),
     ],
 )
 def test_wrong_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
     """The constructor raises an error with a correct example."""
-    for transport in (RetryTransport, AsyncRetryTransport):
-        with pytest.raises(ConfigError, match=words):
-            transport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
+    with pytest.raises(ConfigError, match=words):
+        RetryTransport(httpx.MockTransport(lambda _: httpx.Response(200)), **settings)
 
 
 def test_a_transport_of_the_other_kind_is_rejected() -> None:
@@ -498,32 +429,25 @@ def test_wrong_arguments_of_a_limiting_transport_are_explained() -> None:
     with pytest.raises(InvalidOption, match=r'LimitTransport\("10/second", transport='):
         LimitTransport()  # type: ignore[call-arg]  # the mistake
     with pytest.raises(InvalidOption, match=r"LimitTransport\(…\)"):
-        LimitTransport("1/second", httpx.HTTPTransport())  # type: ignore[misc]  # the mistake
-    with pytest.raises(ConfigError, match=r"cost=50 never fits .*, so no request could pass"):
-        LimitTransport("10/second", cost=50)
-
-
-@pytest.mark.parametrize("values", [{"share": -1}, {"reserve": "5"}, {"per_second": True}])
-def test_wrong_budgets_are_rejected(values: dict[str, Any]) -> None:
-    """A share, a rate and a reserve are numbers from 0 up."""
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        Budget(**values)
+        LimitTransport("1/second", httpx.HTTPTransport())  # type: ignore[call-arg]  # the mistake
 
 
 # ------------------------------------------------------------------------------------ limits
 
 
 def sync_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
-    settings = {"exact": False, "clock": origin.clock, "random": lambda: 0.0, **settings}
-    settings = {"budget": MANY, **settings}
+    settings = {"random": lambda: 0.0, "budget": MANY, **settings}
+    if not isinstance(limits, Limiter):
+        settings = {"clock": origin.clock, **settings}
     transport = LimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
     client = httpx.Client(transport=transport, follow_redirects=True)
     return lambda method="GET", url=URL, **more: client.request(method, url, **more)
 
 
 def async_limited(origin: Origin, limits: Any = "2/second", **settings: Any) -> Ask:
-    settings = {"exact": False, "clock": origin.clock, "random": lambda: 0.0, **settings}
-    settings = {"budget": MANY, **settings}
+    settings = {"random": lambda: 0.0, "budget": MANY, **settings}
+    if not isinstance(limits, AsyncLimiter):
+        settings = {"clock": origin.clock, **settings}
     transport = AsyncLimitTransport(limits, transport=httpx.MockTransport(origin), **settings)
     # Not closed between requests: the transport would close its store.
     client = httpx.AsyncClient(transport=transport, follow_redirects=True)
@@ -541,6 +465,11 @@ def limited(request: pytest.FixtureRequest) -> Callable[..., Ask]:
     return chosen
 
 
+def limiter_for(limited: Callable[..., Ask], limits: str, **options: Any) -> Any:
+    """Return a limiter that the transport of `limited` takes."""
+    return (Limiter if limited is sync_limited else AsyncLimiter)(limits, **options)
+
+
 @pytest.fixture
 def store(clock: ManualClock) -> Store:
     """A store that several transports share."""
@@ -551,17 +480,24 @@ OK = (200, {"Content-Length": "0"})
 SPENT = (200, {"RateLimit": '"default";r=0;t=20'})
 
 
-@pytest.mark.parametrize(
-    ("exact", "times"), [(True, [0, 0, 1, 1, 2]), (False, [0, 0, 0.5, 1, 1.5])]
-)
 def test_a_request_waits_until_the_limit_has_room(
-    limited: Callable[..., Ask], clock: ManualClock, exact: bool, times: list[float]
+    limited: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """Two requests go at once, and then two a second, or one every half second."""
+    """Two requests go at once, and then two a second."""
     origin = Origin(OK, clock=clock)
-    ask = limited(origin, exact=exact)
+    ask = limited(origin)
     assert [ask().status_code for _ in range(5)] == [200] * 5
-    assert [round(each, 3) for each in after(origin)] == times
+    assert [round(each, 3) for each in after(origin)] == [0, 0, 1, 1, 2]
+
+
+def test_a_limiter_counts_requests_as_they_leave(
+    limited: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """Two requests go at once, and then one every half second."""
+    origin = Origin(OK, clock=clock)
+    ask = limited(origin, limiter_for(limited, "2/second", clock=clock))
+    assert [ask().status_code for _ in range(5)] == [200] * 5
+    assert after(origin) == [0, 0, 0.5, 1, 1.5]
 
 
 def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
@@ -582,28 +518,18 @@ def test_a_wait_beyond_the_bound_raises_and_spends_nothing(
     assert after(origin) == [0]
     clock.advance(error.retry_after)
     ask()
-    assert after(origin) == [0, 3600]
+    assert [round(each) for each in after(origin)] == [0, 3600]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        httpx.TimeoutException,
-        httpx.TransportError,
-        httpx.RequestError,
-        httpx.HTTPError,
-        LimitExceeded,
-        RatekeeperError,
-    ],
-)
-def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exception]) -> None:
+def test_the_error_is_one_that_callers_catch(clock: ManualClock) -> None:
     """It is an httpx error and a LimitExceeded, and survives a pickle."""
     ask = sync_limited(Origin(OK, clock=clock), "1/hour")
     ask()
-    with pytest.raises(kind) as caught:
+    with pytest.raises(LimitTimeout) as caught:
         ask()
     error = caught.value
-    assert isinstance(error, LimitTimeout)
+    for kind in (httpx.TimeoutException, httpx.TransportError, LimitExceeded, RatekeeperError):
+        assert isinstance(error, kind)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (LimitTimeout, str(error))
     assert (copy.decision, copy.request.url) == (error.decision, URL)
@@ -620,23 +546,29 @@ def test_the_error_is_one_that_callers_catch(clock: ManualClock, kind: type[Exce
         ({"key": ("partner", "7")}, "http://other.test", [0, 1]),
         ({"key": lambda request: request.url.path}, "http://other.test/v1/orders", [0, 1]),
         ({"key": lambda request: request.url.path}, "http://api.test/other", [0, 0]),
-        ({"cost": 0}, URL, [0, 0]),
-        ({"cost": lambda request: len(request.method) - 2}, URL, [0, 1]),
     ],
 )
-def test_key_and_cost(
-    limited: Callable[..., Ask],
-    clock: ManualClock,
-    settings: dict[str, Any],
-    url: str,
-    times: list[float],
+def test_a_key_selects_the_requests_that_share_a_limit(
+    clock: ManualClock, settings: dict[str, Any], url: str, times: list[float]
 ) -> None:
-    """By default the origin is the key, and a request costs one unit."""
+    """By default it is the origin."""
     origin = Origin(OK, clock=clock)
-    ask = limited(origin, "1/second", **settings)
+    ask = sync_limited(origin, "1/second", **settings)
     ask()
     ask(url=url)
-    assert after(origin) == times
+    assert [round(each, 3) for each in after(origin)] == times
+
+
+def test_a_function_returns_the_cost_of_a_request(
+    limited: Callable[..., Ask], clock: ManualClock
+) -> None:
+    """For example, a POST costs two units and a GET one."""
+    origin = Origin(OK, clock=clock)
+    limiter = limiter_for(limited, "2/second", clock=clock)
+    ask = limited(origin, limiter, cost=lambda request: len(request.method) - 2)
+    for method in ("GET", "GET", "POST", "GET"):
+        ask(method)
+    assert after(origin) == [0, 0, 1, 1.5]
 
 
 def test_a_redirect_is_a_request(limited: Callable[..., Ask], clock: ManualClock) -> None:
@@ -645,23 +577,21 @@ def test_a_redirect_is_a_request(limited: Callable[..., Ask], clock: ManualClock
     elsewhere = (302, {"Location": "http://other.test/"})
     origin = Origin(there, elsewhere, OK, clock=clock)
     assert limited(origin, "1/second")().status_code == 200
-    assert after(origin) == [0, 1, 1]
+    assert [round(each, 3) for each in after(origin)] == [0, 1, 1]
 
 
 def test_each_attempt_passes_the_limiter(limited: Callable[..., Ask], clock: ManualClock) -> None:
     """A retry costs units as a first attempt does, after the wait that the server requests."""
     origin = Origin((429, {"Retry-After": "1"}), (429, {"Retry-After": "30"}), OK, clock=clock)
-    assert limited(origin, "2/minute")("POST").status_code == 200
+    limiter = limiter_for(limited, "2/minute", clock=clock)
+    assert limited(origin, limiter)("POST").status_code == 200
     assert after(origin) == [0, 1, 31]
-    origin = Origin((429, {}), (429, {}), OK, clock=clock)
-    assert limited(origin, "2/minute")("POST").status_code == 200
-    assert after(origin) == [0, 0, 30]
 
 
 def test_one_bound_for_all_waits(limited: Callable[..., Ask], clock: ManualClock) -> None:
     """A request that waited 40 s for the limit has 20 s left for the server's wait."""
     origin = Origin(OK, (429, {"Retry-After": "21"}), (429, {"Retry-After": "20"}), OK, clock=clock)
-    ask = limited(origin, "1/40s", pace="off")
+    ask = limited(origin, limiter_for(limited, "1/40s", clock=clock), pace=False)
     assert [ask().status_code, ask().status_code] == [200, 429]
     assert after(origin) == [0, 40]
     with pytest.raises(LimitTimeout):
@@ -705,22 +635,24 @@ def test_a_request_that_is_held_back_spends_nothing(
     assert [ask().status_code for ask in asks] == [200, 200]
 
 
-@pytest.mark.parametrize(
-    ("pace", "url", "times"),
-    [
-        ("path", URL + "?page=2", [0, 20]),
-        ("path", "http://api.test/other", [0, 0]),
-        ("off", URL, [0, 0]),
-    ],
-)
-def test_pace_selects_the_requests_that_other_transports_hold_back(
-    clock: ManualClock, store: Store, pace: str, url: str, times: list[float]
-) -> None:
-    """Those to the same path, or none."""
+def test_without_pace_transports_share_no_pause(clock: ManualClock, store: Store) -> None:
+    """The server's answers delay only the retries of a request."""
     origin = Origin(SPENT, OK, clock=clock)
-    sync_limited(origin, "9/second", store=store, pace=pace)()
-    sync_limited(origin, "9/second", store=store, pace=pace)(url=url)
-    assert after(origin) == times
+    for _ in range(2):
+        sync_limited(origin, "9/second", store=store, pace=False)()
+    assert after(origin) == [0, 0]
+
+
+def test_a_pause_of_this_process_holds_while_the_store_is_away(clock: ManualClock) -> None:
+    """The transport remembers what the server said to it, with the counts of this machine."""
+    store = PartlyFailing(clock=clock)
+    store.failing = frozenset({"partner", "partner.held"})
+    limiter = Limiter("9/second", name="partner", store=store, clock=clock)
+    origin = Origin(SPENT, OK, clock=clock)
+    ask = sync_limited(origin, limiter)
+    ask()
+    ask()
+    assert after(origin) == [0, 20]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4_000), st.integers(0, 5_000)), min_size=1, max_size=8))
@@ -776,7 +708,7 @@ def test_a_wrong_time_holds_back_for_an_hour_at_most(clock: ManualClock, store: 
     origin = Origin(said, OK, clock=clock)
     asks = [sync_limited(origin, "9/second", store=store) for _ in range(2)]
     assert asks[0]().status_code == 429
-    clock.advance_ns(HOLD_NS_MAX)
+    clock.advance_ns(PAUSE_NS_MAX)
     assert [ask().status_code for ask in asks] == [200, 200]
 
 
@@ -818,10 +750,11 @@ def test_a_limiter_of_the_caller_stays_open(clock: ManualClock) -> None:
 
 
 def test_tests_can_switch_limits_off(limited: Callable[..., Ask], clock: ManualClock) -> None:
-    """In `limiting_off` no request waits for a limit, also not for an exact one."""
+    """In `limiting_off` no request waits for a limit or a limiter."""
     origin = Origin(OK, clock=clock)
     with limiting_off():
-        for ask in (limited(origin, "1/hour"), limited(origin, "1/hour", exact=True)):
+        for limits in ("1/hour", limiter_for(limited, "1/hour", clock=clock)):
+            ask = limited(origin, limits)
             for _ in range(3):
                 ask()
     assert after(origin) == [0] * 6
@@ -844,53 +777,36 @@ def test_a_failed_request_stays_counted(clock: ManualClock) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"attempts_max": 0}, "between 1 and 100"),
+        ({"attempts_max": 0}, "is not a whole number from 1 to 100"),
         ({"wait_max": -1}, "not a length of time"),
-        ({"pace": "host"}, '"origin", "path" or "off"'),
         ({"store": "redsi://localhost"}, "redsi"),
-        ({"on_failure": "ask"}, "open, closed, local, raise"),
-        ({"local_fallback": 3, "exact": False}, "LocalFallback"),
+        ({"on_failure": "local"}, 'on_failure=\'local\' is not "closed" or "raise": .*Limiter'),
         ({"name": 7}, "name"),
         ({"key": 7}, "a key is text"),
         ({"key": ""}, "key"),
-        ({"cost": -1}, "cost=-1 is not a whole number"),
-        ({"cost": 1.5}, "cost=1.5 is not a whole number"),
+        ({"cost": len}, r"for a cost, pass a limiter, .* LimitTransport\(Limiter"),
+        ({"limits": Limiter("9/second"), "cost": 5}, "cost=5 is not a function"),
         ({"limits": "10/fortnight"}, "at character 4"),
         ({"limits": 10}, "is not a rate"),
-        ({"exact": "yes"}, "exact='yes' is not True or False"),
-        ({"exact": False, "arrives_within": 5}, "does not work with exact=False"),
-        ({"arrives_within": 0}, "between 1 ms and an hour"),
         ({"arrives_within": "5"}, "not a length of time"),
-        ({"limits": "10/second; 1000/day"}, "needs exact=False: an exact limit is one of 1 to 100"),
-        ({"limits": "10/second burst 5"}, "needs exact=False"),
-        ({"limits": "10/second capacity 1"}, "needs exact=False"),
-        ({"limits": "10/second fixed_window"}, "needs exact=False"),
-        ({"limits": "101/second"}, "needs exact=False"),
-        ({"cost": 2}, "cost=2 needs exact=False"),
-        ({"cost": len}, "cost=.* needs exact=False"),
-        ({"on_failure": "local"}, "on_failure='local' needs exact=False"),
-        ({"on_failure": "open"}, "on_failure='open' needs exact=False"),
-        (
-            {"on_failure": "closed", "local_fallback": LocalFallback(nodes=3)},
-            "local_fallback needs exact=False",
-        ),
+        ({"limits": "10/second; 1000/day"}, "is not one limit of 1 to 100 .*pass a limiter"),
+        ({"limits": "10/second burst 5"}, "is not one limit"),
+        ({"limits": "10/second capacity 1"}, "is not one limit"),
+        ({"limits": "10/second fixed_window"}, "is not one limit"),
+        ({"limits": "101/second"}, "is not one limit"),
     ],
 )
 def test_wrong_limits_are_rejected(settings: dict[str, Any], words: str) -> None:
-    """The constructors of both transports raise an error with a correct example."""
-    for transport in (LimitTransport, AsyncLimitTransport):
-        with pytest.raises(ConfigError, match=words):
-            transport(**{"limits": "10/second", **settings})
+    """The constructor raises an error with a correct example."""
+    with pytest.raises(ConfigError, match=words):
+        LimitTransport(**{"limits": "10/second", **settings})
 
 
 def test_a_limiter_has_its_own_settings() -> None:
     """A transport takes a limiter of its kind, and none of the settings that the limiter has."""
-    for name in ("store", "name", "on_failure", "local_fallback", "clock"):
-        with pytest.raises(ConfigError, match=rf"^{name}=.* is a setting of the limiter"):
-            LimitTransport(Limiter("1/second"), **{name: None})  # type: ignore[arg-type]  # wrong
-    for name in ("exact", "arrives_within"):
-        with pytest.raises(ConfigError, match="do not work with a limiter, which counts requests"):
-            LimitTransport(Limiter("1/second"), **{name: 1})  # type: ignore[arg-type]  # wrong
+    for name in ("store", "name", "on_failure", "arrives_within", "clock"):
+        with pytest.raises(ConfigError, match=f"^{name} does not work with a limiter"):
+            LimitTransport(Limiter("1/second"), **{name: 5})  # type: ignore[arg-type]  # wrong
     with pytest.raises(ConfigError, match="LimitTransport takes a Limiter"):
         LimitTransport(AsyncLimiter("1/second"))  # type: ignore[arg-type]  # wrong
     with pytest.raises(ConfigError, match="AsyncLimitTransport an AsyncLimiter"):
@@ -915,57 +831,44 @@ def test_an_unknown_setting_names_the_public_class() -> None:
         ({"cost": lambda _: -1}, InvalidCost),
         ({"key": lambda _: ""}, InvalidKey),
         ({"key": lambda _: Request(user="7")}, ConfigError),
-        ({"exact": True, "key": lambda _: Request(user="7")}, ConfigError),
+        ({"limits": "2/second", "key": lambda _: Request(user="7")}, ConfigError),
     ],
 )
 def test_a_request_that_cannot_be_counted_is_not_sent(
-    limited: Callable[..., Ask],
-    clock: ManualClock,
-    settings: dict[str, Any],
-    error: type[Exception],
+    clock: ManualClock, settings: dict[str, Any], error: type[Exception]
 ) -> None:
     """A cost that never fits, and functions that return a wrong cost or key."""
     origin = Origin(OK, clock=clock)
+    settings = {"limits": Limiter("2/second", clock=clock), **settings}
     with pytest.raises(error):
-        limited(origin, **settings)()
+        sync_limited(origin, **settings)()
     assert origin.times == []
 
 
 # --------------------------------------------------------------------- while the store is away
 
 
-@pytest.mark.parametrize(
-    ("settings", "times"),
-    [
-        ({}, [0, 0, 0.5, 1]),
-        ({"on_failure": "local"}, [0, 0, 0.5, 1]),
-        ({"on_failure": "open"}, [0, 0, 0.5, 1]),
-        ({"local_fallback": LocalFallback(nodes=2)}, [0, 1, 2, 3]),
-    ],
-)
-def test_without_the_store_the_machine_keeps_its_share(
-    limited: Callable[..., Ask], clock: ManualClock, settings: dict[str, Any], times: list[float]
+def test_without_the_store_the_machine_keeps_its_share_of_a_limiter(
+    limited: Callable[..., Ask], clock: ManualClock
 ) -> None:
-    """No policy sends without a limit: requests are paced by the counts of this machine."""
+    """Requests are paced by the counts of this machine."""
     store = PartlyFailing(clock=clock)
-    store.failing = frozenset({"outgoing", "outgoing.held"})
+    store.failing = frozenset({"partner", "partner.held"})
+    settings: Any = {"store": store, "clock": clock, "local_fallback": LocalFallback(nodes=2)}
+    limiter = limiter_for(limited, "2/second", name="partner", **settings)
     origin = Origin(OK, clock=clock)
-    ask = limited(origin, store=store, **settings)
-    for _ in times:
+    ask = limited(origin, limiter)
+    for _ in range(4):
         ask()
-    assert after(origin) == times
+    assert after(origin) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_closed_transport_waits_for_the_store(
-    limited: Callable[..., Ask], clock: ManualClock, exact: bool
-) -> None:
+def test_a_transport_waits_for_the_store(limited: Callable[..., Ask], clock: ManualClock) -> None:
     """It asks once a second until `wait_max` has passed, sends nothing, and says why."""
     store = PartlyFailing(clock=clock)
     store.failing = frozenset({"outgoing", "outgoing.held"})
     origin = Origin(OK, clock=clock)
-    settings: dict[str, Any] = {"exact": exact, "on_failure": None if exact else "closed"}
-    ask = limited(origin, store=store, wait_max=5, **settings)
+    ask = limited(origin, store=store, wait_max=5)
     began_ns = clock.now_ns()
     with pytest.raises(LimitTimeout, match="the store cannot decide") as caught:
         ask()
@@ -976,12 +879,11 @@ def test_a_closed_transport_waits_for_the_store(
     assert ask().status_code == 200
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_on_failure_raise(limited: Callable[..., Ask], clock: ManualClock, exact: bool) -> None:
+def test_on_failure_raise(limited: Callable[..., Ask], clock: ManualClock) -> None:
     """The StoreError reaches the caller at once."""
     store = PartlyFailing(clock=clock)
     store.failing = frozenset({"outgoing", "outgoing.held"})
-    ask = limited(Origin(OK, clock=clock), store=store, on_failure="raise", exact=exact)
+    ask = limited(Origin(OK, clock=clock), store=store, on_failure="raise")
     with pytest.raises(StoreUnavailable):
         ask()
 
@@ -1042,9 +944,18 @@ class FarOrigin:
 
 
 def simulate(
-    limits: Any, *, seed: int = 1, delay_max_s: float = 0.5, requests: int = 40, **settings: Any
+    limits: Any,
+    *,
+    leaving: bool = False,
+    seed: int = 1,
+    delay_max_s: float = 0.5,
+    requests: int = 40,
+    **settings: Any,
 ) -> FarOrigin:
-    """Send requests from three transports that share a store, each with ten tasks."""
+    """Send requests from three transports that share a store, each with ten tasks.
+
+    If `leaving`, limiters count them as they leave.
+    """
     loop = VirtualLoop()
     clock = LoopClock(loop)
     origin = FarOrigin(seed, delay_max_s, clock)
@@ -1055,20 +966,17 @@ def simulate(
             with suppress(httpx.ReadTimeout):
                 await client.get(URL)
 
+    def transport() -> AsyncLimitTransport:
+        made: Any = {"store": store, "clock": clock}
+        counted = limits
+        if leaving:
+            counted, made = AsyncLimiter(limits, **made), {}
+        network = httpx.MockTransport(origin)
+        made = {"wait_max": 3_600, **made, **settings}
+        return AsyncLimitTransport(counted, transport=network, **made)
+
     async def main() -> None:
-        settings.setdefault("wait_max", 3_600)
-        clients = [
-            httpx.AsyncClient(
-                transport=AsyncLimitTransport(
-                    limits,
-                    transport=httpx.MockTransport(origin),
-                    store=store,
-                    clock=clock,
-                    **settings,
-                )
-            )
-            for _ in range(3)
-        ]
+        clients = [httpx.AsyncClient(transport=transport()) for _ in range(3)]
         tasks = [work(client, -(-requests // 30)) for client in clients for _ in range(10)]
         await asyncio.gather(*tasks)
 
@@ -1096,19 +1004,6 @@ SEED = 1
     limit=st.integers(1, 12),
     delay_max_s=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
 )
-def test_a_log_is_never_exceeded_as_sent(seed: int, limit: int, delay_max_s: float) -> None:
-    """Three transports together send at most `limit` requests in any second."""
-    log = Limit(limit, per=1, algorithm="sliding_window_log")
-    origin = simulate(log, seed=seed, delay_max_s=delay_max_s, exact=False)
-    assert len(origin.sent_ns) == 60
-    assert most_in_a_window(origin.sent_ns) <= limit
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    limit=st.integers(1, 12),
-    delay_max_s=st.sampled_from([0.0, 0.01, 0.5, 3.0]),
-)
 def test_a_limit_is_never_exceeded_on_arrival(seed: int, limit: int, delay_max_s: float) -> None:
     """By default at most `limit` requests arrive in any second, also if responses are lost."""
     origin = simulate(f"{limit}/second", seed=seed, delay_max_s=delay_max_s)
@@ -1117,23 +1012,23 @@ def test_a_limit_is_never_exceeded_on_arrival(seed: int, limit: int, delay_max_s
 
 
 @pytest.mark.parametrize(
-    ("limits", "settings", "kept"),
+    ("limits", "leaving", "kept"),
     [
-        ("10/second", {"exact": False}, False),
-        (LOG, {"exact": False}, False),
-        ("10/second capacity 1", {"exact": False}, False),
-        (Limit(10, per=1.5, algorithm="sliding_window_log"), {"exact": False}, True),
-        ("10/second", {}, True),
+        ("10/second", True, False),
+        (LOG, True, False),
+        ("10/second capacity 1", True, False),
+        (Limit(10, per=1.5, algorithm="sliding_window_log"), True, True),
+        ("10/second", False, True),
     ],
     ids=["bucket", "log", "spaced", "log with a margin", "default"],
 )
-def test_arrivals_of_each_way(limits: Any, settings: dict[str, Any], kept: bool) -> None:
-    """Ten that are sent within a second are more on arrival, if delays of 0.5 s do not count."""
-    origin = simulate(limits, seed=SEED, requests=90, **settings)
+def test_arrivals_of_each_way(limits: Any, leaving: bool, kept: bool) -> None:
+    """Ten that leave within a second are more on arrival, if delays of 0.5 s do not count."""
+    origin = simulate(limits, leaving=leaving, seed=SEED, requests=90)
     assert (most_in_a_window(origin.arrived_ns) <= 10) == kept
 
 
-def test_an_exact_limit_uses_the_window() -> None:
+def test_a_limit_uses_the_window() -> None:
     """Without delay, ten requests a second are sent: a slot is free a window after the response."""
     origin = simulate("10/second", delay_max_s=0, requests=60, arrives_within=1)
     assert most_in_a_window(origin.arrived_ns) == 10
@@ -1167,7 +1062,7 @@ def test_a_request_without_a_response_keeps_its_slot() -> None:
     assert [round(each, 2) for each in sent] == [0, 90, 152]
 
 
-def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualClock) -> None:
+def test_a_limiter_around_a_limit(limited: Callable[..., Ask], clock: ManualClock) -> None:
     """Each attempt passes both. If the inner transport does not send, the outer spends nothing."""
     origin = Origin((429, {}), OK, clock=clock)
     kind: Any = LimitTransport if limited is sync_limited else AsyncLimitTransport
@@ -1178,7 +1073,8 @@ def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualCl
         transport=httpx.MockTransport(origin),
         clock=clock,
     )
-    outer = kind("3/hour", exact=False, transport=inner, clock=clock, random=lambda: 0.0)
+    limiter = limiter_for(limited, "3/hour", clock=clock)
+    outer = kind(limiter, transport=inner, random=lambda: 0.0)
 
     async def ask() -> Any:
         request = httpx.Request("GET", URL)
@@ -1188,40 +1084,41 @@ def test_limits_around_an_exact_one(limited: Callable[..., Ask], clock: ManualCl
 
     assert asyncio.run(ask()).status_code == 200
     assert [round(each) for each in after(origin)] == [0, 60]
-    inner._limits.wait_ns_max = 0
+    inner._sender._wait_ns_max = 0
     with pytest.raises(LimitTimeout):
         asyncio.run(ask())
-    assert (
-        outer.limiter.store.counter(outer.limiter.limits, "outgoing")
-        .peek("http://api.test", 1)
-        .remaining
-        == 1
-    )
+    with Limiter("3/hour", store=limiter.store) as same:
+        assert same.peek("http://api.test").remaining == 1
 
 
 def test_a_request_that_an_inner_transport_has_sent_stays_spent(clock: ManualClock) -> None:
     """Defect: the retry that found no room refunded the outer limit, which then held nothing."""
     origin = Origin((429, {"Retry-After": "0"}), clock=clock)
-    settings: Any = {"exact": False, "clock": clock, "wait_max": 5, "pace": "off"}
-    inner = LimitTransport("1/minute", transport=httpx.MockTransport(origin), **settings)
-    outer = LimitTransport("2/day", transport=inner, **settings)
+    settings: Any = {"wait_max": 5, "pace": False}
+    network = httpx.MockTransport(origin)
+    inner = LimitTransport("1/minute", transport=network, clock=clock, **settings)
+    outer = LimitTransport(Limiter("2/day", clock=clock), transport=inner, **settings)
     with httpx.Client(transport=outer) as client:
         for was_sent in (True, True, False):
             with pytest.raises(LimitTimeout) as caught:
                 client.get(URL)
             assert caught.value.was_sent is was_sent
             assert pickle.loads(pickle.dumps(caught.value)).was_sent is was_sent
-            clock.advance(60)
+            clock.advance(61)
     assert len(origin.times) == 2
 
 
 class CancelledStore(PartlyFailing):
-    """Raises CancelledError where a transport notes on the store what a response means."""
+    """Raises CancelledError in a method of the counter of the pauses."""
+
+    def __init__(self, method: str, clock: ManualClock) -> None:
+        super().__init__(clock=clock)
+        self._method = method
 
     def counter(self, limits: Any, rule: str, *more: Any) -> Any:
         counter = super().counter(limits, rule, *more)
         if rule.endswith(".held"):
-            counter.check = self._cancelled
+            setattr(counter, self._method, self._cancelled)
         return counter
 
     def _cancelled(self, subject: str, cost: int) -> Any:
@@ -1233,61 +1130,57 @@ def test_a_response_that_is_not_returned_is_closed(
 ) -> None:
     """A task that is cancelled after the response arrived leaves no connection behind."""
     origin = Origin(SPENT, clock=clock)
-    ask = limited(origin, store=CancelledStore(clock=clock))
+    ask = limited(origin, store=CancelledStore("check", clock))
     with pytest.raises(asyncio.CancelledError):
         ask()
     assert [body.closed for body in origin.bodies] == [True]
 
 
-async def test_a_cancelled_wait_spends_nothing() -> None:
+class Waiting(ManualClock):
+    """A clock on which a wait does not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = asyncio.Event()
+
+    async def sleep_async(self, seconds: float) -> None:
+        self.waiting.set()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("counting", ["as they leave", "as they arrive"])
+async def test_a_cancelled_wait_spends_nothing(counting: str) -> None:
     """A task that is cancelled while it waits leaves its turn to the next one."""
-    clock = ManualClock()
-    waiting = asyncio.Event()
-
-    class Waiting(ManualClock):
-        async def sleep_async(self, seconds: float) -> None:
-            waiting.set()
-            await asyncio.Event().wait()
-
-    for exact in (False, True):
-        waiting.clear()
-        clock = Waiting()
-        inner = httpx.MockTransport(Origin(OK, clock=clock))
-        transport = AsyncLimitTransport("1/minute", exact=exact, transport=inner, clock=clock)
-        async with httpx.AsyncClient(transport=transport) as client:
-            await client.get(URL)
-            task = asyncio.create_task(client.get(URL))
-            await waiting.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            clock.advance(61)
-            assert (await client.get(URL)).status_code == 200
+    clock = Waiting()
+    settings: Any = {"transport": httpx.MockTransport(Origin(OK, clock=clock))}
+    if counting == "as they leave":
+        transport = AsyncLimitTransport(AsyncLimiter("1/minute", clock=clock), **settings)
+    else:
+        transport = AsyncLimitTransport("1/minute", clock=clock, **settings)
+    async with httpx.AsyncClient(transport=transport) as client:
+        await client.get(URL)
+        task = asyncio.create_task(client.get(URL))
+        await clock.waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        clock.advance(61)
+        assert (await client.get(URL)).status_code == 200
 
 
-class HeldStore(PartlyFailing):
-    """Raises CancelledError where a transport asks whether requests are held back."""
-
-    def counter(self, limits: Any, rule: str, *more: Any) -> Any:
-        counter = super().counter(limits, rule, *more)
-        if rule.endswith(".held"):
-            counter.peek = self._cancelled
-        return counter
-
-    def _cancelled(self, subject: str, cost: int) -> Any:
-        raise asyncio.CancelledError
-
-
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("leaving", [False, True])
 def test_a_request_that_is_cancelled_before_it_is_sent_is_refunded(
-    clock: ManualClock, exact: bool
+    clock: ManualClock, leaving: bool
 ) -> None:
     """The units were spent, and the request did not leave."""
-    store = HeldStore(clock=clock)
+    store = CancelledStore("peek", clock)
     origin = Origin(OK, clock=clock)
+    given: dict[str, Any] = {"limits": "1/hour", "store": store}
+    if leaving:
+        given = {"limits": Limiter("1/hour", name="outgoing", store=store)}
     with pytest.raises(asyncio.CancelledError):
-        sync_limited(origin, "1/hour", store=store, exact=exact)()
-    assert sync_limited(origin, "1/hour", store=store, exact=exact, pace="off")().status_code == 200
+        sync_limited(origin, **given)()
+    assert sync_limited(origin, **given, pace=False)().status_code == 200
 
 
 # 2026-01-01T00:00:00Z
@@ -1296,40 +1189,40 @@ NOW_NS = NOW_S * SECOND
 MOMENT = "Thu, 01 Jan 2026 00:00:07 GMT"
 
 
-def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
-    return tuple(None if each is None else each / SECOND for each in advice)
+def seconds_of(advice: RetryAdvice) -> tuple[float, ...]:
+    return tuple(each / SECOND for each in advice)
 
 
 @pytest.mark.parametrize(
     ("headers", "wait_s", "spent_s"),
     [
-        ({}, None, None),
+        ({}, 0, 0),
         # Retry-After, in each of its forms
-        ({"retry-after": "5"}, 5, None),
-        ({"retry-after": "0"}, 0, None),
-        ({"retry-after": " 5 "}, 5, None),
-        ({"retry-after": "1.25"}, 1.25, None),
-        ({"retry-after": "1."}, 1, None),
-        ({"retry-after": "5, 9"}, 9, None),
-        ({"retry-after": MOMENT}, 7, None),
-        ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, None),
-        ({"retry-after": "Thu Jan  1 00:00:07 2026"}, 7, None),
-        ({"retry-after": "Wed, 31 Dec 2025 23:59:00 GMT"}, 0, None),
+        ({"retry-after": "5"}, 5, 0),
+        ({"retry-after": "0"}, 0, 0),
+        ({"retry-after": " 5 "}, 5, 0),
+        ({"retry-after": "1.25"}, 1.25, 0),
+        ({"retry-after": "0.0000000011"}, 2e-9, 0),
+        ({"retry-after": "5, 9"}, 9, 0),
+        ({"retry-after": MOMENT}, 7, 0),
+        ({"retry-after": "Thursday, 01-Jan-26 00:00:07 GMT"}, 7, 0),
+        ({"retry-after": "Thu Jan  1 00:00:07 2026"}, 7, 0),
+        ({"retry-after": "Wed, 31 Dec 2025 23:59:00 GMT"}, 0, 0),
         # other dates are relative to the server's own date
-        ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, None),
-        ({"retry-after": MOMENT, "date": "garbled"}, 7, None),
+        ({"retry-after": MOMENT, "date": "Thu, 01 Jan 2026 00:00:03 GMT"}, 4, 0),
+        ({"retry-after": MOMENT, "date": "garbled"}, 7, 0),
         # text that is not a time is ignored
-        ({"retry-after": "soon"}, None, None),
-        ({"retry-after": "-5"}, None, None),
-        ({"retry-after": "٥"}, None, None),
-        ({"retry-after": ""}, None, None),
-        ({"retry-after": "1" * 5_000}, ADVICE_NS_MAX / SECOND, None),
+        ({"retry-after": "soon"}, 0, 0),
+        ({"retry-after": "-5"}, 0, 0),
+        ({"retry-after": "٥"}, 0, 0),
+        ({"retry-after": ""}, 0, 0),
+        ({"retry-after": "1" * 5_000}, ADVICE_NS_MAX / SECOND, 0),
         # draft 10
         ({"ratelimit": '"orders";r=73;t=36'}, 36, 0),
         ({"ratelimit": '"orders";r=0;t=5'}, 5, 5),
         ({"ratelimit": '"a";r=0;t=5, "b";r=0;t=9, "c";r=7;t=60'}, 9, 9),
         ({"ratelimit": '"a, b\\"; r=0;t=99";r=3;t=4'}, 4, 0),
-        ({"ratelimit": '"orders";r=0'}, None, None),
+        ({"ratelimit": '"orders";r=0'}, 0, 0),
         ({"ratelimit": '"orders";r=0;pk=:cGs=:;t=5'}, 5, 5),
         # draft 7
         ({"ratelimit": "limit=100, remaining=0, reset=5"}, 5, 5),
@@ -1340,25 +1233,17 @@ def seconds_of(advice: RetryAdvice) -> tuple[float | None, ...]:
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 8),
         ({"x-ratelimit-remaining": "3", "x-ratelimit-reset": str(NOW_S + 8)}, 8, 0),
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "8"}, 8, 8),
-        ({"x-ratelimit-reset": str(NOW_S - 8)}, 0, None),
-        ({"x-ratelimit-remaining": "-1"}, None, None),
+        ({"x-ratelimit-reset": str(NOW_S - 8)}, 0, 0),
+        ({"x-ratelimit-remaining": "-1"}, 0, 0),
         # the standard header takes precedence over the draft, and the draft over the oldest
         ({"retry-after": "2", "ratelimit": '"a";r=0;t=5'}, 2, 5),
         ({"ratelimit": '"a";r=0;t=5', "x-ratelimit-reset": str(NOW_S + 60)}, 5, 5),
-        ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, None),
+        ({"ratelimit": "garbled", "x-ratelimit-reset": str(NOW_S + 60)}, 60, 0),
     ],
 )
-def test_each_header_is_read(
-    headers: dict[str, str], wait_s: float | None, spent_s: float | None
-) -> None:
+def test_each_header_is_read(headers: dict[str, str], wait_s: float, spent_s: float) -> None:
     """Several headers have an order of precedence."""
     assert seconds_of(retry_advice_of(headers, NOW_NS)) == (wait_s, spent_s)
-
-
-def test_fractions_round_up() -> None:
-    """A wait of slightly more than a nanosecond is two nanoseconds."""
-    assert retry_advice_of({"retry-after": "0.0000000011"}, NOW_NS).wait_ns == 2
-    assert retry_advice_of({"retry-after": "0.0000000010"}, NOW_NS).wait_ns == 1
 
 
 NAMES = ["retry-after", "date", "ratelimit", "ratelimit-remaining", "ratelimit-reset"]
@@ -1386,7 +1271,7 @@ def test_any_headers_are_read(headers: dict[str, str], now_ns: int) -> None:
     """Any header gives a valid duration and no error."""
     advice = retry_advice_of(headers, now_ns)
     for found_ns in advice:
-        assert found_ns is None or 0 <= found_ns <= ADVICE_NS_MAX + SECOND
+        assert 0 <= found_ns <= ADVICE_NS_MAX + SECOND
 
 
 @given(
@@ -1397,17 +1282,5 @@ def test_the_wait_is_never_less_than_requested(seconds: object, others: dict[str
     """It is at most 1 ns longer than Retry-After, for any other headers."""
     text = format(seconds, "f")
     wait_ns = retry_advice_of({**others, "retry-after": text}, NOW_NS).wait_ns
-    assert wait_ns is not None
     asked_picos = int(text.replace(".", ""))
     assert asked_picos <= wait_ns * 1_000 < asked_picos + 1_000
-
-
-@given(st.integers(0, 10**9), st.integers(-(10**6), 10**6))
-def test_a_date_is_relative_to_the_servers_clock(after_s: int, skew_s: int) -> None:
-    """The client's own clock does not matter."""
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    headers = {
-        "date": format_datetime(start, usegmt=True),
-        "retry-after": format_datetime(start + timedelta(seconds=after_s), usegmt=True),
-    }
-    assert retry_advice_of(headers, NOW_NS + skew_s * SECOND).wait_ns == after_s * SECOND

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import subprocess
 import sys
 import time
@@ -754,17 +753,6 @@ def test_check_follows_the_server() -> None:
         server.start()
         assert storage.check()
         storage.store.close()
-
-
-def test_both_storages_have_the_same_methods() -> None:
-    """With the same parameters; one is awaited."""
-    for name, method in inspect.getmembers(RatekeeperStorage, inspect.isfunction):
-        if not name.startswith("_"):
-            other = getattr(AsyncRatekeeperStorage, name)
-            assert inspect.signature(method) == inspect.signature(other), name
-            assert inspect.iscoroutinefunction(inspect.unwrap(other)) == (
-                name != "sliding_window_keys"
-            )
 
 
 def test_the_number_of_prepared_counters_is_bounded() -> None:

@@ -356,23 +356,22 @@ def on_wsgi() -> None:
 
 def on_httpx(response: httpx.Response) -> None:
     """The transports and their settings."""
-    budget = ratekeeper.httpx.Budget(share=0.1, reserve=5)
-    settings: ratekeeper.httpx.RetrySettings = {"wait_max": 30, "pace": "path", "budget": budget}
+    settings: ratekeeper.httpx.RetrySettings = {"wait_max": 30, "budget": "9/s", "pace": False}
     httpx.Client(transport=ratekeeper.httpx.RetryTransport(**settings))
     httpx.AsyncClient(transport=ratekeeper.httpx.AsyncRetryTransport(attempts_max=3))
-    headers: ratekeeper.httpx.ResponseHeaders = response.headers
-    advice = ratekeeper.httpx.retry_advice_of(headers, now_ns=0)
+    advice = ratekeeper.httpx.retry_advice_of(response.headers, now_ns=0)
     assert_type(advice, ratekeeper.httpx.RetryAdvice)
-    assert_type(advice.wait_ns, int | None)
-    ratekeeper.httpx.RetryTransport(pace="fast")  # type: ignore[arg-type]  # not a pace
+    assert_type(advice.wait_ns, int)
+    ratekeeper.httpx.RetryTransport(pace="off")  # type: ignore[arg-type]  # not a pace
 
 
 def outgoing(error: ratekeeper.httpx.LimitTimeout) -> None:
     """The transports that keep limits before they send."""
-    settings: ratekeeper.httpx.LimitSettings = {"store": "shared:///run/app", "exact": False}
+    settings: ratekeeper.httpx.LimitSettings = {"store": "shared:///run/app", "arrives_within": 1}
     with httpx.Client(transport=ratekeeper.httpx.LimitTransport("10/s", **settings)):
         pass
     by_host = ratekeeper.httpx.AsyncLimitTransport("10/s", key=lambda request: request.url.host)
+    ratekeeper.httpx.LimitTransport(Limiter("1000/day"), cost=lambda request: 2)
     assert_type(by_host.limiter, AsyncLimiter)
     assert_type(error.retry_after, float)
     assert_type(error.decision, Decision)

@@ -5,8 +5,7 @@ delays some of them more than others. The trap is a limit on sending, even a log
 those that left in two windows arrive in one.
 
 The transport counts a request until a window after its response, because it arrives at some time
-before that. `exact=False` switches this off. `store="shared://…"` or `"redis://…"` keeps the limit
-for all processes or machines.
+before that. `store="shared://…"` or `"redis://…"` keeps the limit for all processes or machines.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import asyncio
 
 import httpx
 
+from ratekeeper import AsyncLimiter
 from ratekeeper.httpx import AsyncLimitTransport
 
 LIMIT, WINDOW = 5, 0.2  # five requests in any 200 ms
@@ -40,10 +40,10 @@ class Partner:
         )
 
 
-async def call_partner(limits: str, exact: bool = True) -> Partner:
+async def call_partner(limits: str | AsyncLimiter) -> Partner:
     partner = Partner()
     network = httpx.MockTransport(partner.serve)
-    transport = AsyncLimitTransport(limits, exact=exact, transport=network)
+    transport = AsyncLimitTransport(limits, transport=network)
     async with httpx.AsyncClient(transport=transport) as client:
         calls = [client.get("http://partner.test/orders") for _ in range(REQUESTS)]
         answers = await asyncio.gather(*calls)
@@ -53,11 +53,11 @@ async def call_partner(limits: str, exact: bool = True) -> Partner:
 
 async def main() -> None:
     partner = await call_partner("5/200ms")
-    print(f"exact: at most {partner.most_in_a_window()} requests arrive in 200 ms")
+    print(f"a limit on arrivals: at most {partner.most_in_a_window()} requests arrive in 200 ms")
     assert partner.most_in_a_window() <= LIMIT
 
     # The trap: five leave at once, five more 200 ms later, and the network brings them together.
-    partner = await call_partner("5 in any 200ms", exact=False)
+    partner = await call_partner(AsyncLimiter("5 in any 200ms"))
     print(f"a limit on sending: {partner.most_in_a_window()} requests arrive in 200 ms")
     assert partner.most_in_a_window() > LIMIT
 

@@ -29,11 +29,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, wraps
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ratekeeper.core.clock import NS_PER_SECOND
@@ -67,6 +67,9 @@ except ImportError as error:
     ) from error
 
 __all__ = ["AsyncRatekeeperStorage", "RatekeeperStorage", "open_storage"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PREFIX: Final = "ratekeeper+"
 ASYNC_PREFIX: Final = "async+"
@@ -227,7 +230,7 @@ class _Counters:
 
 
 class _StorageCalls:
-    """The calls of a storage, written once for threads and asyncio (`core/steps.py`)."""
+    """The methods of a storage, written once for threads and asyncio (`core/steps.py`)."""
 
     def __init__(self, uri: str | None, options: Mapping[str, Any], *, awaited: bool) -> None:
         scheme, _, rest = (uri or "").partition("://")
@@ -241,32 +244,38 @@ class _StorageCalls:
         try:
             prefix, given = _store_options(store_scheme, rest, options)
             self.store = open_store(f"{store_scheme}://{rest}", **given)
-        except (
-            ConfigError,
-            StoreError,
-        ) as error:  # a file that cannot be opened; Redis comes later
+        except (ConfigError, StoreError) as error:  # a file that cannot be opened, for example
             raise ConfigurationError(
                 f'{error} (with {PREFIX} in front as storage_uri, for example "{EXAMPLE}")'
             ) from error
         self._counters = _Counters(self.store, prefix)
 
-    def incr(self, key: str, seconds: float, amount: int) -> Steps[int]:
+    def incr(self, key: str, expiry: int, amount: int = 1) -> Steps[int]:
+        """Count a hit in the window that the first hit started; return the count with it."""
         amount = units_of(amount, "amount")
         if amount > UNITS_MAX:
             return NOT_COUNTED
         subject = _subject_of(key)
-        decision = yield Call(self._counters.counter(seconds).check, subject, amount)
+        decision = yield Call(self._counters.counter(expiry).check, subject, amount)
         if not decision.allowed:
             return NOT_COUNTED
         count: int = UNITS_MAX - decision.remaining
         if count == amount and _window_in(key) is None:
             # The first hit of a window, and its key does not name the window.
-            window = self._counters.window(seconds)
+            window = self._counters.window(expiry)
             yield Call(window.reset, subject)
-            yield Call(window.check, subject, math.ceil(seconds))
+            yield Call(window.check, subject, math.ceil(expiry))
         return count
 
-    def look(self, key: str) -> Steps[tuple[int, int]]:
+    def get(self, key: str) -> Steps[int]:
+        """Return the count of a key; 0 once its window has ended."""
+        return (yield from self._look(key))[0]
+
+    def get_expiry(self, key: str) -> Steps[float]:
+        """Return the Unix time at which the window of a key ends; now if none has started."""
+        return _unix_time((yield from self._look(key))[1])
+
+    def _look(self, key: str) -> Steps[tuple[int, int]]:
         """Return a counter's value, and the nanoseconds until its window ends."""
         subject = _subject_of(key)
         seconds = _window_in(key)
@@ -280,6 +289,7 @@ class _StorageCalls:
         return UNITS_MAX - seen.remaining, seen.reset_after_ns
 
     def clear(self, key: str) -> Steps[None]:
+        """Forget the hits of a key, of the fixed window and of the moving window."""
         subject = _subject_of(key)
         counters = [self._counters.counter(1), self._counters.moving(1, 1)]
         if _window_in(key) is None:
@@ -288,6 +298,7 @@ class _StorageCalls:
             yield Call(counter.reset, subject)
 
     def check(self) -> Steps[bool]:
+        """Return True if the store answers."""
         try:
             yield Call(self._counters.counter(1).peek, "", 0)
         except StoreError:
@@ -295,19 +306,21 @@ class _StorageCalls:
         return True
 
     def reset(self) -> Steps[int]:
+        """Forget all counts of the store, on Redis all under the prefix; return how many."""
         forget = self.store.forget_all
         blocks = self._awaited and not self.store.is_local
         forgotten: int = yield Call(asyncio.to_thread, forget) if blocks else Call(forget)
         return forgotten
 
-    def acquire_entry(self, key: str, limit: int, seconds: float, amount: int) -> Steps[bool]:
+    def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> Steps[bool]:
+        """Acquire `amount` units if at most `limit` are in the moving window with them."""
         amount = units_of(amount, "amount")
         if amount > limit or not amount:
             return amount <= limit
-        decision = yield Call(self._counters.moving(limit, seconds).check, _subject_of(key), amount)
+        decision = yield Call(self._counters.moving(limit, expiry).check, _subject_of(key), amount)
         return bool(decision.allowed)
 
-    def moving_window(self, key: str, limit: int, seconds: float) -> Steps[tuple[float, int]]:
+    def get_moving_window(self, key: str, limit: int, expiry: int) -> Steps[tuple[float, int]]:
         """Return when the oldest unit of the window was acquired, and the number of units.
 
         The wait until one unit more than the remaining ones fits is the time until the oldest one
@@ -315,12 +328,8 @@ class _StorageCalls:
         """
         if limit < 1:
             return time.time(), 0
-        counter, subject, cost, start_ns = (
-            self._counters.moving(limit, seconds),
-            _subject_of(key),
-            1,
-            0,
-        )
+        counter, subject = self._counters.moving(limit, expiry), _subject_of(key)
+        cost, start_ns = 1, 0
         for _ in range(LOOKS_MAX):
             seen = yield Call(counter.peek, subject, cost)
             if seen.remaining == limit:
@@ -329,10 +338,12 @@ class _StorageCalls:
             if cost == seen.remaining + 1:
                 break
             cost = seen.remaining + 1
-        return _unix_time(start_ns) - seconds, limit - seen.remaining
+        return _unix_time(start_ns) - expiry, limit - seen.remaining
 
-    def acquire_sliding(self, key: str, limit: int, seconds: float, amount: int) -> Steps[bool]:
-        """Acquire if the weighted count, rounded down, leaves room.
+    def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> Steps[bool]:
+        """Acquire `amount` units if the weighted count of two windows, rounded down, leaves room.
 
         In parts of a unit, a count that is rounded down to n is below (n + 1) × parts.
         """
@@ -340,11 +351,11 @@ class _StorageCalls:
         if amount > limit or not amount:
             return amount <= limit
         parts = PARTS if limit < LARGE else 1
-        counter = self._counters.sliding(parts, limit * parts + parts - 1, seconds)
+        counter = self._counters.sliding(parts, limit * parts + parts - 1, expiry)
         decision = yield Call(counter.check, _subject_of(key), amount * parts)
         return bool(decision.allowed)
 
-    def sliding_window(self, key: str, seconds: float) -> Steps[tuple[int, float, int, float]]:
+    def get_sliding_window(self, key: str, expiry: int) -> Steps[tuple[int, float, int, float]]:
         """Return numbers from which the strategy derives the remaining units and the reset time.
 
         A store answers with the weighted count, not with the counts of both windows. So the current
@@ -353,14 +364,14 @@ class _StorageCalls:
         """
         subject, parts, used = _subject_of(key), PARTS, 0
         for parts in (PARTS, 1):
-            counter = self._counters.sliding(parts, UNITS_MAX, seconds)
+            counter = self._counters.sliding(parts, UNITS_MAX, expiry)
             seen = yield Call(counter.peek, subject, 0)
             used = UNITS_MAX - seen.remaining
             if used:
                 break
         window_ns = counter.limits[0].window_ns
         left_ns = window_ns - seen.decided_ns % window_ns
-        current_seconds = left_ns / NS_PER_SECOND + seconds
+        current_seconds = left_ns / NS_PER_SECOND + expiry
         if not used:
             return 0, 0.0, 0, current_seconds
         whole, free_ns = used // parts, seen.reset_after_ns
@@ -370,9 +381,10 @@ class _StorageCalls:
             free_ns = later.retry_after_ns
         return 1, min(free_ns, left_ns, window_ns - 1_000) / NS_PER_SECOND, whole, current_seconds
 
-    def clear_sliding(self, key: str, seconds: float) -> Steps[None]:
+    def clear_sliding_window(self, key: str, expiry: int) -> Steps[None]:
+        """Forget the units of a key in the sliding window."""
         for parts in (PARTS, 1):
-            counter = self._counters.sliding(parts, UNITS_MAX, seconds)
+            counter = self._counters.sliding(parts, UNITS_MAX, expiry)
             yield Call(counter.reset, _subject_of(key))
 
 
@@ -428,6 +440,30 @@ def _milliseconds(name: str, value: object) -> float:
     return round(value * 1_000, 3)
 
 
+def _blocking(
+    steps: Callable[Concatenate[_StorageCalls, P], Steps[T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of a storage that runs the steps in the calling thread."""
+
+    @wraps(steps)
+    def method(self: Any, /, *args: P.args, **options: P.kwargs) -> T:
+        return run(steps(self._calls, *args, **options))
+
+    return method
+
+
+def _awaited(
+    steps: Callable[Concatenate[_StorageCalls, P], Steps[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return a method of a storage that runs the steps in the event loop."""
+
+    @wraps(steps)
+    async def method(self: Any, /, *args: P.args, **options: P.kwargs) -> T:
+        return await run_async(steps(self._calls, *args, **options))
+
+    return method
+
+
 class RatekeeperStorage(
     Storage, MovingWindowSupport, SlidingWindowCounterSupport, TimestampedSlidingWindow
 ):
@@ -457,51 +493,17 @@ class RatekeeperStorage(
         """The errors of the store."""
         return StoreError
 
-    def incr(self, key: str, expiry: int, amount: int = 1) -> int:
-        """Count a hit in the window that the first hit started; return the count with it."""
-        return run(self._calls.incr(key, expiry, amount))
-
-    def get(self, key: str) -> int:
-        """Return the count of a key; 0 once its window has ended."""
-        return run(self._calls.look(key))[0]
-
-    def get_expiry(self, key: str) -> float:
-        """Return the Unix time at which the window of a key ends; now if none has started."""
-        return _unix_time(run(self._calls.look(key))[1])
-
-    def clear(self, key: str) -> None:
-        """Forget the hits of a key, of the fixed window and of the moving window."""
-        run(self._calls.clear(key))
-
-    def check(self) -> bool:
-        """Return True if the store answers."""
-        return run(self._calls.check())
-
-    def reset(self) -> int:
-        """Forget all counts of the store, on Redis all under the prefix; return how many."""
-        return run(self._calls.reset())
-
-    def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
-        """Acquire `amount` units if at most `limit` are in the moving window with them."""
-        return run(self._calls.acquire_entry(key, limit, expiry, amount))
-
-    def get_moving_window(self, key: str, limit: int, expiry: int) -> tuple[float, int]:
-        """Return when the oldest unit in the window was acquired, and the number of units."""
-        return run(self._calls.moving_window(key, limit, expiry))
-
-    def acquire_sliding_window_entry(
-        self, key: str, limit: int, expiry: int, amount: int = 1
-    ) -> bool:
-        """Acquire `amount` units if the weighted count of two windows leaves room for them."""
-        return run(self._calls.acquire_sliding(key, limit, expiry, amount))
-
-    def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
-        """Return numbers that have the weighted count; see `_StorageCalls.sliding_window`."""
-        return run(self._calls.sliding_window(key, expiry))
-
-    def clear_sliding_window(self, key: str, expiry: int) -> None:
-        """Forget the units of a key in the sliding window."""
-        run(self._calls.clear_sliding(key, expiry))
+    incr = _blocking(_StorageCalls.incr)
+    get = _blocking(_StorageCalls.get)
+    get_expiry = _blocking(_StorageCalls.get_expiry)
+    clear = _blocking(_StorageCalls.clear)
+    check = _blocking(_StorageCalls.check)
+    reset = _blocking(_StorageCalls.reset)
+    acquire_entry = _blocking(_StorageCalls.acquire_entry)
+    get_moving_window = _blocking(_StorageCalls.get_moving_window)
+    acquire_sliding_window_entry = _blocking(_StorageCalls.acquire_sliding_window_entry)
+    get_sliding_window = _blocking(_StorageCalls.get_sliding_window)
+    clear_sliding_window = _blocking(_StorageCalls.clear_sliding_window)
 
 
 class AsyncRatekeeperStorage(
@@ -530,48 +532,14 @@ class AsyncRatekeeperStorage(
         """The errors of the store."""
         return StoreError
 
-    async def incr(self, key: str, expiry: int, amount: int = 1) -> int:
-        """See RatekeeperStorage.incr."""
-        return await run_async(self._calls.incr(key, expiry, amount))
-
-    async def get(self, key: str) -> int:
-        """See RatekeeperStorage.get."""
-        return (await run_async(self._calls.look(key)))[0]
-
-    async def get_expiry(self, key: str) -> float:
-        """See RatekeeperStorage.get_expiry."""
-        return _unix_time((await run_async(self._calls.look(key)))[1])
-
-    async def clear(self, key: str) -> None:
-        """See RatekeeperStorage.clear."""
-        await run_async(self._calls.clear(key))
-
-    async def check(self) -> bool:
-        """See RatekeeperStorage.check."""
-        return await run_async(self._calls.check())
-
-    async def reset(self) -> int:
-        """See RatekeeperStorage.reset."""
-        return await run_async(self._calls.reset())
-
-    async def acquire_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
-        """See RatekeeperStorage.acquire_entry."""
-        return await run_async(self._calls.acquire_entry(key, limit, expiry, amount))
-
-    async def get_moving_window(self, key: str, limit: int, expiry: int) -> tuple[float, int]:
-        """See RatekeeperStorage.get_moving_window."""
-        return await run_async(self._calls.moving_window(key, limit, expiry))
-
-    async def acquire_sliding_window_entry(
-        self, key: str, limit: int, expiry: int, amount: int = 1
-    ) -> bool:
-        """See RatekeeperStorage.acquire_sliding_window_entry."""
-        return await run_async(self._calls.acquire_sliding(key, limit, expiry, amount))
-
-    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
-        """See RatekeeperStorage.get_sliding_window."""
-        return await run_async(self._calls.sliding_window(key, expiry))
-
-    async def clear_sliding_window(self, key: str, expiry: int) -> None:
-        """See RatekeeperStorage.clear_sliding_window."""
-        await run_async(self._calls.clear_sliding(key, expiry))
+    incr = _awaited(_StorageCalls.incr)
+    get = _awaited(_StorageCalls.get)
+    get_expiry = _awaited(_StorageCalls.get_expiry)
+    clear = _awaited(_StorageCalls.clear)
+    check = _awaited(_StorageCalls.check)
+    reset = _awaited(_StorageCalls.reset)
+    acquire_entry = _awaited(_StorageCalls.acquire_entry)
+    get_moving_window = _awaited(_StorageCalls.get_moving_window)
+    acquire_sliding_window_entry = _awaited(_StorageCalls.acquire_sliding_window_entry)
+    get_sliding_window = _awaited(_StorageCalls.get_sliding_window)
+    clear_sliding_window = _awaited(_StorageCalls.clear_sliding_window)

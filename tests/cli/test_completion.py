@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded_command import PreloadedCommand
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +27,16 @@ def commands(tmp_path: Path) -> dict[str, str]:
     command.chmod(0o755)
     paths = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": paths, "HOME": str(tmp_path)}
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[dict[str, str]]:
+    """Return an environment in which the command starts at once.
+
+    Its parent is not the shell, so it cannot detect the shell.
+    """
+    with PreloadedCommand() as command:
+        yield {**os.environ, "PATH": f"{command.folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def bash(script: str, environment: dict[str, str]) -> str:
@@ -54,11 +67,11 @@ COMPLETED = {
 }
 
 
-def test_bash_completes_commands_and_options(commands: dict[str, str]) -> None:
+def test_bash_completes_commands_and_options(preloaded: dict[str, str]) -> None:
     """The script for bash defines a function that returns the matching names."""
     presses = [TAB.format(words=each, last=len(each.split()) - 1) for each in COMPLETED]
     defined = 'eval "$(_RATEKEEPER_COMPLETE=source_bash ratekeeper)"'
-    answers = bash("\n".join([defined, *presses]), commands).splitlines()
+    answers = bash("\n".join([defined, *presses]), preloaded).splitlines()
     found = {words: set(answer.split()) for words, answer in zip(COMPLETED, answers, strict=True)}
     assert found == COMPLETED
 
@@ -81,13 +94,13 @@ def test_bash_shows_and_installs_the_script(commands: dict[str, str]) -> None:
     ],
 )
 def test_zsh_and_fish_get_a_script_and_suggestions(
-    shell: str, first: str, variables: dict[str, str], commands: dict[str, str]
+    shell: str, first: str, variables: dict[str, str], preloaded: dict[str, str]
 ) -> None:
     """Each shell gets its own form of the script and of the suggestions."""
-    script = bash(f"_RATEKEEPER_COMPLETE=source_{shell} ratekeeper | grep .", commands)
+    script = bash(f"_RATEKEEPER_COMPLETE=source_{shell} ratekeeper | grep .", preloaded)
     assert script.startswith(first)
     environment = {
-        **commands,
+        **preloaded,
         **variables,
         "_RATEKEEPER_COMPLETE": f"complete_{shell}",
         "_TYPER_COMPLETE_ARGS": "ratekeeper ru",

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from ratekeeper import Limiter
-from ratekeeper.httpx import AsyncRetryTransport, Budget, RetryTransport
+from ratekeeper.httpx import AsyncRetryTransport, RetryTransport
 from tests.http_thread import serving
 
-MANY = Budget(reserve=100)
+MANY = "100/second"
 
 
 class Server(ThreadingHTTPServer):
@@ -70,7 +70,7 @@ def server() -> Iterator[Server]:
 
 def test_retry_after_once_waited_succeeds(server: Server) -> None:
     """The second request is denied once, waits, and passes on the same connection."""
-    with httpx.Client(transport=RetryTransport(pace="off", budget=MANY)) as client:
+    with httpx.Client(transport=RetryTransport(pace=False, budget=MANY)) as client:
         answers = [client.post(server.url, content=b"order") for _ in range(2)]
     assert [(each.status_code, each.content) for each in answers] == [(200, b"welcome")] * 2
     assert server.statuses == [200, 429, 200]
@@ -98,7 +98,7 @@ async def test_the_event_loop_is_free_while_a_request_waits(server: Server) -> N
             await asyncio.sleep(0.01)
             turns += 1
 
-    transport = AsyncRetryTransport(pace="off", budget=MANY)
+    transport = AsyncRetryTransport(pace=False, budget=MANY)
     async with httpx.AsyncClient(transport=transport) as client:
         await client.post(server.url, content=b"x")
         counting = asyncio.create_task(count())

@@ -20,6 +20,7 @@ from tests.service.grpc.frames import (
     END_HEADERS,
     END_STREAM,
     OPENING,
+    PADDED,
     PING,
     PREFACE,
     PRIORITY,
@@ -149,6 +150,7 @@ FLOODS = {
     "WINDOW_UPDATE of a stream": OPEN + frame(WINDOW_UPDATE, b"\0\0\0\1", stream=1) * 13_000,
     "empty DATA": OPEN + frame(DATA, stream=1) * 13_000,
     "one byte of DATA": OPEN + frame(DATA, b"\0", stream=1) * 13_000,
+    "DATA of padding": OPEN + frame(DATA, b"\0", flags=PADDED, stream=1) * 13_000,
     "unknown frames": frame(0x77) * 13_000,
     "HEADERS without END_HEADERS": headers(request(), 1, flags=0)
     + frame(CONTINUATION, stream=1) * 100,
