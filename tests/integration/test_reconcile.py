@@ -31,7 +31,7 @@ from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.topology import Topology
 from tests.answering import AnsweringStore
 from tests.integration.reconciling import document, found, patient, reconciled, spend, wrong
-from tests.integration.redis_wires import key_of, logs_key_of
+from tests.integration.redis_wires import key_of
 from tests.redis_servers import Single, User, running
 from tests.service_process import run_to_end
 
@@ -84,12 +84,11 @@ def test_healthy_states_have_no_defect(single: Single) -> None:
     logs = [Limit(4_000, per=per, algorithm="sliding_window_log") for per in (50, 60, 70)]
     with Limiter(logs, store=patient(single.uri), name="logs") as limiter:
         limiter.check("user:2", cost=4_000)
-        assert single.admin.hlen(logs_key_of("user:2")) > 128
         counted = limiter.stats()
     report = reconciled(single.uri, document=document("100/hour"))
     assert wrong(report) == {}
     assert report.exit_code == 0
-    # A key of logs counts as one state.
+
     assert 0 < report.counted["states"] <= counted.states
     assert report.counted["keys"] == single.admin.dbsize()
     assert 0 < report.counted["bytes a state"] < 20_000
@@ -260,12 +259,7 @@ def test_keys_are_scanned_page_by_page_with_pauses(single: Single) -> None:
     keys = 3 * PAGE_KEYS
     pipeline = single.admin.pipeline()
     for number in range(keys):
-        pipeline.hset(
-            f"rk:{{%AAA}}log:user:{number}",
-            "a",
-            b"\x95\xcf\x00\x06\x00\x00\x00\x00\x00\x00\x64\x04\x00\x01",
-        )
-        pipeline.expire(f"rk:{{%AAA}}log:user:{number}", 900)
+        pipeline.set(f"rk:{{%AAA}}log:{number:016}", "a log", ex=900)
     pipeline.execute()
     pauses: list[float] = []
     topology = Topology(parse(single.uri))

@@ -105,7 +105,7 @@ class ServerBreaker:
         self._lock = fork_safe(threading.Lock())
         self._reason = ""
         self._refusal = ""
-        self._opened_times = 0
+        self._opened_times = self._failures = 0
         self._open_ns = config.breaker_open_ns
         self._probe_ns = 0
         self.failed_calls = 0
@@ -167,10 +167,7 @@ class ServerBreaker:
             else:
                 self._open_ns = min(2 * self._open_ns, self._config.breaker_open_max_ns)
             self._opened_times += 1
-            self._refusal = (
-                f"{self.address} failed {self._window.failures} times; its circuit breaker is open "
-                f"until it answers a probe: {self._reason}"
-            )
+            self._failures = self._window.failures
             self._move("open")
             self._probe_after(self._open_ns)
         self._changed(self)
@@ -222,7 +219,8 @@ class ServerBreaker:
         """Close, and forget all failures: the server is no longer in use."""
         with self._lock:
             was_open = self.open
-            self._close()
+            if was_open or self.counting:
+                self._close()
         if was_open:
             self._changed(self)
 
@@ -269,6 +267,10 @@ class ServerBreaker:
         share = 1 - JITTER + 2 * JITTER * self._random()
         self._probe_ns = self._now_ns() + int(pause_ns * share)
         self._overdue_ns = self._probe_ns + OVERDUE_NS
+        self._refusal = (
+            f"{self.address} failed {self._failures} times; its circuit breaker is open until it "
+            f"answers a probe: {self._reason}"
+        )
 
 
 class ServerBreakers:

@@ -1,12 +1,9 @@
 """The scripts that run inside Redis, and the calls of them.
 
-Each script is a `.lua` file behind the functions that it shares with others (`lua/arithmetic.lua`,
-`lua/state.lua`; for limits that regions share, `lua/regional.lua`). A server identifies a script
-by the SHA-1 of its text, so two versions of Ratekeeper on one server never run each other's
-scripts.
-
-The script for several subjects (`lua/joint.lua`) contains the check script as a function, so that
-there is only one text that decides. So does the script for the reports of nodes (`lua/report.lua`).
+Each script is some `.lua` files, one after the other. `COUNTS`, `LOGS` and `LEASES` are one text
+(`lua/check.lua`) with more or fewer sections; the rule chooses, because each function that a script
+makes takes time. `CHANGE` does the other verbs. A server identifies a script by the SHA-1 of its
+text, so two versions of Ratekeeper on one server never run each other's scripts.
 
 `batch_call` decides several *groups* in one call. A group is a list of `ScriptCharge`: the charges
 of one request. The groups are decided in order, and each of them alone: every charge of a group
@@ -150,8 +147,8 @@ def _script_named(
     return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode(), reply)
 
 
-_COUNTS: Final = ("arithmetic", "state", "holds", "gates")
-_LOGS: Final = ("arithmetic", "state", "rings", "holds", "gates")
+_COUNTS: Final = ("arithmetic", "state", "holds")
+_LOGS: Final = ("arithmetic", "state", "rings", "holds")
 _EVERYTHING: Final = ("logs", "leases")
 COUNTS: Final = _script_named(*_COUNTS, "check", features=(), reply=list)
 LOGS: Final = _script_named(*_LOGS, "check", features=("logs",), reply=list)

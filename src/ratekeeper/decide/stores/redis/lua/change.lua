@@ -1,6 +1,6 @@
 -- Change the states of several gates: each change alone, in order.
 --
--- KEYS  see gates.lua
+-- KEYS  see open.lua
 -- ARGV  for each change, the gate and msgpack of a verb and its numbers, one after the other:
 --
 --     REFUND  the units; the time at which they were charged plus 1, or 0 if it is not known

@@ -1,6 +1,6 @@
 -- Decide groups of charges, in order. All charges of a group have room, or none is made.
 --
--- KEYS  see gates.lua
+-- KEYS  see open.lua
 -- ARGV  for each charge, the gate and the amount: cost + 2^31 * (1 if the charge is in the group of the
 --       charge before + 2 if it is optional + 4 * (equal requests - 1)).
 --       A last argument of its own: the time in microseconds, or empty for the server's; behind 'look'

@@ -37,6 +37,9 @@ local GATE_FIRST, GATE_STEP, HELD_FIRST = 2, 8, 4
 local MICROS_PER_UNIT, AMOUNTS = 1000000, 2147483648
 local PIECE_BYTES, NUMBERS_MAX, HOLD, ENDS_MAX = 64, 640, 8589934592, 4294967295
 
+-- See open.lua.
+local fields, next_key = nil, 1
+
 -- The server's time, not the caller's: clocks of nodes differ, and a bucket would admit too much
 -- by the difference. Only tests give a time, as the last argument.
 local now, given
