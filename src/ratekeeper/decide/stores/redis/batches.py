@@ -10,8 +10,8 @@ The deadline begins when a call leaves, as for any call. A caller that is cancel
 costs nothing. A request of several charges that is cancelled later gets them back. A single check
 stays charged.
 
-In a cluster, only groups of the same keys share a call: a script can only use keys of one slot,
-and while a slot moves, its keys are on two servers. Other groups still leave in one write.
+In a cluster, only equal checks share a call: a script can only use keys of one slot, and while a
+slot moves, its keys are on two servers. Other groups still leave in one write.
 
 Threads have no batches. A thread that waits for another is woken by a lock, which takes as long as
 the call that it would save.
@@ -32,7 +32,6 @@ from ratekeeper.decide.stores.redis.connections import PENDING_MAX, NotSent
 from ratekeeper.decide.stores.redis.scripts import (
     CHARGES_MAX,
     ScriptCall,
-    batch_call,
     charge_replies,
 )
 
@@ -64,7 +63,8 @@ class Batcher:
 
     def decide(self, group: CheckGroup) -> Awaitable[Any]:
         """Return the awaitable of the answer to a group."""
-        return self._submit(group) if group.alone else self._decide_several(group)
+        # The decider undoes what it has charged. Its calls are not cancelled.
+        return self._submit(group) if group.raises else self._decide_several(group)
 
     async def _decide_several(self, group: CheckGroup) -> Any:
         """Await the answer. If the caller is cancelled and the answer is there, undo the charges.
@@ -215,7 +215,7 @@ class SharedCall:
             else [equal[0].charges[0]._replace(requests=len(equal))]
             for equal in self._groups
         ]
-        return batch_call(charges, first.moment[0], spend=True)
+        return first.call_of(charges)
 
     def watch(self) -> None:
         """Drop the call if its caller is cancelled: it has not left yet."""
@@ -259,7 +259,7 @@ class SharedCall:
                 for group, answer in zip(equal, answers):  # noqa: B905 - as many, and on the hot path
                     if not group.future.done():
                         group.future.set_result(answer)
-                    elif not group.alone:
+                    elif not group.raises:
                         self._batcher.undo(group)
             at += len(group.charges)
 

@@ -58,6 +58,8 @@ class CheckGroup:
         "_asked_ns",
         "_charged",
         "_links",
+        "_looks",
+        "_plain",
         "alone",
         "charges",
         "equal",
@@ -78,10 +80,13 @@ class CheckGroup:
         charges: Sequence[ScriptCharge],
         *,
         alone: bool = False,
+        looks: bool = False,
         raises: bool = False,
         leases: Leases | None = None,
     ) -> None:
-        """With `raises`, the error of the whole call is raised; it is no answer to each charge.
+        """A check alone that `looks` spends nothing.
+
+        With `raises`, the error of the whole call is raised; it is no answer to each charge.
 
         `leases` gets the leases that come with the charges, which have terms then.
         """
@@ -91,7 +96,9 @@ class CheckGroup:
         self.raises = raises or alone
         self.leases = leases
         scripts, _, cost, *_ = charges[0]
-        self.equal = charges[0] if alone and cost else self
+        self._looks = looks
+        self._plain = leases is None and not looks
+        self.equal = charges[0] if alone and cost and not looks else self
         self.moment: Moment = SERVER_NOW
         if not scripts.by_server_clock or switches.clock is not None:
             self.moment = scripts.now()
@@ -101,22 +108,24 @@ class CheckGroup:
 
     def lane(self, *, clustered: bool) -> Hashable:
         """Return the same for groups that can share a call."""
-        if not clustered and self.leases is None:
-            return self.moment
-        places = [charge.scripts.place(charge.subject) for charge in self.charges]
-        keys = {key for of_charge, _ in places for key in of_charge} if clustered else ()
-        return self.moment, self.leases is None, frozenset(keys)
+        if clustered:  # only equal checks: other keys of a slot may move to another server
+            return self.moment, self.equal
+        return self.moment if self._plain else (self.moment, self._looks)
 
     def call(self) -> ScriptCall:
         """Return the call that decides this group."""
-        return batch_call([self.charges], self.moment[0], spend=True)
+        return self.call_of([self.charges])
+
+    def call_of(self, charges: Sequence[Sequence[ScriptCharge]]) -> ScriptCall:
+        """Return the call that decides this group and others of its lane."""
+        return batch_call(charges, self.moment[0], spend=not self._looks)
 
     def command(self) -> tuple[bytes, bytes]:
         """Return the key of the call, and the bytes to send."""
-        if self.alone and self.moment is SERVER_NOW:  # without making the call first
+        if self.alone and self._plain and self.moment is SERVER_NOW:  # without making the call
             scripts, subject, cost, *_ = self.charges[0]
             return scripts.check_command(subject, cost)
-        call = batch_call([self.charges], self.moment[0], spend=True)
+        call = batch_call([self.charges], self.moment[0], spend=not self._looks)
         return call.key, call.by_sha()
 
     # ── Replies ────────────────────────────────────────────────────────────────────────────────
@@ -138,6 +147,8 @@ class CheckGroup:
         charge = self.charges[0]
         if type(reply) is not list:
             raise self._error(reply)
+        if self._looks:
+            return charge[0].decoder.peek(reply, charge[2], self.moment[1])
         decision = charge[0].decoder.check(reply, charge[2], self.moment[1])
         if not decision.allowed:
             self._keep(charge, decision)
@@ -260,7 +271,9 @@ class RedisCounter:
 
     def peek(self, subject: str, cost: int) -> Ask:
         """Return the answer of `check`, with the remaining quota as it is now."""
-        return self._links.ask(self._peeking, subject, cost)
+        links = self._links
+        charge = ScriptCharge(self.scripts, subject, cost)
+        return Ask(links.wait, links.send, CheckGroup(links, (charge,), alone=True, looks=True))
 
     def refund(self, subject: str, units: int, charged_ns: int | None) -> Ask:
         """Give units that were charged at `charged_ns` back to every limit."""
@@ -277,11 +290,6 @@ class RedisCounter:
     def reset(self, subject: str) -> Ask:
         """Forget what the subject spent and was granted."""
         return self._links.ask(self._giving, subject, self.scripts.reset(subject))
-
-    def _peeking(self, driver: RedisDriver, subject: str, cost: int) -> Steps[Decision]:
-        now, early_ns = self.scripts.now()
-        reply = yield from driver.running(self.scripts.peek(subject, cost, now))
-        return self.scripts.decoder.peek(reply, cost, early_ns)
 
     def _giving(self, driver: RedisDriver, subject: str, call: ScriptCall) -> Steps[None]:
         """Run a refund, a grant or a reset."""
