@@ -208,7 +208,8 @@ def test_foreign_values_under_our_prefix_are_skipped(single: Single) -> None:
         single.admin.set("rk:{b}", "no hash")
         counted = count_states(topology, "rk")
         assert counted.keys == 2
-        single.admin.delete(key_of("a"))
+        single.flush()
+        single.admin.set(key_of("a"), "no hash")
         with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
             count_states(topology, "rk")
     single.flush()

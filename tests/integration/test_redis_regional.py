@@ -24,7 +24,7 @@ from ratekeeper.decide.regional import (
     SubjectKey,
     rule_number,
 )
-from ratekeeper.decide.stores.redis.audit import AuditPace, audit
+from ratekeeper.decide.stores.redis.audit import audit
 from ratekeeper.decide.stores.redis.config import parse
 from ratekeeper.decide.stores.redis.regional import RedisRegional
 from ratekeeper.decide.stores.redis.scripts import REGIONAL_LEARN
@@ -431,8 +431,7 @@ def test_stats_and_audits_know_the_keys(server: Single, store: RedisStore, raw: 
     assert store.stats().states == 2 + 3 * 2
 
     def defects() -> list[tuple[str, bytes]]:
-        pace = AuditPace(pause_seconds=0)
-        (found,) = audit(store._servers.topology, store.config.prefix, pace)
+        (found,) = audit(store._servers.topology, store.config.prefix, pause_seconds=0)
         return [(each.kind, each.key) for each in found.defects]
 
     assert defects() == []

@@ -103,8 +103,8 @@ _HINTS: Final = {
     "NOAUTH": "; give username and password in the URI or as arguments",
     "WRONGPASS": "; check username and password",
     "NOPERM": "; the user needs ~<prefix>:* +eval +evalsha +script|load "
-    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, for logs +getrange +setrange +set +del, "
-    "and for global limits and cells +get +mget +hkeys +zadd +zrem +zrangebyscore +zcard",
+    "+hget +hset +hdel +hrandfield +pttl +pexpire +time, for logs +set +getrange +setrange +del, "
+    "and for global limits and cells +get +set +mget +hkeys +zadd +zrem +zrangebyscore +zcard",
     "READONLY": "; this is a replica: name the primary, or use redis+sentinel://",
     "MISCONF": "; Redis cannot write its snapshots: repair the disk, or see its log",
     "WRONGTYPE": "; another application has a key of that name: set another prefix=",

@@ -16,7 +16,7 @@ if name then
     return numbers[1] and math.max(math.floor((#numbers - 3) / 6), 0) or 0
 end
 if not string.find(key, '^[^{]*:{%%[^%%}]+}$') then
-    return 1
+    return string.find(key, '^[^{]*:{%%[^%%}]+}log:') and 1 or 0
 end
 local fields, states, read = redis.call('HKEYS', key), 0, 0
 for _, field in ipairs(fields) do
