@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper.core.histogram import BOUNDS_NS, LENGTH, Histogram, added, cumulative
+from ratekeeper.core.histogram import BOUNDS_NS, LENGTH, Histogram, added, cumulative, quantile
 
 durations = st.lists(st.integers(0, 2_000_000_000), max_size=50)
 
@@ -50,3 +50,22 @@ def test_the_ranges_never_change() -> None:
     assert (BOUNDS_NS[0], BOUNDS_NS[-1]) == (50_000, 1_000_000_000)
     assert list(BOUNDS_NS) == sorted(set(BOUNDS_NS))
     assert len(Histogram().data()) == LENGTH
+
+
+@given(durations.filter(bool), st.integers(1, 100))
+def test_a_quantile_is_in_the_range_of_its_duration(taken_ns: list[int], percent: int) -> None:
+    """The estimate and the exact value are between the same two bounds."""
+    exact_ns = sorted(taken_ns)[-(-percent * len(taken_ns) // 100) - 1]
+    found = quantile(histogram(taken_ns), percent / 100)
+    assert found is not None
+    bounds = (0, *BOUNDS_NS)
+    place = next((at for at, bound in enumerate(BOUNDS_NS) if exact_ns <= bound), None)
+    if place is None:
+        assert found == BOUNDS_NS[-1] / 1e9
+    else:
+        assert bounds[place] / 1e9 - 1e-12 <= found <= bounds[place + 1] / 1e9 + 1e-12
+
+
+def test_no_durations_have_no_quantile() -> None:
+    """None, and not 0."""
+    assert quantile([0] * LENGTH, 0.99) is None

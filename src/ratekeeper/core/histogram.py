@@ -70,3 +70,24 @@ def cumulative(data: Sequence[int]) -> list[tuple[float, int]]:
     """
     bounds_s = [*(bound / 1e9 for bound in BOUNDS_NS), float("inf")]
     return list(zip(bounds_s, accumulate(data[:-1]), strict=True))
+
+
+def quantile(data: Sequence[int], share: float) -> float | None:
+    """Return the seconds that this share of the durations did not exceed; None without durations.
+
+    Durations are taken as evenly spread inside their range, as Prometheus does. Longer ones than
+    the last bound count as the last bound.
+
+    >>> quantile([0, 100] + [0] * 14, 0.5)
+    7.5e-05
+    """
+    counts = data[:-1]
+    rank = share * sum(counts)
+    if not rank:
+        return None
+    below, low_ns = 0, 0
+    for count, high_ns in zip(counts, BOUNDS_NS, strict=False):
+        if count and below + count >= rank:
+            return (low_ns + (high_ns - low_ns) * (rank - below) / count) / 1e9
+        below, low_ns = below + count, high_ns
+    return BOUNDS_NS[-1] / 1e9

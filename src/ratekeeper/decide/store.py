@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit, Request
@@ -109,7 +109,11 @@ class ServerStatus:
     """The Unix time since when it has kept its keys: it has lost none of them as a whole since."""
 
 
-class Counter(Protocol):
+Decided_co = TypeVar("Decided_co", covariant=True)
+Done_co = TypeVar("Done_co", covariant=True)
+
+
+class CounterOf(Protocol[Decided_co, Done_co]):
     """One rule's limits on one store. All limits pass together or none is charged."""
 
     @property
@@ -117,15 +121,15 @@ class Counter(Protocol):
         """The limits that a check must pass."""
         ...
 
-    def check(self, subject: str, cost: int, /) -> Decision | Ask:
+    def check(self, subject: str, cost: int, /) -> Decided_co:
         """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
         ...
 
-    def peek(self, subject: str, cost: int, /) -> Decision | Ask:
+    def peek(self, subject: str, cost: int, /) -> Decided_co:
         """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
         ...
 
-    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> Ask | None:
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> Done_co:
         """Return units to every limit, as far as time has not returned them already.
 
         `charged_ns` is that of the decision that charged them. None: the time is not known, and
@@ -133,11 +137,11 @@ class Counter(Protocol):
         """
         ...
 
-    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Ask | None:
+    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Done_co:
         """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...
 
-    def reset(self, subject: str, /) -> Ask | None:
+    def reset(self, subject: str, /) -> Done_co:
         """Forget the spent and granted units of the subject."""
         ...
 
@@ -149,28 +153,9 @@ class Counter(Protocol):
         ...
 
 
-class LocalCounter(Counter, Protocol):
-    """A counter in the memory of this machine: it has every answer."""
-
-    def check(self, subject: str, cost: int, /) -> Decision:
-        """See Counter.check."""
-        ...
-
-    def peek(self, subject: str, cost: int, /) -> Decision:
-        """See Counter.peek."""
-        ...
-
-    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
-        """See Counter.refund."""
-        ...
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
-        """See Counter.grant."""
-        ...
-
-    def reset(self, subject: str, /) -> None:
-        """See Counter.reset."""
-        ...
+# Of any store, and of one in the memory of this machine, which has every answer.
+Counter = CounterOf[Decision | Ask, Ask | None]
+LocalCounter = CounterOf[Decision, None]
 
 
 NEEDS_AUTHORITY: Final = (
