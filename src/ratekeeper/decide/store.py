@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from ratekeeper.core.errors import ConfigError, StoreError
@@ -412,61 +413,22 @@ def shared_store(store: Store) -> SharedStore | None:
 
 
 class StoreWrapper:
-    """The calls that a wrapping store passes on to the wrapped one."""
+    """The parts of a wrapping store that are those of the wrapped one."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
 
-    @property
-    def is_private(self) -> bool:
-        """True if no other process sees the counts."""
-        return self._store.is_private
-
-    @property
-    def is_local(self) -> bool:
-        """True if the wrapped store answers at once."""
-        return self._store.is_local
-
-    @property
-    def monitor(self) -> StoreMonitor:
-        """The counters and circuit breakers of the wrapped store."""
-        return self._store.monitor
-
-    @property
-    def channel(self) -> Channel:
-        """The messages of the wrapped store."""
-        return self._store.channel
-
-    @property
-    def authority(self) -> Authority:
-        """The authority of the wrapped store."""
-        return self._store.authority
-
-    @property
-    def regional(self) -> RegionalCounts:
-        """The counts of the region."""
-        return self._store.regional
-
-    @property
-    def cells(self) -> Cells:
-        """The cells of the wrapped store."""
-        return self._store.cells
-
-    def mark(self, subject: str, name: int, lasts_ns: int) -> bool | Ask:
-        """See Store.mark."""
-        return self._store.mark(subject, name, lasts_ns)
-
-    def sweep(self) -> int:
-        """See Store.sweep."""
-        return self._store.sweep()
-
-    def forget_all(self) -> int:
-        """See Store.forget_all."""
-        return self._store.forget_all()
-
-    def stats(self) -> StoreStats:
-        """See Store.stats."""
-        return self._store.stats()
+    is_private: Any = property(attrgetter("_store.is_private"))
+    is_local: Any = property(attrgetter("_store.is_local"))
+    monitor: Any = property(attrgetter("_store.monitor"))
+    channel: Any = property(attrgetter("_store.channel"))
+    authority: Any = property(attrgetter("_store.authority"))
+    cells: Any = property(attrgetter("_store.cells"))
+    regional: Any = property(attrgetter("_store.regional"))
+    mark: Any = property(attrgetter("_store.mark"))
+    sweep: Any = property(attrgetter("_store.sweep"))
+    forget_all: Any = property(attrgetter("_store.forget_all"))
+    stats: Any = property(attrgetter("_store.stats"))
 
 
 class StoreMonitor(Protocol):
