@@ -27,7 +27,6 @@ from ratekeeper.decide.failure import (
     FAILURE_POLICIES,
     LOG_EVERY_S,
     OUTAGE_GAP_NS,
-    SHARED_GAP_S,
     FailedCheck,
     FailurePolicy,
     LocalCheck,
@@ -268,26 +267,6 @@ def test_an_outage_goes_on_until_the_server_answers(dead: str, clock: ManualCloc
         assert limiter.check("ann").degraded
         clock.advance(3_600)  # no request: the server's own clock goes on
         assert limiter._local.outage_ns() > 0
-
-
-def test_the_workers_of_a_machine_share_the_clock_of_an_outage(
-    clock: ManualClock, tmp_path: Path
-) -> None:
-    """A worker whose first request comes after a minute applies the emergency limits at once."""
-    path = f"shared://{tmp_path / 'local_fallback'}"
-    how: Any = {"emergency": "2/minute", "emergency_after": 60, "store": path}
-    busy, idle, late = (LocalLimits(LocalFallback(**how), clock) for _ in range(3))
-    for _ in range(60):
-        busy.note_failure(UNAVAILABLE)
-        clock.advance(1)
-    assert passed(idle, 5) == 2
-    assert idle.outage_ns() >= 59 * 10**9
-    # No worker has noticed anything for a while: the next outage is another one.
-    clock.advance(SHARED_GAP_S + 1)
-    late.note_failure(UNAVAILABLE)
-    assert late.outage_ns() == 0
-    for counts in (busy, idle, late):
-        counts.close()
 
 
 def test_the_emergency_limits_are_by_address_without_rules_too(dead: str) -> None:

@@ -335,6 +335,11 @@ class Request:
         return replace(self, **fields, attributes=attributes, digests=None)
 
 
+def _read_only(name: str) -> Any:
+    # A property without a Python function: several fields are read on every check.
+    return property(operator.attrgetter(name))
+
+
 class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines can register
     """The answer to one check. True if the request is allowed.
 
@@ -375,6 +380,41 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         "uncounted",
     )
 
+    allowed: Final[bool] = _read_only("_allowed")
+    """Whether the request may proceed."""
+    policy: Final[Limit] = _read_only("_policy")
+    """The tightest limit, with its window, algorithm and name."""
+    remaining: Final[int] = _read_only("_remaining")
+    """The number of requests of cost 1 that would be allowed at this instant."""
+    retry_after_ns: Final[int] = _read_only("_retry_after_ns")
+    """Nanoseconds until this same cost would be allowed; 0 if it is allowed."""
+    reset_after_ns: Final[int] = _read_only("_reset_after_ns")
+    """Nanoseconds until the whole quota is available again, if no units are spent."""
+    delay_ns: Final[int] = _read_only("_delay_ns")
+    """Leaky bucket: nanoseconds to hold the request before serving it."""
+    rule: Final[str] = _read_only("_rule")
+    """The name of the limiter, or the id of the rule, that decided."""
+    degraded: Final[bool] = _read_only("_degraded")
+    """True if the store could not decide and the failure policy decided instead."""
+    charged_ns: Final[int | None] = _read_only("_charged_ns")
+    """The store's time at which units were charged, in nanoseconds since the epoch.
+
+    None if nothing was charged: a denial, a cost of 0, a peek, no limit, a degraded decision,
+    or units that came from a grant alone. A refund of the decision needs it, because time may
+    already have returned some of the units. With several limits or rules, it is the time of
+    one of them.
+    """
+    decided_ns: Final[int] = _read_only("_decided_ns")
+    """The store's time of the decision, in nanoseconds since the epoch; 0 if none decided.
+
+    All waits count from it. A reset time for a client is `decided_ns + reset_after_ns`: with a
+    clock that is read later, the end of a fixed window would appear to be later too.
+    """
+    granted: Final[int] = _read_only("_granted")
+    """Granted units that are left, on top of the tightest limit's capacity."""
+    penalty: Final[PenaltyKind | None] = _read_only("_penalty")
+    """`cooldown` or `block` if a penalty denied the request, which lasts `retry_after`."""
+
     def __init__(
         self,
         allowed: bool,
@@ -406,29 +446,9 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         self.uncounted: tuple[Any, ...] = ()
 
     @property
-    def allowed(self) -> bool:
-        """Whether the request may proceed."""
-        return self._allowed
-
-    @property
-    def policy(self) -> Limit:
-        """The tightest limit, with its window, algorithm and name."""
-        return self._policy
-
-    @property
     def limit(self) -> int:
         """The highest possible `remaining`: the tightest limit's capacity plus granted units."""
         return self.policy.capacity + self.granted
-
-    @property
-    def remaining(self) -> int:
-        """The number of requests of cost 1 that would be allowed at this instant."""
-        return self._remaining
-
-    @property
-    def retry_after_ns(self) -> int:
-        """Nanoseconds until this same cost would be allowed; 0 if it is allowed."""
-        return self._retry_after_ns
 
     @property
     def retry_after(self) -> float:
@@ -436,64 +456,14 @@ class Decision(metaclass=ABCMeta):  # noqa: B024 - abstract only so that engines
         return seconds_from_ns(self.retry_after_ns)
 
     @property
-    def reset_after_ns(self) -> int:
-        """Nanoseconds until the whole quota is available again, if no units are spent."""
-        return self._reset_after_ns
-
-    @property
     def reset_after(self) -> float:
         """Seconds until the whole quota is available again, if no units are spent."""
         return seconds_from_ns(self.reset_after_ns)
 
     @property
-    def delay_ns(self) -> int:
-        """Leaky bucket: nanoseconds to hold the request before serving it."""
-        return self._delay_ns
-
-    @property
     def delay(self) -> float:
         """Leaky bucket: seconds to hold the request before serving it."""
         return seconds_from_ns(self.delay_ns)
-
-    @property
-    def rule(self) -> str:
-        """The name of the limiter, or the id of the rule, that decided."""
-        return self._rule
-
-    @property
-    def degraded(self) -> bool:
-        """True if the store could not decide and the failure policy decided instead."""
-        return self._degraded
-
-    @property
-    def charged_ns(self) -> int | None:
-        """The store's time at which units were charged, in nanoseconds since the epoch.
-
-        None if nothing was charged: a denial, a cost of 0, a peek, no limit, a degraded decision,
-        or units that came from a grant alone. A refund of the decision needs it, because time may
-        already have returned some of the units. With several limits or rules, it is the time of
-        one of them.
-        """
-        return self._charged_ns
-
-    @property
-    def decided_ns(self) -> int:
-        """The store's time of the decision, in nanoseconds since the epoch; 0 if none decided.
-
-        All waits count from it. A reset time for a client is `decided_ns + reset_after_ns`: with a
-        clock that is read later, the end of a fixed window would appear to be later too.
-        """
-        return self._decided_ns
-
-    @property
-    def granted(self) -> int:
-        """Granted units that are left, on top of the tightest limit's capacity."""
-        return self._granted
-
-    @property
-    def penalty(self) -> PenaltyKind | None:
-        """`cooldown` or `block` if a penalty denied the request, which lasts `retry_after`."""
-        return self._penalty
 
     def __bool__(self) -> bool:
         return self.allowed

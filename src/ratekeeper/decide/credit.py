@@ -16,13 +16,13 @@ Credit = tuple[int, int]
 
 
 def decide(
-    algorithm: Algorithm, state: State, credit: Credit, limit: Limit, now_ns: int, cost: int
+    algorithm: Algorithm, state: State, credit: Credit | None, limit: Limit, now_ns: int, cost: int
 ) -> tuple[State, Credit | None, Outcome]:
-    """Decide as the algorithm does, with a credit; also return the rest of the credit."""
-    units, until_ns = credit
-    if now_ns >= until_ns:
+    """Decide as the algorithm does, with a credit if there is one; also return its rest."""
+    if credit is None or now_ns >= credit[1]:
         after, outcome = algorithm.decide(state, limit, now_ns, cost)
         return after, None, outcome
+    units, until_ns = credit
     _, look = algorithm.decide(state, limit, now_ns, 0)
     own = min(cost, look.remaining)
     left = units - (cost - own)
@@ -60,11 +60,7 @@ def wait_together(
     """
     while True:
         for algorithm, state, credit, limit in held:
-            then_ns = now_ns + wait_ns
-            if credit is None:
-                _, outcome = algorithm.decide(state, limit, then_ns, cost)
-            else:
-                _, _, outcome = decide(algorithm, state, credit, limit, then_ns, cost)
+            _, _, outcome = decide(algorithm, state, credit, limit, now_ns + wait_ns, cost)
             if not outcome.allowed:
                 wait_ns += outcome.retry_after_ns
                 break

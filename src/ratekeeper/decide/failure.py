@@ -32,10 +32,9 @@ machine admits, whatever their rule. The `emergency` limits apply to each addres
 against clients that wait for an outage to exploit it.
 
 The clock of an outage follows the store, not the traffic. A remote store knows since when its calls
-have failed without a success (`BreakerState.failing_s`), however few they are. If the local store
-is a file, the workers of a machine share the start of the outage: a worker that was idle until now
-joins it. For any other failure (a full table), an outage is over when no check has failed for
-OUTAGE_GAP_NS.
+have failed without a success (`BreakerState.failing_s`), however few they are. For any other
+failure (a full table), an outage is over when no check has failed for OUTAGE_GAP_NS. Each process
+has its own clock, so a worker that had no requests applies the emergency limits later.
 """
 
 from __future__ import annotations
@@ -77,21 +76,15 @@ NODES_MAX: Final = 100_000
 # The most that one node admits of a subject, in shares, however little the others report.
 CEILING_SHARES: Final = 2
 OUTAGE_GAP_NS: Final = 5 * NS_PER_SECOND
-# The workers of a machine agree that an outage goes on if one of them noticed it this lately.
-SHARED_GAP_S: Final = 30
 LOG_EVERY_S: Final = 60.0
 # Counters that are kept prepared: more than a document has limits, at any load.
 _COUNTERS_MAX: Final = 4_096
-_AFTER_S_MAX: Final = 86_400
-_AFTER_NS_MAX: Final = _AFTER_S_MAX * NS_PER_SECOND
+_AFTER_NS_MAX: Final = 86_400 * NS_PER_SECOND
 
 # The names of these limits in decisions, and the subject of the ceiling.
 CEILING: Final = "ceiling"
 EMERGENCY: Final = "emergency"
 _EVERYONE: Final = "*"
-# The names of the buckets in which workers share an outage. Rule ids have no control characters.
-_NOTICED: Final = "\x1fnoticed"
-_AGE: Final = "\x1fage"
 _MEMORY: Final = "memory://"
 
 # A check of this machine: its counter, the subject and the units.
@@ -239,7 +232,6 @@ class LocalLimits:
         """That of the store in whose place these limits decide, if it has one."""
         self.fleet: SharedCounts | None = None
         """The counts of the fleet, if this machine is a node of one that gossips."""
-        self._shared: SharedOutage | None = None
         self._store: LocalStore | None = None
         self._owns_store = True
         self._counters: dict[tuple[Limits, str, Fraction], LocalCounter] = {}
@@ -257,24 +249,17 @@ class LocalLimits:
         if now_ns - self._failed_ns > OUTAGE_GAP_NS:
             self._since_ns = now_ns
         self._failed_ns = now_ns
-        if self._fallback.emergency_limits and self._fallback.store != _MEMORY:
-            self._share(self._own_outage_ns())
         kind = type(error).__name__
         if _outages.is_due(kind):
             _outages.note(
                 "the store has been unable to decide for %d s, and on_failure answers: %s",
-                self._own_outage_ns() // NS_PER_SECOND,
+                self.outage_ns() // NS_PER_SECOND,
                 error,
                 key=kind,
             )
 
     def outage_ns(self) -> int:
-        """Return how long the store has been unavailable; 0 if it is not."""
-        own_ns = self._own_outage_ns()
-        return own_ns if self._shared is None else max(own_ns, self._shared.age_ns())
-
-    def _own_outage_ns(self) -> int:
-        """Return how long this process knows that the store has been unavailable."""
+        """Return how long this process knows that the store is unavailable; 0 if it is not."""
         now_ns = self._clock.now_ns()
         noted_ns = 0
         if now_ns - self._failed_ns <= OUTAGE_GAP_NS:
@@ -282,13 +267,6 @@ class LocalLimits:
         breakers = self.monitor.breakers() if self.monitor is not None else ()
         failing_s = max((breaker.failing_s for breaker in breakers), default=0.0)
         return max(noted_ns, int(failing_s * NS_PER_SECOND))
-
-    def _share(self, own_ns: int) -> None:
-        """Share the duration of the outage with the other workers of this machine."""
-        shared = self._shared
-        if shared is None:
-            shared = self._shared = SharedOutage(self._opened())
-        shared.note(own_ns)
 
     def answer(
         self,
@@ -430,46 +408,8 @@ class LocalLimits:
             if self._store is not None:
                 if self._owns_store:
                     self._store.close()
-                self._store = self._shared = None
+                self._store = None
                 self._counters.clear()
-
-
-class SharedOutage:
-    """The age of an outage, for the workers that share a local store.
-
-    A store keeps counts, so the age is kept as two buckets that refill by one unit a second. A
-    worker that notices the outage empties the first. When it is full again, SHARED_GAP_S later, the
-    outage is over. The second is emptied at the start: the units that it has refilled are the age.
-    """
-
-    def __init__(self, store: LocalStore) -> None:
-        # Twice the longest time after which emergency limits can apply.
-        self._seconds = 2 * _AFTER_S_MAX
-        self._noticed = store.counter([Limit(1, per=1, capacity=SHARED_GAP_S)], _NOTICED)
-        self._age = store.counter([Limit(1, per=1, capacity=self._seconds)], _AGE)
-
-    def note(self, own_ns: int) -> None:
-        """Note that the outage goes on, and how long this worker has known of it."""
-        with suppress(StoreError):
-            own_s = min(own_ns // NS_PER_SECOND, self._seconds)
-            if own_s * NS_PER_SECOND > self.age_ns() or not self._goes_on():
-                self._age.reset(_EVERYONE)
-                self._age.check(_EVERYONE, self._seconds - own_s)
-            # It refills slowly enough that most failed checks only peek.
-            if self._noticed.peek(_EVERYONE, 2).allowed:
-                self._noticed.reset(_EVERYONE)
-                self._noticed.check(_EVERYONE, SHARED_GAP_S)
-
-    def age_ns(self) -> int:
-        """Return how long the workers have known of the outage; 0 if there is none."""
-        with suppress(StoreError):
-            if self._goes_on():
-                left_ns = self._age.peek(_EVERYONE, self._seconds).retry_after_ns
-                return self._seconds * NS_PER_SECOND - left_ns
-        return 0
-
-    def _goes_on(self) -> bool:
-        return not self._noticed.peek(_EVERYONE, SHARED_GAP_S).allowed
 
 
 def _decide(store: LocalStore, charges: Sequence[LocalCharge], *, spend: bool) -> list[Decision]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast, runtime_checkable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from ratekeeper.core.errors import ConfigError, StoreError
 from ratekeeper.core.model import Consistency, Decision, Limit, Request
@@ -109,7 +110,11 @@ class ServerStatus:
     """The Unix time since when it has kept its keys: it has lost none of them as a whole since."""
 
 
-class Counter(Protocol):
+Decided_co = TypeVar("Decided_co", covariant=True)
+Done_co = TypeVar("Done_co", covariant=True)
+
+
+class CounterOf(Protocol[Decided_co, Done_co]):
     """One rule's limits on one store. All limits pass together or none is charged."""
 
     @property
@@ -117,15 +122,15 @@ class Counter(Protocol):
         """The limits that a check must pass."""
         ...
 
-    def check(self, subject: str, cost: int, /) -> Decision | Ask:
+    def check(self, subject: str, cost: int, /) -> Decided_co:
         """Spend `cost` units if every limit has room. Raises CapacityError, StoreError."""
         ...
 
-    def peek(self, subject: str, cost: int, /) -> Decision | Ask:
+    def peek(self, subject: str, cost: int, /) -> Decided_co:
         """Return the answer of `check`, with the remaining quota as it is now. Spends nothing."""
         ...
 
-    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> Ask | None:
+    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> Done_co:
         """Return units to every limit, as far as time has not returned them already.
 
         `charged_ns` is that of the decision that charged them. None: the time is not known, and
@@ -133,11 +138,11 @@ class Counter(Protocol):
         """
         ...
 
-    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Ask | None:
+    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> Done_co:
         """Add extra units on top of every limit for `ttl_ns` (None: one window)."""
         ...
 
-    def reset(self, subject: str, /) -> Ask | None:
+    def reset(self, subject: str, /) -> Done_co:
         """Forget the spent and granted units of the subject."""
         ...
 
@@ -149,28 +154,9 @@ class Counter(Protocol):
         ...
 
 
-class LocalCounter(Counter, Protocol):
-    """A counter in the memory of this machine: it has every answer."""
-
-    def check(self, subject: str, cost: int, /) -> Decision:
-        """See Counter.check."""
-        ...
-
-    def peek(self, subject: str, cost: int, /) -> Decision:
-        """See Counter.peek."""
-        ...
-
-    def refund(self, subject: str, units: int, charged_ns: int | None, /) -> None:
-        """See Counter.refund."""
-        ...
-
-    def grant(self, subject: str, units: int, ttl_ns: int | None, /) -> None:
-        """See Counter.grant."""
-        ...
-
-    def reset(self, subject: str, /) -> None:
-        """See Counter.reset."""
-        ...
+# Of any store, and of one in the memory of this machine, which has every answer.
+Counter = CounterOf[Decision | Ask, Ask | None]
+LocalCounter = CounterOf[Decision, None]
 
 
 NEEDS_AUTHORITY: Final = (
@@ -427,61 +413,22 @@ def shared_store(store: Store) -> SharedStore | None:
 
 
 class StoreWrapper:
-    """The calls that a wrapping store passes on to the wrapped one."""
+    """The parts of a wrapping store that are those of the wrapped one."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
 
-    @property
-    def is_private(self) -> bool:
-        """True if no other process sees the counts."""
-        return self._store.is_private
-
-    @property
-    def is_local(self) -> bool:
-        """True if the wrapped store answers at once."""
-        return self._store.is_local
-
-    @property
-    def monitor(self) -> StoreMonitor:
-        """The counters and circuit breakers of the wrapped store."""
-        return self._store.monitor
-
-    @property
-    def channel(self) -> Channel:
-        """The messages of the wrapped store."""
-        return self._store.channel
-
-    @property
-    def authority(self) -> Authority:
-        """The authority of the wrapped store."""
-        return self._store.authority
-
-    @property
-    def regional(self) -> RegionalCounts:
-        """The counts of the region."""
-        return self._store.regional
-
-    @property
-    def cells(self) -> Cells:
-        """The cells of the wrapped store."""
-        return self._store.cells
-
-    def mark(self, subject: str, name: int, lasts_ns: int) -> bool | Ask:
-        """See Store.mark."""
-        return self._store.mark(subject, name, lasts_ns)
-
-    def sweep(self) -> int:
-        """See Store.sweep."""
-        return self._store.sweep()
-
-    def forget_all(self) -> int:
-        """See Store.forget_all."""
-        return self._store.forget_all()
-
-    def stats(self) -> StoreStats:
-        """See Store.stats."""
-        return self._store.stats()
+    is_private: Any = property(attrgetter("_store.is_private"))
+    is_local: Any = property(attrgetter("_store.is_local"))
+    monitor: Any = property(attrgetter("_store.monitor"))
+    channel: Any = property(attrgetter("_store.channel"))
+    authority: Any = property(attrgetter("_store.authority"))
+    cells: Any = property(attrgetter("_store.cells"))
+    regional: Any = property(attrgetter("_store.regional"))
+    mark: Any = property(attrgetter("_store.mark"))
+    sweep: Any = property(attrgetter("_store.sweep"))
+    forget_all: Any = property(attrgetter("_store.forget_all"))
+    stats: Any = property(attrgetter("_store.stats"))
 
 
 class StoreMonitor(Protocol):

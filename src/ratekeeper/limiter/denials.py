@@ -94,7 +94,6 @@ class DenialLog:
     def _clear(self) -> None:
         # In the order of their last line.
         self._tracked: dict[tuple[str, str], _Denied] = {}
-        self._oldest_ns = 0
         self._others = _Denied("", "")
 
     def forget_all(self) -> None:
@@ -126,33 +125,18 @@ class DenialLog:
         subject = key if type(key) is str else _subject_of(result, key)
         named, now_ns = (rule, subject), self._now_ns()
         with self._lock:
-            denied = self._tracked.get(named)
-            if denied is not None and 0 <= now_ns - self._oldest_ns < INTERVAL_NS:
-                denied.denials += 1  # most denials of a flood end here
-                denied.result = result
-                return
-            lines = self._lines(named, result, now_ns)
+            denied = self._tracked.get(named) or _Denied(*named, now_ns)
+            denied.denials += 1
+            denied.result = result
+            is_new = named not in self._tracked
+            lines = self._due(now_ns)
+            if is_new and len(self._tracked) < SUBJECTS_MAX:
+                lines.append(self._logged(denied, now_ns))
+            elif is_new:
+                self._others.logged_ns = self._others.logged_ns or now_ns
+                self._others.denials += 1
         for fields in lines:
             _write(fields)
-
-    def _lines(
-        self, named: tuple[str, str], result: CheckResult, now_ns: int
-    ) -> list[dict[str, Any]]:
-        """Count a denial; return the lines that are due."""
-        denied = self._tracked.get(named)
-        is_new = denied is None
-        if denied is None:
-            denied = _Denied(*named, now_ns)
-        denied.denials += 1
-        denied.result = result
-        lines = self._due(now_ns)
-        if is_new and len(self._tracked) < SUBJECTS_MAX:
-            lines.append(self._logged(denied, now_ns))
-        elif is_new:
-            self._others.logged_ns = self._others.logged_ns or now_ns
-            self._others.denials += 1
-        self._oldest_ns = next(iter(self._tracked.values())).logged_ns
-        return lines
 
     def _due(self, now_ns: int) -> list[dict[str, Any]]:
         """Return the lines of the subjects whose interval is over; forget the ones that waited."""

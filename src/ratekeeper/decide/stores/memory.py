@@ -613,19 +613,10 @@ class MemoryCounter:
         outcomes = []
         entries: list[Entry] = []
         for limit, algorithm, table in self._parts:
-            entry = pending.get((table, subject)) or table.entries.get(subject)
-            if entry is None:
-                after, outcome = algorithm.decide(None, limit, now_ns, cost)
-                entries.append((after, now_ns + outcome.reset_after_ns, None))
-            elif entry[2] is None:
-                after, outcome = algorithm.decide(entry[0], limit, now_ns, cost)
-                entries.append((after, now_ns + outcome.reset_after_ns, None))
-            else:
-                after, left, outcome = credits_.decide(
-                    algorithm, entry[0], entry[2], limit, now_ns, cost
-                )
-                expires_ns = max(now_ns + outcome.reset_after_ns, left[1] if left else 0)
-                entries.append((after, expires_ns, left))
+            state, _, credit = _entry(table, subject, pending)
+            after, left, outcome = credits_.decide(algorithm, state, credit, limit, now_ns, cost)
+            expires_ns = max(now_ns + outcome.reset_after_ns, left[1] if left else 0)
+            entries.append((after, expires_ns, left))
             outcomes.append(outcome)
         return outcomes, entries
 
