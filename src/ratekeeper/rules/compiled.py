@@ -256,12 +256,12 @@ class PreparedRule:
         own = written.consistency
         self.default = LimitChoice(written.limits, own, "default") if written.limits else None
         self.by_tier = {
-            tier: LimitChoice(limits, written.tier_consistency.get(tier, own), "tier", tier)
-            for tier, limits in written.tiers.items()
+            tier: LimitChoice(one.limits, one.consistency or own, "tier", tier)
+            for tier, one in written.tiers.items()
         }
         self.unlimited = LimitChoice((), own, "default")
         """What an override with limits replaces, for a tier without limits."""
-        self.keys = tuple(written.keys)
+        self.keys = tuple(written.keys.items())
         self.by_key: dict[tuple[str, Consistency], LimitChoice] = {}
         # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
@@ -276,11 +276,11 @@ class PreparedRule:
 
     def of_key(self, position: int, choice: LimitChoice | None) -> LimitChoice:
         """Return the limits of a key. Its consistency is its own, or that of `choice`."""
-        rule, key = self.rule.rule, self.keys[position]
-        consistency = rule.key_consistency.get(key) or (choice or self.unlimited).consistency
+        key, one = self.keys[position]
+        consistency = one.consistency or (choice or self.unlimited).consistency
         found = self.by_key.get((key, consistency))
         if found is None:
-            found = LimitChoice(rule.keys[key], consistency, "key", key)
+            found = LimitChoice(one.limits, consistency, "key", key)
             self.by_key[key, consistency] = found
         return found
 
@@ -680,10 +680,9 @@ class CompiledRules:
                 tier = DEFAULT_TIER
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in tiers:
-                consistency = self.document.tier_consistency.get(
-                    tier, prepared.rule.rule.consistency
-                )
-                choice = LimitChoice(tiers[tier], consistency, "tier", tier)
+                one = tiers[tier]
+                consistency = one.consistency or prepared.rule.rule.consistency
+                choice = LimitChoice(one.limits, consistency, "tier", tier)
                 prepared.by_tier[tier] = choice
         return choice
 
