@@ -249,9 +249,13 @@ class Document:
         for rule in self.rules:
             if rule.consistency != "strict":
                 yield f"rule {rule.id}", rule.consistency
-            for found in self.limit_sets(rule):
-                if found.consistency != "strict":
-                    yield f"rule {rule.id}: {found}", found.consistency
+            for what, by_name in (("tier", rule.tiers), ("key", rule.keys)):
+                for name, one in by_name.items():
+                    if one.consistency and one.consistency != "strict":
+                        yield f"rule {rule.id}: {what} {name}", one.consistency
+        for name, one in self.tiers.items():
+            if one.consistency and one.consistency != "strict":
+                yield f"tier {name}", one.consistency
 
 
 Rules = str | PathLike[str] | Mapping[str, Any] | Document
