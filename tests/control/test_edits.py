@@ -14,14 +14,14 @@ from ratekeeper.control import edits
 from ratekeeper.control.edits import unified_diff
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import Limit
-from ratekeeper.rules.document.model import Document, Override, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Override, Rule
 
 FREE, PRO = (Limit(10, per=60),), (Limit(100, per=60),)
 DOUBLE = Override("user", "42", multiply=2.0)
 DOUBLE_ORDERS = replace(DOUBLE, rule="orders")
 DOCUMENT = Document(
     rules=(Rule("orders", ("user",), FREE),),
-    tiers={"free": FREE, "pro": PRO},
+    tiers={"free": LimitsOfOne(FREE), "pro": LimitsOfOne(PRO)},
     assign={"user:42": "free", "tenant:acme": "pro"},
     allow=("api_key:sk_internal_*",),
     overrides=(DOUBLE, DOUBLE_ORDERS),
@@ -66,13 +66,13 @@ def test_removing_a_missing_override_raises(whose: tuple[str, str, str | None], 
 def test_tiers_are_changed_in_place_and_added_at_the_end() -> None:
     """The text of the other tiers does not move."""
     changed = edits.set_tier(DOCUMENT, "free", PRO).tiers
-    assert list(changed.items()) == [("free", PRO), ("pro", PRO)]
+    assert list(changed.items()) == [("free", LimitsOfOne(PRO)), ("pro", LimitsOfOne(PRO))]
     assert list(edits.set_tier(DOCUMENT, "max", PRO).tiers) == ["free", "pro", "max"]
 
 
 def test_remove_tier() -> None:
     """The others stay; a missing tier is an error that names the existing ones."""
-    assert edits.remove_tier(DOCUMENT, "free").tiers == {"pro": PRO}
+    assert edits.remove_tier(DOCUMENT, "free").tiers == {"pro": LimitsOfOne(PRO)}
     with pytest.raises(edits.NotFound, match=r"no tier 'max'; there are 'free', 'pro'"):
         edits.remove_tier(DOCUMENT, "max")
     with pytest.raises(edits.NotFound, match=r"there is none yet"):

@@ -18,7 +18,7 @@ from ratekeeper import Limit
 from ratekeeper.control import snapshot
 from ratekeeper.control.snapshot import EntrySnapshot, check_place, load, save
 from ratekeeper.core.errors import ConfigError, StoreUnavailable
-from ratekeeper.rules.document.model import Document, Match, Override, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Match, Override, Rule
 from ratekeeper.rules.document.reading import read_file
 from ratekeeper.rules.entries import EntryRow
 
@@ -29,7 +29,7 @@ DOCUMENT = Document(
         Rule("orders", ("api_key",), (Limit(10, per=1),), Match(endpoint=("/v1/*",))),
         Rule("login", ("ip",), (Limit(5, per=60, algorithm="sliding_window_log"),)),
     ),
-    tiers={"b": (Limit(1, per=1),), "a": (Limit(2, per=1),)},
+    tiers={"b": LimitsOfOne((Limit(1, per=1),)), "a": LimitsOfOne((Limit(2, per=1),))},
     deny=("api_key:sk_revoked_*", "user:naïve"),
     overrides=(
         Override("user", "42", multiply=2.0, until=datetime(2030, 1, 1, tzinfo=UTC), author="op"),

@@ -12,7 +12,7 @@ from ratekeeper.control.audit import AuditCursor
 from ratekeeper.control.repository import Repository, Version
 from ratekeeper.core.errors import ConfigError, UnsafeChange, VersionConflict
 from ratekeeper.core.model import Limit
-from ratekeeper.rules.document.model import Document, Override
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Override
 from ratekeeper.rules.document.reading import DocumentError, read
 from ratekeeper.rules.document.writing import to_yaml
 from tests.integration.rule_databases import repository, url
@@ -278,14 +278,14 @@ async def test_edits_change_the_document(repository: Repository) -> None:
     assert read(current.text) == replace(
         TEN,
         assign={"user:42": "pro"},
-        tiers={**TEN.tiers, "max": PRO},
+        tiers={**TEN.tiers, "max": LimitsOfOne(PRO)},
     )
     await repository.edit(
         lambda document: edits.unassign(document, "user:42"), kind="unassign", author="bob"
     )
     current = await repository.current()
     assert current is not None
-    assert read(current.text) == replace(TEN, tiers={**TEN.tiers, "max": PRO})
+    assert read(current.text) == replace(TEN, tiers={**TEN.tiers, "max": LimitsOfOne(PRO)})
     assert [each.kind for each in await repository.history()] == [
         *("unassign", "set-tier", "assign", "apply"),
     ]
@@ -329,7 +329,7 @@ async def test_the_first_version_may_be_an_edit(repository: Repository) -> None:
     """It edits the empty document."""
     version = await set_tier(repository, "pro", PRO, author="ann")
     assert (version.number, version.base) == (1, None)
-    assert read(version.text) == Document(tiers={"pro": PRO})
+    assert read(version.text) == Document(tiers={"pro": LimitsOfOne(PRO)})
 
 
 async def test_a_repository_is_closed_by_its_block(url: str) -> None:

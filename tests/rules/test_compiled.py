@@ -16,7 +16,7 @@ from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Consistency, Limits
 from ratekeeper.core.rates import scaled
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.rules.compiled import FACTOR_STEPS, CheckPlan, CompiledRules, RuleCheck, factor_step
-from ratekeeper.rules.document.model import Document, Match, Override, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Match, Override, Rule
 from ratekeeper.rules.document.reading import read
 from ratekeeper.rules.matching.patterns import Glob, compile_glob
 from ratekeeper.testing import ManualClock
@@ -153,7 +153,7 @@ rules: [{id: all, by: user}]
 
 def test_keys_of_an_attribute() -> None:
     """Keys are values of the attribute that the rule counts by."""
-    limits = {"eu-*": parse_limits("2/minute")}
+    limits = {"eu-*": LimitsOfOne(parse_limits("2/minute"))}
     rule = Rule("a", ("region",), parse_limits("1/minute"), keys=limits)
     compiled = compiled_of(Document((rule,)))
     eu = Request(attributes={"region": "eu-1"})
@@ -164,7 +164,7 @@ def test_keys_of_an_attribute() -> None:
 @pytest.mark.parametrize("key", ["{}", "sk-{}-*", "*-{}", "?-{}-*", "*-{}-*"])
 def test_many_keys_do_not_slow_a_check(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the 5,000 keys of a rule, a check tries a few."""
-    keys = {key.format(n): parse_limits(f"{n + 2}/minute") for n in range(5_000)}
+    keys = {key.format(n): LimitsOfOne(parse_limits(f"{n + 2}/minute")) for n in range(5_000)}
     tried: list[str] = []
     matches = Glob.matches
 
@@ -191,7 +191,7 @@ _PIECES = st.sampled_from(["a", "b", "ab", "*", "?", "[ab]"])
 def test_the_first_key_that_matches_applies(keys: list[str], user: str) -> None:
     """In the order of the document, however the keys are looked up."""
     numbers = {key: number for number, key in enumerate(keys, start=2)}
-    limits = {key: parse_limits(f"{number}/minute") for key, number in numbers.items()}
+    limits = {key: LimitsOfOne(parse_limits(f"{number}/minute")) for key, number in numbers.items()}
     compiled = compiled_of(Document((Rule("a", ("user",), parse_limits("1/minute"), keys=limits),)))
     first = next((key for key in keys if compile_glob(key).matches(user)), "")
     expected = f"{numbers.get(first, 1)}/60"
@@ -201,7 +201,9 @@ def test_the_first_key_that_matches_applies(keys: list[str], user: str) -> None:
 @pytest.mark.parametrize("name", ["attributes", "__class__", "__slots__"])
 def test_an_unknown_field_is_looked_up_in_attributes(name: str) -> None:
     """No name can read other attributes of the Request object."""
-    rule = Rule("a", (name,), parse_limits("1/minute"), keys={"x": parse_limits("2/minute")})
+    rule = Rule(
+        "a", (name,), parse_limits("1/minute"), keys={"x": LimitsOfOne(parse_limits("2/minute"))}
+    )
     compiled = compiled_of(Document((rule,)))
     check = only(compiled.plan(Request(attributes={name: "x"}), 1))
     assert (check.subject, rates(check)) == (f"{name}:x", ["2/60"])
@@ -210,7 +212,12 @@ def test_an_unknown_field_is_looked_up_in_attributes(name: str) -> None:
 
 def test_an_empty_value_is_a_value() -> None:
     """The user "" has a value, so other fields are not used instead."""
-    rule = Rule("a", ("user",), parse_limits("1/minute"), keys={"vip": parse_limits("2/minute")})
+    rule = Rule(
+        "a",
+        ("user",),
+        parse_limits("1/minute"),
+        keys={"vip": LimitsOfOne(parse_limits("2/minute"))},
+    )
     compiled = compiled_of(Document((rule,)))
     check = only(compiled.plan(Request(user="", attributes={"user": "vip"}), 1))
     assert (check.subject, rates(check)) == ("user:", ["1/60"])
@@ -410,7 +417,7 @@ def test_the_number_of_counters_is_bounded_by_the_document() -> None:
 )
 def test_subjects(by: Iterable[str], request_: Request, subject: str) -> None:
     """A plan has the subject that the rule counts the request under."""
-    tiers = {"pro": parse_limits("1/minute"), "free": parse_limits("1/minute")}
+    tiers = dict.fromkeys(("pro", "free"), LimitsOfOne(parse_limits("1/minute")))
     rule = Rule("a", tuple(by), parse_limits("1/minute"))
     compiled = compiled_of(Document((rule,), tiers, {"user:7": "pro"}))
     assert only(compiled.plan(request_, 1)).subject == subject

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratekeeper import Request
+from ratekeeper import Limit, Request
 from ratekeeper.core.clock import NS_PER_SECOND
+from ratekeeper.core.model import Limits
+from ratekeeper.core.rates import parse_limits
 from ratekeeper.rules.compiled import CompiledRules
+from ratekeeper.rules.document.model import Override
 from ratekeeper.rules.entries import EntryKind, EntryRow
 from ratekeeper.rules.entry_table import EntryTable, keys_of, unpacked
 from ratekeeper.rules.matching.lists import Lists, canonical_entry
@@ -152,7 +155,8 @@ def test_an_override_ends_and_leaves_the_one_before() -> None:
     clock.advance(1e-6)
     assert rates(only(compiled.plan(ALICE, 1))) == ["20/60"]
     assert compiled.entries.drop_expired(clock.now_ns()) == 1
-    assert [unpacked(each).id for each in compiled.entries.overrides.of("user", "1")] == ["long"]
+    left = compiled.entries.overrides.of("user", "1")
+    assert [unpacked("user:1", each).id for each in left] == ["long"]
     assert compiled.entries.drop_expired(clock.now_ns() + 5 * 3600 * NS_PER_SECOND) == 1
     assert not compiled.entries.overrides
 
@@ -211,35 +215,43 @@ def test_changes_of_overrides_equal_the_rows_that_are_left(
             left[name] = owner
         table.apply([override(name, {"user": owner})._replace(removed=removed)], 1)
     for owner in ("a", "b"):
-        found = [unpacked(each).id for each in table.overrides.of("user", owner)]
+        items = table.overrides.of("user", owner)
+        found = [unpacked(f"user:{owner}", each).id for each in items]
         assert found == [name for name in reversed(left) if left[name] == owner]
+
+
+TERMS: tuple[tuple[dict[str, Any], Limits, float | None], ...] = (
+    ({"multiply": 2}, (), 2.0),
+    ({"multiply": 1e-2}, (), 0.01),
+    ({"limits": ["9/s"]}, parse_limits("9/s"), None),
+    ({"limits": ["9/s", "99/m"]}, parse_limits("9/s; 99/m"), None),
+    ({"limits": [{"limit": 9, "per": 1, "name": 'a"]\\'}]}, (Limit(9, per=1, name='a"]\\'),), None),
+)
 
 
 @given(
     owner=st.text('ab:"\\é\n}', min_size=1, max_size=8),
     rule=st.none() | st.text('ab"\\é,]', min_size=1, max_size=4),
-    terms=st.one_of(
-        st.builds(lambda number: {"multiply": number}, st.floats(1e-9, 1e9) | st.integers(1, 9)),
-        st.builds(lambda rate: {"limits": [rate, {"rate": rate}]}, st.text('1/s"]\\', max_size=4)),
-        st.builds(lambda rate: {"limits": [rate, "9/s"]}, st.text('1/s"]\\', max_size=4)),
-    ),
+    terms=st.sampled_from(TERMS),
     reason=st.text('a ,}"\\é\x1f\n', min_size=1, max_size=6),
 )
 def test_an_override_is_packed_as_its_json_says(
-    owner: str, rule: str | None, terms: dict[str, Any], reason: str
+    owner: str,
+    rule: str | None,
+    terms: tuple[dict[str, Any], Limits, float | None],
+    reason: str,
 ) -> None:
     """Most are packed without a JSON parser: owner, rule, terms, end and reason are the same."""
+    written, limits, multiply = terms
     named = {} if rule is None else {"rule": rule}
-    data = {"for": {"user": owner}, **named, **terms, "until": NOON.isoformat(), "reason": reason}
-    written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    data = {"for": {"user": owner}, **named, **written, "until": NOON.isoformat(), "reason": reason}
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     table = EntryTable()
-    assert table.apply([row("override", "x", written)], 1) == []
+    assert table.apply([row("override", "x", text)], 1) == []
     [(found, item)] = table.overrides.find(Request(user=owner))
-    read = unpacked(item)
-    assert (found, read.id, read.rule) == (f"user:{owner}", "x", rule or "")
-    assert read.reason == reason
-    assert read.until_us == NOON.timestamp() * 1_000_000
-    assert read.data(found) == {"for": {"user": owner}, **terms}
+    assert found == f"user:{owner}"
+    expected = Override("user", owner, rule, limits, multiply, NOON, reason, id="x")
+    assert unpacked(found, item) == expected
 
 
 @pytest.mark.parametrize(

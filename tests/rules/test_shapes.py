@@ -17,7 +17,7 @@ from ratekeeper import InvalidKey, Request, parse_limits
 from ratekeeper.core.model import REQUEST_FIELDS
 from ratekeeper.rules import compiled as compiled_module
 from ratekeeper.rules.compiled import VALUE_LENGTH_MAX, CheckPlan, CompiledRules
-from ratekeeper.rules.document.model import MODES, Document, Override, Rule
+from ratekeeper.rules.document.model import MODES, Document, LimitsOfOne, Override, Rule
 from ratekeeper.rules.entries import EntryRow
 from ratekeeper.rules.entry_table import EntryTable
 from tests.rules import requests as drawn
@@ -32,7 +32,9 @@ PLAIN = Document((Rule("a", ("user",), LIMITS), Rule("b", ("tenant",), LIMITS)))
 counted = st.lists(
     st.sampled_from([*REQUEST_FIELDS, "region", "other"]), max_size=3, unique=True
 ).map(tuple)
-tiers = st.dictionaries(st.sampled_from(["a", "free"]), st.just(parse_limits("5/s")), max_size=2)
+tiers = st.dictionaries(
+    st.sampled_from(["a", "free"]), st.just(LimitsOfOne(parse_limits("5/s"))), max_size=2
+)
 owners = st.tuples(st.sampled_from(["user", "api_key", "tenant"]), st.sampled_from("ab"))
 
 
@@ -51,7 +53,9 @@ def documents(draw: st.DrawFn) -> Document:
             "mode": draw(st.sampled_from(MODES)),
         }
         if len(by) == 1:
-            more["keys"] = draw(st.dictionaries(drawn.globs, st.just(LIMITS), max_size=2))
+            more["keys"] = draw(
+                st.dictionaries(drawn.globs, st.just(LimitsOfOne(LIMITS)), max_size=2)
+            )
         if rules and draw(st.booleans()):
             more["replaces"] = rules[0].id
         rules.append(replace(rule, **more))

@@ -794,11 +794,8 @@ def needed_ms_of(document: Document) -> int:
 
 
 def _all_limits(document: Document) -> Iterator[Limits]:
-    yield from document.tiers.values()
     for rule in document.rules:
-        yield rule.limits
-        yield from rule.tiers.values()
-        yield from rule.keys.values()
+        yield from (each.limits for each in document.limit_sets(rule))
     for override in document.overrides:
         yield override.limits
 

@@ -20,7 +20,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 from ratekeeper.core.errors import ConfigError, show
 from ratekeeper.core.model import Consistency, Limits
-from ratekeeper.rules.document.model import Document, Mode, Override, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Mode, Override, Rule
 from ratekeeper.rules.matching.lists import canonical_entry
 
 ListName = Literal["allow", "deny"]
@@ -73,12 +73,8 @@ def set_tier(
     document: Document, name: str, limits: Limits, consistency: Consistency | None = None
 ) -> Document:
     """Give a tier these limits and this consistency; a new name adds a tier after the others."""
-    chosen = {} if consistency is None else {name: consistency}
-    return replace(
-        document,
-        tiers={**document.tiers, name: tuple(limits)},
-        tier_consistency={**_without(document.tier_consistency, name), **chosen},
-    )
+    tier = LimitsOfOne(tuple(limits), consistency)
+    return replace(document, tiers={**document.tiers, name: tier})
 
 
 def remove_tier(document: Document, name: str) -> Document:
@@ -88,11 +84,7 @@ def remove_tier(document: Document, name: str) -> Document:
     """
     if name not in document.tiers:
         raise NotFound(f"there is no tier {show(name)}; {_there_are(document.tiers)}")
-    return replace(
-        document,
-        tiers=_without(document.tiers, name),
-        tier_consistency=_without(document.tier_consistency, name),
-    )
+    return replace(document, tiers=_without(document.tiers, name))
 
 
 def _without(mapping: Mapping[str, _Value], name: str) -> dict[str, _Value]:
@@ -236,10 +228,7 @@ def undone(applied: Document, current: Document, new: Document) -> list[str]:
 _MISSING: Final = object()
 _PARTS: Final[dict[str, Callable[[Document], dict[str, object]]]] = {
     "rule": lambda document: {rule.id: rule for rule in document.rules},
-    "tier": lambda document: {
-        name: (limits, document.tier_consistency.get(name))
-        for name, limits in document.tiers.items()
-    },
+    "tier": lambda document: dict(document.tiers),
     "assignment of": lambda document: dict(document.assign),
     "override for": lambda document: {
         f"{each.attribute}:{each.value} ({each.rule or 'every rule'})": each

@@ -13,7 +13,7 @@ out of a replay (`unreadable`), because it would count many clients as one, or n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final
@@ -21,7 +21,7 @@ from typing import Final
 from ratekeeper.core.model import REQUEST_FIELDS, Request
 from ratekeeper.history.events import EXCESS, PART, SubjectMode, recorded_value
 from ratekeeper.history.reading import RecordedRequest
-from ratekeeper.rules.document.model import Document, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Rule
 from ratekeeper.rules.entry_table import EntryTable
 from ratekeeper.rules.matching.patterns import compile_glob
 
@@ -183,8 +183,8 @@ def replayed_document(document: Document, left_out: Iterable[str]) -> Document:
             rule,
             mode="off" if rule.id in off else rule.mode,
             consistency="strict",
-            tier_consistency={},
-            key_consistency={},
+            tiers=_without_consistency(rule.tiers),
+            keys=_without_consistency(rule.keys),
             scope="region",
             across_regions=None,
             scale=(),
@@ -192,4 +192,8 @@ def replayed_document(document: Document, left_out: Iterable[str]) -> Document:
         )
         for rule in document.rules
     )
-    return replace(document, rules=rules, tier_consistency={})
+    return replace(document, rules=rules, tiers=_without_consistency(document.tiers))
+
+
+def _without_consistency(by_name: Mapping[str, LimitsOfOne]) -> dict[str, LimitsOfOne]:
+    return {name: LimitsOfOne(one.limits) for name, one in by_name.items()}

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Sequence
 from heapq import heappop, heappush, nsmallest
+from itertools import chain
 from typing import Final, NamedTuple
 
 from ratekeeper.core.clock import ManualClock
@@ -422,7 +423,7 @@ class Replay:
             if rule.mode != "off" and rule.id not in self._left_out
         ]
         covered_ns = (self._last_us - first_us) * _NS_PER_US
-        tiers = [limits for document in self._documents for limits in document.tiers.values()]
+        tiers = [one.limits for document in self._documents for one in document.tiers.values()]
         long = [rule for rule in active if _longest_ns(rule, tiers) > covered_ns]
         if long and self._rows:
             yield (
@@ -538,7 +539,8 @@ class _Schedule:
 
 
 def _longest_ns(rule: Rule, tiers: Sequence[Limits]) -> int:
-    sets = [rule.limits, *rule.tiers.values(), *rule.keys.values()]
+    ones = chain(rule.tiers.values(), rule.keys.values())
+    sets = [rule.limits, *(one.limits for one in ones)]
     if not rule.limits:
         sets += tiers
     return max((limit.window_ns for limits in sets for limit in limits), default=0)

@@ -435,10 +435,8 @@ def rule_names(document: Any) -> dict[str, str]:
     """Return, for each rule of a document, its id, algorithms and endpoints, joined as labels."""
     found = {}
     for rule in document.rules:
-        choices = [rule.limits, *rule.tiers.values(), *rule.keys.values()]
-        if not rule.limits and not rule.tiers:
-            choices += document.tiers.values()
-        algorithms = algorithms_of(limit for limits in choices for limit in limits)
+        sets = document.limit_sets(rule)
+        algorithms = algorithms_of(limit for each in sets for limit in each.limits)
         found[rule.id] = JOIN.join((rule.id, algorithms, endpoint_label(rule.match.endpoint)))
     return found
 

@@ -9,9 +9,9 @@ now. Consumption carries over between limits that differ only in their numbers.
 
 A counter is made when it is first needed and kept with the choice of limits it belongs to. The
 number of counters is bounded by the document, not by its callers: one choice for each set of limits
-in the document, times the overrides that multiply them, and for each choice at most one counter for
-each step of the factor (times the parts of a rule that splits its limits). Overrides outside the
-document share the counters of equal terms, and at most TERMS_MAX terms are kept.
+in the document, and for each choice at most one counter for each step of the factor (times the
+parts of a rule that splits its limits). The same holds for the limits of overrides, of which each
+choice keeps at most TERMS_MAX. Overrides with equal terms share their counters.
 
 Entries beside the document (`entry_table.py`) take precedence over those in it, and change in
 place. After each change, `with_entries` makes a new CompiledRules that shares everything else.
@@ -59,13 +59,15 @@ from ratekeeper.rules.document.model import (
     Rule,
     override_changes,
 )
-from ratekeeper.rules.entry_table import EntryTable, OwnerTable, PackedOverride, unpacked
+from ratekeeper.rules.entry_table import EntryTable, OwnerTable, unpacked
 from ratekeeper.rules.matching.lists import Lists, Verdict
 from ratekeeper.rules.matching.patterns import Network, normalised, spellings
 from ratekeeper.rules.matching.table import CompiledRule, RuleTable, Values
 from ratekeeper.rules.splitting import part_count, part_limits, part_subject
 
 LimitSource = Literal["default", "tier", "key", "override"]
+# The limits of an override, or its factor.
+_Terms = tuple[Limits, float | None]
 
 
 class CompileCheck(Protocol):
@@ -138,13 +140,11 @@ class LimitChoice:
     """Limits that a rule has for some requests, and where in the document they come from."""
 
     __slots__ = (
-        "by_override",
         "by_step",
         "by_terms",
         "consistency",
         "detail",
         "limits",
-        "of_tiers",
         "override",
         "source",
     )
@@ -163,28 +163,20 @@ class LimitChoice:
         self.detail = detail
         self.override = override
         self.by_step: dict[int, PreparedLimits] = {}
-        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
-        """The same limits multiplied, by the position of the override in the document."""
-        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
-        """The same for overrides beside the document, by their terms."""
-        self.of_tiers: dict[Consistency, LimitChoice] | None = None
-        """Of a key without a consistency of its own: the same limits with that of a tier."""
+        self.by_terms: dict[_Terms, tuple[Limits, dict[int, PreparedLimits]]] = {}
+        """The limits of overrides that replace these, and what is prepared for them."""
 
-    def with_consistency(self, consistency: Consistency) -> LimitChoice:
-        """Return the limits of a key, with the consistency of the request's tier."""
-        if self.of_tiers is None or consistency == self.consistency:
-            return self
-        found = self.of_tiers.get(consistency)
-        if found is None:
-            found = LimitChoice(self.limits, consistency, self.source, self.detail)
-            self.of_tiers[consistency] = found
-        return found
-
-    def of_owner(self, owner: str, packed: PackedOverride) -> LimitChoice:
-        """Return the same limits and counters, as those of an override of one owner."""
-        override = packed.override(owner, self.override)
-        found = LimitChoice(self.limits, self.consistency, "override", owner, override)
-        found.by_step = self.by_step
+    def overridden_by(self, owner: str, override: Override) -> LimitChoice:
+        """Return the limits of an override of these. Overrides with equal terms share counters."""
+        terms = override.limits, override.multiply
+        known = self.by_terms.get(terms)
+        if known is None:
+            if len(self.by_terms) >= TERMS_MAX:
+                self.by_terms.clear()
+            limits = override.limits or scaled(self.limits, override.multiply or 1.0)
+            known = self.by_terms[terms] = limits, {}
+        found = LimitChoice(known[0], self.consistency, "override", owner, override)
+        found.by_step = known[1]
         return found
 
 
@@ -242,17 +234,17 @@ class PreparedRule:
 
     __slots__ = (
         "by_key",
-        "by_override",
-        "by_terms",
         "by_tier",
         "default",
         "factor",
         "field",
         "id",
         "is_plain",
+        "keys",
         "prefix",
         "read",
         "rule",
+        "unlimited",
         "varies",
     )
 
@@ -264,14 +256,13 @@ class PreparedRule:
         own = written.consistency
         self.default = LimitChoice(written.limits, own, "default") if written.limits else None
         self.by_tier = {
-            tier: LimitChoice(limits, written.tier_consistency.get(tier, own), "tier", tier)
-            for tier, limits in written.tiers.items()
+            tier: LimitChoice(one.limits, one.consistency or own, "tier", tier)
+            for tier, one in written.tiers.items()
         }
-        self.by_override: dict[tuple[int, Consistency], LimitChoice] = {}
-        """Limits of overrides, by their position in the document and the rule's consistency."""
-        self.by_terms: dict[tuple[str, Consistency], LimitChoice] = {}
-        """Limits of overrides beside the document, by their terms, likewise."""
-        self.by_key = tuple(_choice_of_key(written, text) for text in written.keys)
+        self.unlimited = LimitChoice((), own, "default")
+        """What an override with limits replaces, for a tier without limits."""
+        self.keys = tuple(written.keys.items())
+        self.by_key: dict[tuple[str, Consistency], LimitChoice] = {}
         # Most rules count by one field as the request has it, which has a short cut.
         field = written.by[0] if len(written.by) == 1 else ""
         plain = field in REQUEST_FIELDS and field not in _NORMALISED
@@ -280,12 +271,18 @@ class PreparedRule:
         self.prefix = f"{field}:"
         self.is_plain = plain and written.mode == "enforce" and written.penalty is None
         changes = factor is not None or written.split > 1
-        self.varies = changes or bool(self.by_key) or written.rollout < 100
+        self.varies = changes or bool(self.keys) or written.rollout < 100
         """True if the limits or the counter are chosen for each request."""
 
-    def consistency_of(self, choice: LimitChoice | None) -> Consistency:
-        """Return the consistency of limits that override `choice`: the same."""
-        return self.rule.rule.consistency if choice is None else choice.consistency
+    def of_key(self, position: int, choice: LimitChoice | None) -> LimitChoice:
+        """Return the limits of a key. Its consistency is its own, or that of `choice`."""
+        key, one = self.keys[position]
+        consistency = one.consistency or (choice or self.unlimited).consistency
+        found = self.by_key.get((key, consistency))
+        if found is None:
+            found = LimitChoice(one.limits, consistency, "key", key)
+            self.by_key[key, consistency] = found
+        return found
 
     def subject_of(self, request: Request, tier: str | None) -> str:
         """Return the subject that the rule counts the request under."""
@@ -306,14 +303,6 @@ class PreparedRule:
         if not _NORMALISED.isdisjoint(by):
             request = _as_counted(request, tier)
         return subject_of_request(request, by)
-
-
-def _choice_of_key(rule: Rule, text: str) -> LimitChoice:
-    consistency = rule.key_consistency.get(text)
-    found = LimitChoice(rule.keys[text], consistency or rule.consistency, "key", text)
-    if consistency is None:
-        found.of_tiers = {}
-    return found
 
 
 def _as_counted(request: Request, tier: str | None) -> Request:
@@ -434,12 +423,10 @@ class CompiledRules:
         # The places of the rules, if a rule in shadow mode tries to take the place of another.
         trials = any(each.replaces and each.mode == "shadow" for each in document.rules)
         self._orders = {rule.rule.id: rule.order for rule in self.table.rules} if trials else {}
-        # The end (None: no end), the position in the document, and the override.
-        self._overrides: OwnerTable[tuple[int | None, int, Override]] = OwnerTable()
+        self._overrides: OwnerTable[Override] = OwnerTable()
         # The first of the document applies, and the table puts the newest item first.
-        for position, override in reversed(list(enumerate(document.overrides))):
-            item = (_ns(override.until), position, override)
-            self._overrides.add(override.attribute, override.value, item)
+        for override in reversed(document.overrides):
+            self._overrides.add(override.attribute, override.value, override)
         self._use_entries(entries or EntryTable())
 
     def _use_entries(self, entries: EntryTable) -> None:
@@ -693,10 +680,9 @@ class CompiledRules:
                 tier = DEFAULT_TIER
             choice = prepared.by_tier.get(tier, choice)
             if choice is None and tier in tiers:
-                consistency = self.document.tier_consistency.get(
-                    tier, prepared.rule.rule.consistency
-                )
-                choice = LimitChoice(tiers[tier], consistency, "tier", tier)
+                one = tiers[tier]
+                consistency = one.consistency or prepared.rule.rule.consistency
+                choice = LimitChoice(one.limits, consistency, "tier", tier)
                 prepared.by_tier[tier] = choice
         return choice
 
@@ -704,13 +690,11 @@ class CompiledRules:
         self, prepared: PreparedRule, request: Request, tier: str | None
     ) -> LimitChoice | None:
         choice = self._choice_of_tier(prepared, tier)
-        if prepared.by_key:
+        if prepared.keys:
             value = value_of(request, prepared.rule.rule.by[0], tier)
             position = None if value is None else prepared.rule.keys.find(value)
             if position is not None:
-                of_key = prepared.by_key[position]
-                tiers_own = choice.consistency if choice else of_key.consistency
-                choice = of_key.with_consistency(tiers_own)
+                choice = prepared.of_key(position, choice)
         return self._overridden(prepared, request, choice) if self._has_overrides else choice
 
     def _is_overridden(self, request: Request) -> bool:
@@ -728,33 +712,21 @@ class CompiledRules:
 
         Entries go before the document, and user, API key, tenant and address in this order.
         """
-        rule = prepared.rule.rule
-        if self.entries.overrides:
-            now_us = self._now_ns() // 1_000
-            for owner, item in self.entries.overrides.find(request):
-                packed = unpacked(item)
-                kind = owner.partition(":")[0]
-                if override_changes(rule, kind, packed.rule) and packed.until_us > now_us:
-                    return _choice_of_entry(prepared, choice, owner, packed)
-        for owner, (until_ns, position, override) in self._overrides.find(request):
-            if not override_changes(rule, override.attribute, override.rule):
+        for owner, override in self._overrides_of(request):
+            if not override_changes(prepared.rule.rule, override.attribute, override.rule):
                 continue
-            if until_ns is not None and self._now_ns() >= until_ns:
+            if override.until is not None and self._now_ns() >= _ns(override.until):
                 continue
-            if override.limits:
-                known = prepared.by_override
-            elif choice is not None:
-                known = choice.by_override
-            else:
+            if choice is None and not override.limits:
                 return None
-            consistency = prepared.consistency_of(choice)
-            found = known.get((position, consistency))
-            if found is None:
-                limits = override.limits or _multiplied(choice, override.multiply)
-                found = LimitChoice(limits, consistency, "override", owner, override)
-                known[position, consistency] = found
-            return found
+            return (choice or prepared.unlimited).overridden_by(owner, override)
         return choice
+
+    def _overrides_of(self, request: Request) -> Iterator[tuple[str, Override]]:
+        """Yield the owners of a request and their overrides, in force or not."""
+        for owner, item in self.entries.overrides.find(request):
+            yield owner, unpacked(owner, item)
+        yield from self._overrides.find(request)
 
     def why_not(self, rule: CompiledRule, request: Request, tier: str | None) -> str:
         """Return why a rule does not apply to a request, in words; empty if it does."""
@@ -806,34 +778,6 @@ def _different(checks: list[RuleCheck]) -> list[RuleCheck]:
     return list({check.rule.id: check for check in checks}.values())
 
 
-def _choice_of_entry(
-    prepared: PreparedRule, choice: LimitChoice | None, owner: str, packed: PackedOverride
-) -> LimitChoice | None:
-    """Return the limits of an override beside the document; None if it multiplies nothing."""
-    terms = packed.terms
-    has_limits = terms.startswith("[")
-    if not has_limits and choice is None:
-        return None
-    known = prepared.by_terms if has_limits or choice is None else choice.by_terms
-    consistency = prepared.consistency_of(choice)
-    found = known.get((terms, consistency))
-    if found is None:
-        # Imported here: rules without such overrides do not need the document reader.
-        from ratekeeper.rules.entries import parse_override  # noqa: PLC0415 - see above
-
-        override = parse_override(packed.data(owner))
-        limits = override.limits or _multiplied(choice, override.multiply)
-        if len(known) >= TERMS_MAX:
-            known.clear()
-        found = LimitChoice(limits, consistency, "override", override=override)
-        known[terms, consistency] = found
-    return found.of_owner(owner, packed)
-
-
-def _multiplied(choice: LimitChoice | None, factor: float | None) -> Limits:
-    return () if choice is None else scaled(choice.limits, 1.0 if factor is None else factor)
-
-
 def factor_step(factor: float) -> int:
     """Return a factor in whole steps, rounded towards 1: a slightly busy machine keeps its limits.
 
@@ -868,6 +812,6 @@ def value_of(request: Request, name: str, tier: str | None) -> str | None:
     return request.attributes.get(name)
 
 
-def _ns(time: datetime | None) -> int | None:
+def _ns(time: datetime) -> int:
     """Return exact nanoseconds since the epoch. A float would be off by a microsecond."""
-    return None if time is None else (time - _EPOCH) // timedelta(microseconds=1) * 1_000
+    return (time - _EPOCH) // timedelta(microseconds=1) * 1_000

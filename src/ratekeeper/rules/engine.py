@@ -134,12 +134,13 @@ class RuleEngine:
     def _require_exact(regions: Regions, document: Document, rule: Rule) -> None:
         """Raise ConfigError if a region's share of an exact rule is less than one unit."""
         # Imported here: most documents have no exact rules.
-        from ratekeeper.rules.document.safety import limit_sets  # noqa: PLC0415 - see above
+        from ratekeeper.rules.document.safety import limits_at  # noqa: PLC0415 - see above
 
-        for where, limits in limit_sets(document, f"rule {rule.id}", rule):
-            if limits:
-                parts = part_count(limits, rule.split)
-                require_shares(regions, part_limits(limits, parts, parts - 1), where)
+        for found in document.limit_sets(rule):
+            if found.limits:
+                parts = part_count(found.limits, rule.split)
+                where = limits_at(f"rule {rule.id}", found)
+                require_shares(regions, part_limits(found.limits, parts, parts - 1), where)
 
     def _prepare(self, document: Document) -> None:
         """Prepare the store for rules that nodes or regions share."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
 from ratekeeper.core.errors import ConfigError, show
-from ratekeeper.core.model import Request
+from ratekeeper.core.model import Limits, Request
 from ratekeeper.rules.document.model import OWNERS, Override, OverrideOwner
 from ratekeeper.rules.matching.lists import Lists
 from ratekeeper.rules.matching.patterns import Network, address_of, compile_network
@@ -168,43 +168,6 @@ def _network_key(version: int, length: int, prefix: int) -> str:
     return f"ip:{version}/{length}/{prefix:x}"
 
 
-class PackedOverride(NamedTuple):
-    """An override of the table, unpacked."""
-
-    id: str
-    until_us: int
-    rule: str
-    """The id of the rule that it changes; empty: every rule that counts by its owner."""
-    terms: str
-    """Its limits or its factor, as JSON."""
-    reason: str
-
-    def data(self, owner: str) -> dict[str, Any]:
-        """Return the terms of the override as plain data, for `parse_override`."""
-        attribute, _, value = owner.partition(":")
-        terms = json.loads(self.terms)
-        return {
-            "for": {attribute: value},
-            "limits" if isinstance(terms, list) else "multiply": terms,
-        }
-
-    def override(self, owner: str, terms: Override | None) -> Override | None:
-        """Return the override of an owner, given one with equal terms; no author."""
-        if terms is None:
-            return None
-        attribute, _, value = owner.partition(":")
-        return Override(
-            cast("OverrideOwner", attribute),
-            value,
-            self.rule or None,
-            terms.limits,
-            terms.multiply,
-            _EPOCH + timedelta(microseconds=self.until_us),
-            self.reason,
-            id=self.id,
-        )
-
-
 class EntryTable:
     """All entries of a node, by the owner that a request names."""
 
@@ -291,7 +254,23 @@ def _end(until: str) -> bytes:
     return _END.pack((datetime.fromisoformat(until) - _EPOCH) // _MICROSECOND)
 
 
-def unpacked(item: bytes) -> PackedOverride:
-    """Return the parts of a packed override."""
+def unpacked(owner: str, item: bytes) -> Override:
+    """Return a packed override of an owner, without its author."""
     name, rule, terms, reason = item[_END.size :].decode().split(_MARK, 3)
-    return PackedOverride(name, _END.unpack_from(item)[0], rule, terms, reason)
+    attribute, _, value = owner.partition(":")
+    until = _EPOCH + timedelta(microseconds=_END.unpack_from(item)[0])
+    limits, multiply = _terms(terms)
+    kind = cast("OverrideOwner", attribute)
+    return Override(kind, value, rule or None, limits, multiply, until, reason, id=name)
+
+
+@lru_cache(4_096)  # many overrides have the same terms
+def _terms(text: str) -> tuple[Limits, float | None]:
+    """Return the limits or the factor of an override."""
+    # Imported here: rules without such overrides do not need the document reader.
+    from ratekeeper.rules.entries import parse_override  # noqa: PLC0415 - see above
+
+    terms = json.loads(text)
+    field = "limits" if isinstance(terms, list) else "multiply"
+    found = parse_override({"for": {"user": "any"}, field: terms})
+    return found.limits, found.multiply

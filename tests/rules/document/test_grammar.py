@@ -13,6 +13,7 @@ from ratekeeper.rules.document.model import (
     BY_MAX,
     PATTERNS_MAX,
     RULES_MAX,
+    LimitsOfOne,
     Match,
     Override,
     PenaltySettings,
@@ -24,6 +25,7 @@ from ratekeeper.rules.document.shapes import seconds
 from ratekeeper.rules.document.tree import DocumentPlace, ProblemList, tree_of_yaml
 
 LIMITS = (Limit(5, per=1),)
+SEVEN = LimitsOfOne((Limit(7, per=1),))
 
 
 def rule(text: str) -> Rule:
@@ -64,8 +66,8 @@ def problems(text: str) -> list[str]:
             "match: {attributes: {region: eu-*}}",
             {"match": Match(attributes={"region": ("eu-*",)})},
         ),
-        ("tiers: {pro: 7/s}", {"tiers": {"pro": (Limit(7, per=1),)}}),
-        ("keys: {'a*': 7/s}", {"keys": {"a*": (Limit(7, per=1),)}}),
+        ("tiers: {pro: 7/s}", {"tiers": {"pro": SEVEN}}),
+        ("keys: {'a*': 7/s}", {"keys": {"a*": SEVEN}}),
         ("cost: 5", {"cost": 5}),
         ("cost: 0", {"cost": 0}),
         ("cost: {/a: 5, '/b/{id}': 0}", {"cost": 1, "costs": {"/a": 5, "/b/{id}": 0}}),
@@ -85,14 +87,16 @@ def problems(text: str) -> list[str]:
         ),
         (
             "tiers: {pro: {limits: 7/s, consistency: eventual}}",
-            {"tiers": {"pro": (Limit(7, per=1),)}, "tier_consistency": {"pro": "eventual"}},
+            {"tiers": {"pro": LimitsOfOne(SEVEN.limits, "eventual")}},
         ),
-        ("tiers: {pro: {limits: [7/s]}}", {"tiers": {"pro": (Limit(7, per=1),)}}),
+        ("tiers: {pro: {limits: [7/s]}}", {"tiers": {"pro": SEVEN}}),
         (
             "keys: {'a*': {limits: 7/s, consistency: strict}, b: 8/s}",
             {
-                "keys": {"a*": (Limit(7, per=1),), "b": (Limit(8, per=1),)},
-                "key_consistency": {"a*": "strict"},
+                "keys": {
+                    "a*": LimitsOfOne(SEVEN.limits, "strict"),
+                    "b": LimitsOfOne((Limit(8, per=1),)),
+                }
             },
         ),
         ("on_failure: closed", {"on_failure": "closed"}),
@@ -135,7 +139,7 @@ def test_a_rule_without_limits_needs_tiers() -> None:
     """A rule may omit its limits if the document has tiers."""
     document = read("{version: 1, tiers: {pro: 5/s}, rules: [{id: a, by: user}]}")
     assert document.rules[0].limits == ()
-    assert document.tiers == {"pro": LIMITS}
+    assert document.tiers == {"pro": LimitsOfOne(LIMITS)}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import Limit
 from ratekeeper.rules.document import reading as module
-from ratekeeper.rules.document.model import Document
+from ratekeeper.rules.document.model import Document, LimitsOfOne
 from ratekeeper.rules.document.reading import (
     DocumentError,
     DocumentPositions,
@@ -62,8 +62,8 @@ def test_the_document_of_the_design() -> None:
     assert (orders.id, orders.by, orders.on_failure) == ("orders", ("api_key",), "local")
     assert orders.match.endpoint == ("/v1/orders/*",)
     assert orders.limits == (Limit(10, per=1), Limit(100, per=60, burst=50))
-    assert orders.tiers == {"pro": (Limit(50, per=1), Limit(1000, per=60))}
-    assert orders.keys == {"sk_prod_vip_001": (Limit(1000, per=60),)}
+    assert orders.tiers == {"pro": LimitsOfOne((Limit(50, per=1), Limit(1000, per=60)))}
+    assert orders.keys == {"sk_prod_vip_001": LimitsOfOne((Limit(1000, per=60),))}
     assert login.limits == (Limit(5, per=60, algorithm="sliding_window_log"),)
     assert list(document.tiers) == ["free", "pro", "enterprise"]
     assert (document.allow, document.deny) == (

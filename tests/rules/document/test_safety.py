@@ -10,7 +10,7 @@ from hypothesis import given
 
 from ratekeeper.core.errors import SafetyFinding
 from ratekeeper.core.model import Limit
-from ratekeeper.rules.document.model import Document, Match, Rule
+from ratekeeper.rules.document.model import Document, LimitsOfOne, Match, Rule
 from ratekeeper.rules.document.reading import from_data, read, read_file
 from ratekeeper.rules.document.safety import FINDINGS_MAX, findings, new_findings
 from tests.rules.documents import Data, documents
@@ -185,7 +185,7 @@ def test_a_tier_that_is_removed_and_still_matched() -> None:
 def test_tiers_that_a_program_omitted() -> None:
     """The reader rejects them; documents that a program built are checked here."""
     document = Document(
-        rules=(Rule(id="r", by=(), limits=LIMITS, tiers={"pro": LIMITS}),),
+        rules=(Rule(id="r", by=(), limits=LIMITS, tiers={"pro": LimitsOfOne(LIMITS)}),),
         assign={"user:1": "pro", "user:2": "gold", "user:3": "gold"},
     )
     first, second = findings(document)
@@ -197,11 +197,11 @@ def test_tiers_that_a_program_omitted() -> None:
 @pytest.mark.parametrize(
     ("document", "places"),
     [
-        (Document(tiers={"free": ()}), ["tiers.free"]),
+        (Document(tiers={"free": LimitsOfOne()}), ["tiers.free"]),
         (
             Document(
-                tiers={"free": ()},
-                rules=(Rule(id="r", by=(), limits=LIMITS, tiers={"free": LIMITS}),),
+                tiers={"free": LimitsOfOne()},
+                rules=(Rule(id="r", by=(), limits=LIMITS, tiers={"free": LimitsOfOne(LIMITS)}),),
             ),
             [],
         ),
@@ -209,14 +209,14 @@ def test_tiers_that_a_program_omitted() -> None:
         (Document(rules=(Rule(id="r", by=(), mode="off"),)), []),
         (
             Document(
-                tiers={"free": LIMITS},
+                tiers={"free": LimitsOfOne(LIMITS)},
                 rules=(Rule(id="r", by=(), match=Match(tier=("free", "gold", "x*"))),),
             ),
             ["rules[0].match.tier"],
         ),
         (
             Document(
-                tiers={"free": LIMITS},
+                tiers={"free": LimitsOfOne(LIMITS)},
                 rules=(Rule(id="r", by=(), limits=LIMITS, match=Match(tier=("gold",))),),
             ),
             [],

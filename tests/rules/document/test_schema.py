@@ -200,9 +200,7 @@ def test_fields_of_the_values_have_rows() -> None:
         names = {each.name.removesuffix("_s") for each in dataclasses.fields(of)}
         assert names - {"attribute", "value"} == rows - {"for"}
     names = {each.name for each in dataclasses.fields(Rule)}
-    assert names - DEFS["rule"]["properties"].keys() == {
-        *("tier_consistency", "key_consistency", "costs"),
-    }
+    assert names - DEFS["rule"]["properties"].keys() == {"costs"}
 
 
 @given(documents())

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from ratekeeper.core.errors import ConfigError
 from ratekeeper.core.model import ALGORITHM_NAMES, BUCKETS, Limit
 from ratekeeper.rules.document.grammar import limit_data
-from ratekeeper.rules.document.model import Document, Match, Override, PenaltySettings, Rule, Scale
+from ratekeeper.rules.document.model import (
+    Document,
+    LimitsOfOne,
+    Match,
+    Override,
+    PenaltySettings,
+    Rule,
+    Scale,
+)
 from ratekeeper.rules.document.reading import from_data, read, read_file
 from ratekeeper.rules.document.writing import to_data, to_yaml
 from tests.rules.documents import Data, documents
@@ -58,7 +66,7 @@ def test_any_limit_reads_back_equal(
     except ValueError:
         return  # a century to refill
     document = from_data({"version": 1, "tiers": {"t": [limit_data(given_limit)]}})
-    assert document.tiers["t"] == (given_limit,)
+    assert document.tiers["t"].limits == (given_limit,)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +122,8 @@ def test_every_other_value_is_written() -> None:
         match=Match(
             ("/a", "/b"), ("GET",), ("u",), ("k",), ("::1",), ("t",), ("x",), {"a": ("b",)}
         ),
-        tiers={"pro": limits},
-        keys={"k*": limits},
-        tier_consistency={"pro": "strict"},
-        key_consistency={"k*": "strict"},
+        tiers={"pro": LimitsOfOne(limits, "strict")},
+        keys={"k*": LimitsOfOne(limits, "strict")},
         cost=2,
         costs={"/a": 3},
         consistency="strict",
@@ -135,8 +141,7 @@ def test_every_other_value_is_written() -> None:
     until = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     document = Document(
         rules=(rule, Rule(id="s", by=("user",), limits=limits), assigned),
-        tiers={"pro": limits},
-        tier_consistency={"pro": "strict"},
+        tiers={"pro": LimitsOfOne(limits, "strict")},
         assign={"user:1": "pro"},
         allow=("user:a",),
         deny=("user:b",),
@@ -200,7 +205,7 @@ def test_lists_have_one_entry_per_line() -> None:
 def test_text_that_looks_like_something_else_is_quoted() -> None:
     """Text like a number, a boolean or a time is read back as text."""
     words = ["42", "off", "2026-01-01", "1.5", "0E0", "1e5", "0x1F", "12:30:45", "~", "=", "<<"]
-    tiers = dict.fromkeys(words, (Limit(5, per=1),))
+    tiers = dict.fromkeys(words, LimitsOfOne((Limit(5, per=1),)))
     assert list(read(to_yaml(Document(tiers=tiers))).tiers) == words
 
 

@@ -6,11 +6,11 @@ the document; then the checks of all parts of its kind wait until it is correcte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from ratekeeper.core.errors import quoted
-from ratekeeper.core.model import Consistency, Limits
+from ratekeeper.core.model import Limits
 from ratekeeper.rules.document.model import (
     PUSHED_SOURCES_MAX,
     SHARE_SOURCES,
@@ -79,20 +79,6 @@ def _check_rule(place: DocumentPlace, rule: Rule, document: Document) -> None:
         _check_envoy_quota(place.at("envoy_quota"), rule, document)
 
 
-def _limit_sets(rule: Rule, document: Document) -> Iterator[tuple[str, Limits, Consistency]]:
-    """Yield the limits that the rule may use, each with its name and its consistency."""
-    if rule.limits:
-        yield "the rule", rule.limits, rule.consistency
-    used = {name: it for name, it in document.tiers.items() if name not in rule.tiers}
-    for what, by_name, consistency in (
-        ("tier", {} if rule.limits else used, document.tier_consistency),
-        ("tier", rule.tiers, rule.tier_consistency),
-        ("key", rule.keys, rule.key_consistency),
-    ):
-        for name, limits in by_name.items():
-            yield f"{what} {quoted(name)}", limits, consistency.get(name, rule.consistency)
-
-
 def _check_global(place: DocumentPlace, rule: Rule, document: Document) -> None:
     """Check that the region's Redis decides every check of a global rule."""
     remedy = "the region's Redis decides every check of a global rule; write consistency: strict"
@@ -101,9 +87,10 @@ def _check_global(place: DocumentPlace, rule: Rule, document: Document) -> None:
             f"{rule.consistency} does not work with scope: global: {remedy}, or scope: region"
         )
         return
-    for what, _, each in _limit_sets(rule, document):
-        if each != "strict":
-            place.fail(f"{what} is {each}, which does not work with scope: global: {remedy}")
+    for each in document.limit_sets(rule):
+        if each.consistency != "strict":
+            why = f"which does not work with scope: global: {remedy}"
+            place.fail(f"{each} is {each.consistency}, {why}")
 
 
 def _check_envoy_quota(place: DocumentPlace, rule: Rule, document: Document) -> None:
@@ -118,11 +105,12 @@ def _check_envoy_quota(place: DocumentPlace, rule: Rule, document: Document) -> 
     ):
         if conflicts:
             place.fail(f"envoy_quota does not work with {name}: {why}, or remove envoy_quota")
-    for what, limits, consistency in _limit_sets(rule, document):
-        if consistency != "leased" and rule.scope != "global":
-            place.fail(f"{what} is {consistency}: a part is a lease; write consistency: leased")
-        elif problem := why_not_assigned(rule.envoy_quota or "rate", limits):
-            place.fail(f"{what}: {problem}")
+    for each in document.limit_sets(rule):
+        if each.consistency != "leased" and rule.scope != "global":
+            remedy = "a part is a lease; write consistency: leased"
+            place.fail(f"{each} is {each.consistency}: {remedy}")
+        elif problem := why_not_assigned(rule.envoy_quota or "rate", each.limits):
+            place.fail(f"{each}: {problem}")
 
 
 def why_not_assigned(quota: EnvoyQuota, limits: Limits) -> str:

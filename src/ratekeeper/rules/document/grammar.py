@@ -24,7 +24,6 @@ from ratekeeper.core.model import (
     NAME_LENGTH_MAX,
     REQUEST_FIELDS,
     UNITS_MAX,
-    Consistency,
     Limit,
     Limits,
     duration_text,
@@ -52,6 +51,7 @@ from ratekeeper.rules.document.model import (
     SHARE_SOURCES,
     SPLIT_MAX,
     Document,
+    LimitsOfOne,
     Match,
     Override,
     OverrideOwner,
@@ -286,14 +286,6 @@ LIMITS: Final = named(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _LimitsOfOne:
-    """The limits of a tier or key, and its consistency if it has its own."""
-
-    limits: Limits = ()
-    consistency: Consistency | None = None
-
-
 # fmt: off
 _CONSISTENCY: Final = Field(
     "consistency", choice(CONSISTENCIES),
@@ -302,17 +294,17 @@ _CONSISTENCY: Final = Field(
     "the subject is far from its limit; it reports afterwards.",
 )
 _WITH_CONSISTENCY: Final = record(
-    _LimitsOfOne, {"limits": "100/minute", "consistency": "strict"},
+    LimitsOfOne, {"limits": "100/minute", "consistency": "strict"},
     Field("limits", LIMITS, "The limits.", required=True),
     _CONSISTENCY,
 )
 # fmt: on
 
 
-def _read_limits_of_one(place: DocumentPlace) -> _LimitsOfOne:
+def _read_limits_of_one(place: DocumentPlace) -> LimitsOfOne:
     if place.has("limits") or place.has("consistency"):
-        return _WITH_CONSISTENCY.read(place) or _LimitsOfOne()
-    return _LimitsOfOne(LIMITS.read(place))
+        return _WITH_CONSISTENCY.read(place) or LimitsOfOne()
+    return LimitsOfOne(LIMITS.read(place))
 
 
 _LIMITS_OF_ONE: Final = named(
@@ -329,26 +321,9 @@ _LIMITS_OF_ONE: Final = named(
 )
 
 
-def _limits_by_name(
-    example: Json, check_name: Callable[[str], object], names: Json | None = None
-) -> ValueShape:
-    """Return the shape of the limits, and of the consistency, of each tier or key."""
-    shape = mapping_of(_LIMITS_OF_ONE, example, check_name, names)
-
-    def read(place: DocumentPlace) -> tuple[dict[str, Limits], dict[str, Consistency]]:
-        found: dict[str, _LimitsOfOne] = shape.read(place)
-        own = {name: one.consistency for name, one in found.items() if one.consistency}
-        return {name: one.limits for name, one in found.items()}, own
-
-    def write(held: tuple[dict[str, Limits], dict[str, Consistency]]) -> Json:
-        limits, own = held
-        one = {name: _LimitsOfOne(each, own.get(name)) for name, each in limits.items()}
-        return cast("Json", shape.write(one))
-
-    return replace(shape, read=read, write=write)
-
-
-_BY_TIER: Final = _limits_by_name({"free": ["100/minute"]}, _check_tier_name, _name("free").schema)
+_BY_TIER: Final = mapping_of(
+    _LIMITS_OF_ONE, {"free": ["100/minute"]}, _check_tier_name, _name("free").schema
+)
 
 
 # -------------------------------------------------------------------------------------- requests
@@ -535,11 +510,10 @@ _RULE: Final = named(
         Field("by", _BY, "The attributes that are counted separately; []: all requests together.",
               required=True),
         Field("limits", LIMITS, "The limits. Without them, the document's tiers apply."),
-        Field("tiers", _BY_TIER, "Limits of some tiers of this document, instead of `limits`.",
-              ("tiers", "tier_consistency")),
-        Field("keys", _limits_by_name({"sk_vip_*": ["1000/minute"]}, compile_glob),
+        Field("tiers", _BY_TIER, "Limits of some tiers of this document, instead of `limits`."),
+        Field("keys", mapping_of(_LIMITS_OF_ONE, {"sk_vip_*": ["1000/minute"]}, compile_glob),
               f"Limits of some keys ({_GLOBS}), instead of `limits` and `tiers`; for a rule that "
-              f"counts by one attribute.", ("keys", "key_consistency")),
+              f"counts by one attribute."),
         Field("cost", _COST,
               "Units for each unit of the request's cost; or by endpoint, where the first that "
               "matches applies and * is for all others.", ("cost", "costs")),
@@ -693,8 +667,7 @@ _DOCUMENT: Final = record(
     Document, {"version": 1},
     Field("$schema", text("rules.schema.json", PATTERN_LENGTH_MAX), "For editors.", ()),
     Field("version", _VERSION, "The version of the document's format.", (), required=True),
-    Field("tiers", _BY_TIER, "Limits by tier, for rules without limits.",
-          ("tiers", "tier_consistency")),
+    Field("tiers", _BY_TIER, "Limits by tier, for rules without limits."),
     Field("rules", list_of(_RULE, "rules", most=RULES_MAX, single=False, unique="id"),
           "For each distinct `by`, the first rule that matches a request applies. Rules that count "
           "by different attributes all apply, and all must allow the request."),

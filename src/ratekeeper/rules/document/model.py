@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from os import PathLike
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
+from ratekeeper.core.errors import quoted
 from ratekeeper.core.model import Consistency, Limits
 from ratekeeper.decide.regional import AcrossRegions
 from ratekeeper.regions.settings import Scope
@@ -119,6 +120,15 @@ class PenaltySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsOfOne:
+    """The limits of a tier or key."""
+
+    limits: Limits = ()
+    consistency: Consistency | None = None
+    """None: that of the rule; of a key, that of the tier."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Which requests get which limits. `limits` is empty if the document's tiers apply."""
 
@@ -126,14 +136,10 @@ class Rule:
     by: tuple[str, ...]
     limits: Limits = ()
     match: Match = field(default_factory=Match)
-    tiers: Mapping[str, Limits] = field(default_factory=dict)
+    tiers: Mapping[str, LimitsOfOne] = field(default_factory=dict)
     """The limits of some tiers, instead of `limits`."""
-    keys: Mapping[str, Limits] = field(default_factory=dict)
+    keys: Mapping[str, LimitsOfOne] = field(default_factory=dict)
     """The limits of some keys (globs), instead of both; for a rule that counts by one attribute."""
-    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
-    """The consistency of some of `tiers`, instead of the rule's."""
-    key_consistency: Mapping[str, Consistency] = field(default_factory=dict)
-    """The consistency of some of `keys`, instead of the rule's and the tier's."""
     cost: int = 1
     """The units charged for each unit of the request's cost."""
     costs: Mapping[str, int] = field(default_factory=dict)
@@ -194,12 +200,27 @@ def override_changes(rule: Rule, attribute: str, named: str | None) -> bool:
     return named in (rule.id, rule.replaces) if named else attribute in rule.by
 
 
+class LimitSet(NamedTuple):
+    """Limits that a rule may use."""
+
+    field: Literal["limits", "tiers", "keys"]
+    name: str
+    """The tier or the key; empty for `limits`."""
+    is_own: bool
+    """False: of a tier of the document."""
+    limits: Limits
+    consistency: Consistency
+
+    def __str__(self) -> str:
+        return f"{self.field.removesuffix('s')} {quoted(self.name)}" if self.name else "the rule"
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """All rules of a service."""
 
     rules: tuple[Rule, ...] = ()
-    tiers: Mapping[str, Limits] = field(default_factory=dict)
+    tiers: Mapping[str, LimitsOfOne] = field(default_factory=dict)
     """The limits by tier, for rules without limits."""
     assign: Mapping[str, str] = field(default_factory=dict)
     """The tier of `user:42`, `api_key:sk_1` or `tenant:acme`, for requests that name no tier."""
@@ -208,23 +229,33 @@ class Document:
     deny: tuple[str, ...] = ()
     """Entries that are always denied. `deny` takes precedence over `allow`."""
     overrides: tuple[Override, ...] = ()
-    tier_consistency: Mapping[str, Consistency] = field(default_factory=dict)
-    """The consistency of some tiers, instead of the consistency of a rule that uses them."""
+
+    def limit_sets(self, rule: Rule) -> Iterator[LimitSet]:
+        """Yield all limits that may apply under a rule."""
+        if rule.limits:
+            yield LimitSet("limits", "", True, rule.limits, rule.consistency)
+        else:
+            for name, one in self.tiers.items():
+                if name not in rule.tiers:
+                    consistency = one.consistency or rule.consistency
+                    yield LimitSet("tiers", name, False, one.limits, consistency)
+        for name, one in rule.tiers.items():
+            yield LimitSet("tiers", name, True, one.limits, one.consistency or rule.consistency)
+        for name, one in rule.keys.items():
+            yield LimitSet("keys", name, True, one.limits, one.consistency or rule.consistency)
 
     def not_strict(self) -> Iterator[tuple[str, Consistency]]:
         """Yield the place and the consistency of limits that a node may decide itself."""
         for rule in self.rules:
-            for place, found in (
-                (f"rule {rule.id}", {"": rule.consistency}),
-                (f"rule {rule.id}: tier ", rule.tier_consistency),
-                (f"rule {rule.id}: key ", rule.key_consistency),
-            ):
-                for name, each in found.items():
-                    if each != "strict":
-                        yield f"{place}{name}", each
-        for name, each in self.tier_consistency.items():
-            if each != "strict":
-                yield f"tier {name}", each
+            if rule.consistency != "strict":
+                yield f"rule {rule.id}", rule.consistency
+            for what, by_name in (("tier", rule.tiers), ("key", rule.keys)):
+                for name, one in by_name.items():
+                    if one.consistency and one.consistency != "strict":
+                        yield f"rule {rule.id}: {what} {name}", one.consistency
+        for name, one in self.tiers.items():
+            if one.consistency and one.consistency != "strict":
+                yield f"tier {name}", one.consistency
 
 
 Rules = str | PathLike[str] | Mapping[str, Any] | Document

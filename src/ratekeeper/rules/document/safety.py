@@ -17,11 +17,12 @@ from math import ceil
 from typing import Final
 
 from ratekeeper.core.errors import ConfigError, FindingCode, SafetyFinding, quoted
-from ratekeeper.core.model import Limit, Limits
+from ratekeeper.core.model import Limit
 from ratekeeper.rules.document.model import (
     DEFAULT_TIER,
     OWNERS,
     Document,
+    LimitSet,
     Match,
     Rule,
     override_changes,
@@ -113,8 +114,9 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
         path = below("rules", place)
         costs = [("every request", rule.cost)]
         costs += [(f"every request to {quoted(at)}", units) for at, units in rule.costs.items()]
-        for where, limits in limit_sets(document, path, rule):
-            tightest = min(limits, key=lambda limit: limit.capacity, default=None)
+        for found in document.limit_sets(rule):
+            where = limits_at(path, found)
+            tightest = min(found.limits, key=lambda limit: limit.capacity, default=None)
             if tightest is None:
                 continue
             for who, cost in costs:
@@ -123,17 +125,10 @@ def _never_fits(document: Document) -> Iterator[SafetyFinding]:
                     yield SafetyFinding("never-fits", where, what, why, _raise_to(cost), rule.id)
 
 
-def limit_sets(document: Document, path: str, rule: Rule) -> Iterator[tuple[str, Limits]]:
-    """Yield all limits that may apply under a rule, each with its path."""
-    if rule.limits:
-        yield below(path, "limits"), rule.limits
-    else:
-        for tier, limits in document.tiers.items():
-            if tier not in rule.tiers:
-                yield below("tiers", tier), limits
-    for name, by_name in (("tiers", rule.tiers), ("keys", rule.keys)):
-        for key, limits in by_name.items():
-            yield below(below(path, name), key), limits
+def limits_at(path: str, found: LimitSet) -> str:
+    """Return the path of limits that the rule with this path may use."""
+    field = below(path if found.is_own else "", found.field)
+    return below(field, found.name) if found.name else field
 
 
 def _why_never(cost: int, limit: Limit, rule: Rule) -> str:
@@ -225,10 +220,10 @@ def _orphaned_tiers(document: Document, before: Document | None) -> Iterator[Saf
 
 def _no_limits(document: Document) -> Iterator[SafetyFinding]:
     """Find tiers and rules without any limit."""
-    elsewhere = {tier for rule in document.rules for tier in rule.tiers if rule.tiers[tier]}
+    elsewhere = {tier for rule in document.rules for tier in rule.tiers if rule.tiers[tier].limits}
     remedy = "give it limits, for example [100/minute]"
-    for tier, limits in document.tiers.items():
-        if not limits and tier not in elsewhere:
+    for tier, one in document.tiers.items():
+        if not one.limits and tier not in elsewhere:
             why = "no rule has limits for it either, so its clients are not limited"
             yield SafetyFinding("no-limits", below("tiers", tier), "it has no limits", why, remedy)
     for place, rule in enumerate(document.rules):
@@ -239,7 +234,8 @@ def _no_limits(document: Document) -> Iterator[SafetyFinding]:
             why = "the document defines no tiers"
             yield SafetyFinding("no-limits", path, "it has no limits", why, remedy, rule.id)
         for tier in filter(None, (compile_glob(text).exact for text in rule.match.tier)):
-            if not (rule.tiers.get(tier) or document.tiers.get(tier)):
+            of_tier = (tiers.get(tier) for tiers in (rule.tiers, document.tiers))
+            if not any(one is not None and one.limits for one in of_tier):
                 what = f"it matches the tier {quoted(tier)}"
                 why = "neither the rule nor the document has limits for that tier"
                 yield SafetyFinding("no-limits", f"{path}.match.tier", what, why, remedy, rule.id)

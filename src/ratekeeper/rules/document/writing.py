@@ -47,8 +47,8 @@ def to_yaml(document: Document) -> str:
 def to_data(document: Document) -> dict[str, Any]:
     """Return the document as plain data (dict, list, str, numbers), for `from_data`.
 
-    >>> to_data(Document(tiers={"free": (Limit(100, per=60),)}))
-    {'version': 1, 'tiers': {'free': ['100/minute']}}
+    >>> to_data(Document(deny=("user:42",)))
+    {'version': 1, 'deny': ['user:42']}
     """
     return document_data(document)
 

@@ -369,27 +369,6 @@ def compile_methods(texts: Iterable[str]) -> tuple[str, ...]:
     return (*names, "HEAD") if "GET" in names and "HEAD" not in names else tuple(names)
 
 
-__all__ = [
-    "Address",
-    "EndpointPattern",
-    "Glob",
-    "Network",
-    "NetworkTable",
-    "Regexes",
-    "Segment",
-    "Wildcard",
-    "address_of",
-    "compile_endpoint",
-    "compile_glob",
-    "compile_method",
-    "compile_methods",
-    "compile_network",
-    "decoded",
-    "escaped",
-    "normalised",
-    "spellings",
-]
-
 ENDPOINT_LENGTH_MAX: Final = 1_024
 SEGMENTS_MAX: Final = 64
 REGEX_LENGTH_MAX: Final = 1_024

@@ -179,11 +179,9 @@ async def list_tiers(
 
 
 def _tier(name: str, document: Document) -> TierOut:
-    return TierOut(
-        name=name,
-        limits=[limit_data(each) for each in document.tiers[name]],
-        consistency=document.tier_consistency.get(name),
-    )
+    one = document.tiers[name]
+    limits = [limit_data(each) for each in one.limits]
+    return TierOut(name=name, limits=limits, consistency=one.consistency)
 
 
 @router.get(
@@ -218,10 +216,10 @@ async def put_tier(name: TierName, tier: TierIn, editor: Editor) -> VersionOut:
         fields["consistency"] = tier.consistency
     data = {"version": 1, "tiers": {name: fields}}
     parsed = placed(lambda: from_data(data, "<body>"), f"{below('tiers', name)}.", "")
-    limits, consistency = parsed.tiers[name], parsed.tier_consistency.get(name)
+    one = parsed.tiers[name]
     return await editor.edit(
         "set-tier",
-        lambda document: edits.set_tier(document, name, limits, consistency),
+        lambda document: edits.set_tier(document, name, one.limits, one.consistency),
         tier.reason,
     )
 

@@ -170,7 +170,7 @@ def limits_of_data(data: Any) -> Limits:
     """
     path = "tiers.limits"
     try:
-        return from_data({"version": 1, "tiers": {"limits": data}}).tiers["limits"]
+        return from_data({"version": 1, "tiers": {"limits": data}}).tiers["limits"].limits
     except DocumentError as error:
         problems = (
             problem_at("the body", each.where.replace(path, "limits", 1), each.message)
