@@ -492,7 +492,7 @@ def test_a_hundred_documents_swapped_under_load() -> None:
         thread.start()
     for number in range(1, 101):
         limiter.use(version(number), f"v{number}")
-        while f"user-{number}" not in limiter.counts() and not wrong:
+        while not any(f"user-{number}" in mine for mine in seen) and not wrong:
             limiter.check(ANN)
     done.set()
     for thread in threads:
@@ -500,7 +500,6 @@ def test_a_hundred_documents_swapped_under_load() -> None:
     assert not wrong
     assert limiter.check(ANN).rule == "user-100"
     assert limiter.explain(ANN).version == "v100"
-    assert len(set().union(*seen)) > 1
 
 
 async def test_a_document_swapped_during_a_check(clock: ManualClock) -> None:
