@@ -337,18 +337,22 @@ def _listed(items: Iterator[bytes]) -> RawHeader | None:
 def raw_headers_of(result: CheckResult, now_ns: int, style: Style = _STYLE) -> list[RawHeader]:
     """Return the headers of an answer as ASGI takes them: bytes, with lower-case names."""
     decision, applied, kind, _, _, _ = result
-    headers = allowed_headers(decision, applied, now_ns, style) if kind == "limited" else None
+    headers = None
+    if kind == "limited":
+        headers = allowed_headers(decision, applied, decision.decided_ns or now_ns, style)
     return _raw_headers_in_full(result, now_ns, style) if headers is None else headers
 
 
 def allowed_headers(
-    decision: Decision, applied: tuple[AppliedRule, ...], now_ns: int, style: Style
+    decision: Decision, applied: tuple[AppliedRule, ...], at_ns: int, style: Style
 ) -> list[RawHeader] | None:
-    """Return the headers of a request that limits allow, in the default style; else None."""
+    """Return the headers of a request that limits allow, in the default style; else None.
+
+    `at_ns` is the time of the decision.
+    """
     known = _known.get(applied) or _learn(applied)
     tightest = known.only or known.tightest(decision)
-    is_usual = decision.allowed and not decision.degraded and style.is_usual
-    if not is_usual or tightest is None:
+    if tightest is None or not style.is_usual or decision.degraded or not decision.allowed:
         return None
     remaining = b"%d" % decision.remaining
     after_ns = decision.reset_after_ns + _ALMOST_A_SECOND_NS  # rounds up below
@@ -356,7 +360,7 @@ def allowed_headers(
     after = tightest.after
     if after_s != after[0]:
         after = tightest.after = after_s, b";t=%d" % after_s
-    reset_s = ((decision.decided_ns or now_ns) + after_ns) // NS_PER_SECOND
+    reset_s = (at_ns + after_ns) // NS_PER_SECOND
     reset = tightest.reset
     if reset_s != reset[0]:
         reset = tightest.reset = reset_s, (b"x-ratelimit-reset", b"%d" % reset_s)

@@ -491,15 +491,18 @@ class Enforcer:
 
     def _charge_at_once(self, limiters: Limiters) -> Callable[[Any], Charge]:
         """Return a closure, because it reads no attribute of this object: half the time."""
-        units, limiter, has_rules = self.units, limiters.of(Limiter), self._has_rules
-        decide = limiter.evaluate if has_rules else limiter.check
+        units, limiter = self.units, limiters.of(Limiter)
         is_settled = not self.counts_outcomes
+        if not self._has_rules:
+            check = limiter.check
+            return lambda key: Charge(
+                check(key, units), key, units, self, limiters, None, is_settled
+            )
+        evaluate = limiter.evaluate
 
         def charge(key: Any) -> Charge:
-            decision = result = decide(key, units)
-            if has_rules:
-                return Charge(result.decision, key, units, self, limiters, result, is_settled)
-            return Charge(decision, key, units, self, limiters, None, is_settled)
+            result = evaluate(key, units)
+            return Charge(result.decision, key, units, self, limiters, result, is_settled)
 
         return charge
 
