@@ -43,7 +43,14 @@ from ratekeeper.web.answers import (
 )
 from ratekeeper.web.enforcer import PASSED, Charge, Enforcer, UncheckableRequest
 from ratekeeper.web.handlers import handled
-from ratekeeper.web.requests import AsgiRequest, RoutedAsgiRequest, WebRequest, digest_of
+from ratekeeper.web.options import EnforcerOptions
+from ratekeeper.web.requests import (
+    AsgiRequest,
+    RoutedAsgiRequest,
+    WebRequest,
+    context_of,
+    digest_of,
+)
 
 # The keys of an ASGI scope or a WSGI environ: the last charge is for applications, all charges are
 # for limits further in.
@@ -408,6 +415,28 @@ def charges_of(scope: Scope) -> AsgiCharges:
         "a route has a limit, but no RateLimit is installed in the application that serves the "
         "request; install it: app.add_middleware(RateLimit, …), or in FastAPI RateLimit(app)"
     )
+
+
+def enforcer_of_route(
+    outer: Enforcer,
+    key: tuple[EnforcerOptions, str],
+    request: AsgiRequest,
+    name_of: Callable[[], str],
+) -> Enforcer:
+    """Return the enforcer of a route's own limits, which inherits from `outer`.
+
+    `key` has the options, and a text that differs between their counts on one route. `name_of`
+    returns the name of the count. It and the template are found once for each place of a route.
+    """
+    scope = request.scope
+    route, context = scope.get("route"), context_of(scope)
+    # By id, since routes are not hashable. They are kept alive, so that no id is reused.
+    place = (*key, id(route), id(context), scope.get("root_path"))
+    enforcer = outer.known_route(place)
+    if enforcer is None:
+        enforcer = outer.route_enforcer(key[0], name_of(), request.route)
+        outer.remember_route(place, enforcer, alive=(route, context))
+    return enforcer
 
 
 async def _nothing() -> None:

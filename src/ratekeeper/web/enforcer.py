@@ -280,8 +280,11 @@ class Enforcer:
     def _open(self) -> None:
         """Open the store: at the start, and when used after `close`."""
         options = self.options
-        # Enforcers of single routes, and for each the objects that its key refers to by id.
-        self._routes: dict[object, tuple[Self, object]] = {}
+        # The enforcers of single routes, by options and name.
+        self._routes: dict[tuple[EnforcerOptions, str], Self] = {}
+        # The same by the place of a route, each with the objects that the place has by id. A place
+        # may have a path that a client chose, so these are dropped apart from the enforcers.
+        self._places: dict[object, tuple[Self, object]] = {}
         # The templates of the routes that this enforcer is for; empty for a whole application.
         self._templates: dict[str, None] = {}
         self._endpoint = ANY_ENDPOINT
@@ -373,9 +376,10 @@ class Enforcer:
         """Close what this enforcer opened. Using it again opens it again."""
         # A request that arrives meanwhile opens others, so only the present ones are closed.
         limiters, store = [*self._limiters.values()], self.store
-        routes = {id(enforcer): enforcer for enforcer, _ in self._routes.values()}
+        routes = [*self._routes.values()]
         self._routes.clear()
-        for enforcer in routes.values():
+        self._places.clear()
+        for enforcer in routes:
             yield from enforcer.closing()
         if not self._is_open or self.options.limiter is not None:
             return
@@ -408,12 +412,12 @@ class Enforcer:
         """
         if not self._is_open:
             self._reopen()
-        found = self.known_route((options, name))
+        found = self._routes.get((options, name))
         if found is None:
             if options.key is None and self._keys.invented:
                 self._warn_about_key(name)
             found = type(self)(self._inherited(options, name), self._kind)
-            self.remember_route((options, name), found)
+            _keep(self._routes, (options, name), found)
         if route is not None and route not in found._templates:  # noqa: SLF001 - its own class
             found._note_route(route)  # noqa: SLF001 - the same
         return found
@@ -441,16 +445,14 @@ class Enforcer:
             for limiter in self._made():
                 limiter.endpoint = self._endpoint
 
-    def known_route(self, key: object) -> Self | None:
-        """Return the enforcer that `remember_route` kept under this key."""
-        found = self._routes.get(key)
+    def known_route(self, place: object) -> Self | None:
+        """Return the enforcer that `remember_route` kept for this place."""
+        found = self._places.get(place)
         return None if found is None else found[0]
 
-    def remember_route(self, key: object, enforcer: Self, alive: object = None) -> None:
-        """Keep a route's enforcer under a key; `alive` keeps objects that the key names by id."""
-        if len(self._routes) >= ROUTES_MAX:
-            self._routes.clear()
-        self._routes[key] = enforcer, alive
+    def remember_route(self, place: object, enforcer: Self, alive: object) -> None:
+        """Keep a route's enforcer for a place; `alive` keeps objects that the place has by id."""
+        _keep(self._places, place, (enforcer, alive))
 
     def _inherited(self, options: EnforcerOptions, name: str) -> EnforcerOptions:
         own = self.options
@@ -642,6 +644,12 @@ class Enforcer:
             denials.note(charge.result, charge.key)
         elif charge.limiters is not None:
             charge.limiters.any.log_denial(charge.key, charge.decision)
+
+
+def _keep(routes: dict[Any, Any], key: object, value: object) -> None:
+    if len(routes) >= ROUTES_MAX:
+        routes.clear()
+    routes[key] = value
 
 
 def _settle(charge: Charge, charged: int, wanted: int, limiter: Any) -> Any:

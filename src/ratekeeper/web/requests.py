@@ -266,14 +266,14 @@ def template_of(routes: Iterable[Any], scope: Mapping[str, Any]) -> str | None:
     return None if found is None else _mounted_at(scope) + found
 
 
-def _context_of(scope: Mapping[str, Any]) -> Any:
+def context_of(scope: Mapping[str, Any]) -> Any:
     """Return where FastAPI has included the route; recent versions keep included routers whole."""
     found = scope.get("fastapi")
     return found.get("effective_route_context") if isinstance(found, dict) else None
 
 
 def _routed_template(scope: Mapping[str, Any]) -> str | None:
-    route, context = scope.get("route"), _context_of(scope)  # only the context knows the full path
+    route, context = scope.get("route"), context_of(scope)  # only the context knows the full path
     if context is None and hasattr(route, "routes"):
         # The last match is a mount, which stands for many endpoints.
         return None
