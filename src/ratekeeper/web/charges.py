@@ -36,9 +36,8 @@ from ratekeeper.web.answers import (
     Header,
     HttpAnswer,
     allowed_headers,
+    as_text,
     headers_beside,
-    headers_of,
-    raw_headers_beside,
     raw_headers_of,
 )
 from ratekeeper.web.enforcer import PASSED, Charge, Enforcer, UncheckableRequest
@@ -123,7 +122,9 @@ class RequestCharges:
     def headers_beside(self, names: Iterable[str]) -> list[Header]:
         """Return the headers to add to a response that has headers of these names."""
         enforcer = self.enforcer
-        return headers_beside(names, headers_of(self.result, enforcer.now_ns(), enforcer.style))
+        ours = raw_headers_of(self.result, enforcer.now_ns(), enforcer.style)
+        theirs = [name.encode("latin-1", "replace") for name in names]
+        return as_text(headers_beside(theirs, ours))
 
     def fail(self, error: BaseException) -> None:
         """Note that the handler raised. That is a 500; a cancelled request has no status."""
@@ -315,7 +316,7 @@ class AsgiCharges(RequestCharges):
             theirs = list(theirs or ())
         for name, _ in theirs:
             if name in SPELLINGS:
-                ours = raw_headers_beside(theirs, ours)
+                ours = headers_beside([name for name, _ in theirs], ours)
                 break
         changed = dict(message)
         changed["headers"] = theirs + ours

@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, Final, Self
 
 from ratekeeper.core.clock import Clock, clock_of, seconds_from_ns
@@ -508,13 +509,6 @@ class Enforcer:
 
         return charge
 
-    def _charged(
-        self, found: Any, key: Key | Request, units: int, limiters: Limiters | None
-    ) -> Charge:
-        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
-        decision, result = (found.decision, found) if self._has_rules else (found, None)
-        return Charge(decision, key, units, self, limiters, result, not self.counts_outcomes)
-
     def _charging(self, request: WebRequest) -> Steps[Charge]:
         """Charge a request, and wait as long as a leaky bucket demands."""
         if not self._is_open:
@@ -534,14 +528,14 @@ class Enforcer:
         if self._cost is not None:
             units = yield from _value("cost", self._cost(request))
         try:
-            if self._has_rules:
-                found = yield Call(limiters.ask, lambda each: each.evaluate(key, units))
-            else:
-                found = yield Call(limiters.ask, lambda each: each.check(key, units))
+            verb = methodcaller("evaluate" if self._has_rules else "check", key, units)
+            found = yield Call(limiters.ask, verb)
         except (CapacityError, ConfigError) as error:
             look = yield from self._looking(limiters, key)
             raise UncheckableRequest(error, look) from error
-        charge = self._charged(found, key, units, limiters)
+        # Without rules, a result is made of the decision if it is needed: `Charge.result`.
+        decision, result = (found.decision, found) if self._has_rules else (found, None)
+        charge = Charge(decision, key, units, self, limiters, result, not self.counts_outcomes)
         return (yield from self._delaying(charge)) if charge.decision.delay_ns else charge
 
     def _looking(self, limiters: Limiters, key: Key | Request) -> Steps[Charge | None]:
