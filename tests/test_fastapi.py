@@ -240,7 +240,8 @@ async def test_a_mounted_applications_routes_are_limited_too() -> None:
 async def test_paths_that_clients_choose_do_not_renew_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More mounted paths than are cached do not drop the counts of an outage."""
+    """More mounted paths than are cached do not drop the counts of an outage. Nor do long paths
+    fill the memory."""
     monkeypatch.setattr(enforcer, "ROUTES_MAX", 3)
     app, limit = _limited(store="redis://127.0.0.1:1", on_failure="local")
     below = FastAPI()
@@ -251,6 +252,8 @@ async def test_paths_that_clients_choose_do_not_renew_a_limit(
     app.mount("/{tenant}", below)
     statuses = await _statuses(app, *[f"/{number}/x" for number in range(9)])
     assert statuses == [200] * 2 + [429] * 7
+    assert await _statuses(app, f"/{'t' * 1_000}/x") == [429]
+    assert "ttt" not in repr([*limit.enforcer._places])
 
 
 async def test_other_middleware_may_wrap_the_limits() -> None:

@@ -58,6 +58,8 @@ CHARGE: Final = "ratekeeper.charge"
 CHARGES: Final = "ratekeeper.charges"
 # Leaves room for the "#2" of a route's second limit.
 _NAME_LENGTH_MAX: Final = NAME_LENGTH_MAX - 8
+# A client may choose the path of a mount, so the enforcers of longer paths are not remembered.
+_PLACE_LENGTH_MAX: Final = 256
 
 
 class RequestCharges:
@@ -432,11 +434,13 @@ def enforcer_of_route(
     scope = request.scope
     route, context = scope.get("route"), context_of(scope)
     # By id, since routes are not hashable. They are kept alive, so that no id is reused.
-    place = (*key, id(route), id(context), scope.get("root_path"))
+    root_path = scope.get("root_path") or ""
+    place = (*key, id(route), id(context), root_path)
     enforcer = outer.known_route(place)
     if enforcer is None:
         enforcer = outer.route_enforcer(key[0], name_of(), request.route)
-        outer.remember_route(place, enforcer, alive=(route, context))
+        if len(root_path) <= _PLACE_LENGTH_MAX:
+            outer.remember_route(place, enforcer, alive=(route, context))
     return enforcer
 
 

@@ -495,19 +495,17 @@ class Enforcer:
     def _charge_at_once(self, limiters: Limiters) -> Callable[[Any], Charge]:
         """Return a closure, because it reads no attribute of this object: half the time."""
         units, limiter = self.units, limiters.of(Limiter)
+        check, evaluate = limiter.check, limiter.evaluate
         is_settled = not self.counts_outcomes
-        if not self._has_rules:
-            check = limiter.check
-            return lambda key: Charge(
-                check(key, units), key, units, self, limiters, None, is_settled
-            )
-        evaluate = limiter.evaluate
 
         def charge(key: Any) -> Charge:
+            return Charge(check(key, units), key, units, self, limiters, None, is_settled)
+
+        def charge_by_rules(key: Any) -> Charge:
             result = evaluate(key, units)
             return Charge(result.decision, key, units, self, limiters, result, is_settled)
 
-        return charge
+        return charge_by_rules if self._has_rules else charge
 
     def _charging(self, request: WebRequest) -> Steps[Charge]:
         """Charge a request, and wait as long as a leaky bucket demands."""
