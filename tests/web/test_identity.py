@@ -18,7 +18,7 @@ from ratekeeper import ConfigError, Limiter, Request
 from ratekeeper.core.subjects import subject_of
 from ratekeeper.web import identity as identities
 from ratekeeper.web.claims import Claim
-from ratekeeper.web.identity import ANONYMOUS, Identity, RequestKeys, first_found
+from ratekeeper.web.identity import ANONYMOUS, Identity, RequestKeys
 from ratekeeper.web.requests import AsgiRequest, WebRequest, WsgiRequest, digest_of
 from tests.test_fuzz_entries import ANYTHING
 from tests.web.asgi_driver import scope_of
@@ -40,11 +40,6 @@ def request_with(
         "client": (PEER, 1),
     }
     return AsgiRequest(scope | more)
-
-
-def key_found(identity: Identity, request: WebRequest, sources: Any) -> tuple[str, str]:
-    """Return the key that these sources find."""
-    return first_found(identity.compiled(sources), request)
 
 
 def unsigned(claims: dict[str, Any]) -> str:
@@ -85,8 +80,8 @@ def unsigned(claims: dict[str, Any]) -> str:
 )
 def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[str, str]) -> None:
     """The source is part of the key; secrets are digested."""
-    assert key_found(Identity(), web_request, [source]) == key
-    assert key_found(Identity(), web_request, source) == key
+    assert Identity().key_of(web_request, [source]) == key
+    assert Identity().key_of(web_request, source) == key
 
 
 @pytest.mark.parametrize(
@@ -108,11 +103,8 @@ def test_each_source_is_a_key(source: Any, web_request: WebRequest, key: tuple[s
 )
 def test_an_empty_value_counts_as_absent(source: Any, web_request: WebRequest) -> None:
     """The next source is tried; requests without any value share one key."""
-    assert key_found(Identity(), web_request, [source]) == ANONYMOUS
-    assert key_found(Identity(), web_request, [source, lambda web_request: "x"]) == (
-        "custom:2",
-        "x",
-    )
+    assert Identity().key_of(web_request, [source]) == ANONYMOUS
+    assert Identity().key_of(web_request, [source, lambda web_request: "x"]) == ("custom:2", "x")
     assert subject_of(ANONYMOUS)
 
 
@@ -136,7 +128,7 @@ def test_a_repeated_value_is_not_a_new_client(source: Any, name: bytes | None, v
         headers = [] if name is None else [(name, each) for each in texts]
         query = b"&".join(texts) if name is None else b""
         scope = {"type": "http", "headers": headers, "query_string": query, "client": (PEER, 1)}
-        return key_found(Identity(), AsgiRequest(scope), [source, "address"])
+        return Identity().key_of(AsgiRequest(scope), [source, "address"])
 
     own, *made_up = [unsigned({"sub": each}) for each in ("own", "a", "b", "c")]
     found = {key_of(own, each) for each in made_up} | {key_of(each, own) for each in made_up}
@@ -156,8 +148,8 @@ def test_an_empty_request_has_no_values() -> None:
         "session:x",
         "address",
     ]
-    assert key_found(Identity(), AsgiRequest({"type": "http"}), sources) == ANONYMOUS
-    assert key_found(Identity(), WsgiRequest({}), tuple(sources)) == ANONYMOUS
+    assert Identity().key_of(AsgiRequest({"type": "http"}), sources) == ANONYMOUS
+    assert Identity().key_of(WsgiRequest({}), tuple(sources)) == ANONYMOUS
 
 
 def test_the_first_source_that_finds_a_value_wins() -> None:
@@ -165,9 +157,9 @@ def test_the_first_source_that_finds_a_value_wins() -> None:
     sources = ["header:X-API-Key", "session:user", "address"]
     both = request_with({"X-API-Key": "sk_1"}, session={"user": "u"})
     identity = Identity()
-    assert key_found(identity, both, sources) == ("header:x-api-key", "sk_1")
-    assert key_found(identity, both, sources[1:]) == ("session:user", "u")
-    assert key_found(identity, request_with(), sources) == ("address", PEER)
+    assert identity.key_of(both, sources) == ("header:x-api-key", "sk_1")
+    assert identity.key_of(both, sources[1:]) == ("session:user", "u")
+    assert identity.key_of(request_with(), sources) == ("address", PEER)
 
 
 def test_a_missing_session_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,11 +178,9 @@ def test_the_same_value_from_two_sources_is_two_keys() -> None:
     """A header cannot imitate another client's query field."""
     web_request = request_with({"X-Key": "7"}, query="key=7")
     identity = Identity()
-    assert key_found(identity, web_request, "header:X-Key") != key_found(
-        identity, web_request, "query:key"
-    )
+    assert identity.key_of(web_request, "header:X-Key") != identity.key_of(web_request, "query:key")
     first, second = (lambda web_request: None), (lambda web_request: "7")
-    assert key_found(identity, web_request, [first, second]) == ("custom:2", "7")
+    assert identity.key_of(web_request, [first, second]) == ("custom:2", "7")
 
 
 def test_a_verified_claim_is_a_source() -> None:
@@ -209,8 +199,7 @@ def test_a_verified_claim_is_a_source() -> None:
     )
     assert claim.rejected == 1
     assert (
-        key_found(identity, request_with({"Authorization": f"Bearer {good}"}), claim)[0]
-        == "claim:sub"
+        identity.key_of(request_with({"Authorization": f"Bearer {good}"}), claim)[0] == "claim:sub"
     )
 
 
@@ -298,7 +287,7 @@ def test_a_header_that_only_a_trusted_proxy_may_send() -> None:
             assert identity.request_of(web_request).user == user
     with pytest.raises(ConfigError, match="only trusted proxies may send, but none are configured"):
         Identity({"user": "trusted_header:X-User"})
-    key = key_found(identity, request_with(said, client=("10.0.0.1", 1)), "trusted_header:X-User")
+    key = identity.key_of(request_with(said, client=("10.0.0.1", 1)), "trusted_header:X-User")
     assert key == ("trusted_header:x-user", "ann")
 
 
@@ -360,14 +349,14 @@ def test_a_path_is_never_an_invalid_key(path: str) -> None:
 )
 def test_values_that_no_key_may_hold_are_digested(value: str, found: str) -> None:
     """Values that look like a digest are digested, too."""
-    assert key_found(Identity(), request_with({"X-Key": value}), "header:X-Key")[1] == found
+    assert Identity().key_of(request_with({"X-Key": value}), "header:X-Key")[1] == found
 
 
 def test_a_client_cannot_send_the_digest_of_another() -> None:
     """A digest sent as a value is digested again."""
     identity = Identity()
-    victim = key_found(identity, request_with({"X-Key": "v" * 300}), "header:X-Key")
-    attacker = key_found(identity, request_with({"X-Key": victim[1]}), "header:X-Key")
+    victim = identity.key_of(request_with({"X-Key": "v" * 300}), "header:X-Key")
+    attacker = identity.key_of(request_with({"X-Key": victim[1]}), "header:X-Key")
     assert victim != attacker
 
 
@@ -377,7 +366,7 @@ TEXTS = st.text(alphabet=st.characters(max_codepoint=255), max_size=300)
 @given(TEXTS, TEXTS)
 def test_different_values_are_different_keys(one: str, other: str) -> None:
     """Surrounding white space is ignored."""
-    keys = [key_found(Identity(), request_with({"X-Key": v}), "header:X-Key") for v in (one, other)]
+    keys = [Identity().key_of(request_with({"X-Key": v}), "header:X-Key") for v in (one, other)]
     assert (keys[0] == keys[1]) == (one.strip() == other.strip())
 
 
@@ -395,7 +384,7 @@ def test_any_input_can_be_counted(
     sources = ["header:X", "bearer", "header:Authorization", "query:q", "cookie:c", "session:s"]
     identity = Identity({f"f{place}": source for place, source in enumerate(sources)})
     for source in (*sources, "unverified_claim:sub"):
-        assert len(subject_of(key_found(identity, web_request, source))) <= 512
+        assert len(subject_of(identity.key_of(web_request, source))) <= 512
     web_request = identity.request_of(web_request)
     assert isinstance(web_request.endpoint, str)
     for name in ("ip", "method", *web_request.attributes):
@@ -470,7 +459,7 @@ def test_fields_that_cannot_be_set_are_rejected(fields: Any, said: str) -> None:
 def test_a_function_that_returns_no_text_is_the_applications_error(value: Any) -> None:
     """The client cannot fix it, so it is not a 400."""
     with pytest.raises(TypeError, match="returns text or None"):
-        key_found(Identity(), request_with(), lambda web_request: value)
+        Identity().key_of(request_with(), lambda web_request: value)
 
 
 @given(ANYTHING, ANYTHING, ANYTHING)

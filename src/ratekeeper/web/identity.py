@@ -118,6 +118,8 @@ class Identity:
     >>> request = AsgiRequest({"type": "http", "path": "/", "headers": [(b"x-api-key", b"sk_1")]})
     >>> identity.request_of(request).api_key
     'sk_1'
+    >>> identity.key_of(request, ["bearer", "header:X-API-Key"])
+    ('header:x-api-key', 'sk_1')
 
     `fields`           for each field of a Request (user, api_key, tenant, tier; any other name is
                        one of its attributes) a source, or several in order of priority. `ip`,
@@ -185,6 +187,16 @@ class Identity:
             digests=digests or None,
         )
 
+    def key_of(
+        self, request: WebRequest, sources: IdentitySource | Sequence[IdentitySource]
+    ) -> tuple[str, str]:
+        """Return the first source that finds a value, and the value; or ("anonymous", "*").
+
+        The source is part of the key, so that a header cannot imitate another client's cookie. Each
+        call compiles the sources.
+        """
+        return first_found(self.compiled(sources), request)
+
     def compiled(self, sources: object, what: str = "key") -> tuple[CompiledSource, ...]:
         """Check and compile sources; `what` names them in errors."""
         each: Sequence[object] = sources if isinstance(sources, list | tuple) else (sources,)
@@ -228,10 +240,7 @@ class Identity:
 
 
 def first_found(sources: tuple[CompiledSource, ...], request: WebRequest) -> tuple[str, str]:
-    """Return the label and the value of the first source that finds one; or ANONYMOUS.
-
-    The label is part of the key, so that a header cannot imitate another client's cookie.
-    """
+    """Return the label and the value of the first source that finds one; or ANONYMOUS."""
     for label, read, counted in sources:
         value = read(request)
         if value is not None:
@@ -294,7 +303,8 @@ class RequestKeys:
         self._has_rules = has_rules
         self._per_route = per_route
         self._as_request = key is None and has_rules
-        self._sources = identity.compiled("address" if key is None or self.hook else key)
+        is_given = key is not None and self.hook is None
+        self._sources = identity.compiled(key if is_given else "address")
         self.invented = tuple(
             label for label, _, _ in self._sources if label.partition(":")[0] in _INVENTED
         )
